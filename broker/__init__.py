@@ -1,0 +1,1 @@
+"""Everything that travels between processes: messages, channels, router, pacing, membership, weight transports."""

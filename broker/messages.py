@@ -1,0 +1,317 @@
+"""Every message between a broker and its peers.
+
+A frame list on the wire is [message] or [message, payload]: the message as MessagePack of one of the records below,
+told apart by `type`; the payload (only with Put) is the trajectory as the buffer keeps it.
+
+    peer -> broker                              broker -> peer
+    Hello                                       Welcome | Refuse
+    LeaseRequest (generator)                    Prompts
+    Put + payload (generator)                   Ack | Nack
+    ReturnLeases (generator)
+    Pong                                        Ping
+    OpenEpoch, Update (learner, relayed)        OpenEpoch, Update (to the generators named in `members`)
+    EpochOpened, Adopted (generator, relayed)   EpochOpened, Adopted (to the learner), Members (to the learner)
+    Bye                                         Drain
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from buffer.store import Lease
+from buffer.trajectory import SCHEMA_VERSION, Record, TrajectoryHeader
+
+
+class Message(Record, tag_field="type", tag=True):
+    """Base of all messages."""
+
+
+# --- joining ---------------------------------------------------------------------------------------------------------
+class Hello(Message):
+    """First message of an incarnation, and again after a silence.
+
+    Example: Hello(role="generator", peer_id="generator-0", incarnation="9f3c...", host="node1", pid=4242)
+    """
+
+    role: Literal["generator", "learner"]
+    """What the peer is."""
+    peer_id: str
+    """Logical name, unique among living peers."""
+    incarnation: str
+    """Random per process start."""
+    host: str
+    """For people."""
+    pid: int
+    """For people."""
+    schema_version: int = SCHEMA_VERSION
+    """A newer one than the broker's is refused."""
+
+
+class Welcome(Message):
+    """The peer is in; everything it needs to know of the run."""
+
+    run_id: str
+    """Name of the run."""
+    config_json: str
+    """The whole RunConfig."""
+    store_url: str
+    """Where the learner finds the store; empty for generators."""
+    version: int
+    """Newest committed policy version."""
+    credit_messages: int
+    """Puts that may be unacknowledged."""
+    credit_bytes: int
+    """Their bytes."""
+    broker_incarnation: str
+    """Changes when the broker restarted."""
+
+
+class Refuse(Message):
+    """The peer is not wanted, for good."""
+
+    reason: str
+    """One sentence: what must hold, what was got, what to do."""
+
+
+class Bye(Message):
+    """The peer leaves; what it still held has been returned."""
+
+
+class Drain(Message):
+    """Finish or hand back what you hold, then say Bye."""
+
+    reason: str
+    """For the log."""
+
+
+# --- heartbeats ------------------------------------------------------------------------------------------------------
+class Ping(Message):
+    """Are you there?"""
+
+    sent_at: float
+    """Broker's monotonic clock, seconds."""
+
+
+class Pong(Message):
+    """I am, and this is how I am."""
+
+    sent_at: float
+    """Copied from the Ping."""
+    state: Literal["starting", "unsynced", "ready", "updating", "draining"]
+    """unsynced: no verified weights of the current version; only `ready` generators are leased prompts."""
+    version: int
+    """Policy version in the engine, verified; -1 before the first."""
+    reason: str = ""
+    """What it waits for, if it waits."""
+    gauges: dict[str, Any] = {}
+    """Plain numbers and strings: tokens per second, running, outbox length, ..."""
+
+
+# --- prompts and trajectories ----------------------------------------------------------------------------------------
+class Prompt(Record):
+    """A leased row of the dataset.
+
+    Example: Prompt(lease=Lease(...), uid="reverse/00017", prompt="48213=", ground_truth="31284",
+        data_source="digits/reverse", extra_info={"index": 17})
+    """
+
+    lease: Lease
+    """What is owed, and until when."""
+    uid: str
+    """Row identity, stable over runs."""
+    prompt: str | list[dict[str, Any]]
+    """Plain text, or chat messages to be put through the tokenizer's chat template."""
+    ground_truth: str
+    """What the reward function compares with."""
+    data_source: str
+    """Kind of task."""
+    extra_info: dict[str, Any] = {}
+    """Whatever else the row held."""
+
+
+class LeaseRequest(Message):
+    """The generator has room."""
+
+    max_trajectories: int
+    """Room for so many trajectories."""
+
+
+class Prompts(Message):
+    """The answer, also when empty."""
+
+    prompts: list[Prompt]
+    """At most what was asked."""
+    reason: str = ""
+    """Why there are none (or fewer): `pacing`, `finishing`, `store_full`, ..."""
+
+
+class Put(Message):
+    """A finished trajectory; the payload is the message's second frame."""
+
+    header: TrajectoryHeader
+    """What the broker reads."""
+
+
+class Ack(Message):
+    """These are in the store: forget them."""
+
+    ids: list[str]
+    """Trajectory ids."""
+
+
+class Nack(Message):
+    """This one is not in the store."""
+
+    id: str
+    """Trajectory id."""
+    reason: str
+    """Why."""
+    is_fatal: bool
+    """True: do not send it again. False: send it again after `retry_after_s`."""
+    retry_after_s: float = 0.0
+    """Seconds."""
+
+
+class ReturnLeases(Message):
+    """These prompts will not be answered by me."""
+
+    lease_ids: list[str]
+    """Their leases."""
+    reason: str
+    """Why."""
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+class Member(Record):
+    """A generator that takes part in a membership epoch."""
+
+    peer_id: str
+    """Logical name."""
+    incarnation: str
+    """Of this process start."""
+
+
+class MemberState(Record):
+    """What the broker knows of a living generator."""
+
+    member: Member
+    """Who."""
+    state: str
+    """Pong.state."""
+    version: int
+    """Pong.version."""
+
+
+class Members(Message):
+    """All living generators; sent to the learner at its Hello and whenever one comes, goes or changes state."""
+
+    generators: list[MemberState]
+    """Sorted by peer_id."""
+
+
+class OpenEpoch(Message):
+    """Learner: build process group `epoch` with me. The member at place i has rank i + 1, the learner rank 0."""
+
+    epoch: int
+    """Number of the membership epoch; grows."""
+    members: list[Member]
+    """Who takes part."""
+    host: str
+    """Of the learner's rendezvous store."""
+    port: int
+    """Of the learner's rendezvous store."""
+    timeout_s: float
+    """For building."""
+
+
+class EpochOpened(Message):
+    """Generator: the group stands (or why not)."""
+
+    epoch: int
+    """Which."""
+    member: Member
+    """Who."""
+    error: str = ""
+    """Empty = well."""
+
+
+class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
+    """Where one tensor lies in a flat bucket. Example: TensorSlot("lm_head.weight", [16, 128], "float32", 0, 0)."""
+
+    name: str
+    """Name in transformers' checkpoint."""
+    shape: list[int]
+    """Its shape."""
+    dtype: str
+    """torch dtype name on the wire."""
+    bucket: int
+    """Index of the bucket."""
+    offset: int
+    """First byte in the bucket."""
+
+
+class Update(Message):
+    """Learner: version `version` is about to be broadcast over group `epoch`."""
+
+    epoch: int
+    """Over which group."""
+    members: list[Member]
+    """Who takes part."""
+    version: int
+    """What it will be called."""
+    slots: list[TensorSlot]
+    """Layout of the buckets."""
+    bucket_bytes: list[int]
+    """Their sizes."""
+    checksums: list[int]
+    """xxh3-64 of each bucket."""
+    canary_token_ids: list[list[int]]
+    """Sequences to probe with."""
+    canary_logprobs: list[list[float]]
+    """The learner's log-probability of token t + 1 given tokens <= t, for each sequence; at temperature 1."""
+    max_probe_diff: float
+    """Mean absolute difference above which the weights count as wrong, nats."""
+    timeout_s: float
+    """For each bucket."""
+
+
+class Adopted(Message):
+    """Generator: the version is in (or why not)."""
+
+    epoch: int
+    """Over which group."""
+    version: int
+    """Which."""
+    member: Member
+    """Who."""
+    error: str = ""
+    """Empty = loaded, checksums equal, probe within bounds."""
+    probe_diff: float = 0.0
+    """Mean absolute difference of canary log-probabilities, nats."""
+    probe_diff_max: float = 0.0
+    """Largest absolute difference, nats."""
+    pause_s: float = 0.0
+    """How long generation stood still, seconds."""
+
+
+AnyMessage = (
+    Hello
+    | Welcome
+    | Refuse
+    | Bye
+    | Drain
+    | Ping
+    | Pong
+    | LeaseRequest
+    | Prompts
+    | Put
+    | Ack
+    | Nack
+    | ReturnLeases
+    | Members
+    | OpenEpoch
+    | EpochOpened
+    | Update
+    | Adopted
+)
+"""What `codec.decode` is asked for."""

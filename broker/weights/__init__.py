@@ -1,0 +1,1 @@
+"""How weights travel. One transport per file, both ends in it."""

@@ -1,0 +1,156 @@
+"""Records <-> bytes: MessagePack with typed validation, tensors as raw little-endian bytes with dtype and shape."""
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+
+from buffer.errors import Refused
+from buffer.trajectory import SCHEMA_VERSION, Purpose, Reward, Trajectory, TrajectoryHeader
+
+T = TypeVar("T")
+
+_DTYPES = {"int32": "<i4", "int64": "<i8", "uint8": "|u1", "bool": "|b1", "float32": "<f4", "float64": "<f8"}
+
+
+def _encode_hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        name = value.dtype.name
+        if name not in _DTYPES:
+            raise TypeError(f"arrays must be one of {sorted(_DTYPES)}, got {name}")
+        return [name, list(value.shape), np.ascontiguousarray(value, dtype=_DTYPES[name]).tobytes()]
+    raise TypeError(f"only plain values and arrays can be encoded, got {type(value).__name__}")
+
+
+def _decode_hook(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise TypeError(f"no decoder for {kind.__name__}")
+    if not (isinstance(value, list) and len(value) == 3):
+        raise ValueError("an array must be [dtype, shape, bytes]")
+    name, shape, data = value
+    if name not in _DTYPES or not isinstance(shape, list) or not isinstance(data, bytes):
+        raise ValueError(f"an array must be [dtype, shape, bytes] with a dtype of {sorted(_DTYPES)}, got {name!r}")
+    if not all(isinstance(n, int) and n >= 0 for n in shape):
+        raise ValueError(f"an array's shape must be non-negative integers, got {shape!r}")
+    return np.frombuffer(data, dtype=_DTYPES[name]).reshape(shape)
+
+
+def _refuse_extension(code: int, data: memoryview) -> Any:
+    raise ValueError(f"MessagePack extension types are not accepted, got type {code}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
+_DECODERS: dict[Any, msgspec.msgpack.Decoder] = {}
+
+
+def encode(record: Any) -> bytes:
+    """Record -> MessagePack."""
+    return _ENCODER.encode(record)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """MessagePack -> record. Raises Refused (`malformed`) for anything that is not exactly a `kind`."""
+    if kind not in _DECODERS:
+        _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_refuse_extension)
+    try:
+        return _DECODERS[kind].decode(data)
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+        raise Refused("malformed", f"not a valid {getattr(kind, '__name__', kind)}: {error}") from None
+
+
+def checksum(data: bytes) -> int:
+    """xxh3-64 of the bytes."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def pack(trajectory: Trajectory, *, lease_id: str, purpose: Purpose, group_size: int) -> tuple[TrajectoryHeader, bytes]:
+    """Trajectory -> the header the broker reads and the payload it stores as it came."""
+    payload = encode(trajectory)
+    return _describe(trajectory, payload, lease_id=lease_id, purpose=purpose, group_size=group_size), payload
+
+
+def _describe(
+    trajectory: Trajectory, payload: bytes, *, lease_id: str, purpose: Purpose, group_size: int
+) -> TrajectoryHeader:
+    versions = [span.version for span in trajectory.version_spans] or [0]
+    return TrajectoryHeader(
+        id=trajectory.id,
+        group_id=trajectory.group_id,
+        index=trajectory.index,
+        group_size=group_size,
+        purpose=purpose,
+        attempt=trajectory.attempt,
+        lease_id=lease_id,
+        prompt_uid=trajectory.prompt_uid,
+        num_tokens=trajectory.num_tokens,
+        oldest_version=min(versions),
+        newest_version=max(versions),
+        reward=trajectory.reward.total,
+        reward_status=trajectory.reward.status,
+        is_correct=trajectory.reward.is_correct,
+        payload_bytes=len(payload),
+        checksum=checksum(payload),
+    )
+
+
+def unpack(payload: bytes) -> Trajectory:
+    """Payload -> Trajectory, validated. Raises Refused with a one-word reason."""
+    trajectory = decode(payload, Trajectory)
+    _check_arrays(trajectory)
+    _check_spans(trajectory)
+    _check_reward(trajectory.reward)
+    return trajectory
+
+
+def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
+    """Refuse a header that does not describe its payload; returns the payload decoded."""
+    if header.schema_version > SCHEMA_VERSION:
+        raise Refused("newer_schema", f"schema must be <= {SCHEMA_VERSION}, got {header.schema_version}")
+    if header.payload_bytes != len(payload) or header.checksum != checksum(payload):
+        raise Refused("checksum", f"payload of {header.id} does not match its header ({len(payload)} bytes)")
+    if not 0 <= header.index < header.group_size:
+        raise Refused("index", f"index must be in [0, {header.group_size}), got {header.index}")
+    trajectory = unpack(payload)
+    described = _describe(
+        trajectory, payload, lease_id=header.lease_id, purpose=header.purpose, group_size=header.group_size
+    )
+    if described != header:
+        raise Refused("header_mismatch", f"the header of {header.id} says otherwise than its payload")
+    return trajectory
+
+
+def _check_arrays(trajectory: Trajectory) -> None:
+    expected = {"token_ids": np.int32, "model_mask": np.bool_, "generator_logprobs": np.float32}
+    length = trajectory.num_tokens
+    for name, dtype in expected.items():
+        array = getattr(trajectory, name)
+        if array.dtype != dtype or array.shape != (length,):
+            raise Refused("shape", f"{name} must be {dtype.__name__}[{length}], got {array.dtype}{list(array.shape)}")
+    if length == 0 or not trajectory.model_mask.any():
+        raise Refused("empty", "a trajectory needs at least one model-written token")
+    if (trajectory.token_ids < 0).any():
+        raise Refused("token_id", f"token ids must be >= 0, got {int(trajectory.token_ids.min())}")
+    logprobs = trajectory.generator_logprobs
+    if not np.isfinite(logprobs).all():
+        raise Refused(
+            "nonfinite_logprob",
+            f"log-probabilities must be finite, got {int((~np.isfinite(logprobs)).sum())} that are not",
+        )
+    if (logprobs > 1e-4).any():
+        raise Refused("positive_logprob", f"log-probabilities must be <= 0, got {float(logprobs.max()):.4g}")
+
+
+def _check_spans(trajectory: Trajectory) -> None:
+    starts = [span.first_token for span in trajectory.version_spans]
+    if not starts or starts != sorted(set(starts)) or starts[0] < 0 or starts[-1] >= trajectory.num_tokens:
+        raise Refused("version_spans", f"spans must start in increasing order within the tokens, got {starts}")
+    if starts[0] > int(np.argmax(trajectory.model_mask)):
+        raise Refused("version_spans", f"spans must cover the first model-written token, got {starts}")
+    if min(span.version for span in trajectory.version_spans) < 0:
+        raise Refused("version_spans", "versions must be >= 0")
+
+
+def _check_reward(reward: Reward) -> None:
+    if not all(np.isfinite([reward.total, *reward.parts.values()])):
+        raise Refused("nonfinite_reward", f"rewards must be finite, got {reward.total} {reward.parts}")

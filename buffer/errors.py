@@ -1,0 +1,43 @@
+"""What can go wrong in the buffer.
+
+BufferFault
+├── Refused               a record that must not enter; carries a short reason for counters
+├── ContentConflict       a trajectory id came back with other content
+├── StaleFence            a claim was acted on after it had lapsed
+├── StoreUnavailable      the store does not answer
+└── RunConflict           the store belongs to another run, or the run's name is taken
+"""
+
+
+class BufferFault(Exception):
+    """Root of the tree."""
+
+
+class Refused(BufferFault, ValueError):
+    """A record that must not enter the store."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        """One word for counters, such as `nonfinite_logprob`."""
+        self.detail = detail
+        """What must hold and what was got."""
+
+
+class ContentConflict(Refused):
+    """A trajectory id that is already stored came back with another checksum."""
+
+    def __init__(self, trajectory_id: str) -> None:
+        super().__init__("content_conflict", f"trajectory {trajectory_id} is stored with other content")
+
+
+class StaleFence(BufferFault, RuntimeError):
+    """A claim lapsed (or was rolled back) before it was committed or renewed."""
+
+
+class StoreUnavailable(BufferFault, ConnectionError):
+    """The store does not answer; the message says where it was looked for and what to do."""
+
+
+class RunConflict(BufferFault, ValueError):
+    """The store or the run folder belongs to another run."""

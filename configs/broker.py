@@ -1,0 +1,26 @@
+"""The broker role: address, limits, heartbeats."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from configs.base import Config
+
+
+class BrokerConfig(Config):
+    """Where the broker listens and how patient it is."""
+
+    address: str = "tcp://127.0.0.1:5757"
+    """ZeroMQ endpoint it binds; loopback or ipc only, until keys are configured."""
+    max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
+    """A larger message closes its connection."""
+    credit_messages: Annotated[int, Meta(ge=1)] = 512
+    """Trajectories a generator may have sent without an acknowledgement."""
+    credit_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
+    """Bytes a generator may have sent without an acknowledgement."""
+    heartbeat_s: Annotated[float, Meta(gt=0)] = 1.0
+    """Time between pings, seconds."""
+    peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
+    """Silence after which a peer counts as gone, seconds."""
+    lease_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Time a generator has for a leased prompt before it is handed out again, seconds; pings renew it."""

@@ -1,0 +1,20 @@
+"""How progress is measured on held-out prompts."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from configs.base import Config
+
+
+class EvaluationConfig(Config):
+    """Generators answer held-out prompts beside their training work."""
+
+    every_steps: Annotated[int, Meta(ge=0)] = 10
+    """Steps between two monitored evaluations; 0 = only before and after training."""
+    monitor_prompts: Annotated[int, Meta(ge=1)] = 128
+    """First rows of the held-out file, used while training (and for early stopping)."""
+    final_prompts: Annotated[int, Meta(ge=1)] = 512
+    """The rows after them, used once before and once after training."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 180.0
+    """Longest wait for the evaluations before and after training, seconds."""

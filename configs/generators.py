@@ -1,0 +1,83 @@
+"""From a prompt to a scored trajectory: engine, sampling, agent loop, reward."""
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from configs.base import Config
+
+
+class SamplingConfig(Config):
+    """How tokens are drawn while training."""
+
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    """Logits are divided by it; the learner does the same."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Nucleus mass; 1 = off."""
+    top_k: Annotated[int, Meta(ge=-1)] = -1
+    """Number of likeliest tokens kept; -1 = off."""
+    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    """Longest response, tokens."""
+
+
+class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
+    """vLLM's AsyncLLM, on GPUs or on the CPU build."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1)] = 256
+    """Sequences decoded together."""
+    tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    """GPUs one engine spans."""
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
+    """Share of each GPU's memory; unused on a CPU."""
+    cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
+    """Memory for the KV cache on a CPU, GiB."""
+    enforce_eager: bool = True
+    """No compiled graphs: starts fast; set false on GPUs for speed."""
+    start_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Longest start, seconds."""
+
+
+class HfEngineConfig(Config, tag="hf", tag_field="kind"):
+    """transformers in this process: one batch at a time, deterministic. The serial mode's engine."""
+
+    max_num_seqs: Annotated[int, Meta(ge=1)] = 256
+    """Sequences decoded together."""
+
+
+class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):
+    """Fixed tokens at fixed times, without a model: for protocol and chaos tests."""
+
+    tokens_per_response: Annotated[int, Meta(ge=1)] = 6
+    """Length of every response, tokens."""
+    seconds_per_token: Annotated[float, Meta(ge=0)] = 0.0
+    """Pretended decoding time, seconds."""
+
+
+class RewardConfig(Config):
+    """Which function scores a trajectory, and how long it may take."""
+
+    function: str = "generators.rewards.position_match:position_match"
+    """Dotted path `module:function`; see `generators/rewards/reward.py` for its signature."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments bound to it."""
+    num_workers: Annotated[int, Meta(ge=0)] = 1
+    """Worker processes; 0 = score inside the generator process, without a time limit (serial mode)."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 5.0
+    """Wall-clock limit of one call, seconds; then the worker is killed and `reward_status` says timeout."""
+
+
+class GeneratorsConfig(Config):
+    """The generator role."""
+
+    count: Annotated[int, Meta(ge=0)] = 1
+    """How many `run_async.py` starts."""
+    group_size: Annotated[int, Meta(ge=1)] = 8
+    """Trajectories per prompt lease."""
+    max_concurrency: Annotated[int, Meta(ge=1)] = 256
+    """Trajectories in flight per generator."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Training-time sampling; evaluation overrides the temperature."""
+    engine: VllmEngineConfig | HfEngineConfig | ScriptedEngineConfig = VllmEngineConfig()
+    """What turns token ids into token ids."""
+    reward: RewardConfig = RewardConfig()
+    """What turns a response into a number."""

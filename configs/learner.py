@@ -1,0 +1,84 @@
+"""The learner role: engine, optimizer, batch, checkpoints."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from configs.base import Config
+
+
+class OptimizerConfig(Config):
+    """AdamW and its schedule."""
+
+    learning_rate: Annotated[float, Meta(gt=0)] = 1e-4
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """Moment decay."""
+    epsilon: Annotated[float, Meta(gt=0)] = 1e-8
+    """Denominator term."""
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    """Decoupled decay."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up, down to zero at `max_steps`."""
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    """Linear warm-up, optimizer updates."""
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """Global gradient norm above which gradients are scaled down."""
+
+
+class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
+    """DeepSpeed, on GPUs or CPUs."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """What is sharded over ranks: nothing | optimizer | + gradients | + parameters."""
+    offload_optimizer: bool = False
+    """Keep optimizer state in host memory."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+class TorchEngineConfig(Config, tag="torch", tag_field="kind"):
+    """Plain torch in one process: the twin DeepSpeed is compared with."""
+
+
+class CheckpointConfig(Config):
+    """What is kept to resume from."""
+
+    every_steps: Annotated[int, Meta(ge=1)] = 50
+    """Steps between checkpoints; the last step always makes one."""
+    keep: Annotated[int, Meta(ge=1)] = 2
+    """Newest checkpoints kept."""
+
+
+class StopConfig(Config):
+    """Ends training before `max_steps` once the monitored evaluation is this good."""
+
+    accuracy_sampled: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Held-out accuracy at temperature 1."""
+    accuracy_greedy: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Held-out accuracy at temperature 0."""
+
+
+class LearnerConfig(Config):
+    """The learner role."""
+
+    num_ranks: Annotated[int, Meta(ge=1)] = 1
+    """Data-parallel processes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; auto = cuda when there is one."""
+    engine: DeepSpeedEngineConfig | TorchEngineConfig = DeepSpeedEngineConfig()
+    """What holds parameters and optimizer."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How they move."""
+    groups_per_step: Annotated[int, Meta(ge=1)] = 32
+    """Groups claimed for one step."""
+    max_steps: Annotated[int, Meta(ge=1)] = 200
+    """Steps of the whole run."""
+    tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
+    """Token budget of one packed row."""
+    stop: StopConfig | None = None
+    """Early end; None = always `max_steps`."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is kept to resume from."""
+    wait_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
+    """Longest wait for a batch before the learner gives up and names who is missing, seconds."""

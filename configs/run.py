@@ -1,0 +1,141 @@
+"""RunConfig: one field per role, and the checks that span roles."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from configs.algorithm import AlgorithmConfig, GrpoConfig, RlooConfig
+from configs.base import Config, ConfigError
+from configs.broker import BrokerConfig
+from configs.buffer import BufferConfig, MemoryStoreConfig
+from configs.data import DataConfig, PrepareStep
+from configs.evaluation import EvaluationConfig
+from configs.generators import GeneratorsConfig
+from configs.learner import DeepSpeedEngineConfig, LearnerConfig
+from configs.model import ModelConfig
+from configs.weights import WeightsConfig
+
+
+class RunConfig(Config):
+    """Everything a run depends on."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,80}$")]
+    """Names the run folder and the keys in the store."""
+    model: ModelConfig
+    """Which model is trained."""
+    data: DataConfig
+    """Where prompts come from."""
+    mode: Literal["async", "serial"] = "async"
+    """Roles as processes | all roles in one process, one call after the other."""
+    seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
+    """Every random choice of the run derives from it."""
+    runs_dir: str = "runs"
+    """Parent of the run folder."""
+    resume: bool = False
+    """Go on from the newest checkpoint of a run of this name; without it a used name is refused."""
+    prepare: list[PrepareStep] = []
+    """Commands that make what is missing before the roles start."""
+    generators: GeneratorsConfig = GeneratorsConfig()
+    """The generator role."""
+    broker: BrokerConfig = BrokerConfig()
+    """The broker role."""
+    buffer: BufferConfig = BufferConfig()
+    """The replay buffer."""
+    weights: WeightsConfig = WeightsConfig()
+    """The weight plane."""
+    learner: LearnerConfig = LearnerConfig()
+    """The learner role."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What is optimised."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How progress is measured."""
+
+    def __post_init__(self) -> None:
+        for check in _CHECKS:
+            check(self)
+
+    @property
+    def groups_per_version(self) -> int:
+        """Groups consumed between two publishes."""
+        return self.learner.groups_per_step * self.weights.publish_every_steps
+
+
+def _check_lengths(run: RunConfig) -> None:
+    longest = run.data.max_prompt_tokens + run.generators.sampling.max_tokens
+    if longest > run.model.max_length:
+        raise ConfigError(
+            f"model.max_length must be >= data.max_prompt_tokens + generators.sampling.max_tokens ({longest}), "
+            f"got {run.model.max_length}: a full prompt with a full response would not fit."
+        )
+    if run.learner.tokens_per_microbatch < run.model.max_length:
+        raise ConfigError(
+            f"learner.tokens_per_microbatch must be >= model.max_length ({run.model.max_length}), "
+            f"got {run.learner.tokens_per_microbatch}: the longest trajectory would not fit into any microbatch."
+        )
+
+
+def _check_batch_divides(run: RunConfig) -> None:
+    updates, ranks = run.algorithm.updates_per_step, run.learner.num_ranks
+    if run.learner.groups_per_step % updates:
+        raise ConfigError(
+            f"learner.groups_per_step must be divisible by algorithm.updates_per_step ({updates}), "
+            f"got {run.learner.groups_per_step}: the optimizer updates of a step would see unequal batches."
+        )
+    trajectories = run.learner.groups_per_step // updates * run.generators.group_size
+    if trajectories % ranks:
+        raise ConfigError(
+            f"the trajectories of one optimizer update ({trajectories} = learner.groups_per_step / "
+            f"algorithm.updates_per_step x generators.group_size) must be divisible by learner.num_ranks, got {ranks}."
+        )
+
+
+def _check_advantage_has_a_baseline(run: RunConfig) -> None:
+    if run.generators.group_size == 1 and isinstance(run.algorithm.advantage, GrpoConfig | RlooConfig):
+        raise ConfigError(
+            "generators.group_size must be >= 2 for algorithm.advantage=grpo or rloo, got 1: "
+            "a group of one has no baseline and every advantage would be zero."
+        )
+
+
+def _check_proximal(run: RunConfig) -> None:
+    if run.algorithm.proximal == "reuse" and run.algorithm.updates_per_step > 1:
+        raise ConfigError(
+            f"algorithm.proximal=reuse needs algorithm.updates_per_step=1, got {run.algorithm.updates_per_step}: "
+            "after the first update the values at the start of the step are gone."
+        )
+
+
+def _check_serial(run: RunConfig) -> None:
+    serial = run.mode == "serial"
+    if serial and run.learner.num_ranks != 1:
+        raise ConfigError(f"mode=serial runs one learner rank, got learner.num_ranks={run.learner.num_ranks}.")
+    if serial != isinstance(run.buffer.store, MemoryStoreConfig):
+        raise ConfigError(
+            "buffer/store=memory goes with mode=serial and no other mode: a process cannot see its state."
+        )
+    if serial != (run.weights.transport == "memory"):
+        raise ConfigError("weights.transport=memory goes with mode=serial and no other mode.")
+
+
+def _check_sharding(run: RunConfig) -> None:
+    if not isinstance(run.learner.engine, DeepSpeedEngineConfig) and run.learner.num_ranks > 1:
+        raise ConfigError(f"learner/engine=torch runs one rank, got learner.num_ranks={run.learner.num_ranks}.")
+
+
+def _check_peer_patience(run: RunConfig) -> None:
+    if run.broker.peer_timeout_s < 2 * run.broker.heartbeat_s:
+        raise ConfigError(
+            f"broker.peer_timeout_s must be >= 2 x broker.heartbeat_s ({2 * run.broker.heartbeat_s}), "
+            f"got {run.broker.peer_timeout_s}: one late ping would count as a death."
+        )
+
+
+_CHECKS = (
+    _check_lengths,
+    _check_batch_divides,
+    _check_advantage_has_a_baseline,
+    _check_proximal,
+    _check_serial,
+    _check_sharding,
+    _check_peer_patience,
+)

@@ -1,0 +1,30 @@
+"""The weight plane: how new weights reach the engines, and how that is verified."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from configs.base import Config
+
+
+class WeightsConfig(Config):
+    """Publishing and adopting."""
+
+    transport: Literal["collective", "memory"] = "collective"
+    """Broadcast over NCCL (GPU) or Gloo (CPU) | handed over inside one process (serial mode)."""
+    publish_every_steps: Annotated[int, Meta(ge=1)] = 1
+    """Steps per policy version."""
+    host: str = "127.0.0.1"
+    """Address of the learner as generators see it; the rendezvous store listens there."""
+    bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
+    """Size of one flat buffer, bytes."""
+    join_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
+    """Longest building of a membership epoch's process group, seconds."""
+    transfer_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Longest broadcast of one bucket, seconds."""
+    adopt_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Longest wait for a generator's word that it adopted a version, seconds."""
+    probe_sequences: Annotated[int, Meta(ge=1)] = 4
+    """Canary sequences whose log-probabilities are compared after every adoption."""
+    max_probe_diff: Annotated[float, Meta(gt=0)] = 1e-3
+    """Largest mean absolute difference of canary log-probabilities, nats; above it the generator refuses work."""

@@ -1,0 +1,1 @@
+"""What turns token ids into token ids: vLLM, transformers, or a script."""

@@ -1,0 +1,66 @@
+"""Engine: the protocol vLLM, transformers and the scripted engine fulfil."""
+
+from typing import Protocol
+
+from broker.messages import OpenEpoch, Update
+from buffer.trajectory import Record, Sampling, VersionSpan
+
+
+class Completion(Record):
+    """What the engine wrote after a prompt.
+
+    Example: Completion(token_ids=[3, 1, 2, 8, 4, 11], logprobs=[-0.1, ...], version_spans=[(0, 2), (3, 3)],
+        stop_reason="stop")
+    """
+
+    token_ids: list[int]
+    """The response, end token included."""
+    logprobs: list[float]
+    """Log-probability of each, under the distribution really sampled from (after temperature, top-p, top-k)."""
+    version_spans: list[VersionSpan]
+    """Which version sampled which, `first_token` counted from the start of the response."""
+    stop_reason: str
+    """`stop` (end token) | `length`."""
+
+
+class Engine(Protocol):
+    """Token ids in, token ids out. All methods belong to one asyncio loop.
+
+    Life: start -> (open_epoch, update)* interleaved with generate -> stop. `version` is -1 until the first update.
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version being sampled from; -1 before the first update."""
+        ...
+
+    async def start(self) -> None:
+        """Load the model. Raises EngineFault."""
+        ...
+
+    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """One response. Keeps going across updates. Cancelling the task aborts the request. Raises EngineFault."""
+        ...
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of token t + 1 given tokens <= t, at temperature 1: len(token_ids) - 1 numbers."""
+        ...
+
+    async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
+        """Join the weight group. Raises WeightTransferFault."""
+        ...
+
+    async def update(self, update: Update) -> float:
+        """Pause keeping requests, receive, verify checksums, load, switch version, resume. Returns the pause, seconds.
+
+        Raises WeightTransferFault; then the old version is still in and generation has resumed.
+        """
+        ...
+
+    async def check_health(self) -> None:
+        """Raises EngineFault when the engine is dead."""
+        ...
+
+    async def stop(self) -> None:
+        """End everything this engine started, bounded in time."""
+        ...
