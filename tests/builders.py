@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+
 from buffer.codec import pack
 from buffer.trajectory import Purpose, Reward, Sampling, Trajectory, TrajectoryHeader, VersionSpan
 
