@@ -20,7 +20,7 @@ class WeightSender(Protocol):
         ...
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Send flat uint8 buckets in order; `timeout_s` bounds each. Raises WeightTransferFault; the group is then gone."""
+        """Send uint8 buckets in order, each within `timeout_s`. Raises WeightTransferFault; the group is then gone."""
         ...
 
     def close(self) -> None:

@@ -1,0 +1,154 @@
+"""Flat buckets: many named tensors as few contiguous byte buffers, and back without copying.
+
+The layout (slots and sizes) travels in `Update`, the bytes over a weight transport. Both ends compare checksums of the
+bytes, gaps between tensors included.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from broker.errors import WeightTransferFault
+from broker.messages import TensorSlot
+
+ALIGNMENT_BYTES = 64
+"""Every tensor starts at a multiple of this, so that any dtype may be viewed in place."""
+
+TensorMeta = tuple[str, Sequence[int], torch.dtype]
+"""Name, shape and dtype on the wire."""
+
+
+def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
+    """Lay tensors out in the given order. Returns their slots and the size of each bucket, bytes.
+
+    A bucket is closed when the next tensor would take it beyond `bucket_bytes`; a larger tensor has one to itself.
+    Raises WeightTransferFault when a name comes twice.
+    """
+    slots: list[TensorSlot] = []
+    sizes: list[int] = []
+    for name, shape, dtype in tensors:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        offset = _aligned(sizes[-1]) if sizes else 0
+        if not sizes or (sizes[-1] > 0 and offset + num_bytes > bucket_bytes):
+            sizes.append(0)
+            offset = 0
+        slots.append(TensorSlot(name, list(shape), dtype_name(dtype), len(sizes) - 1, offset))
+        sizes[-1] = offset + num_bytes
+    _check_names(slots)
+    return slots, sizes
+
+
+def allocate(sizes: Sequence[int], *, device: str | torch.device = "cpu", reuse: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Flat uint8 buckets of these sizes. Those of `reuse` that fit are taken again; new ones hold zeros."""
+    target = torch.device(device)
+    return [
+        reuse[i]
+        if i < len(reuse) and _fits(reuse[i], size, target)
+        else torch.zeros(size, dtype=torch.uint8, device=target)
+        for i, size in enumerate(sizes)
+    ]
+
+
+@torch.no_grad()
+def pack(
+    tensors: Iterable[tuple[str, Tensor]],
+    slots: Sequence[TensorSlot],
+    *,
+    sizes: Sequence[int],
+    device: str | torch.device = "cpu",
+    reuse: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """Copy tensors into their slots, cast to the slots' dtypes. Takes any order; every slot must be filled once.
+
+    `reuse` are buckets of an earlier call, written over. Raises WeightTransferFault.
+    """
+    buckets = allocate(sizes, device=device, reuse=reuse)
+    open_slots = {slot.name: slot for slot in slots}
+    for name, tensor in tensors:
+        slot = open_slots.pop(name, None)
+        if slot is None or list(tensor.shape) != slot.shape:
+            planned = "no (further) place" if slot is None else f"shape {slot.shape}"
+            raise WeightTransferFault(
+                f"tensor {name} must match the plan, which has {planned} for it, got shape {list(tensor.shape)}"
+            )
+        _view(buckets[slot.bucket], slot).copy_(tensor)
+    if open_slots:
+        raise WeightTransferFault(f"every planned tensor must be packed: {_first(open_slots)} not given")
+    return buckets
+
+
+def unpack(buckets: Sequence[Tensor], slots: Sequence[TensorSlot]) -> list[tuple[str, Tensor]]:
+    """Named tensors in the order of `slots`, as views into the buckets. Raises WeightTransferFault for a bad slot."""
+    return [(slot.name, _view(_bucket_of(buckets, slot), slot)) for slot in slots]
+
+
+def checksums(buckets: Iterable[Tensor]) -> list[int]:
+    """xxh3-64 of each bucket's bytes. Zero-copy on the CPU; other devices are read back, one bucket at a time."""
+    return [xxhash.xxh3_64_intdigest(bucket.detach().cpu().contiguous().numpy()) for bucket in buckets]
+
+
+def verify(buckets: Sequence[Tensor], *, expected: Sequence[int]) -> None:
+    """Raises WeightTransferFault, naming the bucket, unless the checksums are those expected."""
+    if len(buckets) != len(expected):
+        raise WeightTransferFault(f"there must be one checksum per bucket ({len(buckets)}), got {len(expected)}")
+    for index, (got, wanted) in enumerate(zip(checksums(buckets), expected, strict=True)):
+        if got != wanted:
+            raise WeightTransferFault(
+                f"bucket {index} of {len(buckets)} must have checksum {wanted:#018x}, got {got:#018x}: "
+                "what arrived is not what was sent; nothing was loaded"
+            )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _fits(buffer: Tensor, size: int, device: torch.device) -> bool:
+    same_device = buffer.device.type == device.type and device.index in (None, buffer.device.index)
+    return same_device and buffer.numel() == size
+
+
+def _bucket_of(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
+    if not 0 <= slot.bucket < len(buckets):
+        raise WeightTransferFault(
+            f"tensor {slot.name} must lie in one of {len(buckets)} buckets, got bucket {slot.bucket}"
+        )
+    return buckets[slot.bucket]
+
+
+def _view(bucket: Tensor, slot: TensorSlot) -> Tensor:
+    dtype = _dtype_of(slot)
+    end = slot.offset + math.prod(slot.shape) * dtype.itemsize
+    if slot.offset < 0 or slot.offset % ALIGNMENT_BYTES or min(slot.shape, default=0) < 0 or end > bucket.numel():
+        raise WeightTransferFault(
+            f"tensor {slot.name} must start at a multiple of {ALIGNMENT_BYTES} and end within bucket {slot.bucket} "
+            f"({bucket.numel()} bytes), got bytes {slot.offset} to {end}"
+        )
+    return bucket[slot.offset : end].view(dtype).view(slot.shape)
+
+
+def _dtype_of(slot: TensorSlot) -> torch.dtype:
+    dtype = getattr(torch, slot.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightTransferFault(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")
+    return dtype
+
+
+def _check_names(slots: Sequence[TensorSlot]) -> None:
+    seen: set[str] = set()
+    repeated = {slot.name for slot in slots if slot.name in seen or seen.add(slot.name)}  # type: ignore[func-returns-value]
+    if repeated:
+        raise WeightTransferFault(f"tensor names must be unique, got twice: {_first(repeated)}")
+
+
+def _first(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
