@@ -1,0 +1,80 @@
+"""python -m broker [overrides]: start the broker, and the embedded store when nobody has."""
+
+import sys
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from broker.dataset import Dataset
+from broker.logs import configure_logs
+from broker.process import die_with_launcher, on_stop_signal
+from broker.router import Router
+from broker.run_folder import RunFolder
+from broker.zmq_channels import ZmqServerChannel
+from buffer.embedded_redis import EmbeddedRedis
+from buffer.open_store import open_store
+from buffer.redis_store import RedisStore
+from configs.buffer import EmbeddedRedisConfig, RedisConfig
+from configs.exits import exit_cleanly
+from configs.load import load
+from configs.run import RunConfig
+
+_STORE_TIMEOUT_S = 30.0
+
+log = structlog.get_logger(__name__)
+
+
+def main(overrides: list[str]) -> None:
+    """Run until SIGTERM or SIGINT."""
+    run = load(overrides)
+    configure_logs("broker")
+    die_with_launcher()
+    train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
+    channel = ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes)
+    folder = RunFolder(run)
+    folder.open()
+    server = _start_server(run, folder)
+    store = open_store(_store_url(run, server), run.name, timeout_s=_STORE_TIMEOUT_S)
+    try:
+        _serve(run, channel, store, train=train, heldout=heldout, store_url=_store_url(run, server))
+    finally:
+        channel.close()
+        store.close()
+        if server:
+            server.stop()
+
+
+def _start_server(run: RunConfig, folder: RunFolder) -> EmbeddedRedis | None:
+    if not isinstance(run.buffer.store, EmbeddedRedisConfig):
+        return None
+    server = EmbeddedRedis(
+        folder.store, durability=run.buffer.store.durability, max_memory_mib=run.buffer.store.max_memory_mib
+    )
+    server.start()
+    return server
+
+
+def _store_url(run: RunConfig, server: EmbeddedRedis | None) -> str:
+    if server:
+        return server.url
+    assert isinstance(run.buffer.store, RedisConfig)
+    return run.buffer.store.url
+
+
+def _serve(
+    run: RunConfig, channel: ZmqServerChannel, store: RedisStore, *, train: Dataset, heldout: Dataset, store_url: str
+) -> None:
+    config_json = msgspec.json.encode(run).decode()
+    state = store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
+    router = Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout, store_url=store_url)
+    stopping = on_stop_signal(lambda: None)
+    log.info("listening", address=run.broker.address, store=store_url, step=state.step, version=state.version)
+    while not stopping.is_set():
+        router.step(timeout_s=0.2)
+    router.drain_all(reason="the broker stops")
+    log.info("stopped")
+
+
+if __name__ == "__main__":
+    exit_cleanly(lambda: main(sys.argv[1:]))

@@ -1,0 +1,43 @@
+"""Inbox: what a Link received and its role has not handled yet."""
+
+import queue
+from collections.abc import Callable
+from typing import Protocol
+
+from broker.messages import Message
+
+
+class Inbox(Protocol):
+    """What a synchronous role reads from."""
+
+    def get(self, *, timeout_s: float) -> Message | None:
+        """The next message, or None after `timeout_s`."""
+        ...
+
+
+class QueueInbox:
+    """Filled by the link's thread; read by `get`, or forwarded to a listener once there is one."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._listener: Callable[[Message], None] | None = None
+
+    def put(self, message: Message) -> None:
+        """Take a message in; the Link's `on_message`."""
+        if self._listener is None:
+            self._queue.put(message)
+        else:
+            self._listener(message)
+
+    def get(self, *, timeout_s: float) -> Message | None:
+        """See Inbox."""
+        try:
+            return self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
+    def forward_to(self, listener: Callable[[Message], None]) -> None:
+        """Hand everything kept, then everything new, to `listener` (on the link's thread)."""
+        self._listener = listener
+        while (message := self.get(timeout_s=0)) is not None:
+            listener(message)

@@ -1,0 +1,92 @@
+"""Joining: how a peer process gets from an address to a Welcome."""
+
+import os
+import socket
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+
+from broker.clock import Deadline
+from broker.errors import RefusedByBroker
+from broker.inbox import QueueInbox
+from broker.link import Link, LinkThread, PeerStatus
+from broker.messages import Hello, Member, Welcome
+from broker.zmq_channels import ZmqClientChannel
+
+_SAY_EVERY_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class Joined:
+    """A peer that the broker has welcomed."""
+
+    link: Link
+    """To send with."""
+    thread: LinkThread
+    """Steps the link; stop it at the end."""
+    inbox: QueueInbox
+    """What arrives."""
+    welcome: Welcome
+    """What the broker told us of the run."""
+    member: Member
+    """Our name in membership epochs."""
+
+
+class StatusBoard:
+    """The status a role shows in its Pongs: a role replaces it, the link's thread reads it."""
+
+    def __init__(self) -> None:
+        self._read: Callable[[], PeerStatus] = lambda: PeerStatus("starting", reason="loading")
+
+    def __call__(self) -> PeerStatus:
+        return self._read()
+
+    def show(self, read: Callable[[], PeerStatus]) -> None:
+        """From now on show what `read` returns."""
+        self._read = read
+
+
+def join(
+    role: Literal["generator", "learner"],
+    *,
+    address: str,
+    max_message_bytes: int,
+    peer_id: str,
+    status: StatusBoard,
+    timeout_s: float,
+) -> Joined:
+    """Connect and wait for the Welcome, saying every few seconds what is missing.
+
+    Raises RefusedByBroker when the broker will not have us, WaitTimeout after `timeout_s`.
+    """
+    hello = Hello(role, peer_id, uuid.uuid4().hex, socket.gethostname(), os.getpid())
+    inbox = QueueInbox()
+    channel = ZmqClientChannel(address, max_message_bytes=max_message_bytes)
+    link = Link(channel, hello=hello, status=status, on_message=inbox.put)
+    thread = LinkThread(link)
+    thread.start()
+    try:
+        welcome = _wait_for_welcome(link, thread, inbox, address=address, timeout_s=timeout_s)
+    except BaseException:
+        thread.stop()
+        raise
+    return Joined(link, thread, inbox, welcome, Member(peer_id, hello.incarnation))
+
+
+def _wait_for_welcome(link: Link, thread: LinkThread, inbox: QueueInbox, *, address: str, timeout_s: float) -> Welcome:
+    deadline = Deadline(timeout_s, what=f"the broker at {address}; start it with `python -m broker`")
+    while True:
+        message = inbox.get(timeout_s=min(_SAY_EVERY_S, max(0.1, deadline.left_s)))
+        if isinstance(message, Welcome):
+            return message
+        if link.refusal:
+            raise RefusedByBroker(link.refusal)
+        if thread.error:
+            raise thread.error
+        deadline.check()
+        log.info("waiting", for_=f"the broker at {address} (start it with `python -m broker`)")

@@ -1,0 +1,193 @@
+"""Link: a peer's end of the protocol, kept joined through losses of the broker.
+
+Consumes: messages from the broker, messages and trajectories from its own role.
+Produces: Hello until Welcome, Pong for every Ping, every trajectory until its Ack.
+Waits for: nothing; `step` returns within its timeout.
+Invariant: a trajectory leaves the outbox only by Ack or fatal Nack.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from broker.channels import ClientChannel, Frames
+from broker.clock import Clock
+from broker.errors import RefusedByBroker
+from broker.messages import Ack, AnyMessage, Bye, Hello, Message, Nack, Ping, Pong, Put, Refuse, Welcome
+from broker.outbox import Outbox
+from buffer.codec import decode, encode
+from buffer.errors import Refused
+from buffer.trajectory import Record, TrajectoryHeader
+
+_HELLO_EVERY_S = 1.0
+_SILENCE_S = 8.0
+
+
+class PeerStatus(Record):
+    """What a Pong says of its sender."""
+
+    state: str
+    """Pong.state."""
+    version: int = -1
+    """Pong.version."""
+    reason: str = ""
+    """Pong.reason."""
+    gauges: dict[str, Any] = {}
+    """Pong.gauges."""
+
+
+class Link:
+    """Joined or joining. `step` belongs to one thread (LinkThread, or the serial run's); the rest may be called from any.
+
+    Life: (Hello -> Welcome -> traffic -> silence)* -> close. After a silence of `_SILENCE_S` it connects anew; each
+    Welcome sends the outbox again, which the store's idempotent insert makes safe.
+    """
+
+    def __init__(
+        self,
+        channel: ClientChannel,
+        *,
+        hello: Hello,
+        status: Callable[[], PeerStatus],
+        on_message: Callable[[Message], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._hello = hello
+        self._status = status
+        self._on_message = on_message
+        self._clock = clock
+        self._heard_at = clock()
+        self._next_hello_at = clock()
+        self._welcomed = threading.Event()
+        self.outbox = Outbox(clock=clock)
+        """Trajectories the store does not have yet."""
+        self.welcome: Welcome | None = None
+        """The newest Welcome."""
+        self.refusal: str = ""
+        """Why the broker will not have us; empty while it may."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the broker knows us, as far as we know."""
+        return self._welcomed.is_set()
+
+    def send(self, message: Message) -> None:
+        """Queue a message; lost if the broker dies before reading it (resend on Welcome what must not be)."""
+        self._channel.send([encode(message)])
+        self._channel.wake()
+
+    def put(self, header: TrajectoryHeader, payload: bytes) -> None:
+        """Take a finished trajectory into the outbox; it is sent while there is credit, again until acknowledged."""
+        self.outbox.add(header, payload)
+        self._channel.wake()
+
+    def report(self) -> None:
+        """Tell the broker our status now, without waiting for its Ping."""
+        if self.is_joined:
+            self.send(self._pong(sent_at=-1.0))
+
+    def step(self, *, timeout_s: float) -> None:
+        """Say Hello when due, send what credit allows, handle what has arrived; blocks at most `timeout_s`."""
+        self._stay_joined()
+        self._send_outbox()
+        frames = self._channel.receive(timeout_s=timeout_s)
+        while frames is not None:
+            self._heard_at = self._clock()
+            self._handle(frames)
+            frames = self._channel.receive(timeout_s=0)
+        self._send_outbox()
+
+    def close(self) -> None:
+        """Say Bye and let go."""
+        if self.is_joined:
+            self._channel.send([encode(Bye())])
+            self._channel.receive(timeout_s=0)
+        self._channel.close()
+
+    def _stay_joined(self) -> None:
+        now = self._clock()
+        if self.is_joined and now - self._heard_at > _SILENCE_S:
+            self._welcomed.clear()
+            self._channel.reconnect()
+        if not self.is_joined and not self.refusal and now >= self._next_hello_at:
+            self._next_hello_at = now + _HELLO_EVERY_S
+            self._channel.send([encode(self._hello)])
+
+    def _send_outbox(self) -> None:
+        if self.is_joined:
+            for header, payload in self.outbox.take_sendable():
+                self._channel.send([encode(Put(header=header)), payload])
+
+    def _handle(self, frames: Frames) -> None:
+        try:
+            message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+        except Refused as refusal:
+            raise RefusedByBroker(f"the broker sent something this version cannot read: {refusal}") from refusal
+        match message:
+            case Ping(sent_at=sent_at):
+                self._channel.send([encode(self._pong(sent_at=sent_at))])
+            case Ack(ids=ids):
+                self.outbox.acknowledge(ids)
+            case Welcome():
+                self._enter(message)
+            case Refuse(reason=reason):
+                self.refusal = reason
+                self._on_message(message)
+            case Nack():
+                self.outbox.reject(message)
+                self._on_message(message)
+            case _:
+                self._on_message(message)
+
+    def _enter(self, welcome: Welcome) -> None:
+        self.welcome = welcome
+        self.outbox.set_credit(messages=welcome.credit_messages, size_bytes=welcome.credit_bytes)
+        self.outbox.resend_all()
+        self._welcomed.set()
+        self._on_message(welcome)
+        self._channel.send([encode(self._pong(sent_at=-1.0))])
+
+    def _pong(self, *, sent_at: float) -> Pong:
+        status = self._status()
+        return Pong(
+            sent_at=sent_at,
+            state=status.state,  # type: ignore[arg-type]
+            version=status.version,
+            reason=status.reason,
+            gauges=status.gauges,
+        )
+
+
+class LinkThread:
+    """Steps a Link on a thread of its own, so that a busy role still answers pings."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+        self.error: BaseException | None = None
+        """What ended the thread, if it ended by itself."""
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self, *, flush_s: float = 0.0) -> None:
+        """Give the outbox `flush_s` seconds to empty, say Bye, end; blocks no longer than that plus a second."""
+        ends_at = time.monotonic() + flush_s
+        while (
+            self._thread.is_alive() and self._link.is_joined and len(self._link.outbox) and time.monotonic() < ends_at
+        ):
+            self._thread.join(timeout=0.02)
+        self._stopping.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._link.step(timeout_s=0.2)
+            self._link.close()
+        except Exception as error:
+            self.error = error

@@ -1,0 +1,94 @@
+"""Outbox: trajectories a generator has made and the store does not have yet."""
+
+import threading
+import time
+
+from broker.clock import Clock
+from broker.messages import Nack
+from buffer.trajectory import Record, TrajectoryHeader
+
+
+class _Entry(Record):
+    header: TrajectoryHeader
+    payload: bytes
+
+
+class Outbox:
+    """Keeps each trajectory until Ack or fatal Nack; hands it out for sending as credit allows. Thread-safe.
+
+    States of an entry: waiting -> sent -> gone; a non-fatal Nack puts it back to waiting until `retry_after_s` is over.
+    """
+
+    def __init__(self, *, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._entries: dict[str, _Entry] = {}
+        self._waiting: dict[str, float] = {}
+        self._sent_bytes = 0
+        self._max_messages = 0
+        self._max_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_over_credit(self) -> bool:
+        """Whether more is made than the broker takes: time to stop asking for prompts."""
+        with self._lock:
+            return bool(self._waiting) and len(self._entries) >= self._max_messages
+
+    def set_credit(self, *, messages: int, size_bytes: int) -> None:
+        """What may be sent without an acknowledgement."""
+        with self._lock:
+            self._max_messages, self._max_bytes = messages, size_bytes
+
+    def add(self, header: TrajectoryHeader, payload: bytes) -> None:
+        """Take one in."""
+        with self._lock:
+            self._entries[header.id] = _Entry(header, payload)
+            self._waiting[header.id] = 0.0
+
+    def take_sendable(self) -> list[tuple[TrajectoryHeader, bytes]]:
+        """What may be sent now, oldest first; it counts as sent from here on."""
+        now = self._clock()
+        with self._lock:
+            taken = []
+            for trajectory_id in [i for i, at in self._waiting.items() if at <= now]:
+                entry = self._entries[trajectory_id]
+                if not self._has_credit(len(entry.payload)):
+                    break
+                del self._waiting[trajectory_id]
+                self._sent_bytes += len(entry.payload)
+                taken.append((entry.header, entry.payload))
+            return taken
+
+    def acknowledge(self, ids: list[str]) -> None:
+        """The store has these."""
+        with self._lock:
+            for trajectory_id in ids:
+                self._forget(trajectory_id)
+
+    def reject(self, nack: Nack) -> None:
+        """The store does not have this one: forget it, or keep it for later."""
+        with self._lock:
+            if nack.is_fatal:
+                self._forget(nack.id)
+            elif nack.id in self._entries and nack.id not in self._waiting:
+                self._sent_bytes -= len(self._entries[nack.id].payload)
+                self._waiting[nack.id] = self._clock() + nack.retry_after_s
+
+    def resend_all(self) -> None:
+        """A new broker: everything unacknowledged waits again."""
+        with self._lock:
+            self._waiting = dict.fromkeys(self._entries, 0.0)
+            self._sent_bytes = 0
+
+    def _has_credit(self, size_bytes: int) -> bool:
+        sent = len(self._entries) - len(self._waiting)
+        fits = self._sent_bytes + size_bytes <= self._max_bytes
+        return sent == 0 or (sent < self._max_messages and fits)
+
+    def _forget(self, trajectory_id: str) -> None:
+        entry = self._entries.pop(trajectory_id, None)
+        if entry and self._waiting.pop(trajectory_id, None) is None:
+            self._sent_bytes -= len(entry.payload)

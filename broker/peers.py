@@ -1,0 +1,107 @@
+"""Peers: who is connected, when they were last heard, what they last said of themselves."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from broker.clock import Clock
+from broker.messages import Hello, Member, Members, MemberState, Pong
+
+
+@dataclass
+class Peer:
+    """One incarnation of a generator or the learner, as the broker sees it."""
+
+    identity: bytes
+    """Of its connection."""
+    hello: Hello
+    """Who it says it is."""
+    heard_at: float
+    """Broker's clock, seconds."""
+    state: str = "starting"
+    """Pong.state."""
+    version: int = -1
+    """Pong.version."""
+    reason: str = ""
+    """Pong.reason."""
+    gauges: dict[str, Any] = field(default_factory=dict)
+    """Pong.gauges."""
+
+    @property
+    def owner(self) -> str:
+        """Name its leases are kept under: an incarnation, so that a restarted generator does not inherit them."""
+        return f"{self.hello.peer_id}/{self.hello.incarnation}"
+
+    @property
+    def member(self) -> Member:
+        """As a membership epoch names it."""
+        return Member(self.hello.peer_id, self.hello.incarnation)
+
+
+class Peers:
+    """The table of living peers, by connection."""
+
+    def __init__(self, *, timeout_s: float, clock: Clock) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._by_identity: dict[bytes, Peer] = {}
+
+    def __iter__(self) -> Any:
+        return iter(list(self._by_identity.values()))
+
+    def get(self, identity: bytes) -> Peer | None:
+        """The peer on this connection, marked as heard just now."""
+        peer = self._by_identity.get(identity)
+        if peer:
+            peer.heard_at = self._clock()
+        return peer
+
+    def conflict(self, hello: Hello) -> str:
+        """Why this peer cannot come in; empty when it can."""
+        for peer in self._by_identity.values():
+            same_name = (peer.hello.role, peer.hello.peer_id) == (hello.role, hello.peer_id)
+            if same_name and peer.hello.incarnation != hello.incarnation and self._is_alive(peer):
+                return (
+                    f"peer id {hello.peer_id!r} is taken by process {peer.hello.pid} on {peer.hello.host}: "
+                    "ids must be unique; choose another with --id, or stop that process."
+                )
+        return ""
+
+    def add(self, identity: bytes, hello: Hello) -> list[Peer]:
+        """Enter a peer; returns the entries it replaces (its own older connection, a dead namesake)."""
+        replaced = [p for p in self if p.hello.role == hello.role and p.hello.peer_id == hello.peer_id]
+        for peer in replaced:
+            self.remove(peer.identity)
+        self._by_identity[identity] = Peer(identity, hello, heard_at=self._clock())
+        return replaced
+
+    def remove(self, identity: bytes) -> Peer | None:
+        """Take a peer out."""
+        return self._by_identity.pop(identity, None)
+
+    def take_silent(self) -> list[Peer]:
+        """Remove and return the peers not heard for too long."""
+        silent = [peer for peer in self if not self._is_alive(peer)]
+        for peer in silent:
+            self.remove(peer.identity)
+        return silent
+
+    def generators(self) -> list[Peer]:
+        """Living generators, by name."""
+        return sorted((p for p in self if p.hello.role == "generator"), key=lambda p: p.hello.peer_id)
+
+    def learner(self) -> Peer | None:
+        """The learner, if it is here."""
+        return next((p for p in self if p.hello.role == "learner"), None)
+
+    def note(self, peer: Peer, pong: Pong) -> bool:
+        """Keep what a Pong says; returns whether state or version changed."""
+        changed = (peer.state, peer.version) != (pong.state, pong.version)
+        peer.state, peer.version, peer.reason, peer.gauges = pong.state, pong.version, pong.reason, pong.gauges
+        return changed
+
+    def members(self) -> Members:
+        """The message that tells the learner who is alive."""
+        return Members([MemberState(p.member, p.state, p.version) for p in self.generators()])
+
+    def _is_alive(self, peer: Peer) -> bool:
+        return self._clock() - peer.heard_at <= self._timeout_s

@@ -1,0 +1,257 @@
+"""Router: the broker's loop. It moves messages and holds no state that a restart could lose.
+
+Consumes: every message of broker/messages.py.
+Produces: answers, pings, news of members, relayed weight control.
+Waits for: the next message, at most `timeout_s` per step.
+Woken by: any peer.
+Invariant: whatever it forgets by dying is in the store, or is said again by the peers at their next Hello.
+"""
+
+import time
+import uuid
+
+import structlog
+
+from broker.channels import Frames, ServerChannel
+from broker.clock import Clock
+from broker.dataset import Dataset
+from broker.ingest import Ingest
+from broker.lease_desk import LeaseDesk
+from broker.messages import (
+    Adopted,
+    AnyMessage,
+    Bye,
+    Drain,
+    EpochOpened,
+    Hello,
+    LeaseRequest,
+    Member,
+    Message,
+    OpenEpoch,
+    Ping,
+    Pong,
+    Put,
+    Refuse,
+    ReturnLeases,
+    Update,
+    Welcome,
+)
+from broker.peers import Peer, Peers
+from buffer.codec import decode, encode
+from buffer.errors import Refused, StoreUnavailable
+from buffer.store import Store
+from buffer.trajectory import SCHEMA_VERSION
+from configs.run import RunConfig
+
+_MAX_MESSAGES_PER_STEP = 512
+_SERVE_EVERY_S = 0.02
+_REAP_EVERY_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class Router:
+    """One broker. `step` does everything; call it in a loop from one thread."""
+
+    def __init__(
+        self,
+        channel: ServerChannel,
+        store: Store,
+        *,
+        run: RunConfig,
+        config_json: str,
+        train: Dataset,
+        heldout: Dataset,
+        store_url: str = "",
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._store = store
+        self._run = run
+        self._config_json = config_json
+        self._store_url = store_url
+        self._clock = clock
+        self._incarnation = uuid.uuid4().hex
+        self._peers = Peers(timeout_s=run.broker.peer_timeout_s, clock=clock)
+        self._ingest = Ingest(store)
+        self._desk = LeaseDesk(store, run=run, train=train, heldout=heldout, clock=clock)
+        self._next_ping_at = 0.0
+        self._next_reap_at = 0.0
+        self._next_serve_at = 0.0
+        self._members_changed = False
+
+    def step(self, *, timeout_s: float) -> int:
+        """Handle what has arrived, then what is due; blocks at most `timeout_s`. Returns the number of messages."""
+        handled = self._receive_all(timeout_s=self._patience(timeout_s))
+        for identity, answer in self._ingest.flush():
+            self._send(identity, answer)
+        self._try(self._serve_leases)
+        self._try(self._tick)
+        self._tell_members()
+        return handled
+
+    def drain_all(self, *, reason: str) -> None:
+        """Ask every generator to leave."""
+        for peer in self._peers.generators():
+            self._send(peer.identity, Drain(reason))
+
+    def _patience(self, timeout_s: float) -> float:
+        return min(timeout_s, _SERVE_EVERY_S) if self._desk.has_requests else timeout_s
+
+    def _try(self, action: object) -> None:
+        """A store that is away must not end the broker: it says so, and the peers' own retries do the rest."""
+        try:
+            action()  # type: ignore[operator]
+        except StoreUnavailable as error:
+            log.warning("store_unavailable", error=str(error))
+
+    # --- receiving -----------------------------------------------------------------------------------------------
+    def _receive_all(self, *, timeout_s: float) -> int:
+        received = self._channel.receive(timeout_s=timeout_s)
+        count = 0
+        while received is not None:
+            self._try(lambda received=received: self._handle(*received))  # type: ignore[misc]
+            count += 1
+            if count >= _MAX_MESSAGES_PER_STEP:
+                break
+            received = self._channel.receive(timeout_s=0)
+        return count
+
+    def _handle(self, identity: bytes, frames: Frames) -> None:
+        try:
+            message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+        except (Refused, IndexError) as refusal:
+            log.warning("frame_refused", error=str(refusal))
+            self._store.quarantine("malformed", frames[0] if frames else b"")
+            return
+        peer = self._peers.get(identity)
+        if isinstance(message, Hello):
+            self._welcome(identity, message)
+        elif peer is None:
+            log.info("message_from_stranger", type=type(message).__name__)
+        else:
+            self._dispatch(peer, message, frames)
+
+    def _dispatch(self, peer: Peer, message: Message, frames: Frames) -> None:
+        match message:
+            case Put() if len(frames) == 2:
+                if nack := self._ingest.take(peer.identity, message, frames[1]):
+                    self._send(peer.identity, nack)
+            case LeaseRequest(max_trajectories=room):
+                self._desk.ask(peer, max_trajectories=room)
+                self._next_serve_at = 0.0
+            case Pong():
+                self._members_changed |= self._peers.note(peer, message)
+            case ReturnLeases(lease_ids=ids, reason=reason):
+                self._store.return_leases(lease_ids=ids, reason=reason)
+                log.info("leases_returned", peer=peer.hello.peer_id, leases=len(ids), reason=reason)
+            case OpenEpoch() | Update():
+                self._relay_to(message.members, message)
+            case EpochOpened() | Adopted():
+                if learner := self._peers.learner():
+                    self._send(learner.identity, message)
+            case Bye():
+                self._part(peer, "said bye")
+            case _:
+                log.warning("message_out_of_place", type=type(message).__name__, peer=peer.hello.peer_id)
+
+    # --- peers ---------------------------------------------------------------------------------------------------
+    def _welcome(self, identity: bytes, hello: Hello) -> None:
+        reason = self._peers.conflict(hello) or _schema_conflict(hello)
+        if reason:
+            log.warning("peer_refused", peer=hello.peer_id, reason=reason)
+            self._channel.send(identity, [encode(Refuse(reason))])
+            return
+        for replaced in self._peers.add(identity, hello):
+            if replaced.hello.incarnation != hello.incarnation:
+                self._give_back(replaced, "replaced by a new incarnation")
+        is_learner = hello.role == "learner"
+        self._send(
+            identity,
+            Welcome(
+                run_id=self._run.name,
+                config_json=self._config_json,
+                store_url=self._store_url if is_learner else "",
+                version=self._store.run_state().version,
+                credit_messages=self._run.broker.credit_messages,
+                credit_bytes=self._run.broker.credit_bytes,
+                broker_incarnation=self._incarnation,
+            ),
+        )
+        log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
+        self._members_changed = True
+
+    def _part(self, peer: Peer, reason: str) -> None:
+        self._peers.remove(peer.identity)
+        self._give_back(peer, reason)
+
+    def _give_back(self, peer: Peer, reason: str) -> None:
+        self._desk.forget(peer)
+        self._members_changed = True
+        returned = self._store.return_leases_of(owner=peer.owner, reason=reason)
+        self._store.report_role(peer.hello.peer_id, {"role": peer.hello.role, "state": "gone", "reason": reason})
+        log.info("peer_gone", peer=peer.hello.peer_id, reason=reason, leases_returned=returned)
+
+    def _relay_to(self, members: list[Member], message: Message) -> None:
+        wanted = {(m.peer_id, m.incarnation) for m in members}
+        for peer in self._peers.generators():
+            if (peer.hello.peer_id, peer.hello.incarnation) in wanted:
+                self._send(peer.identity, message)
+
+    def _tell_members(self) -> None:
+        learner = self._peers.learner()
+        if self._members_changed and learner is not None:
+            self._members_changed = not self._send(learner.identity, self._peers.members())
+
+    # --- what is due ---------------------------------------------------------------------------------------------
+    def _serve_leases(self) -> None:
+        if self._desk.has_requests and self._clock() >= self._next_serve_at:
+            self._next_serve_at = self._clock() + _SERVE_EVERY_S
+            for identity, prompts in self._desk.serve():
+                if not self._send(identity, prompts):
+                    self._store.return_leases(lease_ids=[p.lease.id for p in prompts.prompts], reason="undeliverable")
+
+    def _tick(self) -> None:
+        now = self._clock()
+        if now >= self._next_ping_at:
+            self._next_ping_at = now + self._run.broker.heartbeat_s
+            self._ping_all(now)
+        if now >= self._next_reap_at:
+            self._next_reap_at = now + _REAP_EVERY_S
+            for event in self._store.reap():
+                log.warning("reaped", what=event)
+
+    def _ping_all(self, now: float) -> None:
+        for peer in self._peers.take_silent():
+            self._give_back(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
+        for peer in self._peers:
+            self._send(peer.identity, Ping(sent_at=now))
+            if peer.hello.role == "generator":
+                self._store.renew_leases(owner=peer.owner, lease_s=self._run.broker.lease_s)
+            self._store.report_role(peer.hello.peer_id, _gauges(peer))
+        self._store.report_role("broker", {"role": "broker", "state": "ready", "peers": len(list(self._peers))})
+
+    def _send(self, identity: bytes, message: Message) -> bool:
+        sent = self._channel.send(identity, [encode(message)])
+        if not sent:
+            log.info("undeliverable", type=type(message).__name__)
+        return sent
+
+
+def _gauges(peer: Peer) -> dict[str, object]:
+    return {
+        "role": peer.hello.role,
+        "state": peer.state,
+        "version": peer.version,
+        "reason": peer.reason,
+        "host": peer.hello.host,
+        "pid": peer.hello.pid,
+        **peer.gauges,
+    }
+
+
+def _schema_conflict(hello: Hello) -> str:
+    if hello.schema_version == SCHEMA_VERSION:
+        return ""
+    got = f"got {hello.schema_version} from {hello.peer_id}"
+    return f"schema version must be {SCHEMA_VERSION}, {got}: update the older side."

@@ -1,0 +1,260 @@
+"""Generator: leases prompts, answers them, sends scored trajectories, adopts new weights in between.
+
+Consumes: prompts leased by the broker, weight updates from the learner.
+Produces: trajectories; a lease that cannot be answered goes back.
+Waits for: verified weights, then prompts.
+Woken by: messages, finished trajectories.
+Invariant: no prompt is asked for, and no trajectory leaves, under weights that were not verified.
+"""
+
+import asyncio
+import time
+
+import structlog
+
+from broker.clock import Clock
+from broker.errors import WeightTransferFault
+from broker.link import Link, PeerStatus
+from broker.messages import (
+    Adopted,
+    Drain,
+    EpochOpened,
+    LeaseRequest,
+    Member,
+    Message,
+    Nack,
+    OpenEpoch,
+    Prompt,
+    Prompts,
+    Refuse,
+    ReturnLeases,
+    Update,
+)
+from broker.metrics import Rate
+from buffer.codec import pack
+from buffer.trajectory import Trajectory
+from configs.run import RunConfig
+from generators.agents.agent import Agent
+from generators.engines.engine import Engine
+from generators.errors import EngineFault, GeneratorFault, PromptFault, UnverifiedWeights
+from generators.probe import ProbeResult, probe
+
+_REQUEST_LOST_AFTER_S = 5.0
+_HEALTH_EVERY_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class Generator:
+    """One generator. Everything but `status` belongs to one asyncio loop.
+
+    States: starting -> unsynced -> (updating -> ready | unsynced)* -> draining.
+    """
+
+    def __init__(
+        self, *, run: RunConfig, member: Member, link: Link, engine: Engine, agent: Agent, clock: Clock = time.monotonic
+    ) -> None:
+        self._run = run
+        self._member = member
+        self._link = link
+        self._engine = engine
+        self._agent = agent
+        self._clock = clock
+        self._state = "starting"
+        self._reason = "loading the model"
+        self._verified_version = -1
+        self._verified = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._control: asyncio.Queue[OpenEpoch | Update] = asyncio.Queue()
+        self._work: dict[asyncio.Task[None], Prompt] = {}
+        self._asked_at: float | None = None
+        self._fault: GeneratorFault | None = None
+        self._tokens = Rate(clock=clock)
+        self._gauges: dict[str, float] = {"trajectories": 0, "updates": 0, "rewards_failed": 0}
+
+    # --- the loop ------------------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Start the engine, then serve until drained. Raises EngineFault or GeneratorFault when it cannot go on."""
+        await self._engine.start()
+        self._become("unsynced", "waiting for the learner to broadcast weights")
+        background = [asyncio.create_task(self._adopt_all()), asyncio.create_task(self._watch_engine())]
+        try:
+            await self._serve()
+        finally:
+            for task in background:
+                task.cancel()
+            await self._hand_back("draining")
+            await self._engine.stop()
+
+    async def _serve(self) -> None:
+        while self._state != "draining" and self._fault is None:
+            self._ask_for_prompts()
+            self._changed.clear()
+            await _wait(self._changed, timeout_s=_HEALTH_EVERY_S)
+        if self._fault:
+            raise self._fault
+
+    def receive(self, message: Message) -> None:
+        """Take a message from the broker."""
+        match message:
+            case Prompts(prompts=prompts, reason=reason):
+                self._asked_at = None
+                self._reason = reason
+                self._take(prompts)
+            case OpenEpoch() | Update():
+                self._control.put_nowait(message)
+            case Drain(reason=reason):
+                self.drain(reason)
+            case Refuse(reason=reason):
+                self._fault = GeneratorFault(reason)
+            case Nack(id=trajectory_id, reason=reason, is_fatal=is_fatal):
+                log.warning("trajectory_not_taken", id=trajectory_id, reason=reason, final=is_fatal)
+        self._changed.set()
+
+    def drain(self, reason: str) -> None:
+        """Take no more prompts, hand back what is held, leave `run`."""
+        log.info("draining", reason=reason)
+        self._become("draining", reason)
+
+    def status(self) -> PeerStatus:
+        """What the next Pong says; may be called from any thread."""
+        gauges = dict(self._gauges) | {
+            "tokens_per_s": round(self._tokens.per_s, 1),
+            "tokens": self._tokens.total,
+            "running": len(self._work),
+            "outbox": len(self._link.outbox),
+        }
+        return PeerStatus(self._state, version=self._verified_version, reason=self._reason, gauges=gauges)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way (the serial run asks)."""
+        return not self._work and self._control.empty() and self._state != "updating"
+
+    def _become(self, state: str, reason: str = "") -> None:
+        self._state, self._reason = state, reason
+        self._changed.set()
+        self._link.report()
+
+    # --- prompts -------------------------------------------------------------------------------------------------
+    def _ask_for_prompts(self) -> None:
+        room = self._run.generators.max_concurrency - len(self._work)
+        lost = self._asked_at is not None and self._clock() - self._asked_at > _REQUEST_LOST_AFTER_S
+        may_ask = self._state == "ready" and self._link.is_joined and not self._link.outbox.is_over_credit
+        if may_ask and room >= self._run.generators.group_size and (self._asked_at is None or lost):
+            self._asked_at = self._clock()
+            self._link.send(LeaseRequest(max_trajectories=room))
+
+    def _take(self, prompts: list[Prompt]) -> None:
+        if prompts and self._state != "ready":
+            self._return([p.lease.id for p in prompts], f"generator is {self._state}")
+            return
+        for prompt in prompts:
+            for index in prompt.lease.indices:
+                task = asyncio.create_task(self._answer(prompt, index))
+                self._work[task] = prompt
+                task.add_done_callback(self._finished)
+
+    async def _answer(self, prompt: Prompt, index: int) -> None:
+        """One trajectory, from prompt to outbox."""
+        trajectory = await self._agent.answer(prompt, index)
+        await self._verified.wait()
+        lease = prompt.lease
+        size = self._run.generators.group_size if lease.purpose == "train" else 1
+        header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=size)
+        self._count(trajectory)
+        self._link.put(header, payload)
+
+    def _count(self, trajectory: Trajectory) -> None:
+        self._tokens.add(int(trajectory.model_mask.sum()))
+        self._gauges["trajectories"] += 1
+        self._gauges["rewards_failed"] += trajectory.reward.status != "ok"
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        prompt = self._work.pop(task)
+        self._changed.set()
+        if task.cancelled() or task.exception() is None:
+            return
+        error = task.exception()
+        log.error("prompt_failed", prompt=prompt.uid, error=str(error))
+        self._return([prompt.lease.id], str(error))
+        if isinstance(error, EngineFault):
+            self._fault = error
+        elif not isinstance(error, PromptFault):
+            self._fault = GeneratorFault(f"answering prompt {prompt.uid} failed: {type(error).__name__}: {error}")
+
+    def _return(self, lease_ids: list[str], reason: str) -> None:
+        if lease_ids:
+            self._link.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason))
+
+    async def _hand_back(self, reason: str) -> None:
+        held = [prompt.lease.id for prompt in self._work.values()]
+        tasks = list(self._work)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._return(held, reason)
+
+    # --- weights -------------------------------------------------------------------------------------------------
+    async def _adopt_all(self) -> None:
+        while True:
+            message = await self._control.get()
+            if isinstance(message, OpenEpoch):
+                await self._open_epoch(message)
+            else:
+                await self._adopt(message)
+
+    async def _open_epoch(self, opening: OpenEpoch) -> None:
+        error = ""
+        try:
+            await self._engine.open_epoch(opening, rank=opening.members.index(self._member) + 1)
+        except (WeightTransferFault, EngineFault) as fault:
+            error = str(fault)
+            log.warning("epoch_not_opened", epoch=opening.epoch, error=error)
+        self._link.send(EpochOpened(opening.epoch, self._member, error))
+
+    async def _adopt(self, update: Update) -> None:
+        self._verified.clear()
+        self._become("updating")
+        pause_s, result, error = 0.0, ProbeResult(), ""
+        try:
+            pause_s = await self._engine.update(update)
+            result = await probe(self._engine, update)
+            self._verified_version = update.version
+            self._become("ready")
+        except UnverifiedWeights as fault:
+            error = str(fault)
+            await self._hand_back(error)
+            self._become("unsynced", error)
+        except (WeightTransferFault, EngineFault) as fault:
+            error = str(fault)
+            self._become("unsynced", error)
+        if self._state == "ready" or self._engine.version == self._verified_version >= 0:
+            self._verified.set()
+        self._note_update(update, pause_s, result, error)
+
+    def _note_update(self, update: Update, pause_s: float, result: ProbeResult, error: str) -> None:
+        if error:
+            log.error("weights_not_adopted", version=update.version, error=error)
+        self._gauges["updates"] += not error
+        self._gauges |= {"pause_ms": round(1000 * pause_s, 1), "probe_diff": result.mean}
+        self._link.send(
+            Adopted(update.epoch, update.version, self._member, error, result.mean, result.largest, pause_s)
+        )
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_EVERY_S)
+            try:
+                await self._engine.check_health()
+            except EngineFault as fault:
+                self._fault = fault
+                self._changed.set()
+
+
+async def _wait(event: asyncio.Event, *, timeout_s: float) -> None:
+    """Wait for the event, at most `timeout_s`; the caller's loop looks again either way."""
+    try:
+        await asyncio.wait_for(event.wait(), timeout_s)
+    except TimeoutError:
+        return

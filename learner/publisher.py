@@ -1,0 +1,228 @@
+"""Publisher: brings a policy version into every living generator, and verifies that it got there.
+
+Consumes: staged weights, news of members, EpochOpened and Adopted.
+Produces: OpenEpoch, Update, the broadcast itself.
+Waits for: every member's word, each phase at most its configured time.
+Invariant: a version is committed only after every member of its epoch adopted it with equal checksums and a probe
+within bounds; whoever did not is out of the epoch and is tried again when the next synchronisation is due.
+"""
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+import structlog
+import torch
+
+from broker.clock import Clock, Deadline
+from broker.errors import WeightTransferFault
+from broker.inbox import Inbox
+from broker.link import Link
+from broker.messages import Adopted, EpochOpened, Member, Members, Message, OpenEpoch, TensorSlot, Update
+from broker.weights import buckets
+from broker.weights.transport import WeightSender
+from buffer.trajectory import Record
+from configs.weights import WeightsConfig
+
+_MAX_ATTEMPTS = 3
+_RETRY_EVICTED_S = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+class Canary(Record):
+    """Sequences and the learner's log-probabilities of them, at the version being published."""
+
+    token_ids: list[list[int]]
+    """Sequences."""
+    logprobs: list[list[float]]
+    """Of token t + 1 given tokens <= t, temperature 1."""
+
+
+class Published(Record):
+    """What a synchronisation did. Example: Published(version=12, num_members=2, seconds=0.08, probe_diff_max=4e-7)."""
+
+    version: int
+    """Which version."""
+    num_members: int
+    """Generators that hold it now."""
+    seconds: float
+    """How long it took."""
+    probe_diff_mean: float = 0.0
+    """Largest mean difference over members, nats."""
+    probe_diff_max: float = 0.0
+    """Largest single difference over members, nats."""
+    pause_s: float = 0.0
+    """Longest standstill of a member's generation, seconds."""
+
+
+class Publisher:
+    """Belongs to the learner's rank 0, one thread."""
+
+    def __init__(
+        self,
+        *,
+        link: Link,
+        inbox: Inbox,
+        sender: WeightSender,
+        config: WeightsConfig,
+        wire_dtype: torch.dtype,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._inbox = inbox
+        self._sender = sender
+        self._config = config
+        self._wire_dtype = wire_dtype
+        self._clock = clock
+        self._epoch = 0
+        self._epoch_members: list[Member] = []
+        self._alive: list[Member] = []
+        self._holds: dict[Member, int] = {}
+        self._evicted_until: dict[Member, float] = {}
+        self._opened: dict[Member, EpochOpened] = {}
+        self._adopted: dict[Member, Adopted] = {}
+        self._update: Update | None = None
+        self._buckets: list[torch.Tensor] = []
+
+    def stage(self, *, version: int, weights: Iterable[tuple[str, torch.Tensor]], canary: Canary) -> None:
+        """Copy the weights into flat buckets; what is published from here on is `version`."""
+        tensors = [(name, tensor.detach()) for name, tensor in weights]
+        slots, sizes = self._plan(tensors)
+        self._buckets = buckets.pack(tensors, slots, sizes=sizes, reuse=self._buckets)
+        self._update = Update(
+            epoch=0,
+            members=[],
+            version=version,
+            slots=slots,
+            bucket_bytes=sizes,
+            checksums=buckets.checksums(self._buckets),
+            canary_token_ids=canary.token_ids,
+            canary_logprobs=canary.logprobs,
+            max_probe_diff=self._config.max_probe_diff,
+            timeout_s=self._config.transfer_timeout_s,
+        )
+
+    def _plan(self, tensors: list[tuple[str, torch.Tensor]]) -> tuple[list[TensorSlot], list[int]]:
+        if self._update:
+            return self._update.slots, self._update.bucket_bytes
+        metadata = [(name, tuple(tensor.shape), self._wire_dtype) for name, tensor in tensors]
+        return buckets.plan(metadata, bucket_bytes=self._config.bucket_bytes)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether some living generator does not hold the staged version and may be tried now."""
+        self._read_news()
+        return bool(self._update) and any(self._holds.get(m) != self._update.version for m in self._wanted())
+
+    def synchronize(self) -> Published:
+        """Bring the staged version into every living generator; those that fail are left out and named in the log."""
+        assert self._update is not None, "stage() comes first"
+        started_at = self._clock()
+        self._adopted = {}
+        for _ in range(_MAX_ATTEMPTS):
+            self._read_news()
+            if self._try(self._wanted()):
+                break
+        return self._summarise(seconds=self._clock() - started_at)
+
+    def close(self) -> None:
+        """Tear the group down."""
+        self._sender.close()
+
+    # --- one attempt ---------------------------------------------------------------------------------------------
+    def _try(self, members: list[Member]) -> bool:
+        """Returns whether all of `members` hold the staged version now."""
+        if not members:
+            return True
+        if members != self._epoch_members and not self._open_epoch(members):
+            return False
+        return self._broadcast(members)
+
+    def _open_epoch(self, members: list[Member]) -> bool:
+        self._epoch += 1
+        self._epoch_members = []
+        self._opened = {}
+        timeout_s = self._config.join_timeout_s
+        host, port = self._sender.address
+        self._link.send(OpenEpoch(self._epoch, members, host, port, timeout_s))
+        fault = ""
+        try:
+            self._sender.open_epoch(self._epoch, num_members=len(members), timeout_s=timeout_s)
+        except WeightTransferFault as error:
+            fault = str(error)
+        missing = self._collect(members, self._opened, timeout_s=timeout_s if not fault else 2.0)
+        failed = dict.fromkeys(missing, "no answer") | {m: o.error for m, o in self._opened.items() if o.error}
+        if fault or failed:
+            self._evict(missing or list(failed), f"epoch {self._epoch} could not be built: {fault or failed}")
+            return False
+        self._epoch_members = members
+        log.info("epoch_opened", epoch=self._epoch, members=[m.peer_id for m in members])
+        return True
+
+    def _broadcast(self, members: list[Member]) -> bool:
+        assert self._update is not None
+        update = msgspec.structs.replace(self._update, epoch=self._epoch, members=members)
+        self._adopted = {}
+        self._link.send(update)
+        fault = ""
+        try:
+            self._sender.broadcast(self._buckets, timeout_s=self._config.transfer_timeout_s)
+        except WeightTransferFault as error:
+            fault = str(error)
+            self._epoch_members = []
+        missing = self._collect(members, self._adopted, timeout_s=self._config.adopt_timeout_s if not fault else 2.0)
+        self._holds |= {m: a.version for m, a in self._adopted.items() if not a.error}
+        failed = [m for m, a in self._adopted.items() if a.error]
+        if missing or failed:
+            self._epoch_members = []
+            reason = fault or "; ".join(a.error for a in self._adopted.values() if a.error) or "no answer"
+            self._evict(missing or failed, f"version {update.version} was not adopted: {reason}")
+        return not (fault or missing or failed)
+
+    def _collect(self, members: list[Member], answers: dict[Member, Message], *, timeout_s: float) -> list[Member]:
+        """Wait until every living member of `members` has answered; returns those that did not."""
+        deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
+        while True:
+            missing = [m for m in members if m not in answers]
+            if not missing or deadline.is_over or not any(m in self._alive for m in missing):
+                return missing
+            self._read(self._inbox.get(timeout_s=min(0.2, deadline.left_s)))
+
+    # --- news ----------------------------------------------------------------------------------------------------
+    def _read_news(self) -> None:
+        while (message := self._inbox.get(timeout_s=0)) is not None:
+            self._read(message)
+
+    def _read(self, message: Message | None) -> None:
+        match message:
+            case Members(generators=generators):
+                self._alive = [g.member for g in generators if g.state not in ("starting", "draining")]
+            case EpochOpened(epoch=epoch, member=member) if epoch == self._epoch:
+                self._opened[member] = message
+            case Adopted(epoch=epoch, version=version, member=member):
+                if self._update and (epoch, version) == (self._epoch, self._update.version):
+                    self._adopted[member] = message
+
+    def _wanted(self) -> list[Member]:
+        now = self._clock()
+        return [m for m in self._alive if self._evicted_until.get(m, 0.0) <= now]
+
+    def _evict(self, members: list[Member], reason: str) -> None:
+        until = self._clock() + _RETRY_EVICTED_S
+        for member in members:
+            self._evicted_until[member] = until
+            self._holds.pop(member, None)
+        log.warning("members_evicted", members=[m.peer_id for m in members], reason=reason)
+
+    def _summarise(self, *, seconds: float) -> Published:
+        assert self._update is not None
+        good = [a for a in self._adopted.values() if not a.error]
+        return Published(
+            version=self._update.version,
+            num_members=sum(version == self._update.version for version in self._holds.values()),
+            seconds=seconds,
+            probe_diff_mean=max((a.probe_diff for a in good), default=0.0),
+            probe_diff_max=max((a.probe_diff_max for a in good), default=0.0),
+            pause_s=max((a.pause_s for a in good), default=0.0),
+        )
