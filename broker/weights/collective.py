@@ -4,20 +4,22 @@ The groups are built directly over a TCPStore that the learner keeps for the who
 torch's default group, which DeepSpeed and vLLM each make for themselves, is neither needed nor touched, and a group can
 be torn down and built anew as members come and go.
 
-Building goes in three phases, each under the epoch's deadline:
+Building goes in three phases, all under the epoch's deadline:
     gather   every member says that it is here; rank 0 then gives the word, or names who is missing
     connect  the process group is built
     probe    one byte is broadcast: the group works (NCCL connects only now)
 Whatever fails afterwards takes the group down on every rank: a rank that gives up closes its connections, and the ranks
 that wait for it see that.
+
+On GPUs a process survives the death of a peer only if it started with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in its
+environment: otherwise NCCL's watchdog answers an error by ending the process it is in.
 """
 
-import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,31 +28,11 @@ from torch import Tensor
 from broker.errors import WeightTransferFault
 from broker.messages import OpenEpoch, TensorSlot
 from broker.weights import buckets as flat
+from broker.weights import rendezvous
+from broker.weights.rendezvous import SENDER_RANK, Seat, seconds_left
 
-SENDER_RANK = 0
-STORE_TIMEOUT_S = 10.0
-"""Longest single answer of the rendezvous store when no wait of ours is meant, seconds."""
-GO = b"go"
 FAILURES = (RuntimeError, ValueError, OSError)
-"""What torch raises from stores and groups: DistError and Gloo's errors are RuntimeErrors."""
-
-
-class Seat(NamedTuple):
-    """A rank's place in an epoch. Example: Seat(epoch=3, rank=1, num_ranks=4)."""
-
-    epoch: int
-    rank: int
-    num_ranks: int
-
-
-class _Backend(Protocol):
-    """What is used of ProcessGroupGloo and ProcessGroupNCCL; the latter exists only in CUDA builds of torch."""
-
-    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> dist.Work: ...
-
-    def abort(self) -> None: ...
-
-    def shutdown(self) -> None: ...
+"""What torch and sockets raise: DistError and Gloo's errors are RuntimeErrors."""
 
 
 class CollectiveSender:
@@ -60,7 +42,7 @@ class CollectiveSender:
         """Listen on `host` (IPv4 address or name of this machine) at `port`, 0 for any. Raises WeightTransferFault."""
         self._device = torch.device(device)
         self._host = host
-        self._store: dist.TCPStore | None = _listen(host, port)
+        self._store: dist.TCPStore | None = rendezvous.listen(host, port=port)
         self._port = self._store.port
         self._group: _Group | None = None
         self._num_members: int | None = None
@@ -89,7 +71,7 @@ class CollectiveSender:
             return
         group = _opened(self._group)
         try:
-            group.broadcast([bucket.to(self._device) for bucket in buckets], timeout_s=timeout_s)
+            group.broadcast(buckets, timeout_s=timeout_s)
         except WeightTransferFault:
             self._leave()
             raise
@@ -122,17 +104,17 @@ class CollectiveReceiver:
         self._leave()
         seat = Seat(opening.epoch, rank, len(opening.members) + 1)
         deadline = time.monotonic() + opening.timeout_s
-        with _phase(seat, "reach the learner's rendezvous store"):
-            own_host = _own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
-            store = _connect(opening.host, opening.port, timeout_s=_left(deadline))
-        self._group = _Group(store, seat, own_host=own_host, device=self._device, timeout_s=_left(deadline))
+        with _phase(seat, f"reach the learner's rendezvous store at {opening.host}:{opening.port}"):
+            own_host = rendezvous.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
+            store = rendezvous.connect(opening.host, opening.port, timeout_s=seconds_left(deadline))
+        self._group = _Group(store, seat, own_host=own_host, device=self._device, timeout_s=seconds_left(deadline))
 
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
         """Receive all buckets, verify, return named views; `timeout_s` bounds each bucket.
 
-        Raises WeightTransferFault. When only the checksums were wrong the group stays; else it is gone.
+        Raises WeightTransferFault. When only checksums or layout were wrong the group stays; else it is gone.
         """
         group = _opened(self._group)
         self._staging = flat.allocate(bucket_bytes, device=self._device, reuse=self._staging)
@@ -155,6 +137,14 @@ class CollectiveReceiver:
             self._group = None
 
 
+class _Backend(Protocol):
+    """What is used of ProcessGroupGloo and ProcessGroupNCCL; the latter exists only in CUDA builds of torch."""
+
+    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+
 class _Group:
     """One epoch's process group as one rank sees it. Building it blocks until all ranks are in."""
 
@@ -162,16 +152,14 @@ class _Group:
         self._seat = seat
         self._device = device
         deadline = time.monotonic() + timeout_s
-        rendezvous = dist.PrefixStore(f"weights/epoch-{seat.epoch}", store)
+        prefixed = dist.PrefixStore(f"weights/epoch-{seat.epoch}", store)
         with _phase(seat, "gather"):
-            _gather(rendezvous, seat, deadline=deadline)
+            rendezvous.gather(prefixed, seat, deadline=deadline)
         with _phase(seat, "connect"):
-            store.set_timeout(timedelta(seconds=_left(deadline)))
-            self._backend = _build(rendezvous, seat, own_host=own_host, device=device, timeout_s=_left(deadline))
-            store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
+            self._backend = _build(prefixed, seat, own_host=own_host, device=device, timeout_s=seconds_left(deadline))
         try:
             with _phase(seat, "probe"):
-                self._send_one(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s=_left(deadline))
+                self._send_one(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s=seconds_left(deadline))
         except WeightTransferFault:
             self.abort()
             raise
@@ -180,95 +168,25 @@ class _Group:
         """All buckets from rank 0 to the others, in order, each within `timeout_s`. Raises WeightTransferFault."""
         for index, bucket in enumerate(buckets):
             with _phase(self._seat, f"broadcast of bucket {index} of {len(buckets)} ({bucket.numel()} bytes)"):
-                self._send_one(bucket, timeout_s=timeout_s)
+                self._send_one(bucket.to(self._device), timeout_s=timeout_s)
 
     def abort(self) -> None:
         """Close all connections at once; operations under way end with an error on every rank."""
-        try:
+        with suppress(*FAILURES):
             self._backend.abort()
-            self._backend.shutdown()
-        except FAILURES:
-            return
 
     def _send_one(self, bucket: Tensor, *, timeout_s: float) -> None:
         if bucket.numel() == 0:
             return
-        work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
-        if self._device.type == "cuda":
-            _await_cuda(work, timeout_s=timeout_s)
-        else:
-            work.wait(timedelta(seconds=timeout_s))
-
-
-def _listen(host: str, port: int) -> dist.TCPStore:
-    """A store on this address alone: given only a port, torch would listen on every interface."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise WeightTransferFault(
-            f"weights.host must be an address of this machine with a free port, got {host}:{port}: {error}"
-        ) from error
-    bound_port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host,
-        bound_port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=STORE_TIMEOUT_S),
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-
-
-def _own_address(host: str, port: int, *, timeout_s: float) -> str:
-    """The local address that reaches the learner; found without this machine's name, which may not resolve.
-
-    A store that does not answer ends here in one sentence, where torch's client would retry and dump its stack.
-    """
-    with socket.create_connection((host, port), timeout=timeout_s) as probe:
-        return probe.getsockname()[0]
-
-
-def _gather(store: dist.PrefixStore, seat: Seat, *, deadline: float) -> None:
-    if seat.rank != SENDER_RANK:
-        store.set(f"here/{seat.rank}", b"1")
-        _await_word(store, deadline=deadline)
-        return
-    missing = list(_missing_ranks(store, seat, deadline=deadline))
-    verdict = f"rank {', '.join(map(str, missing))} of {seat.num_ranks} did not arrive in time" if missing else ""
-    store.set("word", verdict.encode() or GO)
-    if missing:
-        raise RuntimeError(verdict)
-
-
-def _missing_ranks(store: dist.PrefixStore, seat: Seat, *, deadline: float) -> Iterator[int]:
-    for rank in range(SENDER_RANK + 1, seat.num_ranks):
-        try:
-            store.wait([f"here/{rank}"], timedelta(seconds=_left(deadline)))
-        except dist.DistStoreError:
-            yield rank
-
-
-def _await_word(store: dist.PrefixStore, *, deadline: float) -> None:
-    try:
-        store.wait(["word"], timedelta(seconds=_left(deadline)))
-    except dist.DistStoreError as error:
-        raise RuntimeError("rank 0 (the learner) did not give the word in time") from error
-    word = store.get("word")
-    if word != GO:
-        raise RuntimeError(word.decode())
+        # The operation's own limit lies above ours, so that `wait` is the one to give up: it raises in this thread.
+        work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=2 * timeout_s))
+        work.wait(timedelta(seconds=timeout_s))
 
 
 def _build(store: dist.Store, seat: Seat, *, own_host: str, device: torch.device, timeout_s: float) -> _Backend:
+    store.set_timeout(timedelta(seconds=timeout_s))
     if device.type == "cuda":
-        return _build_nccl(store, seat, device=device)
+        return _build_nccl(store, seat)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
@@ -276,8 +194,7 @@ def _build(store: dist.Store, seat: Seat, *, own_host: str, device: torch.device
     return dist.ProcessGroupGloo(store, seat.rank, seat.num_ranks, options)
 
 
-def _build_nccl(store: dist.Store, seat: Seat, *, device: torch.device) -> _Backend:
-    torch.cuda.set_device(device)
+def _build_nccl(store: dist.Store, seat: Seat) -> _Backend:
     options = dist.ProcessGroupNCCL.Options()
     # Above every deadline of ours, because NCCL's watchdog answers its own timeout by ending the process.
     options._timeout = timedelta(days=1)
@@ -285,28 +202,10 @@ def _build_nccl(store: dist.Store, seat: Seat, *, device: torch.device) -> _Back
     return dist.ProcessGroupNCCL(store, seat.rank, seat.num_ranks, options)
 
 
-def _await_cuda(work: dist.Work, *, timeout_s: float) -> None:
-    """Wait on the CPU, because only then can a group with a dead peer be given up.
-
-    Polls: NCCL's own `wait` merely orders streams unless an environment variable, read for all groups, says otherwise.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"not completed within {timeout_s:g} s")
-        time.sleep(0.0005)
-    work.wait()
-
-
 def _opened(group: _Group | None) -> _Group:
     if group is None:
         raise WeightTransferFault("a weight epoch must be open before weights travel: call open_epoch first")
     return group
-
-
-def _left(deadline: float) -> float:
-    """Seconds until the deadline; never zero, which torch takes for no timeout at all."""
-    return max(deadline - time.monotonic(), 0.001)
 
 
 @contextmanager
