@@ -1,0 +1,52 @@
+"""Endpoints a broker may bind: on this machine only, and not in use."""
+
+import ipaddress
+import socket
+
+from broker.errors import ChannelClosed
+
+LOOPBACK_NAMES = ("localhost",)
+
+
+def check_local(address: str) -> None:
+    """Raises ChannelClosed unless the address is ipc or a loopback port."""
+    transport, _, place = address.partition("://")
+    if transport == "ipc" or (transport == "tcp" and _is_loopback(place.rpartition(":")[0])):
+        return
+    raise ChannelClosed(
+        "broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
+        f"got {address}: other machines may not connect while no keys are configured"
+    )
+
+
+def check_unused(address: str) -> None:
+    """Raises ChannelClosed when somebody answers at an ipc path.
+
+    For ipc alone, because binding takes the path from whoever has it; a port refuses by itself. A path left behind by a
+    dead broker answers nobody and is free.
+    """
+    transport, _, path = address.partition("://")
+    if transport != "ipc" or path.startswith(("@", "*")):
+        return
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(1.0)
+        try:
+            caller.connect(path)
+        except OSError:
+            return
+    raise cannot_bind(address, "somebody answers there")
+
+
+def cannot_bind(address: str, reason: object) -> ChannelClosed:
+    """The error for an address that is taken."""
+    return ChannelClosed(
+        f"broker.address must be free to bind, got {address}: {reason}; "
+        "stop the broker that runs there, or choose another with broker.address=..."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in LOOPBACK_NAMES
