@@ -7,16 +7,18 @@ import msgspec
 import structlog
 
 from broker.dataset import Dataset
+from broker.errors import BrokerFault
 from broker.logs import configure_logs
-from broker.process import die_with_launcher, on_stop_signal
+from broker.process import die_with_launcher, has_launcher, on_stop_signal
 from broker.router import Router
 from broker.run_folder import RunFolder
 from broker.zmq_channels import ZmqServerChannel
 from buffer.embedded_redis import EmbeddedRedis
+from buffer.errors import BufferFault
 from buffer.open_store import open_store
 from buffer.redis_store import RedisStore
 from configs.buffer import EmbeddedRedisConfig, RedisConfig
-from configs.exits import exit_cleanly
+from configs.exits import fail_cleanly
 from configs.load import load
 from configs.run import RunConfig
 
@@ -25,6 +27,7 @@ _STORE_TIMEOUT_S = 30.0
 log = structlog.get_logger(__name__)
 
 
+@fail_cleanly(BrokerFault, BufferFault)
 def main(overrides: list[str]) -> None:
     """Run until SIGTERM or SIGINT."""
     run = load(overrides)
@@ -41,7 +44,7 @@ def main(overrides: list[str]) -> None:
     finally:
         channel.close()
         store.close()
-        if server:
+        if server and not has_launcher():
             server.stop()
 
 
@@ -77,4 +80,4 @@ def _serve(
 
 
 if __name__ == "__main__":
-    exit_cleanly(lambda: main(sys.argv[1:]))
+    main(sys.argv[1:])

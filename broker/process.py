@@ -1,23 +1,40 @@
-"""What every role's process does with signals and with its parent."""
+"""Processes: what a role does with signals and with its launcher, and how a launcher holds a role."""
 
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles: they end when it does, however it ends."""
+
+_PR_SET_PDEATHSIG = 1
+_MAX_RESTARTS = 5
+_RESTART_AFTER_S = 1.0
+_LOG_TAIL_LINES = 15
+
+
+class RoleDied(RuntimeError):
+    """A role ended that should not have; the message names it and ends with its log."""
+
+
+def has_launcher() -> bool:
+    """Whether a launcher started this role (and so owns what the roles share)."""
+    return LAUNCHER_VARIABLE in os.environ
 
 
 def die_with_launcher() -> None:
     """Have the kernel end this process when the launcher dies. Does nothing for a role started by hand."""
-    launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is None:
+    if not has_launcher():
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(launcher):
+    # The launcher may have died before the line above.
+    if os.getppid() == 1:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -33,3 +50,94 @@ def on_stop_signal(stop: Callable[[], None]) -> threading.Event:
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
     return stopping
+
+
+class RoleProcess:
+    """A role as a child process in a process group of its own, so that Ctrl-C reaches it through the launcher alone.
+
+    Life: start -> (death -> restart after a back-off)* -> terminate -> stop.
+    """
+
+    def __init__(self, name: str, arguments: list[str], *, logs: Path, may_restart: bool) -> None:
+        self.name = name
+        self._command = [sys.executable, "-m", *arguments]
+        self._log = logs / f"{name}.log"
+        self._may_restart = may_restart
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_restarts = 0
+        self._restart_at: float | None = None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether it ended by itself, well."""
+        return self._process is not None and self._process.poll() == 0
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process."""
+        return self._process.pid if self._process else None
+
+    def start(self) -> None:
+        """Start it; its output is appended to its log."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def attend(self) -> list[str]:
+        """Look after it: notice a death, restart when the back-off is over. Returns sentences for the user.
+
+        Raises RoleDied when it cannot go on without it.
+        """
+        if self._restart_at is not None:
+            return self._restart_if_due()
+        if self._process is None or self._process.poll() in (None, 0):
+            return []
+        code = self._process.returncode
+        self._kill_group()
+        if not self._may_restart or self._num_restarts >= _MAX_RESTARTS or code == 2:
+            raise RoleDied(f"{self.name} ended with {_exit_word(code)}. The end of {self._log}:\n{self.log_tail()}")
+        delay_s = _RESTART_AFTER_S * 2**self._num_restarts
+        self._restart_at = time.monotonic() + delay_s
+        last = self.log_tail(num_lines=1).strip()
+        return [f"{self.name} died ({_exit_word(code)}); last line of its log: {last}; restarting in {delay_s:g} s"]
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self._process and self._process.poll() is None:
+            self._process.terminate()
+
+    def stop(self, *, ends_at: float) -> None:
+        """Wait for its end until `ends_at` (monotonic), then kill it, and whatever it left, without asking."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(timeout=max(0.1, ends_at - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pass
+        self._kill_group()
+        self._process.wait(timeout=5.0)
+
+    def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
+        """The end of its log."""
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def _restart_if_due(self) -> list[str]:
+        if self._restart_at is None or time.monotonic() < self._restart_at:
+            return []
+        self._restart_at = None
+        self._num_restarts += 1
+        self.start()
+        return [f"{self.name} restarted (pid {self.pid})"]
+
+    def _kill_group(self) -> None:
+        """End the children a dead role may have left: its group has no other members."""
+        assert self._process is not None
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+
+def _exit_word(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

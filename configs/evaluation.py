@@ -16,5 +16,9 @@ class EvaluationConfig(Config):
     """First rows of the held-out file, used while training (and for early stopping)."""
     final_prompts: Annotated[int, Meta(ge=1)] = 512
     """The rows after them, used once before and once after training."""
+    goal_sampled: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Accuracy at temperature 1 that the verdict at the end asks for; None = the verdict only reports."""
+    goal_greedy: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """The same at temperature 0."""
     timeout_s: Annotated[float, Meta(gt=0)] = 180.0
     """Longest wait for the evaluations before and after training, seconds."""

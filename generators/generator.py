@@ -111,6 +111,10 @@ class Generator:
                 log.warning("trajectory_not_taken", id=trajectory_id, reason=reason, final=is_fatal)
         self._changed.set()
 
+    def nudge(self) -> None:
+        """Look again at what may be asked for (acknowledgements arrive without waking the loop)."""
+        self._changed.set()
+
     def drain(self, reason: str) -> None:
         """Take no more prompts, hand back what is held, leave `run`."""
         log.info("draining", reason=reason)
@@ -125,11 +129,6 @@ class Generator:
             "outbox": len(self._link.outbox),
         }
         return PeerStatus(self._state, version=self._verified_version, reason=self._reason, gauges=gauges)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way (the serial run asks)."""
-        return not self._work and self._control.empty() and self._state != "updating"
 
     def _become(self, state: str, reason: str = "") -> None:
         self._state, self._reason = state, reason

@@ -110,10 +110,26 @@ class Publisher:
         return buckets.plan(metadata, bucket_bytes=self._config.bucket_bytes)
 
     @property
+    def staged_version(self) -> int:
+        """What `synchronize` brings; -1 before the first `stage`."""
+        return self._update.version if self._update else -1
+
+    @property
+    def num_alive(self) -> int:
+        """Living generators, as far as the broker has told."""
+        return len(self._alive)
+
+    @property
+    def num_holding(self) -> int:
+        """Living generators that hold the staged version."""
+        return sum(self._holds.get(member) == self.staged_version for member in self._alive)
+
+    @property
     def is_due(self) -> bool:
         """Whether some living generator does not hold the staged version and may be tried now."""
-        self._read_news()
-        return bool(self._update) and any(self._holds.get(m) != self._update.version for m in self._wanted())
+        self.read_news(timeout_s=0)
+        is_staged = self._update is not None
+        return is_staged and any(self._holds.get(member) != self.staged_version for member in self._wanted())
 
     def synchronize(self) -> Published:
         """Bring the staged version into every living generator; those that fail are left out and named in the log."""
@@ -121,7 +137,7 @@ class Publisher:
         started_at = self._clock()
         self._adopted = {}
         for _ in range(_MAX_ATTEMPTS):
-            self._read_news()
+            self.read_news(timeout_s=0)
             if self._try(self._wanted()):
                 break
         return self._summarise(seconds=self._clock() - started_at)
@@ -190,9 +206,12 @@ class Publisher:
             self._read(self._inbox.get(timeout_s=min(0.2, deadline.left_s)))
 
     # --- news ----------------------------------------------------------------------------------------------------
-    def _read_news(self) -> None:
-        while (message := self._inbox.get(timeout_s=0)) is not None:
+    def read_news(self, *, timeout_s: float) -> None:
+        """Take in what has arrived; blocks at most `timeout_s` for the first message."""
+        message = self._inbox.get(timeout_s=timeout_s)
+        while message is not None:
             self._read(message)
+            message = self._inbox.get(timeout_s=0)
 
     def _read(self, message: Message | None) -> None:
         match message:
@@ -220,7 +239,7 @@ class Publisher:
         good = [a for a in self._adopted.values() if not a.error]
         return Published(
             version=self._update.version,
-            num_members=sum(version == self._update.version for version in self._holds.values()),
+            num_members=self.num_holding,
             seconds=seconds,
             probe_diff_mean=max((a.probe_diff for a in good), default=0.0),
             probe_diff_max=max((a.probe_diff_max for a in good), default=0.0),

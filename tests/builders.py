@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from buffer.codec import pack
 from buffer.trajectory import Purpose, Reward, Sampling, Trajectory, TrajectoryHeader, VersionSpan
+from configs.run import RunConfig
 
 
 def make_trajectory(group_id: str = "0", index: int = 0, **overrides: Any) -> Trajectory:
@@ -40,3 +42,23 @@ def make_packed(
     trajectory = make_trajectory(group_id, index, **overrides)
     lease_id = f"{group_id}-{trajectory.attempt}"
     return pack(trajectory, lease_id=lease_id, purpose=purpose, group_size=group_size)
+
+
+def make_run(**overrides: Any) -> RunConfig:
+    """A small valid run; override nested fields by dicts: make_run(learner={"max_steps": 3})."""
+    plain = {
+        "name": "test",
+        "model": {"path": "models/test"},
+        "data": {"train_path": "train.parquet", "heldout_path": "heldout.parquet"},
+        "generators": {"group_size": 2, "engine": {"kind": "scripted"}, "reward": {"num_workers": 0}},
+        "learner": {"groups_per_step": 2, "max_steps": 4, "engine": {"kind": "torch"}},
+        "evaluation": {"monitor_prompts": 2, "final_prompts": 2},
+    }
+    return msgspec.convert(_merge(plain, overrides), RunConfig)
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merge(base[key], value) if isinstance(base.get(key), dict) and "kind" not in value else value
+            for key, value in changes.items() if isinstance(value, dict)}  # fmt: skip
+    plain = {key: value for key, value in changes.items() if not isinstance(value, dict)}
+    return base | both | plain

@@ -1,0 +1,152 @@
+"""LiveView: what a person sees while a run is going: a live panel on a terminal, plain lines elsewhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from broker.monitor import Snapshot
+from configs.run import RunConfig
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 48
+
+
+class LiveView:
+    """Shows snapshots. Use inside `with view.shown():`."""
+
+    def __init__(self, run: RunConfig, *, console: Console) -> None:
+        self._run = run
+        self._console = console
+        self._live: Live | None = None
+        self._last_wait = ""
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Take the terminal while the block runs."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, refresh_per_second=4, transient=False) as live:
+            self._live = live
+            yield
+        self._live = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw a snapshot, or print a line per new step."""
+        if self._live:
+            self._live.update(self._panel(snapshot))
+            return
+        for row in snapshot.new_rows:
+            self._console.print(line(row, snapshot, max_steps=self._run.learner.max_steps), highlight=False)
+        if not snapshot.rows and snapshot.who_waits() != self._last_wait:
+            self._last_wait = snapshot.who_waits()
+            self._console.print(f"{snapshot.state.phase}: {self._last_wait}", highlight=False)
+
+    def say(self, sentence: str) -> None:
+        """One line above the panel."""
+        self._console.print(sentence, highlight=False)
+
+    # --- the panel -----------------------------------------------------------------------------------------------
+    def _panel(self, snapshot: Snapshot) -> Panel:
+        return Panel(
+            Group(
+                self._progress(snapshot),
+                Text(),
+                _numbers(snapshot),
+                Text(),
+                _lag_line(snapshot.last),
+                _roles(snapshot),
+                Text(f"waits   {snapshot.who_waits()}", style="yellow", overflow="ellipsis", no_wrap=True),
+            ),
+            title=f"slipstream · {self._run.name} · {snapshot.state.phase}",
+            title_align="left",
+        )
+
+    def _progress(self, snapshot: Snapshot) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        total = self._run.learner.max_steps
+        eta = "…" if snapshot.eta_s is None else f"at most {_duration(snapshot.eta_s)} left"
+        grid.add_row(
+            f"step {snapshot.state.step}/{total}",
+            ProgressBar(total=total, completed=snapshot.state.step, width=40),
+            f"version {snapshot.state.version}",
+            eta,
+        )
+        return grid
+
+
+def line(row: dict[str, Any], snapshot: Snapshot, *, max_steps: int) -> str:
+    """One step as one plain line."""
+    return (
+        f"step {row['step']:>4}/{max_steps}  {_duration(row['time_s']):>6}  reward {row['learner/reward_mean']:.3f}  "
+        f"accuracy {_share(snapshot.newest('eval/accuracy_sampled'))} sampled {_share(snapshot.newest('eval/accuracy_greedy'))} greedy  "
+        f"lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f})  "
+        f"tokens/s {row['generators/tokens_per_s']:.0f} generated {row['learner/tokens_per_s']:.0f} learned  "
+        f"wait {row['learner/wait_s']:.2f} s of {row['learner/wait_s'] + row['learner/train_s']:.2f} s"
+    )
+
+
+def sparkline(values: list[float], *, low: float, high: float) -> str:
+    """A row of bars, one per value, newest right."""
+    span = max(high - low, 1e-9)
+    levels = (min(max((value - low) / span, 0.0), 1.0) for value in values[-_SPARK_WIDTH:])
+    return "".join(_BARS[round(level * (len(_BARS) - 1))] for level in levels)
+
+
+def _numbers(snapshot: Snapshot) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    last = snapshot.last
+    rewards = [row["learner/reward_mean"] for row in snapshot.rows]
+    accuracies = [row["eval/accuracy_sampled"] for row in snapshot.rows if "eval/accuracy_sampled" in row]
+    grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
+    both = f"{_share(snapshot.newest('eval/accuracy_sampled'))} sampled, {_share(snapshot.newest('eval/accuracy_greedy'))} greedy"
+    grid.add_row("accuracy", both, sparkline(accuracies, low=0, high=1))
+    speeds = (
+        f"{last.get('generators/tokens_per_s', 0):,.0f} generated, {last.get('learner/tokens_per_s', 0):,.0f} learned"
+    )
+    grid.add_row("tokens/s", speeds, "")
+    counts = snapshot.counts
+    where = f"{counts.leased} leased, {counts.ready} ready, {counts.claimed} claimed, {counts.used} used, {counts.retired} retired"
+    grid.add_row("groups", where, "")
+    return grid
+
+
+def _lag_line(row: dict[str, Any]) -> Text:
+    histogram = {int(lag): count for lag, count in row.get("lag/histogram", {}).items()}
+    total = sum(histogram.values()) or 1
+    shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
+    return Text(
+        f"lag     {shares or '…'}   (tokens of the last step, by versions behind)", overflow="ellipsis", no_wrap=True
+    )
+
+
+def _roles(snapshot: Snapshot) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("role", "state", "version", "tokens/s", "running"):
+        table.add_column(column)
+    for name, gauges in sorted(snapshot.roles.items()):
+        speed = gauges.get("tokens_per_s")
+        table.add_row(
+            name,
+            str(gauges.get("state", "")),
+            str(gauges.get("version", "")),
+            "" if speed is None else f"{speed:,.0f}",
+            str(gauges.get("running", "")),
+        )
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "  …  " if value is None else f"{value:.3f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,77 @@
+"""Monitor: one look at a run, taken from the store alone."""
+
+import time
+from typing import Any
+
+from broker.clock import Clock
+from buffer.store import RunState, Store, StoreCounts
+from buffer.trajectory import Record
+from configs.run import RunConfig
+
+
+class Snapshot(Record):
+    """The run as it is now."""
+
+    state: RunState
+    """Phase, step, version."""
+    counts: StoreCounts
+    """Where the groups are."""
+    roles: dict[str, dict[str, Any]]
+    """Newest gauges by role."""
+    rows: list[dict[str, Any]]
+    """Metrics rows, oldest first."""
+    new_rows: list[dict[str, Any]]
+    """Those that came since the previous snapshot."""
+    eta_s: float | None
+    """Seconds to `max_steps` at the present pace; None before the second step."""
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest row; empty before the first."""
+        return self.rows[-1] if self.rows else {}
+
+    def newest(self, key: str) -> float | None:
+        """The newest value of a metric that not every row has."""
+        return next((row[key] for row in reversed(self.rows) if key in row), None)
+
+    def who_waits(self) -> str:
+        """One sentence: which side waits for the other."""
+        waiting = [
+            f"{name}: {g['reason']}" for name, g in sorted(self.roles.items()) if g.get("reason") and _is_alive(g)
+        ]
+        return "; ".join(waiting) or "nobody"
+
+
+class Monitor:
+    """Takes snapshots; keeps the rows it has read."""
+
+    def __init__(self, store: Store, run: RunConfig, *, clock: Clock = time.monotonic) -> None:
+        self._store = store
+        self._run = run
+        self._clock = clock
+        self._rows: list[dict[str, Any]] = []
+
+    def look(self) -> Snapshot:
+        """Read everything once. Raises StoreUnavailable."""
+        new_rows = self._store.metrics(after=len(self._rows))
+        self._rows.extend(new_rows)
+        return Snapshot(
+            state=self._store.run_state(),
+            counts=self._store.counts(),
+            roles=self._store.roles(),
+            rows=self._rows,
+            new_rows=new_rows,
+            eta_s=self._eta_s(),
+        )
+
+    def _eta_s(self) -> float | None:
+        recent = self._rows[-20:]
+        if len(recent) < 2:
+            return None
+        steps = recent[-1]["step"] - recent[0]["step"]
+        pace = (recent[-1]["time_s"] - recent[0]["time_s"]) / max(1, steps)
+        return pace * (self._run.learner.max_steps - recent[-1]["step"])
+
+
+def _is_alive(gauges: dict[str, Any]) -> bool:
+    return gauges.get("state") != "gone"

@@ -1,0 +1,80 @@
+"""python -m generators [--id NAME] [broker.address=...]: start a generator; the rest of the config comes from the broker."""
+
+import asyncio
+import os
+import socket
+import sys
+
+import msgspec
+import structlog
+
+from broker.errors import BrokerFault
+from broker.joining import Joined, StatusBoard, join
+from broker.logs import configure_logs
+from broker.process import die_with_launcher, on_stop_signal
+from configs.exits import fail_cleanly
+from configs.load import load
+from configs.run import RunConfig
+from generators.engines.vllm_environment import vllm_environment
+from generators.errors import GeneratorFault
+
+_JOIN_TIMEOUT_S = 600.0
+_FLUSH_S = 3.0
+
+log = structlog.get_logger(__name__)
+
+
+@fail_cleanly(BrokerFault, GeneratorFault)
+def main(arguments: list[str]) -> None:
+    """Join, then generate until drained."""
+    peer_id, overrides = _split(arguments)
+    configure_logs(peer_id)
+    die_with_launcher()
+    broker = load(overrides).broker
+    board = StatusBoard()
+    joined = join(
+        "generator",
+        address=broker.address,
+        max_message_bytes=broker.max_message_bytes,
+        peer_id=peer_id,
+        status=board,
+        timeout_s=_JOIN_TIMEOUT_S,
+    )
+    try:
+        asyncio.run(_generate(joined, board))
+    finally:
+        joined.thread.stop(flush_s=_FLUSH_S)
+    log.info("stopped")
+
+
+async def _generate(joined: Joined, board: StatusBoard) -> None:
+    run = msgspec.json.decode(joined.welcome.config_json, type=RunConfig)
+    os.environ.update(vllm_environment(run))
+    # Imported only now: torch and vLLM read the environment that came with the config.
+    from transformers import AutoTokenizer
+
+    from broker.weights.collective import CollectiveReceiver
+    from generators.assembly import assemble
+
+    generator = assemble(
+        run,
+        member=joined.member,
+        link=joined.link,
+        tokenizer=AutoTokenizer.from_pretrained(run.model.path, trust_remote_code=run.model.trust_remote_code),
+        receiver=CollectiveReceiver(device="cpu"),
+    )
+    board.show(generator.status)
+    loop = asyncio.get_running_loop()
+    joined.inbox.forward_to(lambda message: loop.call_soon_threadsafe(generator.receive, message))
+    on_stop_signal(lambda: loop.call_soon_threadsafe(generator.drain, "stop signal"))
+    await generator.run()
+
+
+def _split(arguments: list[str]) -> tuple[str, list[str]]:
+    if arguments[:1] == ["--id"] and len(arguments) > 1:
+        return arguments[1], arguments[2:]
+    return f"generator-{socket.gethostname()}-{os.getpid()}", arguments
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""Evaluator: asks generators to answer held-out prompts, and reads what came of it."""
+
+from buffer.store import EvaluationResult, Store
+from buffer.trajectory import Purpose
+from configs.evaluation import EvaluationConfig
+
+PURPOSES: tuple[Purpose, ...] = ("sampled", "greedy")
+"""Temperature 1 and temperature 0."""
+
+
+class Evaluator:
+    """Opens evaluations in the store. The first `monitor_prompts` rows serve while training, the rows after them
+    before and after it, so that early stopping does not choose what is reported.
+    """
+
+    def __init__(self, store: Store, config: EvaluationConfig) -> None:
+        self._store = store
+        self._config = config
+        self._open: list[str] = []
+
+    def open_monitor(self, *, step: int, version: int) -> None:
+        """Ask for the monitored rows."""
+        name = f"step-{step}"
+        self._ask(name, version=version, rows=range(self._config.monitor_prompts))
+        self._open.append(name)
+
+    def open_final(self, name: str, *, version: int) -> None:
+        """Ask for the rows that are kept for before and after."""
+        first = self._config.monitor_prompts
+        self._ask(name, version=version, rows=range(first, first + self._config.final_prompts))
+
+    def result(self, name: str) -> dict[str, EvaluationResult] | None:
+        """Both results by purpose, or None while answers are missing."""
+        found = {purpose: self._store.evaluation(f"{name}-{purpose}") for purpose in PURPOSES}
+        complete = {purpose: result for purpose, result in found.items() if result and result.is_complete}
+        return complete if len(complete) == len(PURPOSES) else None
+
+    def take_finished(self) -> dict[str, EvaluationResult] | None:
+        """The newest monitored evaluation that has become complete since the last call, else None."""
+        newest = None
+        for name in list(self._open):
+            if result := self.result(name):
+                self._open.remove(name)
+                newest = result
+        return newest
+
+    def _ask(self, name: str, *, version: int, rows: range) -> None:
+        for purpose in PURPOSES:
+            self._store.open_evaluation(f"{name}-{purpose}", purpose=purpose, version=version, rows=list(rows))

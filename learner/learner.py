@@ -1,0 +1,211 @@
+"""Learner: claims groups, steps, publishes, evaluates, checkpoints.
+
+Consumes: ready groups from the store, news of members from the broker.
+Produces: policy versions, checkpoints, metrics, the final model.
+Waits for: a full batch of groups, at most `learner.wait_timeout_s`; members, within the publisher's deadlines.
+Woken by: the store's bell.
+Invariant: a group is committed exactly once per surviving lineage of weights; what a checkpoint does not cover returns.
+"""
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from broker.clock import Clock, Deadline
+from broker.link import PeerStatus
+from buffer.errors import RunConflict
+from buffer.store import Claim, EvaluationResult, Store
+from configs.run import RunConfig
+from learner.claim_keeper import ClaimKeeper
+from learner.evaluator import Evaluator
+from learner.publisher import Published, Publisher
+from learner.record import RunRecord
+from learner.team import Team
+
+_SAY_EVERY_S = 5.0
+_LOOK_EVERY_S = 0.2
+
+log = structlog.get_logger(__name__)
+
+
+class Learner:
+    """Rank 0 of the learner. `run` is the whole life; every part of it is a method that one can see whole."""
+
+    def __init__(
+        self,
+        *,
+        run: RunConfig,
+        store: Store,
+        team: Team,
+        publisher: Publisher,
+        record: RunRecord,
+        wait: Callable[[float], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`wait(timeout_s)` blocks until groups may be ready: the store's bell, or the serial run's pump."""
+        self._run = run
+        self._store = store
+        self._team = team
+        self._publisher = publisher
+        self._record = record
+        self._wait = wait
+        self._clock = clock
+        self._evaluator = Evaluator(store, run.evaluation)
+        self._step = 0
+        self._version = 0
+        self._reason = "starting"
+        self._is_good_enough = False
+
+    def status(self) -> PeerStatus:
+        """What the next Pong says; may be called from any thread."""
+        return PeerStatus("ready", version=self._version, reason=self._reason, gauges=self._record.gauges())
+
+    # --- life ----------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Train from the newest checkpoint (or the beginning) to the end."""
+        self._begin()
+        while self._step < self._run.learner.max_steps and not self._is_good_enough:
+            self._train_one_step()
+        self._finish()
+
+    def _begin(self) -> None:
+        state = self._store.run_state()
+        if state.step > 0 and not self._run.resume:
+            raise RunConflict(
+                f"run {self._run.name!r} must be new, got {state.step} committed steps in its store: "
+                "go on with it with resume=true, or choose another name."
+            )
+        self._step, self._version = self._team.restore() if self._run.resume else (0, 0)
+        returned = self._store.roll_back(to_step=self._step, to_version=self._version)
+        log.info("starting", step=self._step, version=self._version, groups_returned=returned)
+        self._publish()
+        self._store.set_phase("training")
+        if self._step == 0:
+            self._record.note_before(self._evaluate_fully("before"))
+        self._record.start_training(step=self._step)
+
+    def _finish(self) -> None:
+        self._record.end_training(step=self._step)
+        self._store.set_phase("finishing")
+        if self._publisher.staged_version != self._version:
+            self._publish()
+        after = self._evaluate_fully("after")
+        self._checkpoint()
+        self._team.save_model(self._record.folder.final_model)
+        self._record.write_summary(step=self._step, after=after)
+        self._store.set_phase("finished")
+        self._reason = "finished"
+        log.info("finished", step=self._step, version=self._version)
+
+    # --- one step ------------------------------------------------------------------------------------------------
+    def _train_one_step(self) -> None:
+        started_at = self._clock()
+        claim = self._claim(step=self._step + 1)
+        claimed_at = self._clock()
+        with ClaimKeeper(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
+            self._reason = f"training step {claim.step}"
+            payloads = self._store.fetch(claim.group_ids)
+            metrics = self._team.train(step=claim.step, version=self._version, payloads=payloads)
+            self._store.commit(claim)
+        self._step = claim.step
+        trained_at = self._clock()
+        published = self._publish_if_due()
+        self._evaluate_if_due()
+        self._record.add_step(
+            step=self._step,
+            version=self._version,
+            metrics=metrics,
+            published=published,
+            evaluated=self._take_evaluation(),
+            times={
+                "learner/wait_s": claimed_at - started_at,
+                "learner/train_s": trained_at - claimed_at,
+                "learner/publish_s": self._clock() - trained_at,
+            },
+        )
+        if self._step % self._run.learner.checkpoint.every_steps == 0:
+            self._checkpoint()
+
+    def _claim(self, *, step: int) -> Claim:
+        wanted = self._run.learner.groups_per_step
+        deadline = Deadline(
+            self._run.learner.wait_timeout_s, what=f"the {wanted} groups of step {step}", clock=self._clock
+        )
+        say_at = self._clock() + _SAY_EVERY_S
+        while True:
+            claim = self._store.claim(
+                step=step,
+                num_groups=wanted,
+                sampler=self._run.buffer.sampler,
+                lease_s=self._run.buffer.claim_lease_s,
+            )
+            if claim:
+                return claim
+            self._reason = f"waiting for the {wanted} groups of step {step}"
+            self._synchronize_if_due()
+            self._wait(_LOOK_EVERY_S)
+            if self._clock() >= say_at:
+                say_at = self._clock() + _SAY_EVERY_S
+                log.info("waiting", for_=f"the groups of step {step}", missing=self._who_is_missing())
+            if deadline.is_over:
+                deadline.check(missing=self._who_is_missing())
+
+    def _who_is_missing(self) -> str:
+        counts = self._store.counts()
+        found = f"{counts.ready} of {self._run.learner.groups_per_step} groups are ready, {counts.leased} leased"
+        if self._publisher.num_alive == 0:
+            return f"{found}; no generator is alive (start one with `python -m generators`)"
+        holding, alive = self._publisher.num_holding, self._publisher.num_alive
+        return f"{found}; {alive} generators alive, {holding} of them hold version {self._version}"
+
+    # --- weights -------------------------------------------------------------------------------------------------
+    def _publish_if_due(self) -> Published | None:
+        if self._step % self._run.weights.publish_every_steps:
+            return None
+        self._version += 1
+        return self._publish()
+
+    def _publish(self) -> Published:
+        self._reason = f"publishing version {self._version}"
+        self._publisher.stage(version=self._version, weights=self._team.weights(), canary=self._team.canary())
+        self._store.announce_version(self._version)
+        published = self._publisher.synchronize()
+        self._store.commit_version(self._version)
+        return published
+
+    def _synchronize_if_due(self) -> None:
+        """Bring the current version to generators that joined, or failed, since it was published."""
+        if self._publisher.is_due:
+            published = self._publisher.synchronize()
+            log.info("synchronized", version=published.version, generators=published.num_members)
+
+    # --- evaluation and checkpoints ------------------------------------------------------------------------------
+    def _evaluate_if_due(self) -> None:
+        every = self._run.evaluation.every_steps
+        if every and self._step % every == 0:
+            self._evaluator.open_monitor(step=self._step, version=self._version)
+
+    def _take_evaluation(self) -> dict[str, EvaluationResult] | None:
+        evaluated = self._evaluator.take_finished()
+        stop = self._run.learner.stop
+        if evaluated and stop:
+            sampled, greedy = evaluated["sampled"].accuracy, evaluated["greedy"].accuracy
+            self._is_good_enough = sampled >= stop.accuracy_sampled and greedy >= stop.accuracy_greedy
+        return evaluated
+
+    def _evaluate_fully(self, name: str) -> dict[str, EvaluationResult]:
+        self._evaluator.open_final(name, version=self._version)
+        self._reason = f"waiting for the evaluation {name!r} training"
+        deadline = Deadline(self._run.evaluation.timeout_s, what=f"the evaluation {name!r} training", clock=self._clock)
+        while (result := self._evaluator.result(name)) is None:
+            self._synchronize_if_due()
+            self._publisher.read_news(timeout_s=0.05)
+            if deadline.is_over:
+                deadline.check(missing=self._who_is_missing())
+        return result
+
+    def _checkpoint(self) -> None:
+        self._reason = f"saving the checkpoint of step {self._step}"
+        self._team.save_checkpoint(step=self._step, version=self._version)
+        self._store.retire(up_to_step=self._step)

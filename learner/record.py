@@ -1,0 +1,138 @@
+"""RunRecord: the numbers of a run, a row a step, and the summary at its end."""
+
+import time
+from typing import Any
+
+import structlog
+
+from broker.clock import Clock
+from broker.metrics import Rate
+from broker.run_folder import RunFolder
+from buffer.store import EvaluationResult, Store
+from configs.run import RunConfig
+from learner.publisher import Published
+
+Row = dict[str, Any]
+"""One step: flat, keys `role/thing/stat`."""
+
+log = structlog.get_logger(__name__)
+
+
+class RunRecord:
+    """Writes `metrics.jsonl`, the store's metrics and `summary.json`."""
+
+    def __init__(self, run: RunConfig, *, folder: RunFolder, store: Store, clock: Clock = time.monotonic) -> None:
+        self.folder = folder
+        """Where the files go."""
+        self._run = run
+        self._store = store
+        self._clock = clock
+        self._tokens = Rate(window_s=10.0, clock=clock)
+        self._generated_before = 0.0
+        self._started_at = clock()
+        self._ended_at = clock()
+        self._first_step = 0
+        self._before: dict[str, EvaluationResult] = {}
+        self._seconds_to_090: float | None = None
+        self._lag_sum = 0.0
+        self._lag_max = 0
+        self._probe_diff_max = 0.0
+
+    def gauges(self) -> Row:
+        """What the learner's Pong carries."""
+        return {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
+
+    def note_before(self, evaluated: dict[str, EvaluationResult]) -> None:
+        """The evaluation before training."""
+        self._before = evaluated
+        log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
+
+    def start_training(self, *, step: int) -> None:
+        """The clock of the run starts."""
+        self._first_step = step
+        self._started_at = self._clock()
+        self._generated_before = self._generated()
+
+    def end_training(self, *, step: int) -> None:
+        """The clock of the run stops."""
+        self._ended_at = self._clock()
+
+    def add_step(
+        self,
+        *,
+        step: int,
+        version: int,
+        metrics: Row,
+        published: Published | None,
+        evaluated: dict[str, EvaluationResult] | None,
+        times: dict[str, float],
+    ) -> None:
+        """One row, to the file and to the store."""
+        self._tokens.add(metrics["learner/tokens"])
+        self._lag_sum += metrics["lag/mean"]
+        self._lag_max = max(self._lag_max, int(metrics["lag/max"]))
+        row = {
+            "step": step,
+            "version": version,
+            "time_s": round(self._clock() - self._started_at, 3),
+            **metrics,
+            **times,
+        }
+        row["learner/tokens_per_s"] = self._tokens.per_s
+        row["generators/tokens_per_s"] = self._generators_sum("tokens_per_s")
+        row |= self._publish_row(published) | self._evaluation_row(evaluated, time_s=row["time_s"])
+        self.folder.append_metrics(row)
+        self._store.append_metrics(row)
+        log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
+
+    def write_summary(self, *, step: int, after: dict[str, EvaluationResult]) -> None:
+        """What came of the run; the keys are documented in docs/metrics.md."""
+        seconds = max(1e-9, self._ended_at - self._started_at)
+        steps = max(1, step - self._first_step)
+        self.folder.write_summary(
+            {
+                "accuracy_sampled": after["sampled"].accuracy,
+                "accuracy_greedy": after["greedy"].accuracy,
+                "accuracy_before": self._before["sampled"].accuracy if self._before else None,
+                "accuracy_before_greedy": self._before["greedy"].accuracy if self._before else None,
+                "seconds_to_0.9": self._seconds_to_090,
+                "train_seconds": round(seconds, 3),
+                "steps": step,
+                "generated_tokens_per_s": (self._generated() - self._generated_before) / seconds,
+                "learner_tokens_per_s": self._tokens.total / seconds,
+                "lag_mean": self._lag_sum / steps,
+                "lag_max": self._lag_max,
+                "logprob_diff_max": self._probe_diff_max,
+                "seed": self._run.seed,
+                "mode": self._run.mode,
+            }
+        )
+
+    def _publish_row(self, published: Published | None) -> Row:
+        if published is None:
+            return {}
+        self._probe_diff_max = max(self._probe_diff_max, published.probe_diff_max)
+        return {
+            "weights/sync_s": published.seconds,
+            "weights/members": published.num_members,
+            "weights/pause_s": published.pause_s,
+            "weights/probe_diff_mean": published.probe_diff_mean,
+            "weights/probe_diff_max": published.probe_diff_max,
+        }
+
+    def _evaluation_row(self, evaluated: dict[str, EvaluationResult] | None, *, time_s: float) -> Row:
+        if evaluated is None:
+            return {}
+        sampled = evaluated["sampled"]
+        if sampled.accuracy >= 0.9 and self._seconds_to_090 is None:
+            self._seconds_to_090 = time_s
+        return {f"eval/accuracy_{purpose}": result.accuracy for purpose, result in evaluated.items()} | {
+            "eval/version": sampled.version
+        }
+
+    def _generated(self) -> float:
+        return self._generators_sum("tokens")
+
+    def _generators_sum(self, gauge: str) -> float:
+        roles = self._store.roles().values()
+        return sum(float(r.get(gauge, 0)) for r in roles if r.get("role") == "generator" and r.get("state") != "gone")

@@ -1,0 +1,198 @@
+"""Slipstream: start, watch and stop the roles of one run.
+
+python run_async.py                                  the default experiment, on this machine
+python run_async.py experiment=gsm8k_1gpu            another preset
+python run_async.py learner.max_steps=50 name=short  any setting, as Hydra overrides
+python run_async.py mode=serial ...                  all roles in one process, deterministic
+python run_async.py --cfg job ...                    show the resolved configuration and stop
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from broker.errors import BrokerFault
+from broker.live_view import LiveView
+from broker.monitor import Monitor
+from broker.process import LAUNCHER_VARIABLE, RoleDied, RoleProcess
+from broker.run_folder import RunFolder
+from buffer.embedded_redis import EmbeddedRedis
+from buffer.errors import BufferFault, StoreUnavailable
+from buffer.open_store import open_store
+from buffer.redis_store import RedisStore
+from configs.buffer import EmbeddedRedisConfig, RedisConfig
+from configs.exits import fail_cleanly
+from configs.load import load, to_yaml
+from configs.run import RunConfig
+from scripts.plot_run import plot_run
+from scripts.prepare import prepare
+from scripts.serial import run_serial
+
+_LOOK_EVERY_S = 0.25
+_STORE_TIMEOUT_S = 30.0
+_STOP_TIMEOUT_S = 6.0
+
+console = Console()
+
+
+@fail_cleanly(BrokerFault, BufferFault, RoleDied)
+def main(arguments: list[str]) -> None:
+    """Do what the command line says."""
+    if arguments[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return
+    if arguments[:1] == ["--cfg"]:
+        print(to_yaml(load(arguments[2:])))
+        return
+    run = load(arguments)
+    folder = RunFolder(run)
+    folder.claim()
+    prepare(run)
+    if run.mode == "serial":
+        run_serial(run, folder)
+    else:
+        Launcher(run, folder, overrides=arguments).launch()
+    report(run, folder)
+
+
+class Launcher:
+    """Runs the roles as processes of this machine.
+
+    Invariant: when `launch` returns or raises, none of the processes it started is left.
+    """
+
+    def __init__(self, run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
+        self._run = run
+        self._folder = folder
+        self._view = LiveView(run, console=console)
+        self._roles = [
+            RoleProcess("broker", ["broker", *overrides], logs=folder.logs, may_restart=True),
+            RoleProcess("learner", ["learner", *overrides], logs=folder.logs, may_restart=False),
+            *(self._generator(number) for number in range(run.generators.count)),
+        ]
+
+    def _generator(self, number: int) -> RoleProcess:
+        name = f"generator-{number}"
+        arguments = ["generators", "--id", name, f"broker.address={self._run.broker.address}"]
+        return RoleProcess(name, arguments, logs=self._folder.logs, may_restart=True)
+
+    def launch(self) -> None:
+        """Start everything, watch until the learner has finished, stop everything."""
+        signal.signal(signal.SIGTERM, _interrupt)
+        os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+        with self._store() as store, self._processes(), self._view.shown():
+            self._watch(Monitor(store, self._run))
+
+    @contextmanager
+    def _store(self) -> Iterator[RedisStore]:
+        config = self._run.buffer.store
+        server = None
+        if isinstance(config, EmbeddedRedisConfig):
+            server = EmbeddedRedis(
+                self._folder.store, durability=config.durability, max_memory_mib=config.max_memory_mib
+            )
+            server.start()
+        try:
+            assert server or isinstance(config, RedisConfig)
+            url = server.url if server else config.url  # type: ignore[union-attr]
+            store = open_store(url, self._run.name, timeout_s=_STORE_TIMEOUT_S)
+            try:
+                yield store
+            finally:
+                store.close()
+        finally:
+            if server:
+                server.stop()
+
+    @contextmanager
+    def _processes(self) -> Iterator[None]:
+        """The broker goes last: the others say goodbye to it."""
+        try:
+            for role in self._roles:
+                role.start()
+            yield
+        finally:
+            ends_at = time.monotonic() + _STOP_TIMEOUT_S
+            for role in reversed(self._roles[1:]):
+                role.terminate()
+            for role in reversed(self._roles):
+                role.terminate()
+                role.stop(ends_at=ends_at)
+
+    def _watch(self, monitor: Monitor) -> None:
+        learner = self._roles[1]
+        while not learner.has_finished:
+            try:
+                self._view.show(monitor.look())
+            except BufferFault as fault:
+                if isinstance(fault, StoreUnavailable):
+                    raise
+            for role in self._roles:
+                for sentence in role.attend():
+                    self._view.say(sentence)
+            time.sleep(_LOOK_EVERY_S)
+        self._view.show(monitor.look())
+
+
+def report(run: RunConfig, folder: RunFolder) -> None:
+    """The verdict, the plot, and what to try next."""
+    summary = json.loads(folder.summary.read_text())
+    curve = plot_run(folder.path)
+    table = Table(title=f"{run.name}: {verdict(run, summary)}", title_justify="left", show_header=False, box=None)
+    for label, key in _REPORTED.items():
+        value = summary[key]
+        table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    console.print(table)
+    console.print(
+        f"curve        {curve}\nfinal model  {folder.final_model}\nall figures  {folder.summary}\n", highlight=False
+    )
+    console.print("Next:", *(f"  {command}" for command in _next_commands(run)), sep="\n", highlight=False)
+
+
+_REPORTED = {
+    "accuracy before, sampled": "accuracy_before",
+    "accuracy after, sampled": "accuracy_sampled",
+    "accuracy after, greedy": "accuracy_greedy",
+    "seconds to 0.9": "seconds_to_0.9",
+    "seconds of training": "train_seconds",
+    "steps": "steps",
+    "tokens/s generated": "generated_tokens_per_s",
+    "tokens/s learned": "learner_tokens_per_s",
+    "lag mean": "lag_mean",
+    "lag max": "lag_max",
+    "largest log-prob difference": "logprob_diff_max",
+}
+
+
+def verdict(run: RunConfig, summary: dict[str, float]) -> str:
+    """Whether the goal was reached; without a goal, how far it went."""
+    sampled, greedy = summary["accuracy_sampled"], summary["accuracy_greedy"]
+    goal_sampled, goal_greedy = run.evaluation.goal_sampled, run.evaluation.goal_greedy
+    reached = sampled >= (goal_sampled or 0) and greedy >= (goal_greedy or 0)
+    word = "done" if goal_sampled is None and goal_greedy is None else "learned" if reached else "NOT learned"
+    return f"{word}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
+
+
+def _next_commands(run: RunConfig) -> list[str]:
+    python = Path(sys.executable).name
+    return [
+        f"{python} run_async.py name={run.name}-sync buffer.staleness.max_lag=0   # the synchronous oracle",
+        f"{python} run_async.py name={run.name}-two generators.count=2           # two generators",
+        f"{python} scripts/print_config.py --arithmetic experiment=gsm8k_1gpu    # what a GPU run would be",
+    ]
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
