@@ -31,8 +31,10 @@ def _decode_hook(kind: type, value: Any) -> Any:
     name, shape, data = value
     if name not in _DTYPES or not isinstance(shape, list) or not isinstance(data, bytes):
         raise ValueError(f"an array must be [dtype, shape, bytes] with a dtype of {sorted(_DTYPES)}, got {name!r}")
-    if not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise ValueError(f"an array's shape must be non-negative integers, got {shape!r}")
+    if not all(isinstance(n, int) and 0 <= n < 2**31 for n in shape):
+        raise ValueError(f"an array's shape must be non-negative 32-bit integers, got {shape!r}")
+    if name == "bool" and data.translate(None, b"\x00\x01"):
+        raise ValueError("the bytes of a bool array must be 0 or 1")
     return np.frombuffer(data, dtype=_DTYPES[name]).reshape(shape)
 
 
@@ -73,7 +75,7 @@ def pack(trajectory: Trajectory, *, lease_id: str, purpose: Purpose, group_size:
 def _describe(
     trajectory: Trajectory, payload: bytes, *, lease_id: str, purpose: Purpose, group_size: int
 ) -> TrajectoryHeader:
-    versions = [span.version for span in trajectory.version_spans] or [0]
+    versions = _versions_used(trajectory) or [0]
     return TrajectoryHeader(
         id=trajectory.id,
         group_id=trajectory.group_id,
@@ -92,6 +94,14 @@ def _describe(
         payload_bytes=len(payload),
         checksum=checksum(payload),
     )
+
+
+def _versions_used(trajectory: Trajectory) -> list[int]:
+    """Versions of the spans in which the model wrote a token. Relies on no shape: nobody has checked them yet."""
+    starts = [span.first_token for span in trajectory.version_spans]
+    bounds = zip(starts, [*starts[1:], None], strict=False)
+    has_tokens = [trajectory.model_mask[start:end].any() for start, end in bounds]
+    return [span.version for span, used in zip(trajectory.version_spans, has_tokens, strict=True) if used]
 
 
 def unpack(payload: bytes) -> Trajectory:

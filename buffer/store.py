@@ -43,7 +43,7 @@ class Insertion(Record):
 
     All but `refused` are acknowledged to the sender."""
     reason: str = ""
-    """Why it was refused: `content_conflict`, `unknown_group`, `future_version`, `store_full`."""
+    """Why it was refused: `content_conflict`, `unknown_group`, `group_size`, `future_version`, `store_full`."""
     group_is_ready: bool = False
     """Whether this one completed its group."""
 
@@ -65,7 +65,7 @@ class Claim(Record):
 class StoreCounts(Record):
     """Where everything is, now. Groups unless said otherwise.
 
-    Invariant: accepted == open_members + group_size * (ready + claimed + used + retired) + quarantined members.
+    Invariant: accepted == open_members + group_size * (ready + claimed + used + retired) + quarantined_members.
     """
 
     admitted: int
@@ -93,7 +93,11 @@ class StoreCounts(Record):
     superseded: int
     """Trajectories whose place was taken."""
     refused: dict[str, int]
-    """Trajectories not stored, by reason."""
+    """Trajectories not stored, by reason; those refused with `store_full` come again and are not counted."""
+    open_members: int = 0
+    """Trajectories in open groups."""
+    quarantined_members: int = 0
+    """Trajectories in quarantined groups."""
 
 
 class RunState(Record):
@@ -193,12 +197,18 @@ class Store(Protocol):
         """
         ...
 
-    def renew_leases(self, *, owner: str, lease_s: float) -> int:
-        """Push the deadline of every lease of `owner`; returns how many it has."""
+    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str] | None = None) -> int:
+        """Push the deadline of every lease of `owner`, or of those in `lease_ids` alone; returns how many.
+
+        Naming what the owner still works on lets a lease whose answer got lost on the way lapse by itself.
+        """
         ...
 
     def return_leases(self, *, lease_ids: list[str], reason: str) -> int:
-        """Put prompts back, to be leased again with attempt + 1; members already stored stay. Unknown ids are skipped."""
+        """Put prompts back, to be leased again with attempt + 1; members already stored stay. Returns how many.
+
+        Ids of leases that are over are skipped.
+        """
         ...
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
@@ -206,7 +216,10 @@ class Store(Protocol):
         ...
 
     def reap(self) -> list[str]:
-        """Return lapsed leases and lapsed claims; quarantine what was tried too often. One line per event, for the log."""
+        """Return lapsed leases and lapsed claims; quarantine what was tried too often.
+
+        One line per event, for the log.
+        """
         ...
 
     # --- trajectories --------------------------------------------------------------------------------------------
@@ -223,7 +236,10 @@ class Store(Protocol):
 
     # --- batches -------------------------------------------------------------------------------------------------
     def claim(self, *, step: int, num_groups: int, sampler: FifoConfig | UniformConfig, lease_s: float) -> Claim | None:
-        """Take exactly `num_groups` ready groups for `step`, or None when there are fewer."""
+        """Take exactly `num_groups` ready groups for `step`, or None when there are fewer.
+
+        A step has one claim: an earlier one is taken back first, so that asking again after a lost answer is safe.
+        """
         ...
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
@@ -231,7 +247,7 @@ class Store(Protocol):
         ...
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
-        """Encoded trajectories of each group, by index."""
+        """Encoded trajectories of each group, by index. Raises StaleFence for a group that has none (any more)."""
         ...
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
@@ -239,7 +255,10 @@ class Store(Protocol):
         ...
 
     def commit(self, claim: Claim) -> None:
-        """The step used these groups: they are `used`, and RunState.step is claim.step. Raises StaleFence."""
+        """The step used these groups: they are `used`, and RunState.step is claim.step. Raises StaleFence.
+
+        Committing the same claim again changes nothing.
+        """
         ...
 
     def retire(self, *, up_to_step: int) -> int:

@@ -1,0 +1,206 @@
+"""EmbeddedRedis: a Redis server of the run's own, on a unix socket, its data in the run folder."""
+
+import fcntl
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+import psutil
+import redis
+
+from buffer.errors import StoreUnavailable
+from buffer.open_store import await_answer, connect
+from buffer.redis_binary import find_redis_binary
+from buffer.socket_path import socket_path
+
+Durability = Literal["fast", "standard", "strict"]
+
+_APPEND_ONLY: dict[Durability, dict[str, str]] = {
+    "fast": {"appendonly": "no", "appendfsync": "no"},
+    "standard": {"appendonly": "yes", "appendfsync": "everysec"},
+    "strict": {"appendonly": "yes", "appendfsync": "always"},
+}
+_TICK_S = 0.02
+"""Between two looks whether a starting server answers or has died."""
+_LOG_LINES = 5
+"""Of a dead server's log, in the error."""
+_LAST_WAIT_S = 5.0
+"""For a killed server to be gone."""
+
+
+class EmbeddedRedis:
+    """Starts, adopts and stops one server; the server outlives this process unless stopped.
+
+    Durability: `fast` keeps nothing over a restart of the server. `standard` survives the death of the server process,
+    but for answers it gave in the milliseconds of an fsync, once a second; up to two seconds when the machine dies.
+    `strict` loses nothing it has answered.
+
+    Example: server = EmbeddedRedis(run_folder / "store"); server.start(); open_store(server.url, run_id, timeout_s=5)
+    """
+
+    def __init__(self, directory: Path, *, durability: Durability = "standard", max_memory_mib: int = 1024) -> None:
+        """`directory` is made when missing; it holds the data, the log, the pid file and (if short) the socket."""
+        self._directory = directory.resolve()
+        self._socket = socket_path(self._directory)
+        self._settings = _APPEND_ONLY[durability] | {
+            "maxmemory": str(max_memory_mib * 2**20),
+            "maxmemory-policy": "noeviction",
+        }
+        self._process: psutil.Process | None = None
+
+    @property
+    def url(self) -> str:
+        """For `open_store`."""
+        return f"unix://{quote(str(self._socket))}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server started or adopted; None before."""
+        return self._process.pid if self._process else None
+
+    @property
+    def log_path(self) -> Path:
+        """What the server says."""
+        return self._directory / "redis.log"
+
+    def start(self, *, timeout_s: float = 30.0) -> None:
+        """Start a server, or adopt the one that answers on this directory's socket; block until it answers.
+
+        Raises StoreUnavailable, with the end of the server's log, when none does within `timeout_s`.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + timeout_s
+        # Two processes may start the same run's store at once: the second waits here and then adopts.
+        with self._locked(deadline):
+            if not self._adopt(deadline):
+                self._launch(deadline)
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """Let the server write what it has and exit; kill it after `timeout_s`. Nothing if none was started or adopted.
+
+        Closes the store for everybody who uses it.
+        """
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        self._ask_to_shut_down()
+        try:
+            process.wait(timeout=timeout_s)
+        except psutil.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=timeout_s)
+
+    def _adopt(self, deadline: float) -> bool:
+        client = connect(self.url)
+        try:
+            if not _is_listening(client):
+                return False
+            await_answer(client, timeout_s=deadline - time.monotonic())
+            # The server may have been started with other settings; this run's hold from now on.
+            for name, value in self._settings.items():
+                client.config_set(name, value)
+            self._process = psutil.Process(client.info("server")["process_id"])
+        finally:
+            client.close()
+        return True
+
+    def _launch(self, deadline: float) -> None:
+        (self._directory / "redis.socket-path").write_text(f"{self._socket}\n")
+        with self.log_path.open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal must reach the roles first and the store last.
+            self._process = psutil.Popen(
+                self._command_line(),
+                cwd=self._directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._await_start(self._process, deadline)
+        except StoreUnavailable:
+            self._process.kill()
+            self._process.wait(timeout=_LAST_WAIT_S)
+            self._process = None
+            raise
+
+    def _await_start(self, process: psutil.Process, deadline: float) -> None:
+        client = connect(self.url)
+        try:
+            while not _is_listening(client):
+                if _has_exited(process, within_s=_TICK_S):
+                    raise StoreUnavailable(f"the embedded store died at its start; {self._end_of_log()}")
+                if time.monotonic() > deadline:
+                    raise StoreUnavailable(f"the embedded store did not listen in time; {self._end_of_log()}")
+            await_answer(client, timeout_s=deadline - time.monotonic())
+        finally:
+            client.close()
+
+    def _ask_to_shut_down(self) -> None:
+        client = connect(self.url)
+        try:
+            client.shutdown()
+        except redis.RedisError:
+            # It has died already, or does not answer: waiting (and then killing) settles both.
+            return
+        finally:
+            client.close()
+
+    def _command_line(self) -> list[str]:
+        settings = self._settings | {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self._directory),
+            "pidfile": str(self._directory / "redis.pid"),
+            "save": "",
+            "daemonize": "no",
+        }
+        pairs = [(f"--{name}", value) for name, value in settings.items()]
+        return [str(find_redis_binary()), *(word for pair in pairs for word in pair)]
+
+    def _end_of_log(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        return f"the end of {self.log_path}: " + " | ".join(lines)
+
+    @contextmanager
+    def _locked(self, deadline: float) -> Iterator[None]:
+        with (self._directory / "redis.lock").open("w") as lock:
+            while not _try_lock(lock.fileno()):
+                if time.monotonic() > deadline:
+                    raise StoreUnavailable(
+                        f"another process has been starting the store in {self._directory} too long."
+                    )
+                time.sleep(_TICK_S)
+            yield
+
+
+def _is_listening(client: redis.Redis) -> bool:
+    """Whether a server is there, be it still loading."""
+    try:
+        client.ping()
+    except redis.BusyLoadingError:
+        return True
+    except redis.ConnectionError:
+        return False
+    return True
+
+
+def _has_exited(process: psutil.Process, *, within_s: float) -> bool:
+    try:
+        process.wait(timeout=within_s)
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

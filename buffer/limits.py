@@ -1,0 +1,8 @@
+"""How much the store keeps of what is only for people to look at."""
+
+METRICS_KEPT = 1000
+"""Newest rows of metrics."""
+FRAMES_KEPT = 256
+"""Newest refused frames."""
+FRAME_BYTES_KEPT = 4096
+"""First bytes of each refused frame."""

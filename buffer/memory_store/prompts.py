@@ -1,0 +1,136 @@
+"""MemoryStore, prompts: leases out, renewed, returned, lapsed."""
+
+from buffer.claims import lapsed_claim_line
+from buffer.leases import is_evaluation, lapsed_lease_line, make_lease
+from buffer.memory_store.state import Group, MemoryState
+from buffer.store import Lease
+
+
+class MemoryPrompts(MemoryState):
+    """Operations on prompt leases."""
+
+    def lease(
+        self, *, owner: str, max_groups: int, group_size: int, lease_s: float, admission_limit: int
+    ) -> list[Lease]:
+        """See `Store.lease`."""
+        with self._changed:
+            group_ids = self._take_pending_rows(max_groups)
+            if self._opened().phase in ("starting", "training"):
+                group_ids += self._take_returned(max_groups - len(group_ids))
+                group_ids += self._admit(max_groups - len(group_ids), group_size=group_size, limit=admission_limit)
+            deadline = self._deadline(lease_s)
+            return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
+
+    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str] | None = None) -> int:
+        """See `Store.renew_leases`."""
+        with self._changed:
+            self._opened()
+            groups = self._leased_to(owner)
+            if lease_ids is not None:
+                named = map(self._leased_group, dict.fromkeys(lease_ids))
+                groups = [group for group in named if group in groups]
+            for group_id in groups:
+                self._leases_holding(group_id)[group_id] = self._deadline(lease_s)
+            return len(groups)
+
+    def return_leases(self, *, lease_ids: list[str], reason: str) -> int:
+        """See `Store.return_leases`."""
+        with self._changed:
+            self._opened()
+            # Each is looked up when its turn comes: an id named twice is returned once.
+            return sum(self._return_lease(lease_id, reason) for lease_id in lease_ids)
+
+    def return_leases_of(self, *, owner: str, reason: str) -> int:
+        """See `Store.return_leases_of`."""
+        with self._changed:
+            self._opened()
+            return len([self._give_back(group_id, reason) for group_id in self._leased_to(owner)])
+
+    def reap(self) -> list[str]:
+        """See `Store.reap`."""
+        with self._changed:
+            self._opened()
+            lapsed = [*_lapsed(self._leases, now=self._now()), *_lapsed(self._evaluation_leases, now=self._now())]
+            return [self._give_back(group_id, "lapsed") for group_id in lapsed] + self._reap_claims()
+
+    def _take_pending_rows(self, room: int) -> list[str]:
+        if self._opened().phase in ("finished", "failed"):
+            return []
+        return [self._evaluation_pending.pop(sequence) for sequence in sorted(self._evaluation_pending)[:room]]
+
+    def _take_returned(self, room: int) -> list[str]:
+        ordinals = sorted(self._returned)[:room]
+        self._returned.difference_update(ordinals)
+        return [str(ordinal) for ordinal in ordinals]
+
+    def _admit(self, room: int, *, group_size: int, limit: int) -> list[str]:
+        run = self._opened()
+        num_new = max(0, min(room, limit - run.admitted))
+        group_ids = [str(run.next_ordinal + place) for place in range(num_new)]
+        run.next_ordinal += num_new
+        run.admitted += num_new
+        self._groups |= {group_id: Group(group_id, "train", group_size) for group_id in group_ids}
+        return group_ids
+
+    def _hand_out(self, group_id: str, *, owner: str, deadline: int) -> Lease:
+        run, group = self._opened(), self._groups[group_id]
+        group.owner = owner
+        self._leases_holding(group_id)[group_id] = deadline
+        return make_lease(
+            group_id,
+            attempt=group.attempt,
+            purpose=group.purpose,
+            indices=[index for index in range(group.size) if index not in group.members],
+            num_rows=run.num_rows,
+            seed=run.seed,
+        )
+
+    def _leases_holding(self, group_id: str) -> dict[str, int]:
+        return self._evaluation_leases if is_evaluation(group_id) else self._leases
+
+    def _leased_to(self, owner: str) -> list[str]:
+        leased = [*self._leases, *self._evaluation_leases]
+        return [group_id for group_id in leased if self._groups[group_id].owner == owner]
+
+    def _leased_group(self, lease_id: str) -> str | None:
+        group_id, _, attempt = lease_id.rpartition("-")
+        is_current = group_id in self._leases_holding(group_id) and str(self._groups[group_id].attempt) == attempt
+        return group_id if is_current else None
+
+    def _return_lease(self, lease_id: str, reason: str) -> bool:
+        group_id = self._leased_group(lease_id)
+        if group_id is not None:
+            self._give_back(group_id, reason)
+        return group_id is not None
+
+    def _give_back(self, group_id: str, reason: str) -> str:
+        group = self._groups[group_id]
+        del self._leases_holding(group_id)[group_id]
+        group.attempt += 1
+        is_quarantined = not is_evaluation(group_id) and group.attempt >= self._max_attempts
+        if is_quarantined:
+            self._quarantine_group(group_id, f"lease_attempts: {reason}")
+        elif is_evaluation(group_id):
+            self._evaluation_pending[group.sequence] = group_id
+        else:
+            self._returned.add(int(group_id))
+        return lapsed_lease_line(group_id, attempt=group.attempt - 1, owner=group.owner, is_quarantined=is_quarantined)
+
+    def _reap_claims(self) -> list[str]:
+        deadlines = {str(step): claim.deadline for step, claim in self._claims.items()}
+        return [self._reap_claim(int(step)) for step in _lapsed(deadlines, now=self._now())]
+
+    def _reap_claim(self, step: int) -> str:
+        group_ids = self._claims.pop(step).group_ids
+        for group_id in group_ids:
+            self._groups[group_id].claim_attempts += 1
+        tired = [group_id for group_id in group_ids if self._groups[group_id].claim_attempts >= self._max_attempts]
+        for group_id in tired:
+            self._quarantine_group(group_id, "claim_attempts")
+        num_ready = self._make_ready([group_id for group_id in group_ids if group_id not in tired])
+        return lapsed_claim_line(step, num_ready=num_ready, quarantined=tired)
+
+
+def _lapsed(deadlines: dict[str, int], *, now: int) -> list[str]:
+    """Earliest deadline first; equal ones by name, as Redis orders them."""
+    return sorted((name for name, deadline in deadlines.items() if deadline <= now), key=lambda n: (deadlines[n], n))

@@ -1,0 +1,108 @@
+"""MemoryStore, trajectories: what arrives, and what is kept of what is refused."""
+
+from buffer.leases import evaluation_group_id
+from buffer.limits import FRAME_BYTES_KEPT
+from buffer.memory_store.state import Group, Member, MemoryState, OpenEvaluation
+from buffer.store import Insertion
+from buffer.trajectory import TrajectoryHeader
+
+
+class MemoryTrajectories(MemoryState):
+    """Operations on arriving trajectories."""
+
+    def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
+        """See `Store.insert`."""
+        with self._changed:
+            self._opened()
+            return [self._insert_one(header, payload) for header, payload in trajectories]
+
+    def quarantine(self, reason: str, frame: bytes) -> None:
+        """See `Store.quarantine`."""
+        with self._changed:
+            self._opened()
+            self._frames.appendleft((reason, bytes(frame[:FRAME_BYTES_KEPT])))
+            self._refused[reason] += 1
+
+    def quarantined_frames(self) -> list[tuple[str, bytes]]:
+        """Reason and first bytes of the newest refused frames, newest first."""
+        with self._changed:
+            return list(self._frames)
+
+    def _insert_one(self, header: TrajectoryHeader, payload: bytes) -> Insertion:
+        if header.purpose != "train":
+            return self._count_answer(header)
+        insertion = self._judge(header)
+        if insertion.outcome == "refused":
+            self._refused[insertion.reason] += 1
+        elif insertion.outcome != "inserted":
+            self._counters[insertion.outcome] += 1
+        else:
+            return self._store(header, payload)
+        return insertion
+
+    def _judge(self, header: TrajectoryHeader) -> Insertion:
+        group = self._groups.get(header.group_id)
+        sums = {member.id: member.checksum for member in group.members.values()} if group else {}
+        if header.id in sums:
+            is_same = sums[header.id] == header.checksum
+            return Insertion(outcome="duplicate") if is_same else _refusal("content_conflict")
+        if group is None or group.purpose != "train":
+            is_done = header.group_id.isdecimal() and int(header.group_id) in self._done
+            return Insertion(outcome="superseded") if is_done else _refusal("unknown_group")
+        if header.index in group.members or group.id in self._quarantined:
+            return Insertion(outcome="superseded")
+        if header.group_size != group.size or header.index >= group.size:
+            return _refusal("group_size")
+        if header.newest_version > self._opened().announced_version:
+            return _refusal("future_version")
+        return Insertion(outcome="inserted")
+
+    def _store(self, header: TrajectoryHeader, payload: bytes) -> Insertion:
+        group = self._groups[header.group_id]
+        group.members[header.index] = Member(header.id, header.checksum, payload)
+        self._counters["accepted"] += 1
+        is_complete = len(group.members) == group.size
+        if is_complete:
+            self._complete(group)
+        return Insertion(outcome="inserted", group_is_ready=is_complete)
+
+    def _complete(self, group: Group) -> None:
+        self._leases.pop(group.id, None)
+        self._returned.discard(int(group.id))
+        run = self._opened()
+        run.ready_sequence += 1
+        group.sequence = run.ready_sequence
+        self._make_ready([group.id])
+
+    def _count_answer(self, header: TrajectoryHeader) -> Insertion:
+        evaluation_id, _, row = header.group_id.rpartition(":")
+        evaluation = self._evaluations.get(evaluation_id)
+        if evaluation is None or evaluation.purpose != header.purpose:
+            return self._refuse("unknown_group")
+        if len(evaluation.answered) == evaluation.num_prompts or (row.isdecimal() and int(row) in evaluation.answered):
+            return Insertion(outcome="duplicate")
+        if header.group_id not in self._groups:
+            return self._refuse("unknown_group")
+        if header.newest_version > self._opened().announced_version:
+            return self._refuse("future_version")
+        self._answer(evaluation, header, evaluation_id=evaluation_id, row=int(row))
+        is_complete = len(evaluation.answered) == evaluation.num_prompts
+        return Insertion(outcome="inserted", group_is_ready=is_complete)
+
+    def _answer(self, evaluation: OpenEvaluation, header: TrajectoryHeader, *, evaluation_id: str, row: int) -> None:
+        is_failed = header.reward_status != "ok"
+        evaluation.answered.add(row)
+        evaluation.num_failed += is_failed
+        evaluation.num_correct += header.is_correct and not is_failed
+        evaluation.reward_sum += header.reward
+        group = self._groups.pop(evaluation_group_id(evaluation_id, row))
+        self._evaluation_leases.pop(group.id, None)
+        self._evaluation_pending.pop(group.sequence, None)
+
+    def _refuse(self, reason: str) -> Insertion:
+        self._refused[reason] += 1
+        return _refusal(reason)
+
+
+def _refusal(reason: str) -> Insertion:
+    return Insertion(outcome="refused", reason=reason)

@@ -1,0 +1,72 @@
+"""MemoryStore, what people watch: counts, gauges, metrics."""
+
+from typing import Any
+
+import msgspec
+
+from buffer.codec import encode
+from buffer.leases import is_evaluation
+from buffer.memory_store.state import MemoryState
+from buffer.store import StoreCounts
+
+
+class MemoryWatching(MemoryState):
+    """Operations that only look, and the gauges looked at."""
+
+    def counts(self) -> StoreCounts:
+        """See `Store.counts`."""
+        with self._changed:
+            open_sizes = self._open_sizes()
+            return StoreCounts(
+                admitted=self._opened().admitted,
+                leased=len(self._leases),
+                returned=len(self._returned),
+                open=len(open_sizes),
+                ready=len(self._ready),
+                claimed=sum(len(claim.group_ids) for claim in self._claims.values()),
+                used=sum(len(used.group_ids) for used in self._used.values()),
+                retired=len(self._done),
+                quarantined=len(self._quarantined),
+                accepted=self._counters["accepted"],
+                duplicates=self._counters["duplicate"],
+                superseded=self._counters["superseded"],
+                refused=dict(self._refused),
+                open_members=sum(open_sizes),
+                quarantined_members=sum(len(self._groups[group_id].members) for group_id in self._quarantined),
+            )
+
+    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
+        """See `Store.report_role`."""
+        with self._changed:
+            self._opened()
+            self._roles[role_id] = (encode(gauges), self._now())
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        """See `Store.roles`."""
+        with self._changed:
+            return {
+                role_id: msgspec.msgpack.decode(packed) | {"reported_at": reported_at / 1000}
+                for role_id, (packed, reported_at) in self._roles.items()
+            }
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """See `Store.append_metrics`."""
+        with self._changed:
+            self._opened()
+            self._metrics.append(encode(row))
+            self._counters["metrics"] += 1
+
+    def metrics(self, *, after: int = 0) -> list[dict[str, Any]]:
+        """See `Store.metrics`."""
+        with self._changed:
+            self._opened()
+            first = self._counters["metrics"] - len(self._metrics)
+            return [msgspec.msgpack.decode(row) for row in list(self._metrics)[max(0, after - first) :]]
+
+    def _open_sizes(self) -> list[int]:
+        groups = (group for group in self._groups.values() if not is_evaluation(group.id))
+        return [
+            len(group.members)
+            for group in groups
+            if group.id not in self._quarantined and 0 < len(group.members) < group.size
+        ]

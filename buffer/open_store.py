@@ -1,0 +1,87 @@
+"""Connects to a Redis or Valkey server and refuses one that could lose trajectories."""
+
+import os
+import time
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from buffer.errors import StoreUnavailable
+from buffer.redis_store import RedisStore
+from buffer.redis_store.door import address_of
+
+PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"  # noqa: S105
+"""Environment variable, because a password in the config would end up in logs and run folders."""
+OLDEST_REDIS = (6, 2)
+"""The first one with every command the scripts use."""
+
+_ANSWER_TIMEOUT_S = 30.0
+"""Longest wait for one answer; above the longest blocking call of RedisStore."""
+_TICK_S = 0.1
+"""Between two tries to connect."""
+
+
+def open_store(url: str, run_id: str, *, timeout_s: float, max_attempts: int = 5) -> RedisStore:
+    """The store of run `run_id` at `url`, waiting at most `timeout_s` for the server to answer.
+
+    `max_attempts`: leases or claims of one group before it is put into quarantine. Raises StoreUnavailable when nobody
+    answers, the password is wrong, the server is too old, or it may evict keys.
+    """
+    client = connect(url)
+    try:
+        await_answer(client, timeout_s=timeout_s)
+        _check_server(client)
+    except redis.RedisError as error:
+        raise StoreUnavailable(f"the store at {address_of(client)} refused the connection: {error}.") from error
+    return RedisStore(client, run_id, max_attempts=max_attempts)
+
+
+def connect(url: str) -> redis.Redis:
+    """A client that answers in bytes; it connects with the first command.
+
+    It never repeats a command by itself: whether one whose answer got lost may be repeated, only its caller knows.
+    """
+    options: dict[str, Any] = {"protocol": 2, "retry": Retry(NoBackoff(), 0), "socket_timeout": _ANSWER_TIMEOUT_S}
+    if password := os.environ.get(PASSWORD_VARIABLE):
+        options["password"] = password
+    try:
+        return redis.Redis.from_url(url, **options)
+    except ValueError as error:
+        raise StoreUnavailable(
+            f"buffer.store.url must be a redis://, rediss:// or unix:// address, got {url!r}: {error}."
+        ) from None
+
+
+def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
+    """Block until the server answers, also while it still loads its data. Raises StoreUnavailable after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            client.ping()
+            return
+        except redis.AuthenticationError:
+            raise
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            if time.monotonic() >= deadline:
+                raise StoreUnavailable(
+                    f"no store answered at {address_of(client)} within {timeout_s:g} s ({error}): start the run's "
+                    "broker (an embedded store starts with it), or correct buffer.store.url."
+                ) from error
+        time.sleep(_TICK_S)
+
+
+def _check_server(client: redis.Redis) -> None:
+    facts = client.info("server") | client.info("memory")
+    version = tuple(int(part) for part in str(facts["redis_version"]).split(".")[:2])
+    if version < OLDEST_REDIS:
+        raise StoreUnavailable(
+            f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey), got {facts['redis_version']}."
+        )
+    policy = facts.get("maxmemory_policy", "noeviction")
+    if int(facts.get("maxmemory", 0)) > 0 and policy != "noeviction":
+        raise StoreUnavailable(
+            f"maxmemory-policy of the store at {address_of(client)} must be noeviction, got {policy}: Redis would "
+            "drop trajectories silently; run `CONFIG SET maxmemory-policy noeviction` or use another server."
+        )

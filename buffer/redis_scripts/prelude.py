@@ -1,0 +1,54 @@
+"""What every script begins with.
+
+Arguments of every script: KEYS[1] is the run's key prefix, from which a script builds the keys it needs (one hash tag,
+so one slot also on a cluster); ARGV[1] is the time in milliseconds in tests and empty otherwise.
+"""
+
+_COMMON = """
+local prefix = KEYS[1]
+local function key(name) return prefix .. name end
+local function now()
+  if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+"""
+
+_NEEDS_RUN = """
+if redis.call('EXISTS', key('run')) == 0 then return redis.error_reply('NORUN') end
+"""
+
+# Redis refuses the first write of a script when memory is full, unless that write can only free memory; later writes
+# pass. Whatever empties the store, or is small and bounded, must go on when it is full, so it begins with such a write.
+_RUNS_WHEN_FULL = """
+redis.call('DEL', prefix)
+"""
+
+QUARANTINE_GROUP = """
+local function quarantine_group(group, reason)
+  local members = redis.call('HGET', key('group:' .. group), 'members')
+  redis.call('HSET', key('quarantined_groups'), group, reason)
+  redis.call('HINCRBY', key('counters'), 'quarantined_members', members)
+  if redis.call('SREM', key('open'), group) == 1 then
+    redis.call('HINCRBY', key('counters'), 'open_members', -members)
+  end
+  redis.call('HINCRBY', key('run'), 'admitted', -1)
+end
+"""
+
+RING_BELL = """
+local function ring_bell()
+  redis.call('LPUSH', key('bell'), 1)
+  redis.call('LTRIM', key('bell'), 0, 0)
+end
+"""
+
+
+def script(*parts: str, needs_run: bool = True, runs_when_full: bool = True) -> str:
+    """A whole script out of the common beginning, the shared functions it uses, and its body."""
+    beginning = [_COMMON]
+    if needs_run:
+        beginning.append(_NEEDS_RUN)
+    if runs_when_full:
+        beginning.append(_RUNS_WHEN_FULL)
+    return "".join([*beginning, *parts])

@@ -1,0 +1,67 @@
+"""Scripts on evaluations and on what people watch."""
+
+from buffer.redis_scripts.prelude import script
+
+# Atomic because an evaluation must be opened once, with all of its rows.
+# evaluation id, purpose, version, rows...
+OPEN_EVALUATION = script(
+    """
+local id = ARGV[2]
+local evaluation = key('evaluation:' .. id)
+if redis.call('EXISTS', evaluation) == 1 then return end
+redis.call('HSET', evaluation, 'purpose', ARGV[3], 'version', ARGV[4], 'num_prompts', #ARGV - 4,
+  'num_answered', 0, 'num_correct', 0, 'reward_sum', 0, 'num_failed', 0)
+for i = 5, #ARGV do
+  local group = id .. ':' .. ARGV[i]
+  local sequence = redis.call('HINCRBY', key('run'), 'evaluation_sequence', 1)
+  redis.call('HSET', key('group:' .. group), 'attempt', 0, 'purpose', ARGV[3], 'size', 1, 'sequence', sequence)
+  redis.call('ZADD', key('evaluation_pending'), sequence, group)
+end
+"""
+)
+
+# Atomic because the counts must reconcile with each other. -> numbers in the order of `redis_store.watching`.
+COUNTS = script(
+    """
+local function total(steps, list)
+  local groups = 0
+  for _, step in ipairs(redis.call('ZRANGE', key(steps), 0, -1)) do
+    groups = groups + redis.call('LLEN', key(list .. step))
+  end
+  return groups
+end
+local function field(hash, name) return tonumber(redis.call('HGET', key(hash), name) or 0) end
+return {field('run', 'admitted'), redis.call('ZCARD', key('leases')), redis.call('ZCARD', key('returned')),
+  redis.call('SCARD', key('open')), redis.call('ZCARD', key('ready')), total('claims', 'claimed:'),
+  total('used_steps', 'used:'), field('counters', 'retired'), redis.call('HLEN', key('quarantined_groups')),
+  field('counters', 'accepted'), field('counters', 'duplicates'), field('counters', 'superseded'),
+  field('counters', 'open_members'), field('counters', 'quarantined_members'),
+  redis.call('HGETALL', key('refused'))}
+"""
+)
+
+# Atomic because gauges and their time are read together. role id, gauges.
+REPORT_ROLE = script(
+    """
+redis.call('HSET', key('roles'), ARGV[2], ARGV[3])
+redis.call('HSET', key('role_times'), ARGV[2], now())
+"""
+)
+
+# Atomic because a row's number is its place in the list. row, cap.
+APPEND_METRICS = script(
+    """
+redis.call('RPUSH', key('metrics'), ARGV[2])
+redis.call('LTRIM', key('metrics'), -ARGV[3], -1)
+redis.call('HINCRBY', key('counters'), 'metrics', 1)
+"""
+)
+
+# Atomic because rows may be appended (and dropped) between reading the number and the rows. after -> rows.
+METRICS_AFTER = script(
+    """
+local appended = tonumber(redis.call('HGET', key('counters'), 'metrics') or 0)
+local first = appended - redis.call('LLEN', key('metrics'))
+return redis.call('LRANGE', key('metrics'), math.max(0, ARGV[2] - first), -1)
+"""
+)

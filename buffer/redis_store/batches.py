@@ -1,0 +1,90 @@
+"""RedisStore, batches: claim, fetch, commit, retire, roll back."""
+
+import time
+
+from buffer.claims import no_members, stale
+from buffer.errors import StaleFence
+from buffer.redis_scripts.batches import CLAIM, COMMIT, RELEASE_CLAIM, RENEW_CLAIM, RETIRE_STEP, ROLL_BACK
+from buffer.redis_store.door import text
+from buffer.redis_store.run import RedisRun
+from buffer.samplers import draw_ranks
+from buffer.store import Claim
+from configs.buffer import FifoConfig, UniformConfig
+
+_FETCHED_AT_ONCE = 16
+"""Groups whose payloads wait in the connection's buffers together."""
+_LONGEST_BLOCK_S = 1.0
+"""One blocking call; a second waiter may have taken the ring meant for this one, so look again after it."""
+_CLAIM_TRIES = 8
+"""Draws before another claimer of the same groups is reported."""
+
+
+class RedisBatches(RedisRun):
+    """Operations on the learner's batches."""
+
+    def claim(self, *, step: int, num_groups: int, sampler: FifoConfig | UniformConfig, lease_s: float) -> Claim | None:
+        """See `Store.claim`."""
+        _, seed = self._rows_and_seed()
+        for _ in range(_CLAIM_TRIES):
+            num_ready = self._run(RELEASE_CLAIM, step)
+            if num_ready < num_groups:
+                return None
+            ranks = draw_ranks(sampler, num_ready=num_ready, num_groups=num_groups, seed=seed, step=step)
+            claimed = self._run(CLAIM, step, int(lease_s * 1000), num_ready, *ranks)
+            if claimed:
+                return Claim(step=step, fence=claimed[0], group_ids=[text(group) for group in claimed[1:]])
+        raise StaleFence(f"step {step} must have one claimer, but its groups were taken {_CLAIM_TRIES} times in a row.")
+
+    def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
+        """See `Store.wait_ready`. Woken by the bell that a completed (or given back) group rings."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._reaching():
+                if self._client.zcard(self._key("ready")) >= num_groups:
+                    return True
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    return False
+                # Redis counts in milliseconds and takes 0 for "forever".
+                self._client.blpop([self._key("bell")], timeout=max(0.001, min(remaining_s, _LONGEST_BLOCK_S)))
+
+    def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
+        """See `Store.fetch`."""
+        groups: list[list[bytes]] = []
+        for start in range(0, len(group_ids), _FETCHED_AT_ONCE):
+            groups += self._fetch_chunk(group_ids[start : start + _FETCHED_AT_ONCE])
+        return groups
+
+    def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
+        """See `Store.renew_claim`."""
+        if not self._run(RENEW_CLAIM, claim.step, claim.fence, int(lease_s * 1000)):
+            raise stale(claim)
+
+    def commit(self, claim: Claim) -> None:
+        """See `Store.commit`."""
+        if not self._run(COMMIT, claim.step, claim.fence):
+            raise stale(claim)
+
+    def retire(self, *, up_to_step: int) -> int:
+        """See `Store.retire`. One script per step, so that a long checkpoint interval does not keep the server busy."""
+        with self._reaching():
+            steps = self._client.zrangebyscore(self._key("used_steps"), "-inf", up_to_step)
+        return sum(self._run(RETIRE_STEP, step) for step in steps)
+
+    def roll_back(self, *, to_step: int, to_version: int) -> int:
+        """See `Store.roll_back`."""
+        return self._run(ROLL_BACK, to_step, to_version)
+
+    def _fetch_chunk(self, group_ids: list[str]) -> list[list[bytes]]:
+        pipeline = self._client.pipeline(transaction=False)
+        for group_id in group_ids:
+            pipeline.hgetall(self._key(f"payloads:{group_id}"))
+        with self._reaching():
+            stored = pipeline.execute()
+        return [_in_order(group_id, members) for group_id, members in zip(group_ids, stored, strict=True)]
+
+
+def _in_order(group_id: str, members: dict[bytes, bytes]) -> list[bytes]:
+    if not members:
+        raise no_members(group_id)
+    return [members[index] for index in sorted(members, key=int)]

@@ -1,0 +1,75 @@
+"""RedisStore, prompts: leases out, renewed, returned, lapsed."""
+
+from buffer.claims import lapsed_claim_line
+from buffer.leases import lapsed_lease_line, make_lease
+from buffer.redis_scripts.batches import REAP_CLAIMS
+from buffer.redis_scripts.prompts import (
+    LEASE,
+    REAP_LEASES,
+    RENEW_ALL_LEASES,
+    RENEW_LEASES,
+    RETURN_LEASES,
+    RETURN_LEASES_OF,
+)
+from buffer.redis_store.door import text
+from buffer.redis_store.run import RedisRun
+from buffer.store import Lease
+
+_REAPED_AT_ONCE = 500
+"""Bounds how long one script keeps the server busy."""
+
+
+class RedisPrompts(RedisRun):
+    """Operations on prompt leases."""
+
+    def lease(
+        self, *, owner: str, max_groups: int, group_size: int, lease_s: float, admission_limit: int
+    ) -> list[Lease]:
+        """See `Store.lease`."""
+        num_rows, seed = self._rows_and_seed()
+        leased = self._run(LEASE, owner, max_groups, group_size, int(lease_s * 1000), admission_limit)
+        return [
+            make_lease(
+                text(group),
+                attempt=int(attempt),
+                purpose=text(purpose),  # type: ignore[arg-type]
+                indices=missing,
+                num_rows=num_rows,
+                seed=seed,
+            )
+            for group, attempt, purpose, missing in leased
+        ]
+
+    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str] | None = None) -> int:
+        """See `Store.renew_leases`."""
+        lease_ms = int(lease_s * 1000)
+        if lease_ids is None:
+            return self._run(RENEW_ALL_LEASES, owner, lease_ms)
+        return self._run(RENEW_LEASES, owner, lease_ms, *dict.fromkeys(lease_ids))
+
+    def return_leases(self, *, lease_ids: list[str], reason: str) -> int:
+        """See `Store.return_leases`."""
+        return self._run(RETURN_LEASES, self._max_attempts, reason, *lease_ids)
+
+    def return_leases_of(self, *, owner: str, reason: str) -> int:
+        """See `Store.return_leases_of`."""
+        return self._run(RETURN_LEASES_OF, self._max_attempts, reason, owner)
+
+    def reap(self) -> list[str]:
+        """See `Store.reap`."""
+        return [*self._reap_leases("leases"), *self._reap_leases("evaluation_leases"), *self._reap_claims()]
+
+    def _reap_leases(self, kind: str) -> list[str]:
+        events = self._run(REAP_LEASES, self._max_attempts, kind, _REAPED_AT_ONCE)
+        return [
+            lapsed_lease_line(
+                text(group), attempt=int(attempt), owner=text(owner), is_quarantined=fate == b"quarantined"
+            )
+            for group, attempt, owner, fate in events
+        ]
+
+    def _reap_claims(self) -> list[str]:
+        return [
+            lapsed_claim_line(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
+            for step, num_ready, quarantined in self._run(REAP_CLAIMS, self._max_attempts)
+        ]

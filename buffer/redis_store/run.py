@@ -1,0 +1,81 @@
+"""RedisStore, the run itself: its config, phase, step and versions."""
+
+from buffer.errors import RunConflict
+from buffer.redis_scripts.run import OPEN_RUN, RAISE_VERSION, REPLACE_CONFIG, SET_PHASE
+from buffer.redis_store.door import RedisDoor, text
+from buffer.run_identity import PHASES, check_same_run, no_run
+from buffer.store import RunState
+
+LAYOUT = 1
+"""Raised when the meaning of a key changes; a run stored under another layout is refused."""
+
+
+class RedisRun(RedisDoor):
+    """Operations on the run."""
+
+    _facts: tuple[int, int] | None = None
+
+    def open_run(self, run_id: str, *, config_json: str, num_rows: int, seed: int) -> RunState:
+        """See `Store.open_run`."""
+        if run_id != self._run_id:
+            raise RunConflict(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
+        stored_config, *numbers = self._run(OPEN_RUN, config_json, num_rows, seed, LAYOUT)
+        stored_rows, stored_seed, layout = map(int, numbers)
+        if layout != LAYOUT:
+            raise RunConflict(
+                f"run {run_id!r} is stored with key layout {layout}, this version of Slipstream reads {LAYOUT}: "
+                "go on with the version that began it or choose another name."
+            )
+        stored = (text(stored_config), stored_rows, stored_seed)
+        check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
+        if stored[0] != config_json:
+            self._run(REPLACE_CONFIG, stored[0], config_json)
+        return self.run_state()
+
+    def run_state(self) -> RunState:
+        """See `Store.run_state`."""
+        names = ["phase", "step", "version", "announced_version", "detail"]
+        with self._reaching():
+            phase, step, version, announced, detail = self._client.hmget(self._key("run"), names)
+        if phase is None:
+            raise no_run(self._run_id)
+        return RunState(
+            run_id=self._run_id,
+            phase=text(phase),  # type: ignore[arg-type]
+            step=int(step),
+            version=int(version),
+            announced_version=int(announced),
+            detail=text(detail),
+        )
+
+    def run_config_json(self) -> str:
+        """See `Store.run_config_json`."""
+        with self._reaching():
+            config = self._client.hget(self._key("run"), "config_json")
+        if config is None:
+            raise no_run(self._run_id)
+        return text(config)
+
+    def set_phase(self, phase: str, *, detail: str = "") -> None:
+        """See `Store.set_phase`."""
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {PHASES}, got {phase!r}.")
+        self._run(SET_PHASE, phase, detail)
+
+    def announce_version(self, version: int) -> None:
+        """See `Store.announce_version`."""
+        self._run(RAISE_VERSION, version, 0)
+
+    def commit_version(self, version: int) -> None:
+        """See `Store.commit_version`."""
+        self._run(RAISE_VERSION, version, 1)
+
+    def _rows_and_seed(self) -> tuple[int, int]:
+        """Cached, because `open_run` refuses to change them."""
+        if self._facts is None:
+            with self._reaching():
+                num_rows, seed = self._client.hmget(self._key("run"), ["num_rows", "seed"])
+            if num_rows is None:
+                raise no_run(self._run_id)
+            self._facts = int(num_rows), int(seed)
+        return self._facts

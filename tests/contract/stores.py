@@ -1,0 +1,99 @@
+"""Both twins of the store, on a clock the test moves, and the checks that hold for any store at any moment."""
+
+import atexit
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from buffer.embedded_redis import EmbeddedRedis
+from buffer.memory_store import MemoryStore
+from buffer.open_store import connect
+from buffer.redis_store import RedisStore
+from buffer.store import Claim, Lease, StoreCounts
+from configs.buffer import FifoConfig
+from tests.builders import make_packed
+
+GROUP_SIZE = 2
+NUM_ROWS = 7
+SEED = 3
+MAX_ATTEMPTS = 3
+AnyStore = MemoryStore | RedisStore
+
+_run_numbers = itertools.count()
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_memory_store(clock: Callable[[], float]) -> MemoryStore:
+    return MemoryStore(clock=clock, max_attempts=MAX_ATTEMPTS)
+
+
+def make_redis_store(clock: Callable[[], float]) -> RedisStore:
+    """A store of a new run on the one server of this test session."""
+    return RedisStore(connect(shared_server().url), f"run-{next(_run_numbers)}", max_attempts=MAX_ATTEMPTS, clock=clock)
+
+
+@cache
+def shared_server() -> EmbeddedRedis:
+    folder = Path(tempfile.mkdtemp(prefix="slip-"))
+    server = EmbeddedRedis(folder, durability="fast", max_memory_mib=256)
+    server.start(timeout_s=20)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.stop)
+    return server
+
+
+def open_run(store: AnyStore, **overrides: object) -> AnyStore:
+    """Open the run the tests work on; returns the store."""
+    run_id = store._run_id if isinstance(store, RedisStore) else "run"
+    settings = {"config_json": "{}", "num_rows": NUM_ROWS, "seed": SEED} | overrides
+    store.open_run(run_id, **settings)  # type: ignore[arg-type]
+    return store
+
+
+def lease(store: AnyStore, count: int = 1, *, owner: str = "generator-0", lease_s: float = 60.0) -> list[Lease]:
+    return store.lease(owner=owner, max_groups=count, group_size=GROUP_SIZE, lease_s=lease_s, admission_limit=10**6)
+
+
+def fill(store: AnyStore, lease: Lease) -> None:
+    """Insert every member the lease asks for."""
+    store.insert([answer(lease, index) for index in lease.indices])
+
+
+def answer(lease: Lease, index: int = 0, **overrides: object) -> tuple:
+    """The packed trajectory a generator would send for a member of the lease."""
+    group_size = GROUP_SIZE if lease.purpose == "train" else 1
+    fields = {"attempt": lease.attempt, "purpose": lease.purpose, "group_size": group_size} | overrides
+    return make_packed(lease.group_id, index, **fields)  # type: ignore[arg-type]
+
+
+def make_ready(store: AnyStore, count: int) -> list[str]:
+    """Lease and fill `count` groups; their ids in order of readiness."""
+    leases = lease(store, count)
+    for each in leases:
+        fill(store, each)
+    return [each.group_id for each in leases]
+
+
+def claim(store: AnyStore, step: int, count: int, *, lease_s: float = 60.0) -> Claim:
+    claimed = store.claim(step=step, num_groups=count, sampler=FifoConfig(), lease_s=lease_s)
+    assert claimed is not None, store.counts()
+    return claimed
+
+
+def audit(counts: StoreCounts) -> None:
+    """Every accepted trajectory is in exactly one place."""
+    complete = counts.ready + counts.claimed + counts.used + counts.retired
+    assert counts.accepted == counts.open_members + GROUP_SIZE * complete + counts.quarantined_members, counts
+    assert all(getattr(counts, name) >= 0 for name in counts.__struct_fields__ if name != "refused"), counts

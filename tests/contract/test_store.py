@@ -1,0 +1,567 @@
+"""What every store does: one list of tests for the in-memory twin and for Redis."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from buffer.codec import unpack
+from buffer.errors import RunConflict, StaleFence
+from buffer.permutation import row_of
+from buffer.store import Insertion, Lease
+from buffer.trajectory import Reward, VersionSpan
+from configs.buffer import FifoConfig, UniformConfig
+from tests.builders import make_packed
+from tests.contract.stores import (
+    GROUP_SIZE,
+    MAX_ATTEMPTS,
+    NUM_ROWS,
+    SEED,
+    AnyStore,
+    Clock,
+    answer,
+    audit,
+    claim,
+    fill,
+    lease,
+    make_memory_store,
+    make_ready,
+    make_redis_store,
+    open_run,
+)
+
+INSERTED = Insertion(outcome="inserted")
+READY = Insertion(outcome="inserted", group_is_ready=True)
+DUPLICATE = Insertion(outcome="duplicate")
+SUPERSEDED = Insertion(outcome="superseded")
+
+
+def refused(reason: str) -> Insertion:
+    return Insertion(outcome="refused", reason=reason)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=["memory", "redis"])
+def fresh_store(request: pytest.FixtureRequest, clock: Clock) -> Iterator[AnyStore]:
+    store = make_memory_store(clock) if request.param == "memory" else make_redis_store(clock)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def store(fresh_store: AnyStore) -> Iterator[AnyStore]:
+    yield open_run(fresh_store)
+    audit(fresh_store.counts())
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+def test_a_store_without_a_run_says_so(fresh_store):
+    for use in (fresh_store.run_state, fresh_store.run_config_json, fresh_store.counts, fresh_store.reap):
+        with pytest.raises(RunConflict, match="must be opened"):
+            use()
+    with pytest.raises(RunConflict, match="must be opened"):
+        lease(fresh_store)
+    with pytest.raises(RunConflict, match="must be opened"):
+        fresh_store.insert([make_packed("0", 0)])
+
+
+def test_a_new_run_starts_at_step_and_version_zero(fresh_store):
+    state = open_run(fresh_store).run_state()
+    assert (state.phase, state.step, state.version, state.announced_version) == ("starting", 0, 0, 0)
+
+
+def test_opening_the_same_run_again_finds_it_where_it_stands(store):
+    store.set_phase("training", detail="first batch")
+    store.commit_version(4)
+    open_run(store)
+    state = store.run_state()
+    assert (state.phase, state.detail, state.version) == ("training", "first batch", 4)
+
+
+def test_a_changed_config_is_refused_by_the_name_of_its_first_key(fresh_store):
+    open_run(fresh_store, config_json='{"learner": {"groups_per_step": 8}, "seed": 1}')
+    with pytest.raises(RunConflict, match=r"learner\.groups_per_step must stay 8 .* got 16"):
+        open_run(fresh_store, config_json='{"learner": {"groups_per_step": 16}, "seed": 1}')
+    with pytest.raises(RunConflict, match="num_rows must stay 7"):
+        open_run(fresh_store, config_json='{"learner": {"groups_per_step": 8}, "seed": 1}', num_rows=8)
+
+
+def test_how_a_run_ends_may_change_when_it_is_resumed(fresh_store):
+    open_run(fresh_store, config_json='{"learner": {"max_steps": 10, "stop": null}, "resume": false}')
+    longer = '{"learner": {"max_steps": 20, "stop": {"accuracy_greedy": 0.9}}, "resume": true}'
+    open_run(fresh_store, config_json=longer)
+    assert fresh_store.run_config_json() == longer
+
+
+def test_another_runs_name_is_refused(store):
+    with pytest.raises(RunConflict, match="was opened for run"):
+        store.open_run("somebody-else", config_json="{}", num_rows=NUM_ROWS, seed=SEED)
+
+
+def test_an_unknown_phase_is_refused(store):
+    with pytest.raises(ValueError, match="phase must be one of"):
+        store.set_phase("resting")
+
+
+def test_versions_only_grow_and_a_committed_one_is_announced(store):
+    store.announce_version(3)
+    store.announce_version(2)
+    assert store.run_state().announced_version == 3
+    store.commit_version(2)
+    assert store.run_state().version == 2
+    store.commit_version(5)
+    store.commit_version(1)
+    assert (store.run_state().version, store.run_state().announced_version) == (5, 5)
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+def test_leases_follow_the_seeded_permutation_of_rows(store):
+    leases = lease(store, 2 * NUM_ROWS)
+    assert [each.ordinal for each in leases] == list(range(2 * NUM_ROWS))
+    assert [each.row for each in leases] == [row_of(n, num_rows=NUM_ROWS, seed=SEED) for n in range(2 * NUM_ROWS)]
+    assert sorted(each.row for each in leases[:NUM_ROWS]) == list(range(NUM_ROWS))
+    assert leases[3] == Lease(
+        id="3-0", group_id="3", purpose="train", row=leases[3].row, ordinal=3, attempt=0, indices=[0, 1]
+    )
+
+
+def test_admission_stops_at_the_limit(store):
+    asked = {"owner": "g", "max_groups": 10, "group_size": GROUP_SIZE, "lease_s": 60.0}
+    assert len(store.lease(admission_limit=3, **asked)) == 3
+    assert store.lease(admission_limit=3, **asked) == []
+    assert [each.ordinal for each in store.lease(admission_limit=4, **asked)] == [3]
+    assert store.counts().admitted == 4
+
+
+@pytest.mark.parametrize("room", [0, -1])
+def test_no_room_gets_no_prompts(store, room):
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
+    assert lease(store, room) == []
+
+
+def test_a_returned_prompt_is_leased_again_before_new_ones(store):
+    first, second = lease(store, 2)
+    assert store.return_leases(lease_ids=[second.id, first.id, "99-0", "nonsense", second.id], reason="drain") == 2
+    again = lease(store, 3, owner="generator-1")
+    assert [(each.id, each.ordinal, each.attempt) for each in again] == [("0-1", 0, 1), ("1-1", 1, 1), ("2-0", 2, 0)]
+    assert store.counts().admitted == 3
+
+
+def test_returning_an_old_lease_does_not_touch_the_new_one(store):
+    (old,) = lease(store)
+    store.return_leases(lease_ids=[old.id], reason="drain")
+    lease(store)
+    assert store.return_leases(lease_ids=[old.id], reason="drain") == 0
+    assert store.counts().leased == 1
+
+
+def test_everything_an_owner_holds_comes_back(store):
+    lease(store, 3, owner="a")
+    lease(store, 2, owner="b")
+    assert store.return_leases_of(owner="a", reason="gone") == 3
+    assert store.return_leases_of(owner="a", reason="gone") == 0
+    assert (store.counts().leased, store.counts().returned) == (2, 3)
+
+
+def test_a_returned_prompt_keeps_the_members_it_has(store):
+    (first,) = lease(store)
+    assert store.insert([answer(first, 0)]) == [INSERTED]
+    store.return_leases(lease_ids=[first.id], reason="drain")
+    (second,) = lease(store)
+    assert (second.id, second.indices) == ("0-1", [1])
+    assert store.insert([answer(second, 1)]) == [READY]
+
+
+def test_a_lapsed_lease_is_reaped_and_a_renewed_one_is_not(store, clock):
+    lease(store, 1, owner="dead", lease_s=10)
+    lease(store, 1, owner="alive", lease_s=10)
+    clock.now += 9
+    assert store.renew_leases(owner="alive", lease_s=10) == 1
+    assert store.reap() == []
+    clock.now += 1
+    assert store.reap() == ["lease 0-0 of dead lapsed: its prompt will be leased again"]
+    assert store.counts().leased == 1
+    assert store.renew_leases(owner="dead", lease_s=10) == 0
+
+
+def test_only_the_leases_named_are_renewed(store, clock):
+    kept, lost = lease(store, 2, lease_s=10)
+    (foreign,) = lease(store, 1, owner="other", lease_s=10)
+    clock.now += 5
+    named = [kept.id, kept.id, foreign.id, "77-0"]
+    assert store.renew_leases(owner="generator-0", lease_s=10, lease_ids=named) == 1
+    clock.now += 5
+    assert [line.split()[1] for line in store.reap()] == [lost.id, foreign.id]
+
+
+def test_a_prompt_that_lapses_too_often_goes_to_quarantine_with_its_members(store, clock):
+    for attempt in range(MAX_ATTEMPTS):
+        (each,) = lease(store, lease_s=1)
+        assert each.id == f"0-{attempt}"
+        store.insert([answer(each, 0)])
+        clock.now += 2
+        events = store.reap()
+    assert events == [f"lease 0-{MAX_ATTEMPTS - 1} of generator-0 lapsed: group put into quarantine (lease_attempts)"]
+    counts = store.counts()
+    assert (counts.quarantined, counts.quarantined_members, counts.open, counts.returned) == (1, 1, 0, 0)
+    assert counts.admitted == 0, "its budget is given back"
+    assert store.insert([answer(each, 1)]) == [SUPERSEDED]
+    assert lease(store)[0].ordinal == 1
+
+
+def test_training_prompts_are_leased_only_before_the_finish(store):
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[0, 1, 2])
+    store.set_phase("finishing")
+    assert [each.group_id for each in lease(store, 2)] == ["e:0", "e:1"]
+    store.set_phase("failed")
+    assert lease(store, 2) == []
+    store.set_phase("finished")
+    assert lease(store, 2) == []
+    store.set_phase("training")
+    assert [each.group_id for each in lease(store, 2)] == ["e:2", "0"]
+
+
+# --- trajectories ----------------------------------------------------------------------------------------------------
+def test_a_group_is_ready_when_its_last_member_arrives(store):
+    (each,) = lease(store)
+    assert store.insert([answer(each, 1), answer(each, 0)]) == [INSERTED, READY]
+    counts = store.counts()
+    assert (counts.ready, counts.open, counts.leased, counts.accepted) == (1, 0, 0, 2)
+
+
+def test_a_repeat_is_acknowledged_once_and_counted(store):
+    (each,) = lease(store)
+    assert store.insert([answer(each, 0)]) == [INSERTED]
+    assert store.insert([answer(each, 0), answer(each, 0)]) == [DUPLICATE, DUPLICATE]
+    assert (store.counts().duplicates, store.counts().accepted) == (2, 1)
+
+
+def test_the_same_id_with_other_content_is_a_conflict(store):
+    (each,) = lease(store)
+    store.insert([answer(each, 0)])
+    assert store.insert([answer(each, 0, reward=Reward(total=0.75))]) == [refused("content_conflict")]
+    assert store.counts().refused == {"content_conflict": 1}
+
+
+def test_a_place_taken_by_another_attempt_supersedes(store, clock):
+    (first,) = lease(store, lease_s=1)
+    clock.now += 2
+    store.reap()
+    (second,) = lease(store)
+    assert store.insert([answer(second, 0)]) == [INSERTED]
+    assert store.insert([answer(first, 0), answer(first, 1)]) == [SUPERSEDED, READY]
+    assert store.insert([answer(second, 1)]) == [SUPERSEDED]
+    assert store.counts().superseded == 2
+
+
+def test_a_late_answer_completes_a_prompt_that_waits_to_be_leased_again(store, clock):
+    (first,) = lease(store, lease_s=1)
+    clock.now += 2
+    store.reap()
+    assert store.counts().returned == 1
+    fill(store, first)
+    assert (store.counts().returned, store.counts().ready) == (0, 1)
+    assert lease(store)[0].ordinal == 1
+
+
+def test_a_late_answer_ends_the_new_owners_lease(store, clock):
+    (first,) = lease(store, owner="slow", lease_s=1)
+    clock.now += 2
+    store.reap()
+    lease(store, owner="quick")
+    fill(store, first)
+    assert store.renew_leases(owner="quick", lease_s=1) == 0
+    assert store.counts().leased == 0
+
+
+@pytest.mark.parametrize("group_id", ["1", "007x", "-1", "99999999999999999999", "e:0", ""])
+def test_a_group_never_leased_is_refused(store, group_id):
+    lease(store)
+    assert store.insert([make_packed(group_id, 0)]) == [refused("unknown_group")]
+
+
+def test_another_group_size_than_leased_is_refused(store):
+    lease(store)
+    assert store.insert([make_packed("0", 0, group_size=3)]) == [refused("group_size")]
+    assert store.insert([make_packed("0", 2, group_size=2)]) == [refused("group_size")]
+
+
+def test_tokens_of_a_version_not_announced_are_refused(store):
+    (each,) = lease(store)
+    from_the_future = answer(each, 0, version_spans=[VersionSpan(6, 0), VersionSpan(9, 1)])
+    assert store.insert([from_the_future]) == [refused("future_version")]
+    store.announce_version(1)
+    assert store.insert([from_the_future]) == [INSERTED]
+
+
+@pytest.mark.parametrize("stage", ["claimed", "used", "retired"])
+def test_another_attempts_answer_for_a_group_past_ready_is_superseded(store, stage):
+    (group_id,) = make_ready(store, 1)
+    taken = claim(store, 1, 1)
+    if stage != "claimed":
+        store.commit(taken)
+    if stage == "retired":
+        assert store.retire(up_to_step=1) == 1
+    assert store.insert([make_packed(group_id, 0, attempt=1)]) == [SUPERSEDED]
+    assert store.counts().accepted == GROUP_SIZE
+
+
+def test_a_very_late_repeat_does_not_raise_a_retired_group(store):
+    (group_id,) = make_ready(store, 1)
+    store.commit(claim(store, 1, 1))
+    store.retire(up_to_step=1)
+    assert store.insert([make_packed(group_id, 0)]) == [SUPERSEDED]
+    assert (store.counts().open, store.counts().retired) == (0, 1)
+
+
+def test_many_trajectories_are_answered_in_order(store):
+    leases = lease(store, 150)
+    insertions = store.insert([answer(each, index) for each in leases for index in range(GROUP_SIZE)])
+    assert insertions == [INSERTED, READY] * 150
+
+
+def test_refused_frames_are_kept_short_few_and_counted(store):
+    for number in range(260):
+        store.quarantine("malformed", bytes([number % 256]) * 5000)
+    frames = store.quarantined_frames()
+    assert len(frames) == 256
+    assert frames[0] == ("malformed", bytes([259 % 256]) * 4096)
+    assert store.counts().refused == {"malformed": 260}
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+def test_a_claim_is_whole_or_none(store):
+    make_ready(store, 3)
+    assert store.claim(step=1, num_groups=4, sampler=FifoConfig(), lease_s=60) is None
+    assert store.counts().ready == 3
+    assert claim(store, 1, 3).group_ids == ["0", "1", "2"]
+
+
+def test_fifo_takes_the_groups_that_were_ready_first(store):
+    first, second, third = lease(store, 3)
+    for each in (third, first, second):
+        fill(store, each)
+    assert claim(store, 1, 2).group_ids == ["2", "0"]
+    assert claim(store, 2, 1).group_ids == ["1"]
+
+
+def test_uniform_draws_the_same_groups_from_the_same_seed_and_step(store):
+    make_ready(store, 12)
+    drawn = store.claim(step=4, num_groups=5, sampler=UniformConfig(), lease_s=60)
+    assert drawn.group_ids == ["8", "5", "9", "10", "3"], "fixed by seed 3, step 4, 12 ready"
+
+
+def test_fetch_gives_each_groups_members_by_index(store):
+    (each,) = lease(store)
+    store.insert([answer(each, 1), answer(each, 0)])
+    make_ready(store, 40)
+    groups = store.fetch([str(ordinal) for ordinal in range(41)])
+    assert len(groups) == 41
+    members = [unpack(payload) for payload in groups[0]]
+    assert [(member.group_id, member.index) for member in members] == [("0", 0), ("0", 1)]
+
+
+def test_fetching_what_is_gone_says_so(store):
+    with pytest.raises(StaleFence, match="group 5 must be stored"):
+        store.fetch(["5"])
+
+
+def test_a_commit_moves_groups_and_the_runs_step(store):
+    make_ready(store, 2)
+    taken = claim(store, 7, 2)
+    store.renew_claim(taken, lease_s=5)
+    store.commit(taken)
+    counts = store.counts()
+    assert (counts.claimed, counts.used, store.run_state().step) == (0, 2, 7)
+    store.commit(taken)
+    assert store.counts() == counts, "a repeated commit changes nothing"
+
+
+def test_a_lapsed_claim_is_fenced_off_and_its_groups_come_back_in_order(store, clock):
+    make_ready(store, 3)
+    old = claim(store, 1, 2, lease_s=10)
+    clock.now += 10
+    assert store.reap() == ["claim of step 1 lapsed: 2 groups are ready again"]
+    for act in (store.commit, lambda each: store.renew_claim(each, lease_s=1)):
+        with pytest.raises(StaleFence, match="step 1 with fence 1"):
+            act(old)
+    new = claim(store, 1, 3)
+    assert (new.group_ids, new.fence) == (["0", "1", "2"], 2)
+    with pytest.raises(StaleFence):
+        store.commit(old)
+    store.commit(new)
+
+
+def test_a_renewed_claim_does_not_lapse(store, clock):
+    make_ready(store, 1)
+    taken = claim(store, 1, 1, lease_s=10)
+    clock.now += 9
+    store.renew_claim(taken, lease_s=10)
+    clock.now += 9
+    assert store.reap() == []
+    store.commit(taken)
+
+
+def test_asking_again_for_a_step_takes_its_earlier_claim_back(store):
+    make_ready(store, 3)
+    lost = claim(store, 1, 2)
+    again = claim(store, 1, 2)
+    assert again.group_ids == lost.group_ids
+    assert again.fence > lost.fence
+    with pytest.raises(StaleFence):
+        store.commit(lost)
+    assert store.counts().claimed == 2
+
+
+def test_two_steps_may_be_claimed_at_once(store):
+    make_ready(store, 4)
+    first, second = claim(store, 1, 2), claim(store, 2, 2)
+    store.commit(first)
+    store.commit(second)
+    assert store.counts().used == 4
+
+
+def test_a_group_that_kills_its_learner_goes_to_quarantine(store, clock):
+    make_ready(store, 2)
+    for _ in range(MAX_ATTEMPTS):
+        claim(store, 1, 1, lease_s=1)
+        clock.now += 2
+        events = store.reap()
+    assert events == ["claim of step 1 lapsed: 0 groups are ready again, put into quarantine (claim_attempts): 0"]
+    counts = store.counts()
+    assert (counts.quarantined, counts.quarantined_members, counts.ready, counts.admitted) == (1, GROUP_SIZE, 1, 1)
+    assert claim(store, 1, 1).group_ids == ["1"]
+
+
+def test_retire_covers_steps_up_to_the_checkpoint(store):
+    make_ready(store, 3)
+    for step in (1, 2, 3):
+        store.commit(claim(store, step, 1))
+    assert store.retire(up_to_step=2) == 2
+    assert store.retire(up_to_step=2) == 0
+    counts = store.counts()
+    assert (counts.used, counts.retired, counts.accepted) == (1, 2, 6)
+    with pytest.raises(StaleFence):
+        store.fetch(["0"])
+    assert len(store.fetch(["2"])[0]) == GROUP_SIZE
+
+
+def test_a_roll_back_returns_what_no_checkpoint_covers(store):
+    make_ready(store, 5)
+    for step in (1, 2, 3):
+        store.commit(claim(store, step, 1))
+    claim(store, 4, 1)
+    store.commit_version(3)
+    store.retire(up_to_step=1)
+    assert store.roll_back(to_step=1, to_version=1) == 3
+    state = store.run_state()
+    assert (state.step, state.version, state.announced_version) == (1, 1, 1)
+    assert store.roll_back(to_step=1, to_version=1) == 0, "called twice"
+    assert claim(store, 2, 4).group_ids == ["1", "2", "3", "4"], "in the order of the first time"
+
+
+def test_a_commit_after_a_roll_back_is_stale(store):
+    make_ready(store, 1)
+    taken = claim(store, 1, 1)
+    store.commit(taken)
+    store.roll_back(to_step=0, to_version=0)
+    with pytest.raises(StaleFence):
+        store.commit(taken)
+
+
+def test_a_waiter_is_woken_by_the_group_it_waits_for(store):
+    first, second = lease(store, 2)
+    fill(store, first)
+    answers: list[bool] = []
+    waiter = threading.Thread(target=lambda: answers.append(store.wait_ready(num_groups=2, timeout_s=20)))
+    waiter.start()
+    fill(store, second)
+    waiter.join(timeout=10)
+    assert answers == [True]
+
+
+def test_a_waiter_gives_up_at_its_deadline(store):
+    make_ready(store, 1)
+    assert store.wait_ready(num_groups=1, timeout_s=0)
+    assert not store.wait_ready(num_groups=2, timeout_s=0)
+    assert not store.wait_ready(num_groups=2, timeout_s=0.03)
+
+
+def test_groups_given_back_wake_a_waiter(store, clock):
+    make_ready(store, 1)
+    claim(store, 1, 1, lease_s=1)
+    clock.now += 1
+    store.reap()
+    assert store.wait_ready(num_groups=1, timeout_s=0)
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+def test_evaluation_rows_are_leased_first_and_counted_once(store):
+    store.announce_version(4)
+    store.open_evaluation("at-4", purpose="sampled", version=4, rows=[9, 5, 9])
+    store.open_evaluation("at-4", purpose="sampled", version=4, rows=[1])
+    first, second, training = lease(store, 3)
+    assert first == Lease(id="at-4:9-0", group_id="at-4:9", purpose="sampled", row=9, ordinal=9, attempt=0, indices=[0])
+    assert (second.row, training.purpose) == (5, "train")
+    right = answer(first, reward=Reward(total=1.0, is_correct=True))
+    assert store.insert([right, right]) == [INSERTED, DUPLICATE]
+    failed = answer(second, reward=Reward(total=0.0, status="timeout"))
+    assert store.insert([failed, failed]) == [READY, DUPLICATE]
+    result = store.evaluation("at-4")
+    assert result.is_complete
+    assert (result.purpose, result.version, result.num_prompts, result.num_answered) == ("sampled", 4, 2, 2)
+    assert (result.num_correct, result.num_failed, result.reward_sum) == (1, 1, 1.0)
+    counts = store.counts()
+    assert (counts.accepted, counts.duplicates, counts.leased) == (0, 0, 1), "evaluations leave the buffer alone"
+
+
+def test_an_evaluation_never_opened_is_none_and_its_answers_are_refused(store):
+    assert store.evaluation("nobody") is None
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
+    stray = [
+        make_packed("nobody:0", 0, purpose="greedy", group_size=1),
+        make_packed("e:1", 0, purpose="greedy", group_size=1),
+        make_packed("e:0", 0, purpose="sampled", group_size=1),
+        make_packed("0", 0, purpose="greedy", group_size=1),
+        make_packed("e:0", 0, purpose="train", group_size=1),
+    ]
+    assert store.insert(stray) == [refused("unknown_group")] * 5
+
+
+def test_a_lapsed_evaluation_row_is_asked_again_without_limit(store, clock):
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[3])
+    for attempt in range(MAX_ATTEMPTS + 2):
+        (each,) = lease(store, lease_s=1)
+        assert each.id == f"e:3-{attempt}"
+        clock.now += 2
+        assert len(store.reap()) == 1
+    assert store.insert([answer(each)]) == [READY]
+    assert lease(store)[0].purpose == "train"
+    assert store.counts().quarantined == 0
+
+
+def test_an_evaluation_of_nothing_is_complete(store):
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[])
+    assert store.evaluation("e").is_complete
+
+
+# --- watching --------------------------------------------------------------------------------------------------------
+def test_roles_show_their_newest_gauges_and_when(store, clock):
+    store.report_role("learner-0", {"step": 1, "loss": 0.5, "waits_for": "ready groups"})
+    clock.now = 1234.5
+    store.report_role("learner-0", {"step": 2, "nested": {"lags": [0, 1]}})
+    assert store.roles() == {"learner-0": {"step": 2, "nested": {"lags": [0, 1]}, "reported_at": 1234.5}}
+
+
+def test_metrics_are_counted_from_the_first_ever_appended(store):
+    for step in range(1003):
+        store.append_metrics({"step": step})
+    assert len(store.metrics()) == 1000
+    assert store.metrics(after=1001) == [{"step": 1001}, {"step": 1002}]
+    assert store.metrics(after=2)[0] == {"step": 3}
+    assert store.metrics(after=1003) == []
+    assert store.metrics(after=5000) == []
