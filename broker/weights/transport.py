@@ -40,7 +40,8 @@ class WeightReceiver(Protocol):
     ) -> list[tuple[str, Tensor]]:
         """Receive all buckets, verify their checksums, return named tensors (views). Raises WeightTransferFault.
 
-        Nothing is loaded when this raises: the engine still holds the version it had.
+        The views are good until the next `receive`. Nothing is loaded when this raises: the engine still holds the
+        version it had.
         """
         ...
 

@@ -1,0 +1,385 @@
+"""What every channel promises, over deques, unix sockets and loopback TCP; then what only sockets can get wrong."""
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from broker.channels import ClientChannel, Frames, ServerChannel
+from broker.errors import ChannelClosed
+from broker.memory_channels import MemoryBroker
+from broker.zmq_channels import HIGH_WATER_MARK, ZmqClientChannel, ZmqServerChannel
+
+PATIENCE_S = 10.0
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+
+
+class MemoryWire:
+    """Channels of one hub."""
+
+    def __init__(self) -> None:
+        self._hub = MemoryBroker.threaded()
+
+    def server(self) -> ServerChannel:
+        return self._hub.server()
+
+    def client(self) -> ClientChannel:
+        return self._hub.client()
+
+    def close(self) -> None:
+        pass
+
+
+class ZmqWire:
+    """Channels at one address; a port is chosen by the first server and kept by its successors."""
+
+    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.address = address
+        self._max_message_bytes = max_message_bytes
+        self._opened: list[ServerChannel | ClientChannel] = []
+
+    def server(self) -> ZmqServerChannel:
+        channel = ZmqServerChannel(self.address, max_message_bytes=self._max_message_bytes)
+        self.address = channel.address
+        self._opened.append(channel)
+        return channel
+
+    def client(self) -> ZmqClientChannel:
+        channel = ZmqClientChannel(self.address, max_message_bytes=self._max_message_bytes)
+        self._opened.append(channel)
+        return channel
+
+    def close(self) -> None:
+        for channel in self._opened:
+            channel.close()
+
+
+Wire = MemoryWire | ZmqWire
+
+
+@pytest.fixture(params=["memory", "ipc", "tcp"])
+def wire(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Wire]:
+    opened: Wire
+    if request.param == "memory":
+        opened = MemoryWire()
+    else:
+        opened = ZmqWire(f"ipc://{tmp_path}/broker.sock" if request.param == "ipc" else "tcp://127.0.0.1:0")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Iterator[ZmqWire]:
+    opened = ZmqWire(f"ipc://{tmp_path}/broker.sock", max_message_bytes=100_000)
+    yield opened
+    opened.close()
+
+
+def arrived(server: ServerChannel, *clients: ClientChannel) -> tuple[bytes, Frames]:
+    """What the server receives next; the clients' queues are moved along meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for client in clients:
+            assert client.receive(timeout_s=0) is None
+        if (received := server.receive(timeout_s=0.02)) is not None:
+            return received
+    raise AssertionError("the server received nothing")
+
+
+def answered(client: ClientChannel) -> Frames:
+    """What the client receives next."""
+    frames = client.receive(timeout_s=PATIENCE_S)
+    assert frames is not None, "the client received nothing"
+    return frames
+
+
+def eventually(is_so: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    waiting = threading.Event()
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        waiting.wait(0.01)
+    return True
+
+
+def joined(wire: Wire) -> tuple[ServerChannel, ClientChannel, bytes]:
+    """A server, a client that it has heard of, and the client's identity."""
+    server, client = wire.server(), wire.client()
+    client.send([b"hello"])
+    identity, frames = arrived(server, client)
+    assert frames == [b"hello"]
+    return server, client, identity
+
+
+# --- all channels ------------------------------------------------------------------------------------------------
+def test_order_is_kept_both_ways(wire: Wire) -> None:
+    server, client, identity = joined(wire)
+    for i in range(500):
+        client.send([b"%d" % i])
+        assert server.send(identity, [b"%d" % -i])
+    assert answered(client) == [b"0"]
+    assert [arrived(server)[1] for _ in range(500)] == [[b"%d" % i] for i in range(500)]
+    assert [answered(client) for _ in range(1, 500)] == [[b"%d" % -i] for i in range(1, 500)]
+
+
+def test_a_payload_arrives_as_it_was(wire: Wire) -> None:
+    server, client, identity = joined(wire)
+    payload = bytes(range(256)) * 4096
+    client.send([b"put", payload])
+    assert arrived(server, client) == (identity, [b"put", payload])
+    assert server.send(identity, [b"back", payload])
+    assert answered(client) == [b"back", payload]
+
+
+def test_a_message_to_a_stranger_is_not_sent(wire: Wire) -> None:
+    server = wire.server()
+    assert server.send(b"nobody", [b"x"]) is False
+
+
+def test_a_peer_that_left_is_a_stranger(wire: Wire) -> None:
+    server, client, identity = joined(wire)
+    client.close()
+    assert eventually(lambda: not server.send(identity, [b"x"]))
+
+
+def test_peers_are_told_apart(wire: Wire) -> None:
+    server, first, first_identity = joined(wire)
+    second = wire.client()
+    second.send([b"hello"])
+    second_identity, _ = arrived(server, second)
+    assert first_identity != second_identity
+    assert server.send(second_identity, [b"for the second"])
+    assert answered(second) == [b"for the second"]
+    assert first.receive(timeout_s=0) is None
+
+
+def test_what_was_sent_without_a_server_reaches_its_successor(wire: Wire) -> None:
+    server, client, _ = joined(wire)
+    server.close()
+    for i in range(3):
+        client.send([b"%d" % i])
+    assert client.receive(timeout_s=0.05) is None
+    successor = wire.server()
+    heard = [arrived(successor, client) for _ in range(3)]
+    assert [frames for _, frames in heard] == [[b"0"], [b"1"], [b"2"]]
+    assert successor.send(heard[0][0], [b"welcome back"])
+    assert answered(client) == [b"welcome back"]
+
+
+def test_a_client_may_come_before_the_server(wire: Wire) -> None:
+    if isinstance(wire, ZmqWire):
+        wire.server().close()
+    client = wire.client()
+    client.send([b"early"])
+    assert client.receive(timeout_s=0) is None
+    assert arrived(wire.server(), client)[1] == [b"early"]
+
+
+def test_wake_ends_a_receive_that_waits(wire: Wire) -> None:
+    _, client, _ = joined(wire)
+    heard: list[Frames | None] = [[b"not yet"]]
+    waiter = threading.Thread(target=lambda: heard.append(client.receive(timeout_s=PATIENCE_S)))
+    started = time.monotonic()
+    waiter.start()
+    client.wake()
+    waiter.join(PATIENCE_S)
+    assert heard[-1] is None
+    assert time.monotonic() - started < PATIENCE_S / 2
+
+
+def test_a_wake_is_not_lost_when_nobody_waits(wire: Wire) -> None:
+    _, client, _ = joined(wire)
+    client.wake()
+    started = time.monotonic()
+    assert client.receive(timeout_s=PATIENCE_S) is None
+    assert time.monotonic() - started < PATIENCE_S / 2
+
+
+def test_a_send_leaves_while_the_receiver_waits(wire: Wire) -> None:
+    server, client, identity = joined(wire)
+    heard: list[Frames | None] = []
+    waiter = threading.Thread(target=lambda: heard.append(client.receive(timeout_s=PATIENCE_S)))
+    waiter.start()
+    client.send([b"from another thread"])
+    assert arrived(server) == (identity, [b"from another thread"])
+    server.send(identity, [b"thanks"])
+    waiter.join(PATIENCE_S)
+    assert heard == [[b"thanks"]]
+
+
+def test_many_threads_may_send(wire: Wire) -> None:
+    server, client, identity = joined(wire)
+
+    def send_200(k: int) -> None:
+        for i in range(200):
+            client.send([b"%d" % k, b"%d" % i])
+
+    senders = [threading.Thread(target=send_200, args=(k,)) for k in range(8)]
+    waiter = threading.Thread(target=client.receive, kwargs={"timeout_s": PATIENCE_S})
+    for thread in [waiter, *senders]:
+        thread.start()
+    heard = [arrived(server)[1] for _ in range(8 * 200)]
+    server.send(identity, [b"enough"])
+    for thread in [waiter, *senders]:
+        thread.join(PATIENCE_S)
+    for k in range(8):
+        assert [frames[1] for frames in heard if frames[0] == b"%d" % k] == [b"%d" % i for i in range(200)]
+
+
+def test_reconnecting_takes_a_new_identity_and_drops_what_was_queued(wire: Wire) -> None:
+    server, client, identity = joined(wire)
+    client.send([b"stale"])
+    client.reconnect()
+    client.send([b"fresh"])
+    new_identity, frames = arrived(server, client)
+    assert frames == [b"fresh"]
+    assert new_identity != identity
+    assert eventually(lambda: not server.send(identity, [b"x"]))
+
+
+def test_what_is_queued_leaves_at_close(wire: Wire) -> None:
+    server, client, identity = joined(wire)
+    client.send([b"bye"])
+    client.close()
+    assert arrived(server) == (identity, [b"bye"])
+
+
+def test_a_closed_channel_says_so(wire: Wire) -> None:
+    server, client, identity = joined(wire)
+    for channel in (client, server):
+        channel.close()
+        channel.close()
+    with pytest.raises(ChannelClosed, match="after close"):
+        client.send([b"x"])
+    with pytest.raises(ChannelClosed, match="after close"):
+        client.receive(timeout_s=0)
+    with pytest.raises(ChannelClosed, match="after close"):
+        server.receive(timeout_s=0)
+    with pytest.raises(ChannelClosed, match="after close"):
+        server.send(identity, [b"x"])
+    client.wake()
+
+
+def test_a_second_server_is_refused(wire: Wire) -> None:
+    server, client, _ = joined(wire)
+    with pytest.raises(ChannelClosed):
+        wire.server()
+    client.send([b"still here"])
+    assert arrived(server, client)[1] == [b"still here"]
+
+
+# --- sockets ---------------------------------------------------------------------------------------------------------
+def test_an_oversized_message_ends_only_its_senders_connection(sockets: ZmqWire) -> None:
+    server, modest, identity = joined(sockets)
+    greedy = sockets.client()
+    greedy.send([b"put", bytes(200_000)])
+    greedy.receive(timeout_s=0)
+    modest.send([b"put", bytes(50_000)])
+    assert arrived(server, modest) == (identity, [b"put", bytes(50_000)])
+    greedy.send([b"small"])
+    assert arrived(server, greedy)[1] == [b"small"]
+    assert server.receive(timeout_s=0) is None
+
+
+def test_a_full_pipe_loses_nothing(sockets: ZmqWire) -> None:
+    sockets.server().close()
+    client = sockets.client()
+    num_messages = 2 * HIGH_WATER_MARK
+    for i in range(num_messages):
+        client.send([b"%d" % i])
+    assert client.receive(timeout_s=0) is None
+    server = sockets.server()
+    assert [arrived(server, client)[1] for _ in range(num_messages)] == [[b"%d" % i] for i in range(num_messages)]
+
+
+def test_a_server_does_not_wait_for_a_peer_that_reads_nothing(sockets: ZmqWire) -> None:
+    server, _, identity = joined(sockets)
+    num_sent = 0
+    while server.send(identity, [bytes(1000)]):
+        num_sent += 1
+        assert num_sent < 100_000, "libzmq must stop taking messages at its high-water marks"
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_an_address_in_use_is_named(kind: str, tmp_path: Path) -> None:
+    wire = ZmqWire(f"ipc://{tmp_path}/broker.sock" if kind == "ipc" else "tcp://127.0.0.1:0")
+    wire.server()
+    with pytest.raises(
+        ChannelClosed, match=f"must be free to bind, got {re.escape(wire.address)}: .*; stop the broker"
+    ):
+        wire.server()
+    wire.close()
+
+
+def test_a_path_left_behind_by_a_dead_broker_is_free(sockets: ZmqWire) -> None:
+    path = sockets.address.removeprefix("ipc://")
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(path)
+    assert Path(path).exists()
+    joined(sockets)
+
+
+@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5757", "tcp://*:5757", "tcp://10.1.2.3:5757", "tcp://example:1"])
+def test_other_machines_are_kept_out(address: str) -> None:
+    with pytest.raises(ChannelClosed, match="must be a loopback or ipc endpoint"):
+        ZmqServerChannel(address, max_message_bytes=MAX_MESSAGE_BYTES)
+
+
+def test_an_address_that_is_none_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ChannelClosed, match="must be a ZeroMQ endpoint, got nonsense"):
+        ZmqClientChannel("nonsense", max_message_bytes=MAX_MESSAGE_BYTES)
+
+
+def test_closing_is_bounded_when_nobody_listens(sockets: ZmqWire) -> None:
+    client = sockets.client()
+    for _ in range(2 * HIGH_WATER_MARK):
+        client.send([b"x"])
+    started = time.monotonic()
+    client.close()
+    assert time.monotonic() - started < 3.0
+
+
+def test_channels_leave_no_threads_and_no_files_behind(sockets: ZmqWire) -> None:
+    process = psutil.Process()
+
+    def once() -> None:
+        server, client, _ = joined(sockets)
+        client.reconnect()
+        client.close()
+        server.close()
+
+    once()
+    before = process.num_fds(), process.num_threads()
+    for _ in range(10):
+        once()
+    assert (process.num_fds(), process.num_threads()) == before
+
+
+# --- memory, one thread ----------------------------------------------------------------------------------------------
+def test_a_single_thread_never_waits() -> None:
+    hub = MemoryBroker()
+    server, client = hub.server(), hub.client()
+    started = time.monotonic()
+    assert server.receive(timeout_s=PATIENCE_S) is None
+    assert client.receive(timeout_s=PATIENCE_S) is None
+    assert time.monotonic() - started < 1.0
+
+
+def test_a_waiting_hook_may_run_the_other_role() -> None:
+    def step_server(is_ready: Callable[[], bool], timeout_s: float) -> None:
+        assert not is_ready()
+        received = server.receive(timeout_s=0)
+        assert received is not None
+        server.send(received[0], [b"pong"])
+        assert is_ready()
+
+    hub = MemoryBroker(wait=step_server)
+    server, client = hub.server(), hub.client()
+    client.send([b"ping"])
+    assert client.receive(timeout_s=PATIENCE_S) == [b"pong"]

@@ -1,0 +1,205 @@
+"""A learner and generators in processes of their own: weights go round, a member is killed or stops, the rest go on."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from broker.errors import WeightTransferFault
+from broker.messages import Member, OpenEpoch, TensorSlot
+from broker.weights import buckets
+from broker.weights.collective import CollectiveReceiver, CollectiveSender
+
+START_S = 60.0
+PATIENCE_S = 10.0
+QUICKLY_S = 5.0
+BUCKET_BYTES = 1 << 20
+NUM_BUCKETS = 64
+
+
+class Receive(msgspec.Struct):
+    """What a member is asked to receive."""
+
+    slots: list[TensorSlot]
+    sizes: list[int]
+    checksums: list[int]
+    timeout_s: float
+
+
+def serve_member(commands: Connection) -> None:
+    """A generator's end in a process of its own: obeys until the pipe closes, answers with sums or a fault."""
+    torch.set_num_threads(1)
+    receiver = CollectiveReceiver(device="cpu")
+    commands.send_bytes(b"here")
+    while True:
+        try:
+            kind, body = commands.recv_bytes().split(b" ", 1)
+        except EOFError:
+            return
+        try:
+            commands.send_bytes(_obey(receiver, kind, body))
+        except WeightTransferFault as fault:
+            commands.send_bytes(b"fault " + str(fault).encode())
+
+
+def _obey(receiver: CollectiveReceiver, kind: bytes, body: bytes) -> bytes:
+    if kind == b"receive":
+        ask = msgspec.msgpack.decode(body, type=Receive)
+        named = receiver.receive(ask.slots, bucket_bytes=ask.sizes, checksums=ask.checksums, timeout_s=ask.timeout_s)
+        return msgspec.json.encode({name: tensor.double().sum().item() for name, tensor in named})
+    opening = msgspec.msgpack.decode(body, type=OpenEpoch)
+    receiver.open_epoch(opening, rank=int(kind))
+    return b"opened"
+
+
+class MemberProcess:
+    """A member and the pipe to it."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=serve_member, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, kind: str, body: bytes) -> None:
+        self._pipe.send_bytes(kind.encode() + b" " + body)
+
+    def answer(self, *, timeout_s: float = PATIENCE_S) -> bytes:
+        assert self._pipe.poll(timeout_s), "a member must answer in time"
+        return self._pipe.recv_bytes()
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self._pipe.close()
+        self.process.kill()
+        self.process.join(PATIENCE_S)
+
+
+class Learner:
+    """The sender and its members."""
+
+    def __init__(self, members: list[MemberProcess]) -> None:
+        self.members = members
+        self.sender = CollectiveSender("127.0.0.1", device="cpu")
+        self.tensors = {f"layer.{i}": torch.full((BUCKET_BYTES // 4,), float(i)) for i in range(NUM_BUCKETS)}
+        metadata = [(name, tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
+        self.slots, self.sizes = buckets.plan(metadata, bucket_bytes=BUCKET_BYTES)
+        self.packed = buckets.pack(self.tensors.items(), self.slots, sizes=self.sizes)
+
+    def open_epoch(self, epoch: int, members: list[MemberProcess]) -> None:
+        host, port = self.sender.address
+        named = [Member(peer_id=f"generator-{i}", incarnation="0") for i in range(len(members))]
+        opening = OpenEpoch(epoch=epoch, members=named, host=host, port=port, timeout_s=PATIENCE_S)
+        for place, member in enumerate(members):
+            member.ask(str(place + 1), msgspec.msgpack.encode(opening))
+        self.sender.open_epoch(epoch, num_members=len(members), timeout_s=PATIENCE_S)
+        assert [member.answer() for member in members] == [b"opened"] * len(members)
+
+    def ask_to_receive(self, members: list[MemberProcess], *, timeout_s: float = PATIENCE_S) -> None:
+        ask = Receive(self.slots, self.sizes, buckets.checksums(self.packed), timeout_s)
+        for member in members:
+            member.ask("receive", msgspec.msgpack.encode(ask))
+
+    def update(self, members: list[MemberProcess]) -> None:
+        """All members receive what was sent."""
+        self.ask_to_receive(members)
+        self.sender.broadcast(self.packed, timeout_s=PATIENCE_S)
+        wanted = {name: tensor.double().sum().item() for name, tensor in self.tensors.items()}
+        for member in members:
+            assert msgspec.json.decode(member.answer()) == wanted
+
+
+class SignalOnTheWay(list[Tensor]):
+    """Buckets that send a signal to a member when half of them have gone."""
+
+    def __init__(self, packed: list[Tensor], *, member: MemberProcess, number: int) -> None:
+        super().__init__(packed)
+        self._member = member
+        self._number = number
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index, bucket in enumerate(super().__iter__()):
+            if index == len(self) // 2:
+                self._member.signal(self._number)
+            yield bucket
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[MemberProcess]]:
+    """Four members for the whole module, because each takes seconds to import torch; one of them may be killed."""
+    started = [MemberProcess() for _ in range(4)]
+    assert [member.answer(timeout_s=START_S) for member in started] == [b"here"] * 4
+    yield started
+    for member in started:
+        member.end()
+
+
+@pytest.fixture
+def learner(processes: list[MemberProcess]) -> Iterator[Learner]:
+    alive = [member for member in processes if member.process.is_alive()]
+    opened = Learner([alive[0], alive[-1], alive[1]])
+    yield opened
+    opened.sender.close()
+
+
+def assert_fault_within(limit_s: float, learner: Learner, on_the_way: list[Tensor], *, timeout_s: float) -> None:
+    """The sender, and the first and last member, who live on, all learn of it."""
+    started = time.monotonic()
+    with pytest.raises(WeightTransferFault, match=r"epoch 1, rank 0 of 4: broadcast of bucket \d+ of 64 \("):
+        learner.sender.broadcast(on_the_way, timeout_s=timeout_s)
+    for member in (learner.members[0], learner.members[2]):
+        assert member.answer().startswith(b"fault weight epoch 1, rank ")
+    assert time.monotonic() - started < limit_s
+
+
+@pytest.mark.slow
+def test_a_member_killed_during_a_broadcast_is_left_behind(learner: Learner) -> None:
+    first, victim, last = learner.members
+    learner.open_epoch(1, learner.members)
+    learner.update(learner.members)
+    learner.ask_to_receive(learner.members, timeout_s=START_S)
+    killing = SignalOnTheWay(learner.packed, member=victim, number=signal.SIGKILL)
+    assert_fault_within(QUICKLY_S, learner, killing, timeout_s=START_S)
+    victim.process.join(PATIENCE_S)
+    learner.open_epoch(2, [first, last])
+    learner.update([first, last])
+
+
+@pytest.mark.slow
+def test_a_member_that_stops_during_a_broadcast_costs_one_deadline(learner: Learner) -> None:
+    first, victim, last = learner.members
+    learner.open_epoch(1, learner.members)
+    learner.ask_to_receive(learner.members, timeout_s=1.0)
+    stopping = SignalOnTheWay(learner.packed, member=victim, number=signal.SIGSTOP)
+    assert_fault_within(QUICKLY_S, learner, stopping, timeout_s=1.0)
+    learner.open_epoch(2, [last, first])
+    learner.update([last, first])
+    victim.signal(signal.SIGCONT)
+    assert victim.answer().startswith(b"fault weight epoch 1, rank 2 of 4")
+    learner.open_epoch(3, learner.members)
+    learner.update(learner.members)
+
+
+@pytest.mark.slow
+def test_members_outlive_a_learner_that_dies(learner: Learner) -> None:
+    learner.open_epoch(1, learner.members)
+    learner.ask_to_receive(learner.members, timeout_s=START_S)
+    learner.sender.close()
+    for member in learner.members:
+        assert member.answer(timeout_s=QUICKLY_S).startswith(b"fault weight epoch 1")
+    successor = Learner(learner.members)
+    successor.open_epoch(1, learner.members)
+    successor.update(learner.members)
+    successor.sender.close()
