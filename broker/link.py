@@ -35,6 +35,8 @@ class PeerStatus(Record):
     """Pong.reason."""
     gauges: dict[str, Any] = {}
     """Pong.gauges."""
+    lease_ids: list[str] = []
+    """Pong.lease_ids."""
 
 
 class Link:
@@ -157,6 +159,7 @@ class Link:
             version=status.version,
             reason=status.reason,
             gauges=status.gauges,
+            lease_ids=status.lease_ids,
         )
 
 

@@ -105,6 +105,8 @@ class Pong(Message):
     """What it waits for, if it waits."""
     gauges: dict[str, Any] = {}
     """Plain numbers and strings: tokens per second, running, outbox length, ..."""
+    lease_ids: list[str] = []
+    """Leases it holds: these are renewed, so that one lost on its way lapses and is handed out again."""
 
 
 # --- prompts and trajectories ----------------------------------------------------------------------------------------

@@ -37,6 +37,11 @@ class Outbox:
         with self._lock:
             return bool(self._waiting) and len(self._entries) >= self._max_messages
 
+    def lease_ids(self) -> set[str]:
+        """Leases whose trajectories are still here."""
+        with self._lock:
+            return {entry.header.lease_id for entry in self._entries.values()}
+
     def set_credit(self, *, messages: int, size_bytes: int) -> None:
         """What may be sent without an acknowledgement."""
         with self._lock:

@@ -25,6 +25,8 @@ class Peer:
     """Pong.reason."""
     gauges: dict[str, Any] = field(default_factory=dict)
     """Pong.gauges."""
+    lease_ids: list[str] = field(default_factory=list)
+    """Pong.lease_ids."""
 
     @property
     def owner(self) -> str:
@@ -96,7 +98,8 @@ class Peers:
     def note(self, peer: Peer, pong: Pong) -> bool:
         """Keep what a Pong says; returns whether state or version changed."""
         changed = (peer.state, peer.version) != (pong.state, pong.version)
-        peer.state, peer.version, peer.reason, peer.gauges = pong.state, pong.version, pong.reason, pong.gauges
+        peer.state, peer.version, peer.reason = pong.state, pong.version, pong.reason
+        peer.gauges, peer.lease_ids = pong.gauges, pong.lease_ids
         return changed
 
     def members(self) -> Members:

@@ -226,8 +226,9 @@ class Router:
             self._give_back(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
         for peer in self._peers:
             self._send(peer.identity, Ping(sent_at=now))
-            if peer.hello.role == "generator":
-                self._store.renew_leases(owner=peer.owner, lease_s=self._run.broker.lease_s)
+            if peer.lease_ids:
+                lease_s = self._run.broker.lease_s
+                self._store.renew_leases(owner=peer.owner, lease_s=lease_s, lease_ids=peer.lease_ids)
             self._store.report_role(peer.hello.peer_id, _gauges(peer))
         self._store.report_role("broker", {"role": "broker", "state": "ready", "peers": len(list(self._peers))})
 

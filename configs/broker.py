@@ -22,5 +22,5 @@ class BrokerConfig(Config):
     """Time between pings, seconds."""
     peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
     """Silence after which a peer counts as gone, seconds."""
-    lease_s: Annotated[float, Meta(gt=0)] = 60.0
+    lease_s: Annotated[float, Meta(gt=0)] = 30.0
     """Time a generator has for a leased prompt before it is handed out again, seconds; pings renew it."""

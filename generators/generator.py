@@ -128,7 +128,8 @@ class Generator:
             "running": len(self._work),
             "outbox": len(self._link.outbox),
         }
-        return PeerStatus(self._state, version=self._verified_version, reason=self._reason, gauges=gauges)
+        held = {prompt.lease.id for prompt in list(self._work.values())} | self._link.outbox.lease_ids()
+        return PeerStatus(self._state, self._verified_version, self._reason, gauges, lease_ids=sorted(held))
 
     def _become(self, state: str, reason: str = "") -> None:
         self._state, self._reason = state, reason

@@ -1,0 +1,226 @@
+"""The router hands out prompts, stores trajectories, and notices who comes and goes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from broker.dataset import Dataset
+from broker.memory_channels import MemoryBroker
+from broker.messages import (
+    Ack,
+    AnyMessage,
+    Bye,
+    Hello,
+    LeaseRequest,
+    Members,
+    Nack,
+    OpenEpoch,
+    Ping,
+    Pong,
+    Prompts,
+    Put,
+    Refuse,
+    ReturnLeases,
+    Welcome,
+)
+from broker.router import Router
+from buffer.codec import decode, encode
+from buffer.memory_store import MemoryStore
+from tests.builders import make_packed, make_run
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Scene:
+    """A router with two prompts' worth of everything, and peers that speak by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = FakeClock()
+        self.store = MemoryStore(clock=self.clock)
+        self.run = make_run(buffer={"staleness": {"max_lag": 0}})
+        self.hub = MemoryBroker()
+        data = Dataset(write_rows(folder / "rows.parquet"))
+        self.config_json = msgspec.json.encode(self.run).decode()
+        self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0)
+        self.router = Router(
+            self.hub.server(),
+            self.store,
+            run=self.run,
+            config_json=self.config_json,
+            train=data,
+            heldout=data,
+            clock=self.clock,
+        )
+
+    def step(self) -> None:
+        self.router.step(timeout_s=0)
+
+
+class Peer:
+    """Speaks by hand. Frames leave a channel with its `receive`, so every sending is followed by one."""
+
+    def __init__(self, scene: Scene, role: str, peer_id: str, incarnation: str = "1") -> None:
+        self.scene = scene
+        self.channel = scene.hub.client()
+        self.kept: list = []
+        self.send([encode(Hello(role, peer_id, incarnation, "here", 1))])
+
+    def send(self, frames: list[bytes]) -> None:
+        self.channel.send(frames)
+        self.read()
+        self.scene.step()
+
+    def read(self) -> None:
+        while (frames := self.channel.receive(timeout_s=0)) is not None:
+            message = decode(frames[0], AnyMessage)
+            self.kept += [] if isinstance(message, Ping) else [message]
+
+    def receive(self) -> list:
+        """Everything since the last time, but for pings."""
+        self.read()
+        messages, self.kept = self.kept, []
+        return messages
+
+    def say(self, message, payload: bytes | None = None) -> list:
+        """Send, let the router work, return what came back."""
+        self.send([encode(message)] if payload is None else [encode(message), payload])
+        return self.receive()
+
+
+def write_rows(path: Path) -> Path:
+    rows = [
+        {
+            "data_source": "test",
+            "prompt": f"{n}=",
+            "reward_model": {"style": "rule", "ground_truth": str(n)},
+            "extra_info": {"index": n},
+        }
+        for n in range(10)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    return Scene(tmp_path)
+
+
+def lease(peer: Peer, *, room: int = 4) -> Prompts:
+    answers = peer.say(LeaseRequest(max_trajectories=room))
+    return next(m for m in answers if isinstance(m, Prompts))
+
+
+def test_hello_is_answered_with_the_whole_config(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    (welcome,) = peer.receive()
+    assert isinstance(welcome, Welcome)
+    assert welcome.config_json == scene.config_json
+    assert welcome.store_url == ""
+
+
+def test_two_living_generators_may_not_share_an_id(scene: Scene):
+    Peer(scene, "generator", "g0", "1")
+    (answer,) = Peer(scene, "generator", "g0", "2").receive()
+    assert isinstance(answer, Refuse)
+    assert "g0" in answer.reason
+
+
+def test_prompts_are_leased_up_to_the_pacing_limit_and_then_the_reason_is_told(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    prompts = lease(peer).prompts
+    assert [p.lease.group_id for p in prompts] == ["0", "1"]
+    assert peer.say(LeaseRequest(max_trajectories=4)) == []
+    scene.clock.now += 1.0
+    scene.step()
+    (answer,) = peer.receive()
+    assert answer.prompts == []
+    assert "pacing" in answer.reason
+
+
+def test_a_trajectory_is_acknowledged_once_it_is_in_the_store(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    lease(peer)
+    header, payload = make_packed("0", 0)
+    assert peer.say(Put(header), payload) == [Ack([header.id])]
+    assert peer.say(Put(header), payload) == [Ack([header.id])]
+    assert scene.store.counts().accepted == 1
+    assert scene.store.counts().duplicates == 1
+
+
+def test_a_trajectory_that_is_not_what_its_header_says_is_refused_and_kept_aside(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    lease(peer)
+    header, payload = make_packed("0", 0)
+    (nack,) = peer.say(Put(header), payload[:-1] + b"x")
+    assert isinstance(nack, Nack)
+    assert nack.is_fatal
+    assert scene.store.counts().refused == {"checksum": 1}
+
+
+def test_garbage_does_not_end_the_loop(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):
+        peer.send(frames)
+    assert lease(peer).prompts
+
+
+def test_leases_of_a_silent_generator_go_to_the_next_one(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    lease(peer)
+    scene.clock.now += scene.run.broker.peer_timeout_s + 1
+    scene.step()
+    assert scene.store.counts().returned == 2
+    other = Peer(scene, "generator", "g1")
+    other.receive()
+    assert [p.lease.attempt for p in lease(other).prompts] == [1, 1]
+
+
+def test_leases_a_generator_says_it_holds_are_renewed_and_others_lapse(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    held = lease(peer).prompts[0].lease.id
+    for _ in range(int(scene.run.broker.lease_s) + 3):
+        scene.clock.now += 1.0
+        peer.say(Pong(0.0, "ready", 0, lease_ids=[held]))
+    assert scene.store.counts().leased == 1
+    assert scene.store.counts().returned == 1
+
+
+def test_returned_leases_and_a_bye_give_the_prompts_back(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    first, second = (p.lease.id for p in lease(peer).prompts)
+    peer.say(ReturnLeases([first], "test"))
+    assert scene.store.counts().returned == 1
+    peer.say(Bye())
+    assert scene.store.counts().returned == 2
+
+
+def test_the_learner_is_told_who_is_alive_and_its_orders_reach_the_named(scene: Scene):
+    learner = Peer(scene, "learner", "learner")
+    learner.receive()
+    first, second = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
+    first.receive(), second.receive()
+    first.say(Pong(0.0, "unsynced", -1))
+    members = [m for m in learner.receive() if isinstance(m, Members)][-1]
+    assert [(g.member.peer_id, g.state) for g in members.generators] == [("g0", "unsynced"), ("g1", "starting")]
+    order = OpenEpoch(1, [members.generators[0].member], "127.0.0.1", 1, 1.0)
+    learner.say(order)
+    assert first.receive() == [order]
+    assert second.receive() == []
