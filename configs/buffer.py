@@ -20,7 +20,7 @@ class RedisConfig(Config, tag="redis", tag_field="kind"):
     """A Redis or Valkey server somebody else runs."""
 
     url: str
-    """`redis://`, `rediss://` or `unix://`; a password comes from the environment variable `SLIPSTREAM_REDIS_PASSWORD`."""
+    """`redis://`, `rediss://` or `unix://`; the password comes from the environment, `SLIPSTREAM_REDIS_PASSWORD`."""
 
 
 class MemoryStoreConfig(Config, tag="memory", tag_field="kind"):

@@ -21,7 +21,7 @@ class DataConfig(Config):
 class PrepareStep(Config):
     """A command that makes a file the run needs, run once before the roles start.
 
-    Example: PrepareStep(creates="data/digits/train.parquet", module="scripts.make_digits_data", args=["--task=reverse"])
+    Example: PrepareStep(creates="data/digits/heldout.parquet", module="scripts.make_digits_data", args=["--digits=5"])
     """
 
     creates: str

@@ -1,0 +1,28 @@
+"""How a program ends: faults a user can mend are one sentence on stderr and exit code 2, never a traceback."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from configs.base import ConfigError
+
+BAD_INPUT = 2
+"""Exit code of a fault the user can mend."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells expect it."""
+
+
+@contextmanager
+def fail_cleanly(*faults: type[Exception]) -> Iterator[None]:
+    """Turn ConfigError, `faults` and Ctrl-C into a message and an exit code; any other exception is a bug and stays.
+
+    Usable as a context and as a decorator: `@fail_cleanly(BufferFault, BrokerFault)` above `main`.
+    """
+    try:
+        yield
+    except (ConfigError, *faults) as fault:
+        print(f"error: {fault}", file=sys.stderr)
+        raise SystemExit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None

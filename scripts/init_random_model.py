@@ -1,0 +1,75 @@
+"""Makes a randomly initialised Qwen2 model with a character tokenizer, in transformers format.
+
+    python -m scripts.init_random_model --layers=4 --width=128 --out=models/digits-random
+
+Heads are 64 wide, embeddings are not tied: any engine that knows Qwen2 loads it.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from configs.base import ConfigError
+from configs.exits import fail_cleanly
+from scripts.model_folder import save_model
+
+HEAD_WIDTH = 64
+CHARACTERS = "0123456789+="
+PAD, EOS = "<pad>", "<eos>"
+VOCABULARY_SIZE = 16
+"""The characters, the two special tokens, and unused ids up to a round number."""
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One id per character.
+
+    Of Qwen2's class, because transformers loads no other for a model of this type, whatever the folder says. It drops
+    characters that are not in the vocabulary without a word: who reads prompts checks that they survive.
+    """
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
+    return Qwen2Tokenizer(vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=EOS)
+
+
+def make_model(*, layers: int, width: int, seed: int, max_length: int = 256) -> Qwen2ForCausalLM:
+    """A float32 model whose weights depend on `seed` alone. Raises ConfigError."""
+    if width % HEAD_WIDTH:
+        raise ConfigError(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head, got {width}.")
+    config = Qwen2Config(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=width // HEAD_WIDTH,
+        num_key_value_heads=width // HEAD_WIDTH,
+        max_position_embeddings=max_length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config)
+
+
+@fail_cleanly()
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("models/digits-random"), help="folder to write to")
+    options = parser.parse_args(arguments)
+    disable_progress_bar()
+    model = make_model(layers=options.layers, width=options.width, seed=options.seed)
+    save_model(options.out, model=model, tokenizer=make_tokenizer())
+    print(f"{options.out}: {model.num_parameters():,} parameters, {options.layers} layers of width {options.width}")
+
+
+if __name__ == "__main__":
+    main()

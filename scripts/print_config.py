@@ -1,0 +1,68 @@
+"""Prints the resolved config of a run, where each value comes from, or what the numbers add up to.
+
+python -m scripts.print_config experiment=gsm8k_8gpu --arithmetic
+"""
+
+import argparse
+
+from configs.exits import fail_cleanly
+from configs.generators import VllmEngineConfig
+from configs.load import config_hash, load, to_plain, to_yaml
+from configs.run import RunConfig
+from configs.sources import leaves, sources
+
+
+def arithmetic(config: RunConfig) -> dict[str, str]:
+    """Derived sizes: name -> number and how it came about."""
+    learner, generators = config.learner, config.generators
+    trajectories = learner.groups_per_step * generators.group_size
+    response = generators.sampling.max_tokens
+    longest = config.data.max_prompt_tokens + response
+    admitted = (config.buffer.staleness.max_lag + 1) * config.groups_per_version
+    gpus = generators.engine.tensor_parallel_size if isinstance(generators.engine, VllmEngineConfig) else 1
+    return {
+        "trajectories per step": f"{trajectories} = {learner.groups_per_step} groups x {generators.group_size}",
+        "trajectories per optimizer update": f"{trajectories // config.algorithm.updates_per_step}",
+        "trajectories per update and rank": f"{trajectories // config.algorithm.updates_per_step // learner.num_ranks}",
+        "generated tokens per step": f"<= {trajectories * response:,} = {trajectories} x {response}",
+        "tokens per step": f"<= {trajectories * longest:,} = {trajectories} x {longest} (prompt and response)",
+        "microbatches per step": f"<= {-(-trajectories * longest // learner.tokens_per_microbatch)} over all ranks",
+        "groups per version": f"{config.groups_per_version}",
+        "groups running or waiting": f"< {admitted} = (max lag {config.buffer.staleness.max_lag} + 1) x "
+        f"{config.groups_per_version}",
+        "trajectories in flight": f"<= {generators.count * generators.max_concurrency} = {generators.count} generators "
+        f"x {generators.max_concurrency}",
+        "prompts of the whole run": f"{learner.max_steps * learner.groups_per_step:,} = {learner.max_steps} steps x "
+        f"{learner.groups_per_step}",
+        "devices of all generators": f"{generators.count * gpus}",
+        "devices of the learner": f"{learner.num_ranks}",
+        "config hash": config_hash(config),
+    }
+
+
+@fail_cleanly()
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sources", action="store_true", help="name the file or override that set each value")
+    parser.add_argument("--arithmetic", action="store_true", help="print derived sizes")
+    parser.add_argument("overrides", nargs="*", help="as for run_async.py: key=value, group=option")
+    options = parser.parse_intermixed_args(arguments)
+    config = load(options.overrides)
+    if options.arithmetic:
+        _print_table(arithmetic(config))
+    elif options.sources:
+        origins = sources(options.overrides)
+        _print_table({f"{key} = {value}": origins[key] for key, value in leaves(to_plain(config))})
+    else:
+        print(to_yaml(config), end="")
+
+
+def _print_table(rows: dict[str, str]) -> None:
+    width = min(60, max(len(name) for name in rows))
+    for name, value in rows.items():
+        print(f"{name:<{width}}  {value}")
+
+
+if __name__ == "__main__":
+    main()

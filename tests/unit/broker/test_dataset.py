@@ -1,0 +1,123 @@
+"""The dataset: rows as they are leased out, and one sentence for every file that will not do."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from broker.dataset import Dataset, Row
+from configs.base import ConfigError
+
+ROW: dict[str, Any] = {
+    "data_source": "digits/reverse",
+    "prompt": "48213=",
+    "reward_model": {"style": "rule", "ground_truth": "31284"},
+    "extra_info": {"index": 17, "split": "train"},
+}
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Dataset(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_row_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert Dataset(write(tmp_path, [ROW])).row(0) == Row(
+        uid="train/00000",
+        prompt="48213=",
+        ground_truth="31284",
+        data_source="digits/reverse",
+        extra_info={"index": 17, "split": "train"},
+    )
+
+
+def test_a_prompt_may_be_chat_messages(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "What is 1 + 1?"}]
+    assert Dataset(write(tmp_path, [ROW | {"prompt": messages}])).row(0).prompt == messages
+
+
+def test_extra_info_may_be_absent(tmp_path: Path) -> None:
+    without = {key: value for key, value in ROW.items() if key != "extra_info"}
+    assert Dataset(write(tmp_path, [without])).row(0).extra_info == {}
+
+
+def test_iteration_gives_every_row_under_its_own_uid(tmp_path: Path) -> None:
+    dataset = Dataset(write(tmp_path, [ROW, ROW, ROW]))
+    assert len(dataset) == 3
+    assert [row.uid for row in dataset] == ["train/00000", "train/00001", "train/00002"]
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_row_outside_the_file_is_an_index_error(tmp_path: Path, index: int) -> None:
+    with pytest.raises(IndexError, match="rows 0 to 0"):
+        Dataset(write(tmp_path, [ROW])).row(index)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "no such file" in refusal(tmp_path / "nowhere.parquet")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_text("{}")
+    assert "cannot be read" in refusal(tmp_path / "train.parquet")
+
+
+@pytest.mark.parametrize("column", ["data_source", "prompt", "reward_model"])
+def test_a_missing_column_is_named_beside_those_there_are(tmp_path: Path, column: str) -> None:
+    message = refusal(write(tmp_path, [{key: value for key, value in ROW.items() if key != column}]))
+    assert f"the column `{column}`" in message
+    assert "extra_info" in message
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("data_source", 3),
+        ("prompt", 3),
+        ("prompt", ["a", "b"]),
+        ("prompt", [{"role": "user"}]),
+        ("reward_model", "31284"),
+        ("reward_model", {"style": "rule"}),
+        ("reward_model", {"ground_truth": 31284}),
+        ("extra_info", "seventeen"),
+    ],
+)
+def test_a_column_of_another_type_is_refused(tmp_path: Path, column: str, value: Any) -> None:
+    assert f"column `{column}` must be" in refusal(write(tmp_path, [ROW | {column: value}]))
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW]).slice(0, 0), path)
+    assert "at least one prompt" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"data_source": None}, "data_source"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "reward_model.ground_truth"),
+        ({"reward_model": None}, "reward_model.ground_truth"),
+    ],
+)
+def test_a_row_without_a_value_is_named(tmp_path: Path, broken: dict[str, Any], name: str) -> None:
+    message = refusal(write(tmp_path, [ROW, ROW | broken]))
+    assert f"`{name}`, but row 1" in message
+
+
+def test_the_dataset_loads_without_torch() -> None:
+    program = "import broker.dataset, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
