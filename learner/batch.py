@@ -1,0 +1,73 @@
+"""Batch: what is between fetched trajectories and a forward pass: samples, and the tensors they become."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from buffer.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trajectory with all that the loss needs to know about it.
+
+    Example: Sample(trajectory, advantage=0.7, loss_mask=[0, 0, 0, 1, 1], token_weight=1 / 3072)
+    """
+
+    trajectory: Trajectory
+    """As it came from the store."""
+    advantage: float
+    """Of every token of it."""
+    loss_mask: np.ndarray
+    """bool[T], true where a token is trained on; never at token 0, which nothing predicts."""
+    token_weight: float = 0.0
+    """Factor of every token's loss, from the aggregation over the whole optimizer update."""
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens trained on."""
+        return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One forward pass: R rows of L tokens holding several sequences each, and the N tokens whose loss is wanted.
+
+    A row holds branches (responses) and the prompts they continue: a prompt that several responses share is there once,
+    `attention_mask` lets each response see it and not its siblings, and positions count along prompt and response.
+    """
+
+    token_ids: Int[Tensor, "R L"]
+    """Input tokens; 0 in the padding at the end of a row."""
+    position_ids: Int[Tensor, "R L"]
+    """Position within the own sequence."""
+    attention_mask: Bool[Tensor, "R 1 L L"] | None
+    """Which token (last axis) each token sees; None: causal, restarted wherever `position_ids` restart."""
+    sources: Int[Tensor, "N"]
+    """Where each wanted token is predicted: index into the flattened rows."""
+    targets: Int[Tensor, "N"]
+    """The wanted tokens."""
+    temperatures: Float[Tensor, "N"]
+    """What the generator divided logits by."""
+    generator_logprobs: Float[Tensor, "N"]
+    """Log-probability the generator sampled each with."""
+    advantages: Float[Tensor, "N"]
+    """Advantage of each."""
+    token_weights: Float[Tensor, "N"]
+    """Factor of each token's loss."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Input tokens, padding included."""
+        return self.token_ids.numel()
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """The same on `device`."""
+        if self.token_ids.device == device:
+            return self
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return Microbatch(**{k: v if v is None else v.to(device, non_blocking=True) for k, v in fields.items()})

@@ -1,0 +1,178 @@
+"""Checkpoints: what a run resumes from, written so that a crash at any moment leaves a whole one.
+
+<folder>/latest                          name of the newest whole checkpoint, written last
+<folder>/step-00000050/state.json        CheckpointState
+<folder>/step-00000050/model/            weights in transformers format, with tokenizer
+<folder>/step-00000050/optimizer-rank-*  master weights and moments of each rank
+<folder>/step-00000050/random-rank-*     random number generators of each rank
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import xxhash
+from torch import Tensor
+
+from buffer.trajectory import Record
+from configs.learner import DeepSpeedEngineConfig
+from configs.run import RunConfig
+from learner.errors import CheckpointFault
+from learner.model import load_policy, save_pretrained
+from learner.parameters import named_parameters
+from learner.random_state import restore_random_state, save_random_state
+from learner.ranks import Ranks
+from learner.trainer import Trainer
+
+_LATEST = "latest"
+
+
+class CheckpointState(Record):
+    """Where a run stood. Example: CheckpointState(step=50, version=50, num_updates=50, seed=0, engine="zero-0", ...)"""
+
+    step: int
+    """Last step that is in the weights."""
+    version: int
+    """Policy version of the weights."""
+    num_updates: int
+    """Optimizer updates made."""
+    seed: int
+    """Of the run."""
+    config_hash: str
+    """Of the run's settings, for the record."""
+    engine: str
+    """`torch` or `zero-<stage>`."""
+    num_ranks: int
+    """Learner ranks that wrote it."""
+
+
+class Checkpoints:
+    """Saves and restores a trainer. Collective; only rank 0 touches shared files."""
+
+    def __init__(self, folder: Path, *, run: RunConfig, trainer: Trainer, ranks: Ranks) -> None:
+        self._folder = folder
+        self._run = run
+        self._trainer = trainer
+        self._ranks = ranks
+
+    def save(self, *, step: int, version: int) -> None:
+        """Write a checkpoint that covers `step`; durable when this returns. Old ones beyond `keep` are removed."""
+        draft = self._folder / "draft"
+        if self._ranks.is_first:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        self._ranks.wait_for_all()
+        self._trainer.engine.save_state(draft)
+        save_random_state(draft / f"random-rank-{self._ranks.rank}")
+        save_model(self._trainer, draft / "model", run=self._run, ranks=self._ranks)
+        self._ranks.wait_for_all()
+        if self._ranks.is_first:
+            self._finish(draft, self._describe(step=step, version=version))
+        self._ranks.wait_for_all()
+
+    def restore(self) -> CheckpointState | None:
+        """Put the newest checkpoint into the trainer; None when there is none. Raises CheckpointFault."""
+        place = self._newest()
+        if place is None:
+            return None
+        state = _read_state(place)
+        self._check_fits(place, state)
+        self._trainer.engine.restore_state(place, weights=self._read_weights(place))
+        self._trainer.num_updates = state.num_updates
+        restore_random_state(place / f"random-rank-{self._ranks.rank}")
+        self._ranks.wait_for_all()
+        return state
+
+    def _describe(self, *, step: int, version: int) -> CheckpointState:
+        return CheckpointState(
+            step=step,
+            version=version,
+            num_updates=self._trainer.num_updates,
+            seed=self._run.seed,
+            config_hash=xxhash.xxh3_64_hexdigest(msgspec.json.encode(self._run)),
+            engine=_engine_name(self._run),
+            num_ranks=self._ranks.size,
+        )
+
+    def _finish(self, draft: Path, state: CheckpointState) -> None:
+        (draft / "state.json").write_bytes(msgspec.json.encode(state))
+        _sync_tree(draft)
+        place = self._unused_place(state.step)
+        draft.rename(place)
+        _write_durably(self._folder / _LATEST, place.name)
+        self._prune()
+
+    def _unused_place(self, step: int) -> Path:
+        """A step that was rolled back and made again gets a name of its own: the pointed-at one stays whole."""
+        names = [f"step-{step:08d}", *(f"step-{step:08d}.{again}" for again in range(2, 1000))]
+        return next(self._folder / name for name in names if not (self._folder / name).exists())
+
+    def _prune(self) -> None:
+        places = sorted(self._folder.glob("step-*"), key=lambda place: place.stat().st_mtime_ns)
+        for place in places[: -self._run.learner.checkpoint.keep]:
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _newest(self) -> Path | None:
+        pointer = self._folder / _LATEST
+        return self._folder / pointer.read_text().strip() if pointer.exists() else None
+
+    def _check_fits(self, place: Path, state: CheckpointState) -> None:
+        wanted = {"learner/engine": _engine_name(self._run), "learner.num_ranks": self._ranks.size}
+        found = {"learner/engine": state.engine, "learner.num_ranks": state.num_ranks}
+        if wanted != found:
+            raise CheckpointFault(
+                f"{place} must have been written with {wanted}, got {found}: resume with those settings, or start a "
+                f"new run with model.path={place / 'model'}."
+            )
+
+    def _read_weights(self, place: Path) -> dict[str, Tensor]:
+        config = msgspec.structs.replace(self._run.model, path=str(place / "model"))
+        policy = load_policy(config, device=self._trainer.engine.device)
+        return {name: parameter.detach() for name, parameter in named_parameters(policy.causal_lm)}
+
+
+def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) -> None:
+    """Write the weights (float32, transformers format) and the tokenizer. Collective; rank 0 writes."""
+    weights = {}
+    for name, tensor in trainer.engine.gather_parameters():
+        if ranks.is_first:
+            weights[name] = tensor.cpu()
+    if ranks.is_first:
+        save_pretrained(trainer.engine.policy, folder, weights=weights, config=run.model)
+
+
+def _engine_name(run: RunConfig) -> str:
+    engine = run.learner.engine
+    return f"zero-{engine.zero_stage}" if isinstance(engine, DeepSpeedEngineConfig) else "torch"
+
+
+def _read_state(place: Path) -> CheckpointState:
+    try:
+        return msgspec.json.decode((place / "state.json").read_bytes(), type=CheckpointState)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointFault(
+            f"{place} must be a whole checkpoint, got {error}: let `latest` beside it name another one, or start anew."
+        ) from error
+
+
+def _write_durably(path: Path, text: str) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_text(text)
+    _sync(draft)
+    draft.replace(path)
+    _sync(path.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

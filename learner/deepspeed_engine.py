@@ -1,0 +1,196 @@
+"""DeepSpeedEngine: DeepSpeed with ZeRO 0 to 3, on CPUs (Gloo) or GPUs (NCCL). The door to `deepspeed`."""
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from configs.learner import DeepSpeedEngineConfig, OptimizerConfig
+from learner.batch import Microbatch
+from learner.deepspeed_config import deepspeed_config, deepspeed_environment
+from learner.errors import TrainEngineFault
+from learner.model import Policy
+from learner.parameters import (
+    check_grad_norm,
+    make_optimizer,
+    named_parameters,
+    restore_optimizer,
+    save_optimizer,
+    set_learning_rate,
+)
+from learner.ranks import Ranks
+
+_GATHER_BYTES = 256 * 1024 * 1024
+
+
+class DeepSpeedEngine:
+    """See TrainEngine. The default process group of torch.distributed must exist (see `learner.ranks`)."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        config: DeepSpeedEngineConfig,
+        optimizer: OptimizerConfig,
+        device: torch.device,
+        ranks: Ranks,
+    ) -> None:
+        self._deepspeed = _import_deepspeed(device)
+        self._policy = policy
+        self._device = device
+        self._ranks = ranks
+        self._stage = config.zero_stage
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._grad_norm = 0.0
+        self._adamw = make_optimizer(policy, optimizer)
+        self._engine = self._initialize(deepspeed_config(config, optimizer=optimizer, num_ranks=ranks.size))
+
+    def _initialize(self, settings: dict[str, Any]) -> Any:
+        if not self._stage:
+            self._adamw.register_step_pre_hook(self._clip)
+        with contextlib.redirect_stdout(sys.stderr):
+            engine, *_ = self._deepspeed.initialize(
+                model=self._policy, optimizer=self._adamw, config=settings, dist_init_required=False
+            )
+        return engine
+
+    @property
+    def policy(self) -> Policy:
+        """The model."""
+        return self._policy
+
+    @property
+    def device(self) -> torch.device:
+        """Where microbatches must be."""
+        return self._device
+
+    def forward(self, microbatch: Microbatch, *, differentiate_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """See TrainEngine."""
+        return self._engine(microbatch, differentiate_entropy=differentiate_entropy)
+
+    def backward(self, loss: Tensor) -> None:
+        """See TrainEngine."""
+        # DeepSpeed averages gradients over ranks; ours are parts of one sum.
+        self._engine.backward(loss * self._ranks.size)
+
+    def step(self, *, learning_rate: float) -> float:
+        """See TrainEngine."""
+        set_learning_rate(self._adamw, learning_rate)
+        try:
+            self._engine.step()
+        except BaseException:
+            self.discard_gradients()
+            raise
+        norm = self._engine.get_global_grad_norm() if self._stage else self._grad_norm
+        return check_grad_norm(float(norm))
+
+    def discard_gradients(self) -> None:
+        """See TrainEngine."""
+        self._engine.optimizer.zero_grad(set_to_none=True)
+
+    def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine."""
+        for bucket in _buckets(named_parameters(self._policy.causal_lm)):
+            with self._whole([parameter for _, parameter in bucket]):
+                yield from [(name, self._read(parameter)) for name, parameter in bucket]
+
+    def save_state(self, folder: Path) -> None:
+        """See TrainEngine."""
+        save_optimizer(folder / self._state_file, self._masters(), self._adamw)
+
+    def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
+        """See TrainEngine."""
+        for bucket in _buckets(named_parameters(self._policy.causal_lm)):
+            with self._whole([parameter for _, parameter in bucket], modifier_rank=0), torch.no_grad():
+                for name, parameter in bucket:
+                    parameter.copy_(weights[name])
+        restore_optimizer(folder / self._state_file, self._masters(), self._adamw)
+
+    @property
+    def _state_file(self) -> str:
+        return f"optimizer-rank-{self._ranks.rank}.safetensors"
+
+    def _masters(self) -> list[Tensor]:
+        """The tensors AdamW moves on this rank: whole parameters, or this rank's flat pieces of them."""
+        if not self._stage:
+            return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+        zero = self._engine.optimizer
+        return zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Runs before AdamW moves anything, after gradients were averaged over ranks."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+        self._grad_norm = check_grad_norm(norm.item())
+
+    def _whole(self, parameters: list[nn.Parameter], *, modifier_rank: int | None = None) -> Any:
+        """Within it the parameters are complete on this rank."""
+        if self._stage < 3:
+            return contextlib.nullcontext()
+        unique = list({id(parameter): parameter for parameter in parameters}.values())
+        return self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank)
+
+    def _read(self, parameter: nn.Parameter) -> Tensor:
+        whole = parameter.detach()
+        return whole.clone() if self._stage == 3 else whole
+
+
+def _buckets(
+    parameters: Iterator[tuple[str, nn.Parameter]], *, max_bytes: int = _GATHER_BYTES
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in parameters:
+        num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if bucket and size + num_bytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def _import_deepspeed(device: torch.device) -> ModuleType:
+    wanted = deepspeed_environment(device)
+    chosen = {name: os.environ.get(name, "unset") for name in wanted}
+    if chosen != wanted:
+        raise TrainEngineFault(
+            f"the environment must hold {wanted} before DeepSpeed starts on {device}, got {chosen}: "
+            "start the learner with `python -m learner` or set it."
+        )
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            import deepspeed
+            import deepspeed.ops
+    except ImportError as error:
+        raise TrainEngineFault(
+            f"learner/engine=deepspeed needs an importable deepspeed, got {error}: install the `cpu` or `gpu` extra, "
+            "or use learner/engine=torch."
+        ) from error
+    _send_logs_to_stderr()
+    _skip_shared_memory_op(deepspeed.ops)
+    return deepspeed
+
+
+def _send_logs_to_stderr() -> None:
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)
+
+
+def _skip_shared_memory_op(ops: ModuleType) -> None:
+    """On CPUs DeepSpeed compiles a C++ op at its first start (45 s, needs g++), which only its inference uses.
+
+    It asks this table whether the op can be built; an empty table says no and Gloo is used, as in training anyway.
+    """
+    ops.__compatible_ops__ = {}

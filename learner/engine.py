@@ -1,0 +1,63 @@
+"""TrainEngine: the protocol DeepSpeed and plain torch fulfil."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from learner.batch import Microbatch
+from learner.model import Policy
+
+
+class TrainEngine(Protocol):
+    """Holds the parameters and the optimizer.
+
+    Life: (forward -> backward)* -> step, again and again. With several ranks every method is collective: all ranks call
+    it, in the same order; `forward` as often on each.
+    """
+
+    @property
+    def policy(self) -> Policy:
+        """The model; with ZeRO-3 its parameters are in pieces."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where microbatches must be."""
+        ...
+
+    def forward(self, microbatch: Microbatch, *, differentiate_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies of the wanted tokens, float32[N]; with a graph unless under no_grad."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss` to what is accumulated. Losses of all microbatches and all ranks add up."""
+        ...
+
+    def step(self, *, learning_rate: float) -> float:
+        """Clip, move the parameters, forget the gradients; returns the gradient norm before clipping.
+
+        Raises Diverged, with the parameters unmoved, when the norm is not finite.
+        """
+        ...
+
+    def discard_gradients(self) -> None:
+        """Forget what is accumulated."""
+        ...
+
+    def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters by their name in transformers' checkpoint, `lm_head.weight` also when it is tied.
+
+        Float32, on `device`. What is not sharded is the live parameter: copy it before the next step.
+        """
+        ...
+
+    def save_state(self, folder: Path) -> None:
+        """Write this rank's part of the optimizer state into an existing folder."""
+        ...
+
+    def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
+        """Take back full parameters and this rank's part of the optimizer state. Raises CheckpointFault."""
+        ...

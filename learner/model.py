@@ -1,0 +1,115 @@
+"""The policy: a transformers causal language model that answers with log-probabilities of wanted tokens."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, logging
+
+from configs.model import ModelConfig
+from learner.algorithms.logprobs import token_logprobs_and_entropy
+from learner.batch import Microbatch
+from learner.errors import ModelFault
+
+_COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
+"""float16 gradients underflow without loss scaling, so the learner computes in float32 where engines use float16."""
+
+FLASH = "flash_attention_2"
+
+
+class Policy(nn.Module):
+    """What a training engine runs: float32 master weights, matrix products in `compute_dtype`."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self._compute_dtype = compute_dtype
+        self._is_mixed = compute_dtype != torch.float32
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.causal_lm.config.get_text_config().vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.causal_lm.config.get_text_config().hidden_size
+
+    @property
+    def takes_one_row(self) -> bool:
+        """Whether attention is told sequence boundaries instead of a mask."""
+        return self.causal_lm.config._attn_implementation == FLASH
+
+    def forward(self, microbatch: Microbatch, *, differentiate_entropy: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the wanted tokens and entropies where they were sampled, float32[N] each."""
+        logits = self._wanted_logits(microbatch)
+        return token_logprobs_and_entropy(
+            logits, microbatch.targets, microbatch.temperatures, differentiate_entropy=differentiate_entropy
+        )
+
+    def _wanted_logits(self, microbatch: Microbatch) -> Tensor:
+        is_one_row = len(microbatch.token_ids) == 1
+        with torch.autocast(microbatch.token_ids.device.type, dtype=self._compute_dtype, enabled=self._is_mixed):
+            output = self.causal_lm(
+                input_ids=microbatch.token_ids,
+                position_ids=microbatch.position_ids,
+                attention_mask=microbatch.attention_mask,
+                use_cache=False,
+                logits_to_keep=microbatch.sources if is_one_row else 0,
+            )
+        logits = output.logits.flatten(0, 1)
+        return logits if is_one_row else logits[microbatch.sources]
+
+
+def load_policy(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> Policy:
+    """Load the checkpoint with float32 weights and without dropout. Raises ModelFault."""
+    compute_dtype = _COMPUTE_DTYPES[config.dtype]
+    causal_lm = _load(config, attention=_choose_attention(device, compute_dtype)).to(device)
+    if gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(causal_lm.train(), compute_dtype=compute_dtype)
+
+
+def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """Write a checkpoint in transformers format, with the tokenizer of the initial one where it has one."""
+    policy.causal_lm.save_pretrained(folder, state_dict=weights)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError):
+        return
+    tokenizer.save_pretrained(folder)
+
+
+def _load(config: ModelConfig, *, attention: str) -> PreTrainedModel:
+    logging.disable_progress_bar()
+    try:
+        settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        _disable_dropout(settings)
+        return AutoModelForCausalLM.from_pretrained(
+            config.path,
+            config=settings,
+            dtype=torch.float32,
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelFault(
+            f"model.path must be a readable transformers checkpoint of a causal language model, got {config.path!r}: "
+            f"{first_line}"
+        ) from error
+
+
+def _disable_dropout(settings: object) -> None:
+    """Dropout would make the learner's probabilities differ from the generator's at random."""
+    for name, value in vars(settings).items():
+        if "dropout" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)
+
+
+def _choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    can_flash = device.type == "cuda" and dtype == torch.bfloat16 and is_flash_attn_2_available()
+    return FLASH if can_flash else "sdpa"

@@ -1,0 +1,82 @@
+"""Parameters and optimizer tensors of a model by name, as they go to engines and checkpoints."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from configs.learner import OptimizerConfig
+from learner.errors import CheckpointFault, Diverged
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every name, tied parameters under each of theirs: an engine may keep its own copy of a tied one."""
+    yield from module.named_parameters(remove_duplicate=False)
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the parameters that are trained."""
+    return torch.optim.AdamW(
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.epsilon,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def check_grad_norm(norm: float) -> float:
+    """Raises Diverged unless finite."""
+    if not torch.isfinite(torch.tensor(norm)):
+        raise Diverged(
+            f"the gradient norm must be finite, got {norm}: lower learner.optimizer.learning_rate, or look at "
+            "learner/nonfinite_fraction for bad log-probabilities; the weights are those of the update before."
+        )
+    return norm
+
+
+def save_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Write master weights and moments; `masters` are the tensors the optimizer moves, in a fixed order."""
+    tensors = {f"master.{i}": master.detach() for i, master in enumerate(masters)}
+    for i, master in enumerate(masters):
+        tensors |= {f"{name}.{i}": value.detach() for name, value in optimizer.state.get(master, {}).items()}
+    save_file({name: tensor.contiguous().cpu().clone() for name, tensor in tensors.items()}, path)
+
+
+def restore_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Inverse of `save_optimizer`. Raises CheckpointFault when the tensors are others."""
+    tensors = read_tensors(path)
+    for i, master in enumerate(masters):
+        saved = tensors.pop(f"master.{i}", None)
+        if saved is None or saved.shape != master.shape:
+            raise CheckpointFault(
+                f"{path} must hold an optimizer state for this model, engine and number of ranks; tensor {i} should be "
+                f"{list(master.shape)}, got {saved if saved is None else list(saved.shape)}."
+            )
+        master.data.copy_(saved)
+        names = [name for name in tensors if name.rpartition(".")[2] == str(i)]
+        optimizer.state[master] = {name.rpartition(".")[0]: _place(tensors.pop(name), master) for name in names}
+    if tensors:
+        raise CheckpointFault(f"{path} must hold {len(masters)} optimizer tensors, got more: {sorted(tensors)[:3]} ...")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """A safetensors file. Raises CheckpointFault."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointFault(f"{path} must be a readable part of a checkpoint, got {error}") from error
+
+
+def _place(value: Tensor, master: Tensor) -> Tensor:
+    return value.to(master.device)

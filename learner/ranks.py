@@ -1,0 +1,129 @@
+"""Ranks: the learner's data-parallel processes, and what rank 0 tells the others.
+
+Rank 0 alone talks to the store and the generators; what the others need travels as plain bytes and numbers.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learner.errors import RanksFault
+
+
+class Ranks:
+    """This process's place among the ranks. Every method but `close` is collective."""
+
+    def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
+        self._rank = rank
+        self._size = size
+        self._device = device
+
+    @property
+    def rank(self) -> int:
+        """0 <= rank < size."""
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0."""
+        return self._rank == 0
+
+    def broadcast_bytes(self, payloads: Sequence[bytes] | None) -> list[bytes]:
+        """Rank 0's payloads, on every rank; the others pass None. Blocks until rank 0 calls."""
+        if self._size == 1:
+            return list(payloads or ())
+        lengths = self.broadcast_ints([len(payload) for payload in payloads] if payloads is not None else None)
+        flat = self._flat(payloads, num_bytes=sum(lengths))
+        self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=0))
+        joined = flat.cpu().numpy().tobytes()
+        ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
+        return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+    def broadcast_ints(self, values: Sequence[int] | None) -> list[int]:
+        """Rank 0's numbers, on every rank; the others pass None. Blocks until rank 0 calls."""
+        if self._size == 1:
+            return list(values or ())
+        count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
+        self._collective("broadcast a count", lambda: dist.broadcast(count, src=0))
+        numbers = torch.tensor(values or [0] * int(count), dtype=torch.int64, device=self._device)
+        if len(numbers):
+            self._collective("broadcast numbers", lambda: dist.broadcast(numbers, src=0))
+        return numbers.tolist()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise over ranks."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Element-wise over ranks."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def wait_for_all(self) -> None:
+        """Returns when every rank has called."""
+        if self._size > 1:
+            self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _flat(self, payloads: Sequence[bytes] | None, *, num_bytes: int) -> Tensor:
+        if payloads is None:
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
+        if self._size == 1:
+            return values
+        reduced = values.to(self._device, copy=True)
+        self._collective("reduce numbers", lambda: dist.all_reduce(reduced, op=operation))
+        return reduced.to(values.device)
+
+    def _collective(self, what: str, call: object) -> None:
+        try:
+            call()  # type: ignore[operator]
+        except RuntimeError as error:
+            raise RanksFault(
+                f"all {self._size} learner ranks must be alive to {what}, rank {self._rank} could not: {error}"
+            ) from error
+
+
+def join_ranks(*, rank: int, size: int, device: torch.device, timeout_s: float, rendezvous: str | None = None) -> Ranks:
+    """Form the default process group: Gloo on CPUs, NCCL on GPUs.
+
+    `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have come, at most
+    `timeout_s`, which also bounds every later collective: it must exceed the longest wait of rank 0 for a batch.
+    Raises RanksFault.
+    """
+    if size > 1 and rendezvous is None:
+        raise RanksFault(f"{size} learner ranks need a rendezvous (tcp://host:port or file:///path), got none.")
+    if not (size == 1 and dist.is_initialized()):
+        _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
+    return Ranks(rank=rank, size=size, device=device)
+
+
+def _initialize(*, rank: int, size: int, device: torch.device, timeout_s: float, rendezvous: str | None) -> None:
+    where = {"init_method": rendezvous} if rendezvous else {"store": dist.HashStore()}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout_s),
+            **where,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise RanksFault(
+            f"{size} learner ranks must meet at {rendezvous} within {timeout_s} s, rank {rank} could not: {error}"
+        ) from error

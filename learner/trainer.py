@@ -1,0 +1,143 @@
+"""Trainer: from fetched groups to a finished step.
+
+Consumes: groups of trajectories, the learner's version.
+Produces: moved parameters, diagnostics, the canary.
+Waits for: the other ranks, in collective operations.
+Invariant: all ranks get the same groups and make the same updates; how tokens are split into microbatches and ranks
+changes no gradient.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from buffer.trajectory import Trajectory
+from configs.run import RunConfig
+from learner.admission import admit
+from learner.batch import Microbatch, Sample
+from learner.canary import canary_logprobs, canary_token_ids
+from learner.collate import Layout, collate
+from learner.diagnostics import Tally
+from learner.engine import TrainEngine
+from learner.errors import Diverged
+from learner.model import Policy
+from learner.objective import Objective
+from learner.ranks import Ranks
+from learner.schedule import learning_rate
+
+_MIN_ROW_TOKENS = 64
+
+
+class Trainer:
+    """One per rank. Life: step, again and again, with `canary` in between. Every method is collective."""
+
+    def __init__(self, run: RunConfig, *, engine: TrainEngine, ranks: Ranks, reference: Policy | None = None) -> None:
+        """`reference` is the initial policy, needed when `algorithm.kl_coefficient` > 0."""
+        self._run = run
+        self._engine = engine
+        self._ranks = ranks
+        self._reference = reference
+        self._objective = Objective(run.algorithm)
+        self._layout = _choose_layout(engine.policy, microbatch_tokens=run.learner.tokens_per_microbatch)
+        self.num_updates = 0
+        """Optimizer updates made so far; restored from a checkpoint."""
+
+    @property
+    def engine(self) -> TrainEngine:
+        """Holds parameters and optimizer."""
+        return self._engine
+
+    def step(self, groups: Sequence[Sequence[Trajectory]], *, learner_version: int, step: int) -> dict[str, float]:
+        """Train on the claimed groups; returns `learner/...`, the same on all ranks.
+
+        Raises BatchFault, Diverged (weights are those of the update before), RanksFault.
+        """
+        admitted = admit(
+            groups,
+            objective=self._objective,
+            learner_version=learner_version,
+            max_lag=self._run.buffer.staleness.max_lag,
+            num_updates=self._run.algorithm.updates_per_step,
+            vocab_size=self._engine.policy.vocab_size,
+        )
+        updates = [microbatches for samples in admitted.updates if (microbatches := self._collate(samples))]
+        proximal = [[self._proximal_logprobs(m) for m in microbatches] for microbatches in updates]
+        tally = Tally()
+        norms = [self._update(*pair, tally=tally, step=step) for pair in zip(updates, proximal, strict=True)]
+        return {
+            **admitted.metrics,
+            **tally.report(self._ranks, num_updates=len(updates)),
+            "learner/updates": float(len(updates)),
+            "learner/grad_norm": sum(norms) / max(1, len(norms)),
+            "learner/learning_rate": self._learning_rate(max(0, self.num_updates - 1)),
+        }
+
+    def canary(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each."""
+        token_ids = canary_token_ids(
+            seed=self._run.seed,
+            vocab_size=self._engine.policy.vocab_size,
+            num_sequences=self._run.weights.probe_sequences,
+            max_length=self._run.model.max_length,
+        )
+        return token_ids.tolist(), canary_logprobs(self._engine, token_ids)
+
+    def _collate(self, samples: list[Sample]) -> list[Microbatch]:
+        ranks = self._ranks
+        microbatches = collate(samples, layout=self._layout, rank=ranks.rank, num_ranks=ranks.size)
+        return [microbatch.to(self._engine.device) for microbatch in microbatches]
+
+    @torch.no_grad()
+    def _proximal_logprobs(self, microbatch: Microbatch) -> Tensor | None:
+        return self._engine.forward(microbatch)[0] if self._objective.needs_proximal else None
+
+    @torch.no_grad()
+    def _reference_logprobs(self, microbatch: Microbatch) -> Tensor | None:
+        return self._reference(microbatch)[0] if self._reference else None
+
+    def _update(
+        self, microbatches: list[Microbatch], proximal: list[Tensor | None], *, tally: Tally, step: int
+    ) -> float:
+        pairs = zip(microbatches, proximal, strict=True)
+        losses = [self._backward(microbatch, logprobs, tally=tally) for microbatch, logprobs in pairs]
+        self._check_finite(torch.stack(losses).sum(), step=step)
+        norm = self._engine.step(learning_rate=self._learning_rate(self.num_updates))
+        self.num_updates += 1
+        return norm
+
+    def _backward(self, microbatch: Microbatch, proximal_logprobs: Tensor | None, *, tally: Tally) -> Tensor:
+        logprobs, entropies = self._engine.forward(
+            microbatch, differentiate_entropy=self._objective.differentiates_entropy
+        )
+        loss = self._objective.loss(
+            microbatch,
+            logprobs,
+            entropies,
+            proximal_logprobs=proximal_logprobs,
+            reference_logprobs=self._reference_logprobs(microbatch),
+            tally=tally,
+        )
+        self._engine.backward(loss)
+        return loss.detach()
+
+    def _check_finite(self, loss: Tensor, *, step: int) -> None:
+        """All ranks learn of it together, so that none waits for another in `engine.step`."""
+        is_bad = self._ranks.max((~loss.isfinite()).float().reshape(1))
+        if is_bad.item():
+            self._engine.discard_gradients()
+            raise Diverged(
+                f"the loss of step {step} must be finite, got {loss.item()} on rank {self._ranks.rank}: lower "
+                "learner.optimizer.learning_rate or resume from the newest checkpoint."
+            )
+
+    def _learning_rate(self, update: int) -> float:
+        total = self._run.learner.max_steps * self._run.algorithm.updates_per_step
+        return learning_rate(update, config=self._run.learner.optimizer, total_updates=total)
+
+
+def _choose_layout(policy: Policy, *, microbatch_tokens: int) -> Layout:
+    """Attention costs row length x width, everything else 12 x width^2: rows of half the width cost next to nothing."""
+    kind = "one_row" if policy.takes_one_row else "shared_rows"
+    row_tokens = min(microbatch_tokens, max(_MIN_ROW_TOKENS, policy.hidden_size // 2))
+    return Layout(kind, microbatch_tokens, row_tokens)

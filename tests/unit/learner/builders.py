@@ -1,0 +1,109 @@
+"""Builders of runs, groups and trainers for the learner's tests; the model is a tiny Qwen2 made by code."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from buffer.trajectory import Reward, Trajectory, VersionSpan
+from configs.data import DataConfig
+from configs.learner import DeepSpeedEngineConfig, LearnerConfig, TorchEngineConfig
+from configs.model import ModelConfig
+from configs.run import RunConfig
+from learner.building import build_trainer
+from learner.deepspeed_config import deepspeed_environment
+from learner.model import Policy, load_policy
+from learner.ranks import Ranks, join_ranks
+from learner.trainer import Trainer
+from tests.builders import make_trajectory
+from tests.tiny_model import make_tiny_model
+
+CPU = torch.device("cpu")
+VOCABULARY = 39
+
+
+def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
+    """A run of two groups of four, plain torch, three steps."""
+    settings: dict[str, Any] = {"groups_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
+    base = {
+        "name": "test",
+        "model": ModelConfig(path=str(model_path)),
+        "data": DataConfig(train_path="a", heldout_path="b"),
+        "learner": LearnerConfig(**(settings | (learner or {}))),
+    }
+    return RunConfig(**(base | overrides))
+
+
+def make_response(
+    group: int = 0,
+    index: int = 0,
+    *,
+    prompt: tuple[int, ...] = (4, 8, 2, 9),
+    response: tuple[int, ...] = (5, 6, 7, 1),
+    reward: float = 0.5,
+    version: int = 0,
+    **overrides: Any,
+) -> Trajectory:
+    """One answer to one prompt; the generator gave every token log-probability -2."""
+    num_tokens = len(prompt) + len(response)
+    mask = np.arange(num_tokens) >= len(prompt)
+    fields: dict[str, Any] = {
+        "token_ids": np.array([*prompt, *response], dtype=np.int32),
+        "model_mask": mask,
+        "generator_logprobs": np.where(mask, -2.0, 0.0).astype(np.float32),
+        "version_spans": [VersionSpan(len(prompt), version)],
+        "reward": Reward(total=reward),
+    }
+    return make_trajectory(str(group), index, **(fields | overrides))
+
+
+def make_groups(
+    *, num_groups: int = 2, group_size: int = 4, seed: int = 0, longest: int = 9, **overrides: Any
+) -> list[list[Trajectory]]:
+    """Random prompts, responses of random lengths, random rewards."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for group in range(num_groups):
+        prompt = tuple(random.integers(2, VOCABULARY, size=int(random.integers(2, longest))).tolist())
+        members = []
+        for index in range(group_size):
+            response = tuple(random.integers(2, VOCABULARY, size=int(random.integers(1, longest))).tolist())
+            reward = float(random.random())
+            members.append(make_response(group, index, prompt=prompt, response=response, reward=reward, **overrides))
+        groups.append(members)
+    return groups
+
+
+def make_model(folder: Path, *, seed: int = 0, is_tied: bool = False) -> Path:
+    """A tiny checkpoint, written once per folder."""
+    path = folder / f"model-{seed}-{is_tied}"
+    return path if path.exists() else make_tiny_model(path, seed=seed, is_tied=is_tied)
+
+
+def make_policy(folder: Path, **settings: Any) -> Policy:
+    """The tiny policy on the CPU."""
+    return load_policy(ModelConfig(path=str(make_model(folder, **settings))), device=CPU)
+
+
+def make_alone() -> Ranks:
+    """The only rank."""
+    return join_ranks(rank=0, size=1, device=CPU, timeout_s=60)
+
+
+def make_trainer(run: RunConfig) -> Trainer:
+    """A trainer in this process, on one thread."""
+    torch.set_num_threads(1)
+    os.environ.update(deepspeed_environment(CPU))
+    return build_trainer(run, ranks=make_alone(), device=CPU)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """A copy of all parameters."""
+    return {name: tensor.clone() for name, tensor in trainer.engine.gather_parameters()}
+
+
+def zero(stage: int) -> DeepSpeedEngineConfig:
+    """DeepSpeed at a ZeRO stage."""
+    return DeepSpeedEngineConfig(zero_stage=stage)
