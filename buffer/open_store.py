@@ -12,7 +12,7 @@ from buffer.errors import StoreUnavailable
 from buffer.redis_store import RedisStore
 from buffer.redis_store.door import address_of
 
-PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"  # noqa: S105
+PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
 """Environment variable, because a password in the config would end up in logs and run folders."""
 OLDEST_REDIS = (6, 2)
 """The first one with every command the scripts use."""

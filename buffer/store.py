@@ -93,7 +93,7 @@ class StoreCounts(Record):
     superseded: int
     """Trajectories whose place was taken."""
     refused: dict[str, int]
-    """Trajectories not stored, by reason; those refused with `store_full` come again and are not counted."""
+    """Frames put into quarantine, by reason."""
     open_members: int = 0
     """Trajectories in open groups."""
     quarantined_members: int = 0
@@ -226,7 +226,8 @@ class Store(Protocol):
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
         """Store trajectories, idempotent on id; one outcome each, same order. Durable (as configured) on return.
 
-        Evaluation trajectories are counted into their evaluation and not kept.
+        Evaluation trajectories are counted into their evaluation and not kept. A refused one leaves no trace: the caller
+        either has it sent again (`store_full`) or gives it to `quarantine`, which counts it.
         """
         ...
 

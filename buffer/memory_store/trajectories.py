@@ -32,12 +32,9 @@ class MemoryTrajectories(MemoryState):
         if header.purpose != "train":
             return self._count_answer(header)
         insertion = self._judge(header)
-        if insertion.outcome == "refused":
-            self._refused[insertion.reason] += 1
-        elif insertion.outcome != "inserted":
-            self._counters[insertion.outcome] += 1
-        else:
+        if insertion.outcome == "inserted":
             return self._store(header, payload)
+        self._counters[insertion.outcome] += 1
         return insertion
 
     def _judge(self, header: TrajectoryHeader) -> Insertion:
@@ -78,13 +75,13 @@ class MemoryTrajectories(MemoryState):
         evaluation_id, _, row = header.group_id.rpartition(":")
         evaluation = self._evaluations.get(evaluation_id)
         if evaluation is None or evaluation.purpose != header.purpose:
-            return self._refuse("unknown_group")
+            return _refusal("unknown_group")
         if len(evaluation.answered) == evaluation.num_prompts or (row.isdecimal() and int(row) in evaluation.answered):
             return Insertion(outcome="duplicate")
         if header.group_id not in self._groups:
-            return self._refuse("unknown_group")
+            return _refusal("unknown_group")
         if header.newest_version > self._opened().announced_version:
-            return self._refuse("future_version")
+            return _refusal("future_version")
         self._answer(evaluation, header, evaluation_id=evaluation_id, row=int(row))
         is_complete = len(evaluation.answered) == evaluation.num_prompts
         return Insertion(outcome="inserted", group_is_ready=is_complete)
@@ -98,10 +95,6 @@ class MemoryTrajectories(MemoryState):
         group = self._groups.pop(evaluation_group_id(evaluation_id, row))
         self._evaluation_leases.pop(group.id, None)
         self._evaluation_pending.pop(group.sequence, None)
-
-    def _refuse(self, reason: str) -> Insertion:
-        self._refused[reason] += 1
-        return _refusal(reason)
 
 
 def _refusal(reason: str) -> Insertion:

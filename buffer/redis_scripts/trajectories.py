@@ -3,10 +3,7 @@
 from buffer.redis_scripts.prelude import RING_BELL, script
 
 _ANSWERS = """
-local function refuse(reason)
-  redis.call('HINCRBY', key('refused'), reason, 1)
-  return {'refused', reason, 0}
-end
+local function refuse(reason) return {'refused', reason, 0} end
 local function count(outcome, counter)
   redis.call('HINCRBY', key('counters'), counter, 1)
   return {outcome, '', 0}

@@ -1,0 +1,189 @@
+"""Random operations on both twins at once: after each, answers, counts and run state must agree."""
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from buffer.errors import StaleFence
+from buffer.store import Claim, Lease
+from buffer.trajectory import Reward, VersionSpan
+from configs.buffer import FifoConfig, UniformConfig
+from tests.contract.stores import GROUP_SIZE, Clock, answer, audit, make_memory_store, make_redis_store, open_run
+
+OWNERS = st.sampled_from(["a", "b"])
+LEASE_S = st.sampled_from([1.0, 5.0, 60.0])
+
+
+class Twins(RuleBasedStateMachine):
+    """Leases and claims ever made are remembered, so that stale ones are used too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.stores = (make_memory_store(self.clock), make_redis_store(self.clock))
+        self.leases: list[Lease] = []
+        self.claims: list[Claim] = []
+        self.sent: list[tuple] = []
+
+    @initialize()
+    def open(self) -> None:
+        for store in self.stores:
+            open_run(store)
+
+    def both(self, operation: Callable[[Any], Any]) -> Any:
+        memory, redis = (_outcome(operation, store) for store in self.stores)
+        assert memory == redis
+        return memory
+
+    @rule(owner=OWNERS, count=st.integers(0, 4), lease_s=LEASE_S, limit=st.sampled_from([3, 40]))
+    def lease(self, owner: str, count: int, lease_s: float, limit: int) -> None:
+        wanted = {"owner": owner, "max_groups": count, "group_size": GROUP_SIZE, "lease_s": lease_s}
+        self.leases += self.both(lambda store: store.lease(admission_limit=limit, **wanted))
+
+    @rule(data=st.data(), version=st.sampled_from([0, 0, 0, 0, 1]), reward=st.sampled_from([0.5, 0.5, 0.25]))
+    def insert(self, data: st.DataObject, version: int, reward: float) -> None:
+        if not self.leases:
+            return
+        lease = data.draw(st.sampled_from(self.leases))
+        content = {"version_spans": [VersionSpan(6, version)], "reward": Reward(total=reward)}
+        packed = [answer(lease, index, **content) for index in data.draw(st.permutations(lease.indices))]
+        self.sent += packed
+        self.both(lambda store: store.insert(packed))
+
+    @rule(owner=OWNERS, count=st.integers(1, 3), leave_out=st.sampled_from([0, 0, 1]))
+    def lease_then_answer(self, owner: str, count: int, leave_out: int) -> None:
+        wanted = {"owner": owner, "max_groups": count, "group_size": GROUP_SIZE, "lease_s": 5.0}
+        leases = self.both(lambda store: store.lease(admission_limit=40, **wanted))
+        packed = [answer(lease, index) for lease in leases for index in lease.indices]
+        packed = packed[: len(packed) - leave_out]
+        self.leases += leases
+        self.sent += packed
+        self.both(lambda store: store.insert(packed))
+
+    @rule(data=st.data())
+    def send_again(self, data: st.DataObject) -> None:
+        if self.sent:
+            again = data.draw(st.lists(st.sampled_from(self.sent), max_size=4))
+            self.both(lambda store: store.insert(again))
+
+    @rule(owner=OWNERS, lease_s=LEASE_S, named=st.booleans())
+    def renew(self, owner: str, lease_s: float, named: bool) -> None:
+        ids = [lease.id for lease in self.leases[-5:]] if named else None
+        self.both(lambda store: store.renew_leases(owner=owner, lease_s=lease_s, lease_ids=ids))
+
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        if self.leases:
+            ids = [lease.id for lease in data.draw(st.lists(st.sampled_from(self.leases), max_size=4))]
+            self.both(lambda store: store.return_leases(lease_ids=ids, reason="drain"))
+
+    @rule(owner=OWNERS)
+    def give_everything_back(self, owner: str) -> None:
+        self.both(lambda store: store.return_leases_of(owner=owner, reason="gone"))
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 60.0]))
+    def reap(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.both(lambda store: store.reap())
+
+    @rule(step=st.integers(1, 6), count=st.integers(1, 3), uniform=st.booleans(), lease_s=LEASE_S)
+    def claim(self, step: int, count: int, uniform: bool, lease_s: float) -> None:
+        sampler = UniformConfig() if uniform else FifoConfig()
+        wanted = {"step": step, "num_groups": count, "sampler": sampler, "lease_s": lease_s}
+        claimed = self.both(lambda store: store.claim(**wanted))
+        if claimed:
+            self.claims.append(claimed)
+            self.both(lambda store: store.fetch(claimed.group_ids))
+
+    @rule(data=st.data(), lease_s=LEASE_S)
+    def renew_claim(self, data: st.DataObject, lease_s: float) -> None:
+        if self.claims:
+            claim = data.draw(st.sampled_from(self.claims))
+            self.both(lambda store: store.renew_claim(claim, lease_s=lease_s))
+
+    @rule(count=st.integers(1, 3))
+    def take_a_step(self, count: int) -> None:
+        wanted = {"step": self.stores[0].run_state().step + 1, "num_groups": count, "sampler": FifoConfig()}
+        claimed = self.both(lambda store: store.claim(lease_s=60.0, **wanted))
+        if claimed:
+            self.claims.append(claimed)
+            self.both(lambda store: store.commit(claimed))
+
+    @rule(count=st.integers(1, 2), times=st.integers(1, 3))
+    def die_in_a_step(self, count: int, times: int) -> None:
+        for _ in range(times):
+            self.claim(step=9, count=count, uniform=False, lease_s=1.0)
+            self.reap(seconds=1.0)
+
+    @rule(owner=OWNERS, times=st.integers(1, 3))
+    def die_in_a_lease(self, owner: str, times: int) -> None:
+        for _ in range(times):
+            self.lease(owner=owner, count=2, lease_s=1.0, limit=40)
+            self.both(lambda store: store.insert([answer(lease) for lease in self.leases[-1:]]))
+            self.reap(seconds=1.0)
+
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        if self.claims:
+            claim = data.draw(st.sampled_from(self.claims))
+            self.both(lambda store: store.commit(claim))
+
+    @rule(behind=st.integers(0, 3))
+    def retire(self, behind: int) -> None:
+        newest = self.stores[0].run_state().step
+        self.both(lambda store: store.retire(up_to_step=newest - behind))
+        oldest = self.sent[:4]
+        self.both(lambda store: store.insert(oldest))
+
+    @rule(behind=st.integers(0, 3), version=st.integers(0, 2))
+    def roll_back(self, behind: int, version: int) -> None:
+        newest = self.stores[0].run_state().step
+        self.both(lambda store: store.roll_back(to_step=max(0, newest - behind), to_version=version))
+
+    @rule(version=st.integers(0, 3), committed=st.booleans())
+    def raise_version(self, version: int, committed: bool) -> None:
+        self.both(lambda store: store.commit_version(version) if committed else store.announce_version(version))
+
+    @rule(name=st.sampled_from(["e", "f"]), rows=st.lists(st.integers(0, 3), max_size=3))
+    def open_evaluation(self, name: str, rows: list[int]) -> None:
+        self.both(lambda store: store.open_evaluation(name, purpose="sampled", version=0, rows=rows))
+        self.both(lambda store: store.evaluation(name))
+
+    @rule(phase=st.sampled_from(["training", "finishing", "finished"]))
+    def lease_in_phase(self, phase: str) -> None:
+        self.both(lambda store: store.set_phase(phase, detail=phase))
+        self.lease(owner="a", count=3, lease_s=5.0, limit=40)
+        self.both(lambda store: store.set_phase("training"))
+
+    @invariant()
+    def agree_and_reconcile(self) -> None:
+        audit(self.both(lambda store: store.counts()))
+        for name in ("e", "f"):
+            self.both(lambda store, name=name: store.evaluation(name))
+        memory, redis = (store.run_state() for store in self.stores)
+        assert (memory.phase, memory.step, memory.version, memory.announced_version) == (
+            redis.phase,
+            redis.step,
+            redis.version,
+            redis.announced_version,
+        )
+
+    def teardown(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+def _outcome(operation: Callable[[Any], Any], store: Any) -> Any:
+    try:
+        return operation(store)
+    except StaleFence as error:
+        return str(error)
+
+
+TestTwins = Twins.TestCase
+TestTwins.settings = settings(
+    max_examples=50, stateful_step_count=45, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
