@@ -1,0 +1,1 @@
+"""Agent loops: from a leased prompt to a scored trajectory."""

@@ -1,0 +1,94 @@
+"""SingleTurn: one prompt, one response, one reward."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from broker.messages import Prompt
+from buffer.store import Lease
+from buffer.trajectory import Purpose, Reward, Sampling, Trajectory
+from configs.run import RunConfig
+from generators.agents.agent import Scorer
+from generators.agents.request_seed import request_seed
+from generators.agents.transcript import Transcript
+from generators.engines.engine import Completion, Engine
+from generators.prompting import Prompting
+from generators.rewards.reward import RewardInput
+
+_TEMPERATURES: dict[Purpose, float] = {"sampled": 1.0, "greedy": 0.0}
+
+
+class SingleTurn:
+    """The simplest agent loop. Fulfils Agent.
+
+    Invariant: the token ids the engine wrote are the token ids of the trajectory; text is made for the reward alone.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: RunConfig,
+        engine: Engine,
+        rewards: Scorer,
+        prompting: Prompting,
+        generator_id: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._run = run
+        self._engine = engine
+        self._rewards = rewards
+        self._prompting = prompting
+        self._generator_id = generator_id
+        self._clock = clock
+
+    async def answer(self, prompt: Prompt, index: int) -> Trajectory:
+        """Member `index` of the prompt's group. Raises PromptFault and EngineFault."""
+        started_at = self._clock()
+        transcript = Transcript(self._prompting.encode(prompt))
+        sampling = self._sampling(prompt.lease, index)
+        trajectory_id = f"{prompt.lease.group_id}-{prompt.lease.attempt}-{index}"
+        completion = await self._engine.generate(transcript.token_ids, sampling, request_id=trajectory_id)
+        transcript.add_completion(completion)
+        return Trajectory(
+            id=trajectory_id,
+            group_id=prompt.lease.group_id,
+            index=index,
+            prompt_uid=prompt.uid,
+            attempt=prompt.lease.attempt,
+            token_ids=np.array(transcript.token_ids, dtype=np.int32),
+            model_mask=transcript.model_mask,
+            generator_logprobs=transcript.generator_logprobs,
+            version_spans=transcript.version_spans,
+            reward=await self._score(prompt, completion),
+            stop_reason=completion.stop_reason,  # type: ignore[arg-type]
+            sampling=sampling,
+            generator_id=self._generator_id,
+            started_at=started_at,
+            finished_at=self._clock(),
+            data_source=prompt.data_source,
+            num_turns=transcript.num_turns,
+        )
+
+    def _sampling(self, lease: Lease, index: int) -> Sampling:
+        config = self._run.generators.sampling
+        return Sampling(
+            temperature=_TEMPERATURES.get(lease.purpose, config.temperature),
+            top_p=config.top_p,
+            top_k=config.top_k,
+            max_tokens=config.max_tokens,
+            seed=request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index),
+        )
+
+    async def _score(self, prompt: Prompt, completion: Completion) -> Reward:
+        return await self._rewards.score(
+            RewardInput(
+                prompt=prompt.prompt,
+                response=self._prompting.decode(completion.token_ids),
+                ground_truth=prompt.ground_truth,
+                data_source=prompt.data_source,
+                stop_reason=completion.stop_reason,
+                response_token_ids=completion.token_ids,
+                extra_info=prompt.extra_info,
+            )
+        )

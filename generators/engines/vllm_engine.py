@@ -1,0 +1,208 @@
+"""VllmEngine: vLLM's AsyncLLM behind the Engine protocol; the one door to vLLM.
+
+Prefix caching is off: a prefix computed with older weights could be taken for a new one's, and log-probabilities would
+no longer be those of any version. KV of running requests is kept across updates; their version spans say so.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from vllm import SamplingParams
+from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.inputs import tokens_input
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from broker.errors import WeightTransferFault
+from broker.messages import OpenEpoch, Update
+from buffer.trajectory import Sampling, VersionSpan
+from configs.generators import VllmEngineConfig
+from configs.model import ModelConfig
+from generators.engines.end_tokens import end_token_ids
+from generators.engines.engine import Completion
+from generators.engines.vllm_environment import engine_environment
+from generators.engines.vllm_process import check_environment, engine_arguments, one_line, start_llm, stop_llm
+from generators.errors import EngineFault
+
+T = TypeVar("T")
+
+_ANSWER_TIMEOUT_S = 30.0
+"""Longest answer of the engine process to a small request, on top of what the request itself may take."""
+
+
+class VllmEngine:
+    """Fulfils Engine. The model lives in a process of vLLM's, which ends with this one, however this one ends."""
+
+    def __init__(self, model: ModelConfig, engine: VllmEngineConfig, *, seed: int) -> None:
+        self._model = model
+        self._config = engine
+        self._seed = seed
+        self._llm: AsyncLLM | None = None
+        self._end_token_ids: list[int] = []
+        self._num_probes = 0
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        """Policy version being sampled from; -1 before the first update."""
+        return self._version
+
+    async def start(self) -> None:
+        """Start the engine process and load the model: half a minute on a CPU. Raises EngineFault."""
+        check_environment(engine_environment(self._config))
+        self._end_token_ids, max_positions = _read_checkpoint(self._model)
+        arguments = engine_arguments(self._model, self._config, seed=self._seed, max_positions=max_positions)
+        self._llm = await start_llm(arguments, timeout_s=self._config.start_timeout_s)
+        await self._answer(self._llm.update_weight_version(str(self._version)), timeout_s=_ANSWER_TIMEOUT_S)
+
+    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """One response. Raises EngineFault."""
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            stop_token_ids=self._end_token_ids,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        output = await self._final_output(prompt_token_ids, params, request_id)
+        answer = output.outputs[0]
+        if answer.finish_reason not in ("stop", "length") or answer.weight_versions is None:
+            raise EngineFault(f"request {request_id} must run to its end, vLLM ended it with {answer.finish_reason!r}")
+        return Completion(
+            token_ids=list(answer.token_ids),
+            logprobs=answer.logprobs.logprobs,
+            version_spans=[VersionSpan(span.start, int(span.version)) for span in answer.weight_versions],
+            stop_reason=answer.finish_reason,
+        )
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """Log-probability of token t + 1 given tokens <= t, at temperature 1. Raises EngineFault."""
+        self._num_probes += 1
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._final_output(token_ids, params, f"probe-{self._num_probes}")
+        return output.prompt_logprobs.logprobs
+
+    async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
+        """Join the weight group; decoding stands still until it is built. Raises WeightTransferFault, EngineFault."""
+        request = WeightTransferInitRequest(init_info={"opening": msgspec.to_builtins(opening), "rank": rank})
+        limit_s = 2 * opening.timeout_s + _ANSWER_TIMEOUT_S
+        await self._transfer(self._running.init_weight_transfer_engine(request), timeout_s=limit_s)
+
+    async def update(self, update: Update) -> float:
+        """Pause, receive, verify, load, resume. Returns the pause, seconds. Raises WeightTransferFault, EngineFault.
+
+        Once begun it runs to its end, also when the caller is cancelled: the engine must not stay paused.
+        """
+        return await asyncio.shield(asyncio.create_task(self._update(update)))
+
+    async def check_health(self) -> None:
+        """Raises EngineFault when the engine process is gone."""
+        if self._running.errored:
+            raise EngineFault("vLLM's engine process died: look at the log above")
+
+    async def stop(self) -> None:
+        """End the engine process; open requests end with EngineFault."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        llm.output_processor.propagate_error(EngineDeadError())
+        await stop_llm(llm)
+
+    # --- weights -------------------------------------------------------------------------------------------------
+    async def _update(self, update: Update) -> float:
+        llm = self._running
+        paused_at = time.perf_counter()
+        # AsyncLLM.pause_generation would sleep 20 ms more, for the order of outputs; ours carry their versions.
+        pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await self._answer(pause, timeout_s=_ANSWER_TIMEOUT_S)
+        try:
+            await self._receive(update)
+            await self._answer(llm.finish_weight_update(str(update.version)), timeout_s=_ANSWER_TIMEOUT_S)
+            self._version = update.version
+        finally:
+            with suppress(EngineFault):
+                await self._answer(llm.resume_generation(), timeout_s=_ANSWER_TIMEOUT_S)
+        return time.perf_counter() - paused_at
+
+    async def _receive(self, update: Update) -> None:
+        request = WeightTransferUpdateRequest(
+            update_info={
+                "slots": msgspec.to_builtins(update.slots),
+                "bucket_bytes": update.bucket_bytes,
+                "checksums": update.checksums,
+                "timeout_s": update.timeout_s,
+            }
+        )
+        limit_s = update.timeout_s * len(update.bucket_bytes) + _ANSWER_TIMEOUT_S
+        await self._answer(self._running.start_weight_update(), timeout_s=_ANSWER_TIMEOUT_S)
+        await self._transfer(self._running.update_weights(request), timeout_s=limit_s)
+
+    async def _transfer(self, call: Awaitable[T], *, timeout_s: float) -> T:
+        """Await what may fail and leave the old weights as they were: WeightTransferFault."""
+        try:
+            return await self._answer(call, timeout_s=timeout_s)
+        except EngineFault as fault:
+            if self._running.errored or isinstance(fault.__cause__, TimeoutError):
+                raise
+            raise WeightTransferFault(str(fault)) from fault
+
+    # --- requests ------------------------------------------------------------------------------------------------
+    async def _final_output(self, token_ids: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+        try:
+            async for output in self._running.generate(tokens_input(token_ids), params, request_id):
+                final = output
+        except EngineDeadError as error:
+            raise EngineFault("vLLM's engine process died: look at the log above") from error
+        except EngineFault:
+            raise
+        except Exception as error:
+            raise EngineFault(f"vLLM could not answer request {request_id}: {one_line(error)}") from error
+        return final
+
+    async def _answer(self, call: Awaitable[T], *, timeout_s: float) -> T:
+        try:
+            return await asyncio.wait_for(call, timeout_s)
+        except TimeoutError as error:
+            raise EngineFault(f"vLLM's engine process must answer within {timeout_s:g} s, it did not") from error
+        except Exception as error:
+            raise EngineFault(one_line(error)) from error
+
+    @property
+    def _running(self) -> AsyncLLM:
+        if self._llm is None:
+            raise EngineFault("the engine must be started before it is used, and not after stop(): it is not running")
+        return self._llm
+
+
+def _read_checkpoint(model: ModelConfig) -> tuple[list[int], int]:
+    """End tokens, and the longest sequence the model has positions for."""
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise EngineFault(f"model.path must hold a transformers checkpoint, got {model.path!r}: {error}") from error
+    try:
+        generation = GenerationConfig.from_pretrained(model.path)
+    except OSError:
+        generation = GenerationConfig.from_model_config(config)
+    return end_token_ids(tokenizer, generation), config.get_text_config().max_position_embeddings

@@ -1,0 +1,110 @@
+"""vllm_process: starting AsyncLLM and its engine process, and making sure that the latter goes."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from configs.generators import VllmEngineConfig
+from configs.model import ModelConfig
+from generators.engines.vllm_weights import BACKEND, VLLM_PROCESSES
+from generators.errors import EngineFault
+
+_STOP_GRACE_S = 1.0
+"""How long the engine process may tidy up; it holds nothing worth more."""
+_ABANDON_TIMEOUT_S = 5.0
+
+
+def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int) -> AsyncEngineArgs:
+    """What AsyncLLM is started with."""
+    return AsyncEngineArgs(
+        model=model.path,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        skip_tokenizer_init=True,
+        # One more than a full trajectory, because a probe of one is asked as a prompt with one token to follow.
+        max_model_len=min(model.max_length + 1, max_positions),
+        max_num_seqs=engine.max_num_seqs,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        distributed_executor_backend="uni" if engine.tensor_parallel_size == 1 else "mp",
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        enforce_eager=engine.enforce_eager,
+        enable_prefix_caching=False,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        seed=seed,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+
+
+def check_environment(wanted: Mapping[str, str]) -> None:
+    """Raises EngineFault unless the environment is what vLLM needs."""
+    wrong = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise EngineFault(
+            f"the environment must hold what vllm_environment() says before vLLM is imported, got {name}="
+            f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with `python -m generators`"
+        )
+
+
+async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
+    """Start the engine process and wait until it has loaded the model. Raises EngineFault."""
+    starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
+    try:
+        return await asyncio.wait_for(asyncio.shield(starting), timeout_s)
+    except TimeoutError as error:
+        await _abandon(starting)
+        raise EngineFault(
+            f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), it did not: "
+            "look at the log above, or raise the limit"
+        ) from error
+    except asyncio.CancelledError:
+        await _abandon(starting)
+        raise
+    except Exception as error:
+        raise EngineFault(f"vLLM did not start with model.path={arguments.model!r}: {one_line(error)}") from error
+
+
+async def stop_llm(llm: AsyncLLM) -> None:
+    """End the engine process within a few seconds, willing or not."""
+    await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
+    _kill_engine_processes()
+
+
+def one_line(error: BaseException) -> str:
+    """An error of vLLM's as one line of at most 500 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.removeprefix("Call to collective_rpc method failed: ")[:500]
+
+
+def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
+    # The engine process inherits this thread's signal mask: Ctrl-C then reaches this process alone, which decides when
+    # the engine ends, instead of both at once.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return AsyncLLM.from_engine_args(arguments)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+async def _abandon(starting: asyncio.Task[AsyncLLM]) -> None:
+    """Without its engine process the constructor gives up by itself."""
+    _kill_engine_processes()
+    with suppress(Exception):
+        llm = await asyncio.wait_for(asyncio.shield(starting), _ABANDON_TIMEOUT_S)
+        await stop_llm(llm)
+
+
+def _kill_engine_processes() -> None:
+    for process in multiprocessing.active_children():
+        if process.name.startswith(VLLM_PROCESSES):
+            process.kill()
+            process.join(_ABANDON_TIMEOUT_S)

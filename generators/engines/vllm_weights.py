@@ -1,0 +1,106 @@
+"""Weight updates inside vLLM's worker process: the far end of `VllmEngine.update`.
+
+`register` is the entry point `vllm.general_plugins`: vLLM calls it in each of its processes.
+"""
+
+import multiprocessing
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from broker.messages import OpenEpoch, TensorSlot
+from broker.weights.collective import CollectiveReceiver
+from generators.engines.parent_watch import die_with_parent
+from generators.engines.tensor_parallel_receiver import TensorParallelReceiver
+
+BACKEND = "slipstream"
+"""Name in vLLM's registry of weight transfer engines."""
+VLLM_PROCESSES = ("EngineCore", "VllmWorker")
+"""How the names of vLLM's processes begin."""
+
+
+def register() -> None:
+    """Make `BACKEND` known to this process; a process that vLLM started is also made to die with its parent."""
+    with suppress(ValueError):
+        WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
+    if multiprocessing.current_process().name.startswith(VLLM_PROCESSES):
+        die_with_parent()
+
+
+@dataclass
+class EpochInfo(WeightTransferInitInfo):
+    """What `init_transfer_engine` gets."""
+
+    opening: dict[str, Any]
+    """An OpenEpoch, as builtins."""
+    rank: int
+    """This generator's rank."""
+
+
+@dataclass
+class BroadcastInfo(WeightTransferUpdateInfo):
+    """What `receive_weights` gets: the fields of Update that describe the bytes."""
+
+    slots: list[Any]
+    """TensorSlots, as builtins."""
+    bucket_bytes: list[int]
+    """Sizes of the buckets."""
+    checksums: list[int]
+    """xxh3-64 of each."""
+    timeout_s: float
+    """For each bucket."""
+
+
+class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
+    """Receives all bytes and verifies them before the model is touched.
+
+    Invariant: when `update_weights` raises, the model is as it was. Only `finish_weight_update` writes to it.
+    """
+
+    init_info_cls = EpochInfo
+    update_info_cls = BroadcastInfo
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        receiver = CollectiveReceiver(device=self.device)
+        is_split = self.parallel_config.tensor_parallel_size > 1
+        self._receiver = TensorParallelReceiver(receiver, device=self.device) if is_split else receiver
+        self._received: list[tuple[str, torch.Tensor]] = []
+
+    def init_transfer_engine(self, init_info: EpochInfo) -> None:
+        """Leave the previous weight group, join this one."""
+        self._receiver.open_epoch(msgspec.convert(init_info.opening, OpenEpoch), rank=init_info.rank)
+
+    def start_weight_update(self) -> None:
+        """Nothing yet: the model keeps its weights until all bytes are here."""
+        self._received = []
+
+    def receive_weights(self, update_info: BroadcastInfo) -> None:
+        """Receive and verify."""
+        self._received = self._receiver.receive(
+            msgspec.convert(update_info.slots, list[TensorSlot]),
+            bucket_bytes=update_info.bucket_bytes,
+            checksums=update_info.checksums,
+            timeout_s=update_info.timeout_s,
+        )
+
+    def finish_weight_update(self) -> None:
+        """Load. vLLM rebuilds each layer as its loader did at the start, packed copies included."""
+        received, self._received = self._received, []
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(received)
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Leave the weight group."""
+        self._receiver.close()

@@ -1,0 +1,51 @@
+"""Prompting: a leased prompt as token ids, and a response as text."""
+
+from typing import Any
+
+from broker.messages import Prompt
+from generators.errors import PromptFault
+
+
+class Prompting:
+    """The tokenizer's two uses. Between them nothing is ever tokenised again: engines and learner exchange ids."""
+
+    def __init__(self, tokenizer: Any, *, max_prompt_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Plain text as it is, without special tokens; chat messages through the chat template. Raises PromptFault."""
+        token_ids = self._encode_text(prompt) if isinstance(prompt.prompt, str) else self._encode_chat(prompt)
+        if not token_ids:
+            raise PromptFault(f"prompt {prompt.uid} must hold at least one token, got none: drop the row")
+        if len(token_ids) > self._max_prompt_tokens:
+            raise PromptFault(
+                f"prompt {prompt.uid} must hold at most data.max_prompt_tokens ({self._max_prompt_tokens}) tokens, "
+                f"got {len(token_ids)}: raise the limit or drop the row"
+            )
+        return token_ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """A response as text, without special tokens; what reward functions read."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _encode_text(self, prompt: Prompt) -> list[int]:
+        try:
+            return self._tokenizer.encode(prompt.prompt, add_special_tokens=False)
+        except Exception as error:
+            raise PromptFault(
+                f"prompt {prompt.uid} must consist of what the tokenizer knows, got {prompt.prompt[:60]!r}: {error}"
+            ) from error
+
+    def _encode_chat(self, prompt: Prompt) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise PromptFault(
+                f"prompt {prompt.uid} is a list of chat messages, so the tokenizer must have a chat template, got none: store "
+                "plain text in the prompt column, or use an instruction-tuned checkpoint"
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(prompt.prompt, add_generation_prompt=True, tokenize=False)
+        except Exception as error:
+            raise PromptFault(f"prompt {prompt.uid} must fit the chat template: {error}") from error
+        # The template writes the special tokens itself.
+        return self._tokenizer.encode(text, add_special_tokens=False)
