@@ -7,6 +7,7 @@ python run_async.py mode=serial ...                  all roles in one process, d
 python run_async.py --cfg job ...                    show the resolved configuration and stop
 """
 
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -52,7 +54,7 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--cfg"]:
         print(to_yaml(load(arguments[2:])))
         return
-    run = load(arguments)
+    run, arguments = _with_free_name(load(arguments), arguments)
     folder = RunFolder(run)
     folder.claim()
     prepare(run)
@@ -61,6 +63,16 @@ def main(arguments: list[str]) -> None:
     else:
         Launcher(run, folder, overrides=arguments).launch()
     report(run, folder)
+
+
+def _with_free_name(run: RunConfig, arguments: list[str]) -> tuple[RunConfig, list[str]]:
+    """A name the user did not choose, and that is used, gets a number: the same command works again."""
+    is_chosen = any(argument.startswith("name=") for argument in arguments)
+    if is_chosen or run.resume:
+        return run, arguments
+    names = itertools.chain([run.name], (f"{run.name}-{number}" for number in itertools.count(2)))
+    free = next(name for name in names if not (Path(run.runs_dir) / name).exists())
+    return msgspec.structs.replace(run, name=free), [*arguments, f"name={free}"]
 
 
 class Launcher:
@@ -146,7 +158,8 @@ def report(run: RunConfig, folder: RunFolder) -> None:
     """The verdict, the plot, and what to try next."""
     summary = json.loads(folder.summary.read_text())
     curve = plot_run(folder.path)
-    table = Table(title=f"{run.name}: {verdict(run, summary)}", title_justify="left", show_header=False, box=None)
+    console.print(f"{run.name}: {verdict(run, summary)}", style="bold", highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=None)
     for label, key in _REPORTED.items():
         value = summary[key]
         table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
@@ -154,7 +167,9 @@ def report(run: RunConfig, folder: RunFolder) -> None:
     console.print(
         f"curve        {curve}\nfinal model  {folder.final_model}\nall figures  {folder.summary}\n", highlight=False
     )
-    console.print("Next:", *(f"  {command}" for command in _next_commands(run)), sep="\n", highlight=False)
+    console.print(
+        "Next:", *(f"  {command}" for command in _next_commands(run)), sep="\n", highlight=False, soft_wrap=True
+    )
 
 
 _REPORTED = {

@@ -14,7 +14,7 @@ from broker.router import Router
 from broker.run_folder import RunFolder
 from broker.zmq_channels import ZmqServerChannel
 from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import BufferFault
+from buffer.errors import BufferFault, RunConflict
 from buffer.open_store import open_store
 from buffer.redis_store import RedisStore
 from configs.buffer import EmbeddedRedisConfig, RedisConfig
@@ -40,7 +40,7 @@ def main(overrides: list[str]) -> None:
     server = _start_server(run, folder)
     store = open_store(_store_url(run, server), run.name, timeout_s=_STORE_TIMEOUT_S)
     try:
-        _serve(run, channel, store, train=train, heldout=heldout, store_url=_store_url(run, server))
+        _serve(run, folder, channel, store, train=train, heldout=heldout, store_url=_store_url(run, server))
     finally:
         channel.close()
         store.close()
@@ -66,10 +66,22 @@ def _store_url(run: RunConfig, server: EmbeddedRedis | None) -> str:
 
 
 def _serve(
-    run: RunConfig, channel: ZmqServerChannel, store: RedisStore, *, train: Dataset, heldout: Dataset, store_url: str
+    run: RunConfig,
+    folder: RunFolder,
+    channel: ZmqServerChannel,
+    store: RedisStore,
+    *,
+    train: Dataset,
+    heldout: Dataset,
+    store_url: str,
 ) -> None:
     config_json = msgspec.json.encode(run).decode()
     state = store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
+    if state.phase == "finished" and not run.resume:
+        raise RunConflict(
+            f"run {run.name!r} must not be finished, got {state.step} steps and a summary in {folder.path}: "
+            "choose another with name=..., or train on with resume=true and a larger learner.max_steps."
+        )
     router = Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout, store_url=store_url)
     stopping = on_stop_signal(lambda: None)
     log.info("listening", address=run.broker.address, store=store_url, step=state.step, version=state.version)

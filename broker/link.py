@@ -40,7 +40,7 @@ class PeerStatus(Record):
 
 
 class Link:
-    """Joined or joining. `step` belongs to one thread (LinkThread, or the serial run's); the rest may be called from any.
+    """Joined or joining. `step` belongs to one thread (LinkThread, or the serial run's), the rest to any.
 
     Life: (Hello -> Welcome -> traffic -> silence)* -> close. After a silence of `_SILENCE_S` it connects anew; each
     Welcome sends the outbox again, which the store's idempotent insert makes safe.
@@ -124,7 +124,7 @@ class Link:
 
     def _handle(self, frames: Frames) -> None:
         try:
-            message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+            message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
         except Refused as refusal:
             raise RefusedByBroker(f"the broker sent something this version cannot read: {refusal}") from refusal
         match message:

@@ -44,14 +44,16 @@ class LiveView:
             self._live.update(self._panel(snapshot))
             return
         for row in snapshot.new_rows:
-            self._console.print(line(row, snapshot, max_steps=self._run.learner.max_steps), highlight=False)
+            self._console.print(
+                line(row, snapshot, max_steps=self._run.learner.max_steps), highlight=False, soft_wrap=True
+            )
         if not snapshot.rows and snapshot.who_waits() != self._last_wait:
             self._last_wait = snapshot.who_waits()
-            self._console.print(f"{snapshot.state.phase}: {self._last_wait}", highlight=False)
+            self._console.print(f"{snapshot.state.phase}: {self._last_wait}", highlight=False, soft_wrap=True)
 
     def say(self, sentence: str) -> None:
         """One line above the panel."""
-        self._console.print(sentence, highlight=False)
+        self._console.print(sentence, highlight=False, soft_wrap=True)
 
     # --- the panel -----------------------------------------------------------------------------------------------
     def _panel(self, snapshot: Snapshot) -> Panel:
@@ -86,7 +88,7 @@ def line(row: dict[str, Any], snapshot: Snapshot, *, max_steps: int) -> str:
     """One step as one plain line."""
     return (
         f"step {row['step']:>4}/{max_steps}  {_duration(row['time_s']):>6}  reward {row['learner/reward_mean']:.3f}  "
-        f"accuracy {_share(snapshot.newest('eval/accuracy_sampled'))} sampled {_share(snapshot.newest('eval/accuracy_greedy'))} greedy  "
+        f"accuracy {_accuracy(snapshot)}  "
         f"lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f})  "
         f"tokens/s {row['generators/tokens_per_s']:.0f} generated {row['learner/tokens_per_s']:.0f} learned  "
         f"wait {row['learner/wait_s']:.2f} s of {row['learner/wait_s'] + row['learner/train_s']:.2f} s"
@@ -106,15 +108,13 @@ def _numbers(snapshot: Snapshot) -> Table:
     rewards = [row["learner/reward_mean"] for row in snapshot.rows]
     accuracies = [row["eval/accuracy_sampled"] for row in snapshot.rows if "eval/accuracy_sampled" in row]
     grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
-    both = f"{_share(snapshot.newest('eval/accuracy_sampled'))} sampled, {_share(snapshot.newest('eval/accuracy_greedy'))} greedy"
-    grid.add_row("accuracy", both, sparkline(accuracies, low=0, high=1))
+    grid.add_row("accuracy", _accuracy(snapshot), sparkline(accuracies, low=0, high=1))
     speeds = (
         f"{last.get('generators/tokens_per_s', 0):,.0f} generated, {last.get('learner/tokens_per_s', 0):,.0f} learned"
     )
     grid.add_row("tokens/s", speeds, "")
-    counts = snapshot.counts
-    where = f"{counts.leased} leased, {counts.ready} ready, {counts.claimed} claimed, {counts.used} used, {counts.retired} retired"
-    grid.add_row("groups", where, "")
+    places = ("leased", "ready", "claimed", "used", "retired")
+    grid.add_row("groups", ", ".join(f"{getattr(snapshot.counts, place)} {place}" for place in places), "")
     return grid
 
 
@@ -141,6 +141,11 @@ def _roles(snapshot: Snapshot) -> Table:
             str(gauges.get("running", "")),
         )
     return table
+
+
+def _accuracy(snapshot: Snapshot) -> str:
+    sampled, greedy = (_share(snapshot.newest(f"eval/accuracy_{purpose}")) for purpose in ("sampled", "greedy"))
+    return f"{sampled} sampled {greedy} greedy"
 
 
 def _share(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """Processes: what a role does with signals and with its launcher, and how a launcher holds a role."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -50,6 +51,15 @@ def on_stop_signal(stop: Callable[[], None]) -> threading.Event:
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
     return stopping
+
+
+def raise_on_stop_signal() -> None:
+    """Turn SIGTERM into KeyboardInterrupt, for a role whose loop is plain synchronous code."""
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 class RoleProcess:
@@ -111,10 +121,8 @@ class RoleProcess:
         """Wait for its end until `ends_at` (monotonic), then kill it, and whatever it left, without asking."""
         if self._process is None:
             return
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(0.1, ends_at - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
         self._kill_group()
         self._process.wait(timeout=5.0)
 

@@ -9,6 +9,8 @@ Invariant: whatever it forgets by dying is in the store, or is said again by the
 
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -98,10 +100,10 @@ class Router:
     def _patience(self, timeout_s: float) -> float:
         return min(timeout_s, _SERVE_EVERY_S) if self._desk.has_requests else timeout_s
 
-    def _try(self, action: object) -> None:
+    def _try(self, action: Callable[[], object]) -> None:
         """A store that is away must not end the broker: it says so, and the peers' own retries do the rest."""
         try:
-            action()  # type: ignore[operator]
+            action()
         except StoreUnavailable as error:
             log.warning("store_unavailable", error=str(error))
 
@@ -110,7 +112,7 @@ class Router:
         received = self._channel.receive(timeout_s=timeout_s)
         count = 0
         while received is not None:
-            self._try(lambda received=received: self._handle(*received))  # type: ignore[misc]
+            self._try(partial(self._handle, *received))
             count += 1
             if count >= _MAX_MESSAGES_PER_STEP:
                 break
@@ -119,7 +121,7 @@ class Router:
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
         try:
-            message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+            message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
         except (Refused, IndexError) as refusal:
             log.warning("frame_refused", error=str(refusal))
             self._store.quarantine("malformed", frames[0] if frames else b"")

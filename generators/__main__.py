@@ -1,4 +1,4 @@
-"""python -m generators [--id NAME] [broker.address=...]: start a generator; the rest of the config comes from the broker."""
+"""python -m generators [--id NAME] [broker.address=...]: start a generator; the broker tells it the rest."""
 
 import asyncio
 import os

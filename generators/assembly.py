@@ -35,4 +35,4 @@ def assemble(
         prompting=Prompting(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens),
         generator_id=member.peer_id,
     )
-    return Generator(run=run, member=member, link=link, engine=engine, agent=agent, clock=clock)
+    return Generator(run=run, member=member, link=link, engine=engine, agent=agent, rewards=pool, clock=clock)

@@ -38,6 +38,7 @@ from generators.agents.agent import Agent
 from generators.engines.engine import Engine
 from generators.errors import EngineFault, GeneratorFault, PromptFault, UnverifiedWeights
 from generators.probe import ProbeResult, probe
+from generators.rewards.pool import RewardPool
 
 _REQUEST_LOST_AFTER_S = 5.0
 _HEALTH_EVERY_S = 1.0
@@ -52,13 +53,22 @@ class Generator:
     """
 
     def __init__(
-        self, *, run: RunConfig, member: Member, link: Link, engine: Engine, agent: Agent, clock: Clock = time.monotonic
+        self,
+        *,
+        run: RunConfig,
+        member: Member,
+        link: Link,
+        engine: Engine,
+        agent: Agent,
+        rewards: RewardPool,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._run = run
         self._member = member
         self._link = link
         self._engine = engine
         self._agent = agent
+        self._rewards = rewards
         self._clock = clock
         self._state = "starting"
         self._reason = "loading the model"
@@ -75,6 +85,7 @@ class Generator:
     # --- the loop ------------------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Start the engine, then serve until drained. Raises EngineFault or GeneratorFault when it cannot go on."""
+        await self._rewards.start()
         await self._engine.start()
         self._become("unsynced", "waiting for the learner to broadcast weights")
         background = [asyncio.create_task(self._adopt_all()), asyncio.create_task(self._watch_engine())]
@@ -85,6 +96,7 @@ class Generator:
                 task.cancel()
             await self._hand_back("draining")
             await self._engine.stop()
+            self._rewards.close()
 
     async def _serve(self) -> None:
         while self._state != "draining" and self._fault is None:
@@ -146,7 +158,7 @@ class Generator:
             self._link.send(LeaseRequest(max_trajectories=room))
 
     def _take(self, prompts: list[Prompt]) -> None:
-        if prompts and self._state != "ready":
+        if prompts and self._state not in ("ready", "updating"):
             self._return([p.lease.id for p in prompts], f"generator is {self._state}")
             return
         for prompt in prompts:

@@ -29,13 +29,13 @@ class Evaluator:
         first = self._config.monitor_prompts
         self._ask(name, version=version, rows=range(first, first + self._config.final_prompts))
 
-    def result(self, name: str) -> dict[str, EvaluationResult] | None:
+    def result(self, name: str) -> dict[Purpose, EvaluationResult] | None:
         """Both results by purpose, or None while answers are missing."""
         found = {purpose: self._store.evaluation(f"{name}-{purpose}") for purpose in PURPOSES}
         complete = {purpose: result for purpose, result in found.items() if result and result.is_complete}
         return complete if len(complete) == len(PURPOSES) else None
 
-    def take_finished(self) -> dict[str, EvaluationResult] | None:
+    def take_finished(self) -> dict[Purpose, EvaluationResult] | None:
         """The newest monitored evaluation that has become complete since the last call, else None."""
         newest = None
         for name in list(self._open):

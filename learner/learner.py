@@ -16,6 +16,7 @@ from broker.clock import Clock, Deadline
 from broker.link import PeerStatus
 from buffer.errors import RunConflict
 from buffer.store import Claim, EvaluationResult, Store
+from buffer.trajectory import Purpose
 from configs.run import RunConfig
 from learner.claim_keeper import ClaimKeeper
 from learner.evaluator import Evaluator
@@ -40,7 +41,7 @@ class Learner:
         team: Team,
         publisher: Publisher,
         record: RunRecord,
-        wait: Callable[[float], None],
+        wait: Callable[[float], object],
         clock: Clock = time.monotonic,
     ) -> None:
         """`wait(timeout_s)` blocks until groups may be ready: the store's bell, or the serial run's pump."""
@@ -186,7 +187,7 @@ class Learner:
         if every and self._step % every == 0:
             self._evaluator.open_monitor(step=self._step, version=self._version)
 
-    def _take_evaluation(self) -> dict[str, EvaluationResult] | None:
+    def _take_evaluation(self) -> dict[Purpose, EvaluationResult] | None:
         evaluated = self._evaluator.take_finished()
         stop = self._run.learner.stop
         if evaluated and stop:
@@ -194,7 +195,7 @@ class Learner:
             self._is_good_enough = sampled >= stop.accuracy_sampled and greedy >= stop.accuracy_greedy
         return evaluated
 
-    def _evaluate_fully(self, name: str) -> dict[str, EvaluationResult]:
+    def _evaluate_fully(self, name: str) -> dict[Purpose, EvaluationResult]:
         self._evaluator.open_final(name, version=self._version)
         self._reason = f"waiting for the evaluation {name!r} training"
         deadline = Deadline(self._run.evaluation.timeout_s, what=f"the evaluation {name!r} training", clock=self._clock)

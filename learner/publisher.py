@@ -8,7 +8,7 @@ within bounds; whoever did not is out of the epoch and is tried again when the n
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import structlog
@@ -30,13 +30,8 @@ _RETRY_EVICTED_S = 2.0
 log = structlog.get_logger(__name__)
 
 
-class Canary(Record):
-    """Sequences and the learner's log-probabilities of them, at the version being published."""
-
-    token_ids: list[list[int]]
-    """Sequences."""
-    logprobs: list[list[float]]
-    """Of token t + 1 given tokens <= t, temperature 1."""
+Canary = tuple[list[list[int]], list[list[float]]]
+"""Sequences, and the learner's log-probability of each token but the first, at the version being published."""
 
 
 class Published(Record):
@@ -97,8 +92,8 @@ class Publisher:
             slots=slots,
             bucket_bytes=sizes,
             checksums=buckets.checksums(self._buckets),
-            canary_token_ids=canary.token_ids,
-            canary_logprobs=canary.logprobs,
+            canary_token_ids=canary[0],
+            canary_logprobs=canary[1],
             max_probe_diff=self._config.max_probe_diff,
             timeout_s=self._config.transfer_timeout_s,
         )
@@ -196,7 +191,7 @@ class Publisher:
             self._evict(missing or failed, f"version {update.version} was not adopted: {reason}")
         return not (fault or missing or failed)
 
-    def _collect(self, members: list[Member], answers: dict[Member, Message], *, timeout_s: float) -> list[Member]:
+    def _collect(self, members: list[Member], answers: Mapping[Member, Message], *, timeout_s: float) -> list[Member]:
         """Wait until every living member of `members` has answered; returns those that did not."""
         deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
         while True:

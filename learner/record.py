@@ -9,6 +9,7 @@ from broker.clock import Clock
 from broker.metrics import Rate
 from broker.run_folder import RunFolder
 from buffer.store import EvaluationResult, Store
+from buffer.trajectory import Purpose
 from configs.run import RunConfig
 from learner.publisher import Published
 
@@ -32,7 +33,7 @@ class RunRecord:
         self._started_at = clock()
         self._ended_at = clock()
         self._first_step = 0
-        self._before: dict[str, EvaluationResult] = {}
+        self._before: dict[Purpose, EvaluationResult] = {}
         self._seconds_to_090: float | None = None
         self._lag_sum = 0.0
         self._lag_max = 0
@@ -42,7 +43,7 @@ class RunRecord:
         """What the learner's Pong carries."""
         return {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
 
-    def note_before(self, evaluated: dict[str, EvaluationResult]) -> None:
+    def note_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
         """The evaluation before training."""
         self._before = evaluated
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
@@ -64,7 +65,7 @@ class RunRecord:
         version: int,
         metrics: Row,
         published: Published | None,
-        evaluated: dict[str, EvaluationResult] | None,
+        evaluated: dict[Purpose, EvaluationResult] | None,
         times: dict[str, float],
     ) -> None:
         """One row, to the file and to the store."""
@@ -85,7 +86,7 @@ class RunRecord:
         self._store.append_metrics(row)
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
 
-    def write_summary(self, *, step: int, after: dict[str, EvaluationResult]) -> None:
+    def write_summary(self, *, step: int, after: dict[Purpose, EvaluationResult]) -> None:
         """What came of the run; the keys are documented in docs/metrics.md."""
         seconds = max(1e-9, self._ended_at - self._started_at)
         steps = max(1, step - self._first_step)
@@ -120,7 +121,7 @@ class RunRecord:
             "weights/probe_diff_max": published.probe_diff_max,
         }
 
-    def _evaluation_row(self, evaluated: dict[str, EvaluationResult] | None, *, time_s: float) -> Row:
+    def _evaluation_row(self, evaluated: dict[Purpose, EvaluationResult] | None, *, time_s: float) -> Row:
         if evaluated is None:
             return {}
         sampled = evaluated["sampled"]

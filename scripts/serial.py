@@ -27,7 +27,7 @@ from buffer.memory_store import MemoryStore
 from configs.run import RunConfig
 from generators.assembly import assemble
 from generators.generator import Generator
-from learner.assembly import assemble_learner
+from learner.assembly import assemble_learner, assemble_team
 
 _SECONDS_PER_TURN = 0.001
 _TASK_ROUNDS_PER_TURN = 16
@@ -95,7 +95,8 @@ class Pump:
 
     def stop(self) -> None:
         """Drain the generator and end its loop."""
-        assert self._generator is not None and self._running is not None
+        assert self._generator is not None
+        assert self._running is not None
         self._generator.drain("the run is over")
         self._loop.run_until_complete(self._running)
         self._loop.close()
@@ -130,6 +131,7 @@ def run_serial(run: RunConfig, folder: RunFolder) -> None:
     )
     learner = assemble_learner(
         run,
+        team=assemble_team(run, folder=folder, device=torch.device("cpu")),
         store=store,
         folder=folder,
         link=learner_peer.link,

@@ -1,0 +1,126 @@
+"""python -m learner [overrides]: start the learner; with learner.num_ranks > 1, all its ranks."""
+
+import os
+import sys
+
+import msgspec
+import structlog
+import torch
+
+from broker.errors import BrokerFault
+from broker.joining import Joined, StatusBoard, join
+from broker.logs import configure_logs
+from broker.process import die_with_launcher, raise_on_stop_signal
+from broker.run_folder import RunFolder
+from broker.weights.collective import CollectiveSender
+from buffer.errors import BufferFault
+from buffer.open_store import open_store
+from configs.base import ConfigError
+from configs.exits import fail_cleanly
+from configs.load import load
+from configs.run import RunConfig
+from learner.assembly import assemble_learner, assemble_team
+from learner.building import choose_device
+from learner.deepspeed_config import deepspeed_environment
+from learner.errors import LearnerFault
+from learner.team import Team
+
+_JOIN_TIMEOUT_S = 600.0
+_STORE_TIMEOUT_S = 30.0
+
+log = structlog.get_logger(__name__)
+
+
+@fail_cleanly(BrokerFault, BufferFault, LearnerFault)
+def main(overrides: list[str]) -> None:
+    """Join the broker and train; as a rank above 0, follow rank 0."""
+    run = load(overrides)
+    if run.learner.num_ranks > 1 and "RANK" not in os.environ:
+        _become_launcher_of_ranks(run, overrides)
+    rank = int(os.environ.get("RANK", "0"))
+    configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
+    die_with_launcher()
+    raise_on_stop_signal()
+    _set_environment(run)
+    if rank == 0:
+        _lead(run)
+    else:
+        _team(run).follow()
+
+
+def _become_launcher_of_ranks(run: RunConfig, overrides: list[str]) -> None:
+    """Let torchrun start the ranks: it gives them a rendezvous, and ends them all when one dies."""
+    ranks = f"--nproc-per-node={run.learner.num_ranks}"
+    arguments = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", ranks, "-m", "learner"]
+    os.execv(sys.executable, [sys.executable, *arguments, *overrides])
+
+
+def _set_environment(run: RunConfig) -> None:
+    device = _device(run)
+    os.environ.update(deepspeed_environment(device))
+    # NCCL's watchdog would end this process when a generator dies in a broadcast; the publisher deals with that itself.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def _device(run: RunConfig) -> torch.device:
+    return choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _team(run: RunConfig) -> Team:
+    rank = int(os.environ.get("RANK", "0"))
+    rendezvous = "env://" if run.learner.num_ranks > 1 else None
+    return assemble_team(run, folder=RunFolder(run), device=_device(run), rank=rank, rendezvous=rendezvous)
+
+
+def _lead(run: RunConfig) -> None:
+    board = StatusBoard()
+    joined = join(
+        "learner",
+        address=run.broker.address,
+        max_message_bytes=run.broker.max_message_bytes,
+        peer_id="learner",
+        status=board,
+        timeout_s=_JOIN_TIMEOUT_S,
+    )
+    try:
+        _train(run, joined, board)
+    finally:
+        joined.thread.stop()
+
+
+def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
+    _check_same_run(run, joined.welcome.config_json)
+    folder = RunFolder(run)
+    folder.open()
+    store = open_store(joined.welcome.store_url, run.name, timeout_s=_STORE_TIMEOUT_S)
+    team = _team(run)
+    learner = assemble_learner(
+        run,
+        team=team,
+        store=store,
+        folder=folder,
+        link=joined.link,
+        inbox=joined.inbox,
+        sender=CollectiveSender(run.weights.host, device=_device(run)),
+        wait=lambda timeout_s: store.wait_ready(num_groups=run.learner.groups_per_step, timeout_s=timeout_s),
+    )
+    board.show(learner.status)
+    learner.run()
+    team.dismiss()
+    store.close()
+
+
+def _check_same_run(run: RunConfig, config_json: str) -> None:
+    theirs = msgspec.json.decode(config_json, type=RunConfig)
+    if theirs != run:
+        differing = [f for f in RunConfig.__struct_fields__ if getattr(theirs, f) != getattr(run, f)]
+        raise ConfigError(
+            f"the learner's settings must be the broker's, got differences in {', '.join(differing)}: "
+            "start both with the same overrides."
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,60 @@
+"""Assembly: a learner from its parts, as the config names them."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from broker.clock import Clock
+from broker.inbox import Inbox
+from broker.link import Link
+from broker.run_folder import RunFolder
+from broker.weights.transport import WeightSender
+from buffer.store import Store
+from configs.run import RunConfig
+from learner.building import build_trainer
+from learner.checkpoint import Checkpoints
+from learner.learner import Learner
+from learner.publisher import Publisher
+from learner.ranks import join_ranks
+from learner.record import RunRecord
+from learner.team import Team
+
+
+def assemble_team(
+    run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0, rendezvous: str | None = None
+) -> Team:
+    """This rank's part of the learner. Blocks until all ranks are in. Raises LearnerFault."""
+    patience_s = run.learner.wait_timeout_s + run.evaluation.timeout_s
+    ranks = join_ranks(
+        rank=rank, size=run.learner.num_ranks, device=device, timeout_s=patience_s, rendezvous=rendezvous
+    )
+    torch.manual_seed(run.seed)
+    trainer = build_trainer(run, ranks=ranks, device=device)
+    checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks)
+    return Team(run=run, trainer=trainer, ranks=ranks, checkpoints=checkpoints)
+
+
+def assemble_learner(
+    run: RunConfig,
+    *,
+    team: Team,
+    store: Store,
+    folder: RunFolder,
+    link: Link,
+    inbox: Inbox,
+    sender: WeightSender,
+    wait: Callable[[float], object],
+    clock: Clock = time.monotonic,
+) -> Learner:
+    """Rank 0: everything the loop is made of."""
+    publisher = Publisher(
+        link=link,
+        inbox=inbox,
+        sender=sender,
+        config=run.weights,
+        wire_dtype=getattr(torch, run.model.dtype),
+        clock=clock,
+    )
+    record = RunRecord(run, folder=folder, store=store)
+    return Learner(run=run, store=store, team=team, publisher=publisher, record=record, wait=wait, clock=clock)

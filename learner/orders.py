@@ -1,0 +1,54 @@
+"""Orders: what rank 0 of the learner tells the other ranks to do together with it."""
+
+from buffer.trajectory import Record
+
+
+class Order(Record, tag_field="order", tag=True):
+    """Base of all orders."""
+
+
+class TrainStep(Order):
+    """One step on groups whose payloads follow. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
+
+    step: int
+    """Which step."""
+    version: int
+    """Version of the learner's weights."""
+    group_sizes: list[int]
+    """Trajectories of each group."""
+
+
+class GatherWeights(Order):
+    """Bring sharded parameters together (rank 0 keeps them)."""
+
+
+class ComputeCanary(Order):
+    """Log-probabilities of the canary sequences."""
+
+
+class SaveCheckpoint(Order):
+    """Write a checkpoint of everything that resuming needs."""
+
+    step: int
+    """Steps it covers."""
+    version: int
+    """Version of the weights."""
+
+
+class RestoreCheckpoint(Order):
+    """Take back the newest checkpoint."""
+
+
+class SaveModel(Order):
+    """Write the model in transformers format."""
+
+    folder: str
+    """Where."""
+
+
+class Dismiss(Order):
+    """The run is over."""
+
+
+AnyOrder = TrainStep | GatherWeights | ComputeCanary | SaveCheckpoint | RestoreCheckpoint | SaveModel | Dismiss
+"""What a following rank decodes."""

@@ -1,0 +1,124 @@
+"""Team: the ranks of one learner. What rank 0 orders, all carry out together."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from buffer.codec import decode, encode, unpack
+from buffer.staleness import lag_histogram
+from buffer.trajectory import Trajectory
+from configs.run import RunConfig
+from learner.checkpoint import Checkpoints, save_model
+from learner.orders import (
+    AnyOrder,
+    ComputeCanary,
+    Dismiss,
+    GatherWeights,
+    Order,
+    RestoreCheckpoint,
+    SaveCheckpoint,
+    SaveModel,
+    TrainStep,
+)
+from learner.publisher import Canary
+from learner.ranks import Ranks
+from learner.trainer import Trainer
+
+
+class Team:
+    """Rank 0 calls the verbs; every other rank calls `follow` once.
+
+    Invariant: every collective operation of the trainer happens within an order, so all ranks meet in all of them.
+    """
+
+    def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:
+        self._run = run
+        self._trainer = trainer
+        self._ranks = ranks
+        self._checkpoints = checkpoints
+
+    # --- rank 0 --------------------------------------------------------------------------------------------------
+    def train(self, *, step: int, version: int, payloads: list[list[bytes]]) -> dict[str, Any]:
+        """One step on the claimed groups; returns the step's metrics."""
+        order = TrainStep(step=step, version=version, group_sizes=[len(group) for group in payloads])
+        self._ranks.broadcast_bytes([encode(order), *(payload for group in payloads for payload in group)])
+        return self._train(order, payloads)
+
+    def weights(self) -> Iterable[tuple[str, Tensor]]:
+        """All parameters, whole; consume before the next order."""
+        self._tell(GatherWeights())
+        return self._trainer.engine.gather_parameters()
+
+    def canary(self) -> Canary:
+        """The probe's sequences and their log-probabilities now."""
+        self._tell(ComputeCanary())
+        return self._trainer.canary()
+
+    def save_checkpoint(self, *, step: int, version: int) -> None:
+        """Durable when this returns."""
+        self._tell(SaveCheckpoint(step, version))
+        self._checkpoints.save(step=step, version=version)
+
+    def restore(self) -> tuple[int, int]:
+        """Step and version of the newest checkpoint, now in the trainer; (0, 0) when there is none."""
+        self._tell(RestoreCheckpoint())
+        state = self._checkpoints.restore()
+        return (state.step, state.version) if state else (0, 0)
+
+    def save_model(self, folder: Path) -> None:
+        """The weights, and the tokenizer, in transformers format."""
+        self._tell(SaveModel(str(folder)))
+        save_model(self._trainer, folder, run=self._run, ranks=self._ranks)
+
+    def dismiss(self) -> None:
+        """Let the other ranks go."""
+        self._tell(Dismiss())
+
+    def _tell(self, order: Order) -> None:
+        self._ranks.broadcast_bytes([encode(order)])
+
+    # --- the others ----------------------------------------------------------------------------------------------
+    def follow(self) -> None:
+        """Carry out orders until dismissed. Raises RanksFault when rank 0 is gone."""
+        while True:
+            head, *payloads = self._ranks.broadcast_bytes(None)
+            order: Order = decode(head, AnyOrder)  # type: ignore[arg-type]
+            if isinstance(order, Dismiss):
+                return
+            self._carry_out(order, payloads)
+
+    def _carry_out(self, order: Order, payloads: list[bytes]) -> None:
+        match order:
+            case TrainStep(group_sizes=sizes):
+                members = iter(payloads)
+                self._train(order, [[next(members) for _ in range(size)] for size in sizes])
+            case GatherWeights():
+                _exhaust(self._trainer.engine.gather_parameters)
+            case ComputeCanary():
+                self._trainer.canary()
+            case SaveCheckpoint(step=step, version=version):
+                self._checkpoints.save(step=step, version=version)
+            case RestoreCheckpoint():
+                self._checkpoints.restore()
+            case SaveModel(folder=folder):
+                save_model(self._trainer, Path(folder), run=self._run, ranks=self._ranks)
+
+    # --- all -----------------------------------------------------------------------------------------------------
+    def _train(self, order: TrainStep, payloads: list[list[bytes]]) -> dict[str, Any]:
+        groups: list[list[Trajectory]] = [[unpack(payload) for payload in group] for group in payloads]
+        metrics = self._trainer.step(groups, learner_version=order.version, step=order.step)
+        return metrics | _lag_metrics(groups, learner_version=order.version)
+
+
+def _lag_metrics(groups: list[list[Trajectory]], *, learner_version: int) -> dict[str, Any]:
+    histogram = lag_histogram((member for group in groups for member in group), learner_version=learner_version)
+    num_tokens = sum(histogram.values())
+    mean = sum(lag * count for lag, count in histogram.items()) / num_tokens
+    return {"lag/mean": mean, "lag/max": max(histogram), "lag/histogram": histogram}
+
+
+def _exhaust(gather: Callable[[], Iterable[object]]) -> None:
+    for _ in gather():
+        pass
