@@ -4,7 +4,7 @@ import fcntl
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -91,8 +91,7 @@ class EmbeddedRedis:
         try:
             process.wait(timeout=timeout_s)
         except psutil.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=timeout_s)
+            _kill(process)
 
     def _adopt(self, deadline: float) -> bool:
         client = connect(self.url)
@@ -123,8 +122,7 @@ class EmbeddedRedis:
         try:
             self._await_start(self._process, deadline)
         except StoreUnavailable:
-            self._process.kill()
-            self._process.wait(timeout=_LAST_WAIT_S)
+            _kill(self._process)
             self._process = None
             raise
 
@@ -177,6 +175,12 @@ class EmbeddedRedis:
                     )
                 time.sleep(_TICK_S)
             yield
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+        process.wait(timeout=_LAST_WAIT_S)
 
 
 def _is_listening(client: redis.Redis) -> bool:

@@ -226,8 +226,8 @@ class Store(Protocol):
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
         """Store trajectories, idempotent on id; one outcome each, same order. Durable (as configured) on return.
 
-        Evaluation trajectories are counted into their evaluation and not kept. A refused one leaves no trace: the caller
-        either has it sent again (`store_full`) or gives it to `quarantine`, which counts it.
+        Evaluation trajectories are counted into their evaluation and not kept. A refused one leaves no trace: the
+        caller has it sent again (`store_full`) or gives it to `quarantine`, which counts it.
         """
         ...
 

@@ -1,0 +1,251 @@
+"""The embedded server: it starts, is adopted, stops, dies and comes back with everything it had acknowledged."""
+
+import os
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from buffer.embedded_redis import EmbeddedRedis
+from buffer.errors import StoreUnavailable
+from buffer.open_store import PASSWORD_VARIABLE, connect, open_store
+from buffer.redis_store import RedisStore
+from buffer.store import Insertion
+from configs.buffer import FifoConfig
+from tests.builders import make_packed
+
+GROUP_SIZE = 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@contextmanager
+def running(server: EmbeddedRedis) -> Iterator[EmbeddedRedis]:
+    server.start(timeout_s=20)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[EmbeddedRedis]:
+    with running(EmbeddedRedis(folder, max_memory_mib=64)) as server:
+        yield server
+
+
+def opened(server: EmbeddedRedis, run_id: str = "run") -> RedisStore:
+    store = open_store(server.url, run_id, timeout_s=10)
+    store.open_run(run_id, config_json="{}", num_rows=100, seed=0)
+    return store
+
+
+def lease_groups(store: RedisStore, count: int) -> list[str]:
+    asked = {"owner": "generator-0", "max_groups": count, "group_size": GROUP_SIZE, "lease_s": 600.0}
+    return [lease.group_id for lease in store.lease(admission_limit=10**6, **asked)]
+
+
+def test_the_server_is_private_to_its_folder_and_its_user(server, folder):
+    client = connect(server.url)
+    assert client.config_get("port")["port"] == "0"
+    assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
+    assert client.config_get("appendfsync")["appendfsync"] == "everysec"
+    assert stat.S_IMODE((folder / "redis.sock").stat().st_mode) == 0o700
+    assert int((folder / "redis.pid").read_text()) == server.pid
+    assert os.getsid(server.pid) == server.pid, "Ctrl-C in the terminal does not reach it"
+
+
+def test_a_second_start_adopts_the_running_server_and_may_stop_it(server, folder):
+    opened(server).set_phase("training")
+    second = EmbeddedRedis(folder, durability="strict", max_memory_mib=32)
+    second.start(timeout_s=20)
+    assert second.pid == server.pid
+    client = connect(second.url)
+    assert client.config_get("appendfsync")["appendfsync"] == "always", "the newest settings hold"
+    process = psutil.Process(server.pid)
+    second.stop()
+    assert not process.is_running()
+    server.stop()
+    with pytest.raises(StoreUnavailable, match="no store answered"):
+        open_store(server.url, "run", timeout_s=0)
+
+
+def test_two_starters_at_once_share_one_server(folder):
+    servers = [EmbeddedRedis(folder) for _ in range(3)]
+    starters = [threading.Thread(target=each.start) for each in servers]
+    for each in starters:
+        each.start()
+    for each in starters:
+        each.join(timeout=30)
+    assert len({each.pid for each in servers}) == 1
+    for each in servers:
+        each.stop()
+
+
+def test_a_restart_finds_the_run_again(server, folder):
+    store = opened(server)
+    (group_id,) = lease_groups(store, 1)
+    store.insert([make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)])
+    server.stop()
+    server.start(timeout_s=20)
+    assert store.counts().ready == 1, "and an open store finds the new server by itself"
+
+
+@pytest.mark.parametrize("durability", ["standard", "strict"])
+def test_a_killed_server_has_lost_nothing_it_acknowledged(folder, durability):
+    with running(EmbeddedRedis(folder, durability=durability)) as server:
+        store = opened(server)
+        groups = lease_groups(store, 400)
+        acknowledged = insert_until_it_dies(store, groups, kill=lambda: kill_between_fsyncs(server))
+        assert len(acknowledged) >= 100
+        server.start(timeout_s=20)
+        audit_after(store, acknowledged)
+
+
+def insert_until_it_dies(store: RedisStore, groups: list[str], *, kill: Callable[[], None]) -> list[tuple]:
+    """Insert without pause while another thread kills the server; returns what was acknowledged."""
+    acknowledged: list[tuple] = []
+    enough = threading.Event()
+    killer = threading.Thread(target=lambda: enough.wait(timeout=30) and kill())
+    killer.start()
+    try:
+        for group in groups:
+            for index in range(GROUP_SIZE):
+                packed = make_packed(group, index, group_size=GROUP_SIZE)
+                (insertion,) = store.insert([packed])
+                assert insertion.outcome == "inserted"
+                acknowledged.append(packed)
+                if len(acknowledged) == 100:
+                    enough.set()
+    except StoreUnavailable:
+        pass
+    killer.join(timeout=30)
+    return acknowledged
+
+
+def kill_between_fsyncs(server: EmbeddedRedis) -> None:
+    """SIGKILL, but not in the milliseconds of the background fsync: there, at `standard`, Redis answers first."""
+    client = connect(server.url)
+    while client.info("persistence")["aof_pending_bio_fsync"]:
+        pass
+    process = psutil.Process(server.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=10)
+
+
+def audit_after(store: RedisStore, acknowledged: list[tuple]) -> None:
+    """Everything acknowledged is there, once, and the sums agree."""
+    again = store.insert(acknowledged)
+    assert {insertion.outcome for insertion in again} == {"duplicate"}
+    counts = store.counts()
+    assert counts.accepted == counts.open_members + GROUP_SIZE * counts.ready
+    # The one insert that was under way when the server died may be in as well, unacknowledged.
+    assert counts.accepted - len(acknowledged) in (0, 1)
+
+
+def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
+    with running(EmbeddedRedis(folder, durability="fast", max_memory_mib=8)) as server:
+        store = opened(server)
+        extras = {"padding": "x" * 200_000}
+        groups = iter(lease_groups(store, 200))
+        insertions = [Insertion(outcome="inserted")]
+        while all(insertion.outcome == "inserted" for insertion in insertions):
+            refused_group = next(groups)
+            members = [make_packed(refused_group, n, group_size=GROUP_SIZE, extras=extras) for n in range(GROUP_SIZE)]
+            insertions = store.insert(members)
+        assert insertions[-1] == Insertion(outcome="refused", reason="store_full")
+
+        admin = connect(server.url)
+        limit = admin.config_get("maxmemory")["maxmemory"]
+        admin.config_set("maxmemory", 1)  # full for the smallest write too
+        with pytest.raises(redis.OutOfMemoryError):
+            admin.set("anything", 1)
+        ready = store.counts().ready
+        assert ready >= 1
+        assert store.renew_leases(owner="generator-0", lease_s=60) == 200 - ready
+        claim = store.claim(step=1, num_groups=ready, sampler=FifoConfig(), lease_s=60)
+        store.renew_claim(claim, lease_s=60)
+        store.append_metrics({"step": 1})
+        store.report_role("learner-0", {"step": 1})
+        store.quarantine("malformed", b"junk")
+        store.set_phase("training")
+        store.commit_version(1)
+        store.commit(claim)
+        assert store.retire(up_to_step=1) == ready
+        admin.config_set("maxmemory", limit)
+        assert store.insert(members)[-1] == Insertion(outcome="inserted", group_is_ready=True)
+
+
+def test_a_directory_too_deep_for_a_socket_gets_a_short_one(tmp_path):
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    with running(EmbeddedRedis(deep)) as server:
+        socket = (deep / "redis.socket-path").read_text().strip()
+        assert len(socket) < 107
+        assert server.url == EmbeddedRedis(deep).url, "every process of the run derives the same"
+        assert opened(server).counts().accepted == 0
+    assert not Path(socket).exists()
+
+
+def test_a_directory_with_odd_characters_is_fine(tmp_path):
+    with running(EmbeddedRedis(tmp_path / "a b%20c?d'e")) as server:
+        assert opened(server).counts().accepted == 0
+
+
+def test_a_server_that_cannot_start_says_why(folder):
+    folder.mkdir()
+    (folder / "appendonly.aof").write_text("not an append-only file\n")
+    with pytest.raises(StoreUnavailable, match=r"died at its start; the end of .*redis\.log: .*Bad file format"):
+        EmbeddedRedis(folder).start(timeout_s=20)
+
+
+def test_stopping_what_was_never_started_does_nothing(folder):
+    EmbeddedRedis(folder).stop()
+
+
+# --- open_store ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("url", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
+def test_a_store_nobody_serves_is_named_with_what_to_do(url):
+    with pytest.raises(StoreUnavailable, match=r"no store answered at .* within 0\.2 s .*start the run's broker"):
+        open_store(url, "run", timeout_s=0.2)
+
+
+def test_an_address_that_is_none_is_refused():
+    with pytest.raises(StoreUnavailable, match="must be a redis://, rediss:// or unix:// address, got 'localhost'"):
+        open_store("localhost", "run", timeout_s=0)
+
+
+def test_a_server_that_may_evict_is_refused(server):
+    connect(server.url).config_set("maxmemory-policy", "allkeys-lru")
+    with pytest.raises(StoreUnavailable, match=r"maxmemory-policy .* must be noeviction, got allkeys-lru"):
+        open_store(server.url, "run", timeout_s=5)
+    connect(server.url).config_set("maxmemory", 0)
+    open_store(server.url, "run", timeout_s=5).close()
+
+
+def test_the_password_comes_from_the_environment(server, monkeypatch):
+    admin = connect(server.url)
+    admin.ping()
+    admin.config_set("requirepass", "secret")
+    with pytest.raises(StoreUnavailable, match="refused the connection"):
+        open_store(server.url, "run", timeout_s=5)
+    monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
+    store = open_store(server.url, "run", timeout_s=5)
+    store.close()
+    admin.config_set("requirepass", "")
+
+
+def test_a_payload_comes_back_as_it_was_sent(server):
+    store = opened(server)
+    (group_id,) = lease_groups(store, 1)
+    packed = [make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)]
+    store.insert(packed)
+    assert store.fetch([group_id]) == [[payload for _, payload in packed]]
