@@ -1,0 +1,137 @@
+"""Plots a run: reads `metrics.jsonl` of a run folder, writes `curve.png` beside it.
+
+python -m scripts.plot_run runs/digits_cpu
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator
+
+from configs.base import ConfigError
+from configs.exits import fail_cleanly
+
+Rows = list[dict[str, Any]]
+"""One flat dict per step."""
+BLUE, ORANGE, GREEN, GREY = "#2563a8", "#d9741a", "#2f8f5b", "#6b7280"
+STYLE: Any = {
+    "axes.edgecolor": "#9aa1ab",
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "font.size": 9.5,
+    "grid.color": "#e5e7eb",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+}
+ACCURACY = {"eval/accuracy_sampled": ("sampled", BLUE), "eval/accuracy_greedy": ("greedy", ORANGE)}
+RATES = {
+    "generators/tokens_per_s": ("generators", BLUE),
+    "learner/tokens_per_s": ("learner", ORANGE),
+}
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draw the curve of a run; returns where it was written. Raises ConfigError when there is nothing to draw."""
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    target = run_dir / "curve.png"
+    with mpl.rc_context(STYLE):
+        figure = draw(rows, title=run_dir.resolve().name)
+        FigureCanvasAgg(figure).print_png(str(target))
+    return target
+
+
+def read_metrics(path: Path) -> Rows:
+    """The rows of a run in order. A last line cut short by a crash is left out. Raises ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"{path} must exist to be plotted: name the folder of a run that has made a step.")
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    rows = [json.loads(line) for line in lines if line.strip()]
+    if not rows:
+        raise ConfigError(f"{path} must hold at least one step to be plotted, but is empty.")
+    return rows
+
+
+def draw(rows: Rows, *, title: str) -> Figure:
+    """Accuracy over steps and over seconds above, reward, lag and speed below."""
+    figure = Figure(figsize=(12, 6.8), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
+    grid = figure.add_gridspec(2, 6)
+    by_step, by_time = figure.add_subplot(grid[0, :3]), figure.add_subplot(grid[0, 3:])
+    reward, lag, speed = (figure.add_subplot(grid[1, place : place + 2]) for place in (0, 2, 4))
+    _draw_accuracy(by_step, rows, over="step")
+    _draw_accuracy(by_time, rows, over="time_s")
+    _draw_reward(reward, rows)
+    _draw_lag(lag, rows)
+    _draw_rates(speed, rows)
+    return figure
+
+
+def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
+    axes.set(ylim=(0, 1.02), xlabel={"step": "step", "time_s": "seconds"}[over])
+    axes.set_title({"step": "Held-out accuracy by step", "time_s": "Held-out accuracy by time"}[over])
+    for key, (label, colour) in ACCURACY.items():
+        places, values = _series(rows, key, over)
+        name = f"{label}, {values[-1]:.3f} at the end" if values else label
+        axes.plot(places, values, color=colour, marker="o", markersize=3.5, label=name)
+    axes.legend(loc="lower right")
+
+
+def _draw_reward(axes: Axes, rows: Rows) -> None:
+    places, values = _series(rows, "learner/reward_mean", "step")
+    axes.plot(places, values, color=GREY, alpha=0.4, linewidth=1)
+    axes.plot(places, running_mean(values, width=10), color=GREEN)
+    axes.set(title="Reward, and its mean of 10 steps", xlabel="step")
+
+
+def _draw_lag(axes: Axes, rows: Rows) -> None:
+    axes.scatter(*_series(rows, "lag/max", "step"), color=ORANGE, s=9, label="oldest of a batch")
+    axes.plot(*_series(rows, "lag/mean", "step"), color=BLUE, label="mean of a batch")
+    axes.set(title="Lag, versions", xlabel="step")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend(loc="lower right")
+
+
+def _draw_rates(axes: Axes, rows: Rows) -> None:
+    for key, (label, colour) in RATES.items():
+        axes.plot(*_series(rows, key, "step"), color=colour, label=label)
+    axes.set(title="Tokens per second", xlabel="step")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+    axes.legend(loc="lower right")
+
+
+def _series(rows: Rows, key: str, over: str) -> tuple[list[float], list[float]]:
+    """Where `key` is present: its places on the x axis and its values."""
+    points = [(row[over], row[key]) for row in rows if row.get(key) is not None]
+    return [place for place, _ in points], [value for _, value in points]
+
+
+def running_mean(values: list[float], *, width: int) -> list[float]:
+    """Mean of each value and up to `width - 1` before it."""
+    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
+
+
+@fail_cleanly()
+def main(arguments: list[str] | None = None) -> None:
+    """Command line: the run folder."""
+    folders = sys.argv[1:] if arguments is None else arguments
+    if len(folders) != 1:
+        raise ConfigError(f"one run folder must be named, as in `python -m scripts.plot_run runs/NAME`, got {folders}.")
+    print(plot_run(Path(folders[0])))
+
+
+if __name__ == "__main__":
+    main()

