@@ -249,3 +249,19 @@ def test_a_payload_comes_back_as_it_was_sent(server):
     packed = [make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)]
     store.insert(packed)
     assert store.fetch([group_id]) == [[payload for _, payload in packed]]
+
+
+def test_two_runs_share_a_server_without_meeting(server):
+    one, other = opened(server, "one"), opened(server, "other")
+    for store in (one, other):
+        (group_id,) = lease_groups(store, 1)
+        store.insert([make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)])
+    one.open_evaluation("e", purpose="greedy", version=0, rows=[1])
+    one.commit(one.claim(step=1, num_groups=1, sampler=FifoConfig(), lease_s=60))
+    one.retire(up_to_step=1)
+    one.report_role("learner-0", {})
+    one.append_metrics({})
+    one.quarantine("malformed", b"")
+    assert (other.counts().ready, other.run_state().step, other.roles(), other.metrics()) == (1, 0, {}, [])
+    keys = connect(server.url).keys("*")
+    assert all(key.startswith((b"{one}:", b"{other}:")) for key in keys), keys

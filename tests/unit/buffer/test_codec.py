@@ -1,0 +1,225 @@
+"""Records <-> bytes, and everything that must not get in."""
+
+from typing import Any
+
+import msgpack
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buffer.codec import check_header, checksum, decode, encode, pack, unpack
+from buffer.errors import Refused
+from buffer.trajectory import Reward, Trajectory, TrajectoryHeader, VersionSpan
+from tests.builders import make_packed, make_trajectory
+
+
+def reason_of(payload: bytes) -> str:
+    with pytest.raises(Refused) as caught:
+        unpack(payload)
+    return caught.value.reason
+
+
+def fields_of(trajectory: Trajectory) -> dict[str, Any]:
+    return msgpack.unpackb(encode(trajectory))
+
+
+def spoilt(**changes: Any) -> bytes:
+    """A valid payload with fields replaced on the wire."""
+    return msgpack.packb(fields_of(make_trajectory()) | changes)
+
+
+def logprobs(value: float) -> np.ndarray:
+    array = make_trajectory().generator_logprobs.copy()
+    array[8] = value
+    return array
+
+
+def test_a_trajectory_comes_back_as_it_was_sent():
+    sent = make_trajectory(
+        version_spans=[VersionSpan(6, 2), VersionSpan(9, 3)],
+        reward=Reward(total=0.8, parts={"positions": 0.8}, status="timeout", detail="5 s"),
+        extras={"tool": "none", "numbers": [1, 2.5]},
+    )
+    got = unpack(encode(sent))
+    for name in Trajectory.__struct_fields__:
+        expected, value = getattr(sent, name), getattr(got, name)
+        if isinstance(expected, np.ndarray):
+            assert value.dtype == expected.dtype
+            np.testing.assert_array_equal(value, expected)
+        else:
+            assert value == expected
+
+
+def test_arrays_are_little_endian_whatever_the_sender_holds():
+    big_endian = np.arange(12, dtype=">i4")
+    assert encode(make_trajectory(token_ids=big_endian)) == encode(make_trajectory())
+
+
+def test_a_header_describes_its_payload():
+    header, payload = make_packed("17", 3, group_size=8, version_spans=[VersionSpan(6, 2), VersionSpan(9, 5)])
+    assert (header.oldest_version, header.newest_version, header.num_tokens) == (2, 5, 12)
+    assert (header.payload_bytes, header.checksum) == (len(payload), checksum(payload))
+    assert check_header(header, payload).id == "17-0-3"
+
+
+def test_versions_no_model_written_token_has_do_not_count():
+    mask = np.zeros(12, dtype=bool)
+    mask[[6, 10]] = True
+    spans = [VersionSpan(0, 9), VersionSpan(6, 2), VersionSpan(8, 1), VersionSpan(10, 3)]
+    header, payload = make_packed(model_mask=mask, version_spans=spans)
+    assert (header.oldest_version, header.newest_version) == (2, 3)
+    check_header(header, payload)
+
+
+def test_extension_types_are_refused():
+    extension = msgpack.ExtType(42, b"anything")
+    assert reason_of(spoilt(extras={"x": extension})) == "malformed"
+    assert reason_of(msgpack.packb(extension)) == "malformed"
+
+
+def test_unknown_and_missing_fields_are_refused():
+    assert reason_of(spoilt(surprise=1)) == "malformed"
+    fields = fields_of(make_trajectory())
+    del fields["reward"]
+    assert reason_of(msgpack.packb(fields)) == "malformed"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        None,
+        [1, 2, 3],
+        ["int32", [12], "text"],
+        ["object", [1], b"\x00" * 8],
+        [["int32"], [12], b""],
+        ["int32", [13], b"\x00" * 48],
+        ["int32", [-12], b"\x00" * 48],
+        ["int32", [2**63], b"\x00" * 48],
+        ["int32", [2**31, 2**31, 2**31], b"\x00" * 48],
+        ["int32", ["12"], b"\x00" * 48],
+        ["int32", [12], b"\x00" * 47],
+    ],
+)
+def test_an_array_that_is_none_is_refused(array):
+    assert reason_of(spoilt(token_ids=array)) == "malformed"
+
+
+def test_a_mask_of_other_bytes_than_0_and_1_is_refused():
+    assert reason_of(spoilt(model_mask=["bool", [12], b"\x02" * 12])) == "malformed"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_ids": np.arange(12, dtype=np.int64)},
+        {"token_ids": np.arange(12, dtype=np.int32).reshape(3, 4)},
+        {"model_mask": np.ones(11, dtype=bool)},
+        {"model_mask": np.ones(12, dtype=np.uint8)},
+        {"generator_logprobs": np.full(12, -1.0)},
+        {"generator_logprobs": np.full(13, -1.0, dtype=np.float32)},
+    ],
+)
+def test_arrays_of_another_type_or_length_are_refused(changes):
+    assert reason_of(encode(make_trajectory(**changes))) == "shape"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"generator_logprobs": logprobs(np.nan)}, "nonfinite_logprob"),
+        ({"generator_logprobs": logprobs(-np.inf)}, "nonfinite_logprob"),
+        ({"generator_logprobs": logprobs(0.01)}, "positive_logprob"),
+        ({"model_mask": np.zeros(12, dtype=bool)}, "empty"),
+        ({"token_ids": np.arange(-1, 11, dtype=np.int32)}, "token_id"),
+        ({"version_spans": []}, "version_spans"),
+        ({"version_spans": [VersionSpan(7, 0)]}, "version_spans"),
+        ({"version_spans": [VersionSpan(6, 0), VersionSpan(6, 1)]}, "version_spans"),
+        ({"version_spans": [VersionSpan(8, 0), VersionSpan(6, 1)]}, "version_spans"),
+        ({"version_spans": [VersionSpan(6, 0), VersionSpan(12, 1)]}, "version_spans"),
+        ({"version_spans": [VersionSpan(-1, 0)]}, "version_spans"),
+        ({"version_spans": [VersionSpan(6, -1)]}, "version_spans"),
+        ({"reward": Reward(total=float("nan"))}, "nonfinite_reward"),
+        ({"reward": Reward(total=0.0, parts={"a": float("inf")})}, "nonfinite_reward"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_with_its_reason(changes, reason):
+    assert reason_of(encode(make_trajectory(**changes))) == reason
+
+
+def test_rounding_above_zero_is_forgiven():
+    unpack(encode(make_trajectory(generator_logprobs=logprobs(5e-5))))
+
+
+def test_an_empty_trajectory_is_refused():
+    nothing = {
+        "token_ids": np.zeros(0, dtype=np.int32),
+        "model_mask": np.zeros(0, dtype=bool),
+        "generator_logprobs": np.zeros(0, dtype=np.float32),
+    }
+    assert reason_of(encode(make_trajectory(**nothing))) == "empty"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"schema_version": 2}, "newer_schema"),
+        ({"payload_bytes": 1}, "checksum"),
+        ({"checksum": 7}, "checksum"),
+        ({"index": 2}, "index"),
+        ({"index": -1}, "index"),
+        ({"id": "0-0-1"}, "header_mismatch"),
+        ({"group_id": "1"}, "header_mismatch"),
+        ({"index": 1}, "header_mismatch"),
+        ({"newest_version": 3}, "header_mismatch"),
+        ({"reward": 1.0}, "header_mismatch"),
+        ({"is_correct": True}, "header_mismatch"),
+        ({"num_tokens": 11}, "header_mismatch"),
+    ],
+)
+def test_a_header_that_says_otherwise_than_its_payload_is_refused(changes, reason):
+    header, payload = make_packed()
+    with pytest.raises(Refused) as caught:
+        check_header(msgspec.structs.replace(header, **changes), payload)
+    assert caught.value.reason == reason
+
+
+def test_a_header_survives_the_wire():
+    header, _ = make_packed()
+    assert decode(encode(header), TrajectoryHeader) == header
+
+
+def test_only_plain_values_are_encoded():
+    with pytest.raises(TypeError, match="only plain values and arrays"):
+        encode({"odd": 1j})
+    with pytest.raises(TypeError, match="arrays must be one of"):
+        encode(make_trajectory(token_ids=np.arange(12, dtype=np.float16)))
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused_and_nothing_else(noise):
+    assert reason_of(noise) == "malformed"
+
+
+@given(place=st.integers(0, 10**6), value=st.integers(0, 255))
+def test_a_changed_byte_never_raises_anything_but_refused(place, value):
+    header, payload = make_packed()
+    changed = bytearray(payload)
+    changed[place % len(payload)] = value
+    if bytes(changed) == payload:
+        return
+    with pytest.raises(Refused, match="checksum"):
+        check_header(header, bytes(changed))
+    try:
+        unpack(bytes(changed))
+    except Refused:
+        return
+
+
+def test_packing_relies_on_no_shape():
+    header, payload = pack(
+        make_trajectory(model_mask=np.ones(3, dtype=bool)), lease_id="0-0", purpose="train", group_size=2
+    )
+    with pytest.raises(Refused, match="shape"):
+        check_header(header, payload)
