@@ -1,7 +1,7 @@
 """What both stores say of claims and groups that are not there any more."""
 
 from buffer.errors import StaleFence
-from buffer.store import Claim
+from buffer.records import Claim
 
 
 def stale(claim: Claim) -> StaleFence:

@@ -1,7 +1,7 @@
 """Prompt leases as both stores make, name and mourn them."""
 
 from buffer.permutation import row_of
-from buffer.store import Lease
+from buffer.records import Lease
 from buffer.trajectory import Purpose
 
 

@@ -4,7 +4,7 @@ import json
 from typing import Any, get_args, get_type_hints
 
 from buffer.errors import RunConflict
-from buffer.store import RunState
+from buffer.records import RunState
 
 PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
 """Values of RunState.phase."""

@@ -2,8 +2,8 @@
 
 from buffer.claims import no_members, stale
 from buffer.memory_store.state import LiveClaim, MemoryState, UsedStep
+from buffer.records import Claim
 from buffer.samplers import draw_ranks
-from buffer.store import Claim
 from configs.buffer import FifoConfig, UniformConfig
 
 

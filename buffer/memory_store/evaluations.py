@@ -2,7 +2,7 @@
 
 from buffer.leases import evaluation_group_id
 from buffer.memory_store.state import Group, MemoryState, OpenEvaluation
-from buffer.store import EvaluationResult
+from buffer.records import EvaluationResult
 from buffer.trajectory import Purpose
 
 

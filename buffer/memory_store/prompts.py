@@ -3,7 +3,7 @@
 from buffer.claims import lapsed_claim_line
 from buffer.leases import is_evaluation, lapsed_lease_line, make_lease
 from buffer.memory_store.state import Group, MemoryState
-from buffer.store import Lease
+from buffer.records import Lease
 
 
 class MemoryPrompts(MemoryState):

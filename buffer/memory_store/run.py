@@ -2,8 +2,8 @@
 
 from buffer.errors import RunConflict
 from buffer.memory_store.state import MemoryState, Run
+from buffer.records import RunState
 from buffer.run_identity import PHASES, check_same_run
-from buffer.store import RunState
 
 
 class MemoryRun(MemoryState):

@@ -3,7 +3,7 @@
 from buffer.leases import evaluation_group_id
 from buffer.limits import FRAME_BYTES_KEPT
 from buffer.memory_store.state import Group, Member, MemoryState, OpenEvaluation
-from buffer.store import Insertion
+from buffer.records import Insertion
 from buffer.trajectory import TrajectoryHeader
 
 

@@ -7,7 +7,7 @@ import msgspec
 from buffer.codec import encode
 from buffer.leases import is_evaluation
 from buffer.memory_store.state import MemoryState
-from buffer.store import StoreCounts
+from buffer.records import StoreCounts
 
 
 class MemoryWatching(MemoryState):

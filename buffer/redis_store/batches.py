@@ -4,11 +4,11 @@ import time
 
 from buffer.claims import no_members, stale
 from buffer.errors import StaleFence
+from buffer.records import Claim
 from buffer.redis_scripts.batches import CLAIM, COMMIT, RELEASE_CLAIM, RENEW_CLAIM, RETIRE_STEP, ROLL_BACK
 from buffer.redis_store.door import text
 from buffer.redis_store.run import RedisRun
 from buffer.samplers import draw_ranks
-from buffer.store import Claim
 from configs.buffer import FifoConfig, UniformConfig
 
 _FETCHED_AT_ONCE = 16

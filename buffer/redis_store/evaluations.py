@@ -1,8 +1,8 @@
 """RedisStore, evaluations: held-out rows asked and answered."""
 
+from buffer.records import EvaluationResult
 from buffer.redis_scripts.watching import OPEN_EVALUATION
 from buffer.redis_store.door import RedisDoor
-from buffer.store import EvaluationResult
 from buffer.trajectory import Purpose
 
 

@@ -2,6 +2,7 @@
 
 from buffer.claims import lapsed_claim_line
 from buffer.leases import lapsed_lease_line, make_lease
+from buffer.records import Lease
 from buffer.redis_scripts.batches import REAP_CLAIMS
 from buffer.redis_scripts.prompts import (
     LEASE,
@@ -13,7 +14,6 @@ from buffer.redis_scripts.prompts import (
 )
 from buffer.redis_store.door import text
 from buffer.redis_store.run import RedisRun
-from buffer.store import Lease
 
 _REAPED_AT_ONCE = 500
 """Bounds how long one script keeps the server busy."""

@@ -1,10 +1,10 @@
 """RedisStore, the run itself: its config, phase, step and versions."""
 
 from buffer.errors import RunConflict
+from buffer.records import RunState
 from buffer.redis_scripts.run import OPEN_RUN, RAISE_VERSION, REPLACE_CONFIG, SET_PHASE
 from buffer.redis_store.door import RedisDoor, text
 from buffer.run_identity import PHASES, check_same_run, no_run
-from buffer.store import RunState
 
 LAYOUT = 1
 """Raised when the meaning of a key changes; a run stored under another layout is refused."""

@@ -6,9 +6,9 @@ import msgspec
 import redis
 
 from buffer.limits import FRAME_BYTES_KEPT, FRAMES_KEPT
+from buffer.records import Insertion
 from buffer.redis_scripts.trajectories import INSERT, INSERT_EVALUATION, QUARANTINE_FRAME
 from buffer.redis_store.door import RedisDoor, is_out_of_memory, text
-from buffer.store import Insertion
 from buffer.trajectory import TrajectoryHeader
 
 _PIPELINED_AT_ONCE = 128

@@ -6,9 +6,9 @@ import msgspec
 
 from buffer.codec import encode
 from buffer.limits import METRICS_KEPT
+from buffer.records import StoreCounts
 from buffer.redis_scripts.watching import APPEND_METRICS, COUNTS, METRICS_AFTER, REPORT_ROLE
 from buffer.redis_store.door import RedisDoor, text
-from buffer.store import StoreCounts
 
 _IN_SCRIPT_ORDER = (
     "admitted",

@@ -11,8 +11,8 @@ from pathlib import Path
 from buffer.embedded_redis import EmbeddedRedis
 from buffer.memory_store import MemoryStore
 from buffer.open_store import connect
+from buffer.records import Claim, Lease, StoreCounts
 from buffer.redis_store import RedisStore
-from buffer.store import Claim, Lease, StoreCounts
 from configs.buffer import FifoConfig
 from tests.builders import make_packed
 

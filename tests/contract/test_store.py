@@ -8,7 +8,7 @@ import pytest
 from buffer.codec import unpack
 from buffer.errors import RunConflict, StaleFence
 from buffer.permutation import row_of
-from buffer.store import Insertion, Lease
+from buffer.records import Insertion, Lease
 from buffer.trajectory import Reward, VersionSpan
 from configs.buffer import FifoConfig, UniformConfig
 from tests.builders import make_packed

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from buffer.errors import StaleFence
-from buffer.store import Claim, Lease
+from buffer.records import Claim, Lease
 from buffer.trajectory import Reward, VersionSpan
 from configs.buffer import FifoConfig, UniformConfig
 from tests.contract.stores import GROUP_SIZE, Clock, answer, audit, make_memory_store, make_redis_store, open_run

@@ -15,8 +15,8 @@ import redis
 from buffer.embedded_redis import EmbeddedRedis
 from buffer.errors import StoreUnavailable
 from buffer.open_store import PASSWORD_VARIABLE, connect, open_store
+from buffer.records import Insertion
 from buffer.redis_store import RedisStore
-from buffer.store import Insertion
 from configs.buffer import FifoConfig
 from tests.builders import make_packed
 

@@ -2,7 +2,7 @@
 
 from buffer.leases import evaluation_group_id, lapsed_lease_line, make_lease
 from buffer.permutation import row_of
-from buffer.store import Lease
+from buffer.records import Lease
 
 
 def test_a_training_lease_names_the_row_its_ordinal_stands_for():

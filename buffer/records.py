@@ -1,0 +1,150 @@
+"""What the store answers with: leases, outcomes, claims, counts, the run's state, evaluations."""
+
+from typing import Literal
+
+from buffer.trajectory import Purpose, Record
+
+
+class Lease(Record):
+    """A prompt handed to a generator, with a deadline.
+
+    Example: Lease(id="17-0", group_id="17", purpose="train", row=4711, ordinal=17, attempt=0, indices=[0, ..., 7])
+    """
+
+    id: str
+    """`<group_id>-<attempt>`."""
+    group_id: str
+    """Training: the ordinal. Evaluation: `<evaluation id>:<row>`."""
+    purpose: Purpose
+    """What the trajectories are for."""
+    row: int
+    """Row of the train file (or of the held-out file for evaluations)."""
+    ordinal: int
+    """Place in the endless sequence of seeded epoch permutations; evaluations: the row."""
+    attempt: int
+    """How often this prompt had been leased before."""
+    indices: list[int]
+    """Members still missing from the group."""
+
+
+class Insertion(Record):
+    """What became of one inserted trajectory.
+
+    Example: Insertion(outcome="inserted", group_is_ready=True)
+    """
+
+    outcome: Literal["inserted", "duplicate", "superseded", "refused"]
+    """Stored | the same was stored before | its place was filled by another attempt | not stored, see reason.
+
+    All but `refused` are acknowledged to the sender."""
+    reason: str = ""
+    """Why it was refused: `content_conflict`, `unknown_group`, `group_size`, `future_version`, `store_full`."""
+    group_is_ready: bool = False
+    """Whether this one completed its group."""
+
+
+class Claim(Record):
+    """Groups handed to the learner for one step.
+
+    Example: Claim(step=12, fence=31, group_ids=["380", "377"])
+    """
+
+    step: int
+    """The step they are claimed for."""
+    fence: int
+    """Grows with every claim; a commit with an older one is refused."""
+    group_ids: list[str]
+    """In the order drawn."""
+
+
+class StoreCounts(Record):
+    """Where everything is, now. Groups unless said otherwise.
+
+    Invariant: accepted == open_members + group_size * (ready + claimed + used + retired) + quarantined_members.
+    """
+
+    admitted: int
+    """Training prompts ever leased for the first time, less those handed back to the budget."""
+    leased: int
+    """Training leases out now."""
+    returned: int
+    """Training prompts waiting to be leased again."""
+    open: int
+    """Groups with at least one member, not complete."""
+    ready: int
+    """Complete, unclaimed."""
+    claimed: int
+    """With the learner."""
+    used: int
+    """Trained on, not yet covered by a durable checkpoint."""
+    retired: int
+    """Covered by a durable checkpoint."""
+    quarantined: int
+    """Taken out after too many attempts."""
+    accepted: int
+    """Trajectories ever stored."""
+    duplicates: int
+    """Trajectories that came again, unchanged."""
+    superseded: int
+    """Trajectories whose place was taken."""
+    refused: dict[str, int]
+    """Frames put into quarantine, by reason."""
+    open_members: int = 0
+    """Trajectories in open groups."""
+    quarantined_members: int = 0
+    """Trajectories in quarantined groups."""
+
+
+class RunState(Record):
+    """Where the run stands.
+
+    Example: RunState(run_id="digits_cpu", phase="training", step=12, version=12, announced_version=13)
+    """
+
+    run_id: str
+    """Name of the run."""
+    phase: Literal["starting", "training", "finishing", "finished", "failed"]
+    """starting: no batch yet | finishing: no more training prompts are leased | finished, failed: over."""
+    step: int
+    """Steps committed."""
+    version: int
+    """Newest version all members adopted and verified."""
+    announced_version: int
+    """Newest version whose broadcast has begun; tokens above it are refused."""
+    detail: str = ""
+    """Why the phase is what it is."""
+
+
+class EvaluationResult(Record):
+    """One evaluation, complete when `num_answered == num_prompts`.
+
+    Example: EvaluationResult(id="final-sampled", purpose="sampled", version=120, num_prompts=512, num_answered=512,
+        num_correct=490, reward_sum=500.2)
+    """
+
+    id: str
+    """Chosen by who opened it."""
+    purpose: Purpose
+    """sampled or greedy."""
+    version: int
+    """Policy version when it was opened."""
+    num_prompts: int
+    """Held-out rows asked."""
+    num_answered: int
+    """Answers in."""
+    num_correct: int
+    """Answers entirely right."""
+    reward_sum: float
+    """Sum of rewards."""
+    num_failed: int = 0
+    """Answers whose reward function failed; not correct."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row has been answered."""
+        return self.num_answered >= self.num_prompts
+
+    @property
+    def accuracy(self) -> float:
+        """Share of answers entirely right; 0 before the first."""
+        return self.num_correct / self.num_answered if self.num_answered else 0.0
