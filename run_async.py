@@ -115,7 +115,9 @@ class Launcher:
         try:
             assert server or isinstance(config, RedisConfig)
             url = server.url if server else config.url  # type: ignore[union-attr]
-            store = open_store(url, self._run.name, timeout_s=_STORE_TIMEOUT_S)
+            store = open_store(
+                url, self._run.name, timeout_s=_STORE_TIMEOUT_S, max_attempts=self._run.buffer.max_attempts
+            )
             try:
                 yield store
             finally:

@@ -38,9 +38,10 @@ def main(overrides: list[str]) -> None:
     folder = RunFolder(run)
     folder.open()
     server = _start_server(run, folder)
-    store = open_store(_store_url(run, server), run.name, timeout_s=_STORE_TIMEOUT_S)
+    url = _store_url(run, server)
+    store = open_store(url, run.name, timeout_s=_STORE_TIMEOUT_S, max_attempts=run.buffer.max_attempts)
     try:
-        _serve(run, folder, channel, store, train=train, heldout=heldout, store_url=_store_url(run, server))
+        _serve(run, folder, channel, store, train=train, heldout=heldout, store_url=url)
     finally:
         channel.close()
         store.close()

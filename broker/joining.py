@@ -44,6 +44,7 @@ class StatusBoard:
         self._read: Callable[[], PeerStatus] = lambda: PeerStatus("starting", reason="loading")
 
     def __call__(self) -> PeerStatus:
+        """The status now."""
         return self._read()
 
     def show(self, read: Callable[[], PeerStatus]) -> None:

@@ -144,6 +144,8 @@ class Link:
                 self._on_message(message)
 
     def _enter(self, welcome: Welcome) -> None:
+        if self.is_joined and self.welcome and self.welcome.broker_incarnation == welcome.broker_incarnation:
+            return
         self.welcome = welcome
         self.outbox.set_credit(messages=welcome.credit_messages, size_bytes=welcome.credit_bytes)
         self.outbox.resend_all()

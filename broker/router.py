@@ -164,9 +164,10 @@ class Router:
             log.warning("peer_refused", peer=hello.peer_id, reason=reason)
             self._channel.send(identity, [encode(Refuse(reason))])
             return
-        for replaced in self._peers.add(identity, hello):
-            if replaced.hello.incarnation != hello.incarnation:
-                self._give_back(replaced, "replaced by a new incarnation")
+        replaced = self._peers.add(identity, hello)
+        for older in replaced:
+            if older.hello.incarnation != hello.incarnation:
+                self._give_back(older, "replaced by a new incarnation")
         is_learner = hello.role == "learner"
         self._send(
             identity,
@@ -180,7 +181,9 @@ class Router:
                 broker_incarnation=self._incarnation,
             ),
         )
-        log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
+        # A peer that waited for us has said Hello once a second.
+        if not any(older.identity == identity for older in replaced):
+            log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
         self._members_changed = True
 
     def _part(self, peer: Peer, reason: str) -> None:

@@ -94,7 +94,8 @@ def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
     _check_same_run(run, joined.welcome.config_json)
     folder = RunFolder(run)
     folder.open()
-    store = open_store(joined.welcome.store_url, run.name, timeout_s=_STORE_TIMEOUT_S)
+    url, attempts = joined.welcome.store_url, run.buffer.max_attempts
+    store = open_store(url, run.name, timeout_s=_STORE_TIMEOUT_S, max_attempts=attempts)
     team = _team(run)
     learner = assemble_learner(
         run,

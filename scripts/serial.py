@@ -41,6 +41,7 @@ class TurnClock:
         self._now = 0.0
 
     def __call__(self) -> float:
+        """Seconds so far."""
         return self._now
 
     def advance(self, seconds: float) -> None:
@@ -115,7 +116,7 @@ def run_serial(run: RunConfig, folder: RunFolder) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()
-    store = MemoryStore(clock=clock)
+    store = MemoryStore(clock=clock, max_attempts=run.buffer.max_attempts)
     router = _build_router(run, hub, store, clock)
     learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
     pump = Pump(clock=clock, router=router, learner=learner_peer, generator=generator_peer)
