@@ -40,8 +40,8 @@ class Prompting:
     def _encode_chat(self, prompt: Prompt) -> list[int]:
         if not self._tokenizer.chat_template:
             raise PromptFault(
-                f"prompt {prompt.uid} is a list of chat messages, so the tokenizer must have a chat template, got none: store "
-                "plain text in the prompt column, or use an instruction-tuned checkpoint"
+                f"prompt {prompt.uid} is a list of chat messages, so the tokenizer must have a chat template: "
+                "put plain text into the prompt column, or use an instruction-tuned checkpoint"
             )
         try:
             text = self._tokenizer.apply_chat_template(prompt.prompt, add_generation_prompt=True, tokenize=False)

@@ -5,7 +5,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from broker.messages import Prompt
 from buffer.codec import pack
+from buffer.records import Lease
 from buffer.trajectory import Purpose, Reward, Sampling, Trajectory, TrajectoryHeader, VersionSpan
 from configs.run import RunConfig
 
@@ -42,6 +44,15 @@ def make_packed(
     trajectory = make_trajectory(group_id, index, **overrides)
     lease_id = f"{group_id}-{trajectory.attempt}"
     return pack(trajectory, lease_id=lease_id, purpose=purpose, group_size=group_size)
+
+
+def make_prompt(
+    prompt: str | list[dict[str, Any]] = "48213=", *, purpose: Purpose = "train", **overrides: Any
+) -> Prompt:
+    """A leased row of the digits task, first attempt, two members."""
+    lease = Lease("0-0", group_id="0", purpose=purpose, row=0, ordinal=0, attempt=0, indices=[0, 1])
+    fields = {"lease": lease, "uid": "test/0", "ground_truth": "31284", "data_source": "test"}
+    return Prompt(prompt=prompt, **(fields | overrides))
 
 
 def make_run(**overrides: Any) -> RunConfig:

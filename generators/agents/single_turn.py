@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from broker.messages import Prompt
-from buffer.store import Lease
+from buffer.records import Lease
 from buffer.trajectory import Purpose, Reward, Sampling, Trajectory
 from configs.run import RunConfig
 from generators.agents.agent import Scorer
@@ -45,10 +45,11 @@ class SingleTurn:
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         """Member `index` of the prompt's group. Raises PromptFault and EngineFault."""
         started_at = self._clock()
-        transcript = Transcript(self._prompting.encode(prompt))
+        prompt_token_ids = self._prompting.encode(prompt)
+        transcript = Transcript(prompt_token_ids)
         sampling = self._sampling(prompt.lease, index)
         trajectory_id = f"{prompt.lease.group_id}-{prompt.lease.attempt}-{index}"
-        completion = await self._engine.generate(transcript.token_ids, sampling, request_id=trajectory_id)
+        completion = await self._engine.generate(prompt_token_ids, sampling, request_id=trajectory_id)
         transcript.add_completion(completion)
         return Trajectory(
             id=trajectory_id,

@@ -49,6 +49,8 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    # float64, and scaled to what the sum really is: a token of probability zero can then never be hit.
+    # float64, scaled to what the sum really is, and kept below it by one rounding step: a token of probability zero can
+    # then never be hit.
     cdf = logprobs.double().exp().cumsum(-1)
-    return torch.searchsorted(cdf, uniforms[:, None] * cdf[:, -1:], right=True)[:, 0]
+    targets = uniforms.clamp(max=1 - 2**-52)[:, None] * cdf[:, -1:]
+    return torch.searchsorted(cdf, targets, right=True)[:, 0]

@@ -55,6 +55,8 @@ class RewardPool:
         links, self._links = self._links, []
         open_questions = [*self._waiting]
         self._waiting.clear()
+        for task in self._opening:
+            task.cancel()
         for link in links:
             open_questions += link.questions
             link.questions.clear()

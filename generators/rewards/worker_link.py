@@ -74,7 +74,9 @@ class WorkerLink(asyncio.Protocol):
         self._is_closing = True
         self._process.kill()
         self._process.wait(_REAP_TIMEOUT_S)
-        if self._transport is not None:
+        if self._transport is None:
+            self._socket.close()
+        else:
             self._transport.abort()
 
     # --- asyncio.Protocol ----------------------------------------------------------------------------------------

@@ -1,0 +1,155 @@
+"""Engines under test, a learner's end of the weight group beside them, and the reference they are compared with."""
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from broker.messages import Member, OpenEpoch, Update
+from broker.weights import buckets
+from broker.weights.collective import CollectiveReceiver, CollectiveSender
+from buffer.trajectory import Sampling
+from configs.generators import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
+from configs.model import ModelConfig
+from generators.engines.engine import Completion, Engine
+from generators.engines.hf_engine import HfEngine
+from generators.engines.scripted_engine import ScriptedEngine
+from tests.tiny_model import make_tiny_model, make_tiny_module
+
+T = TypeVar("T")
+
+PATIENCE_S = 20.0
+END = 1
+VOCABULARY_SIZE = 41
+MAX_LENGTH = 112
+VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
+
+
+def make_engine(kind: str, folder: Path) -> Engine:
+    model = ModelConfig(path=str(folder), max_length=MAX_LENGTH)
+    receiver = CollectiveReceiver(device="cpu")
+    if kind == "scripted":
+        return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.001), receiver=receiver)
+    if kind == "hf":
+        return HfEngine(model, HfEngineConfig(), receiver=receiver)
+    from generators.engines.vllm_engine import VllmEngine
+
+    return VllmEngine(model, VLLM_CONFIG, seed=0)
+
+
+class Rig:
+    """A started engine on a loop of its own; `module` holds the weights it should have."""
+
+    def __init__(self, kind: str, folder: Path, *, is_tied: bool = False) -> None:
+        self.kind = kind
+        self.is_tied = is_tied
+        self.engine = make_engine(kind, make_tiny_model(folder, is_tied=is_tied))
+        self.module: nn.Module = make_tiny_module(is_tied=is_tied)
+        self.epoch = 0
+        self._runner = asyncio.Runner()
+        self._sender = CollectiveSender("127.0.0.1", device="cpu")
+        self._sender_thread = ThreadPoolExecutor(1)
+        self.run(self.engine.start(), timeout_s=200)
+
+    def run(self, work: Coroutine[Any, Any, T], *, timeout_s: float = 60.0) -> T:
+        return self._runner.run(asyncio.wait_for(work, timeout_s))
+
+    def close(self) -> None:
+        self.run(self.engine.stop())
+        self._sender_thread.submit(self._sender.close).result(PATIENCE_S)
+        self._sender_thread.shutdown()
+        self._runner.close()
+
+    # --- the learner's end ---------------------------------------------------------------------------------------
+    async def open_epoch(self) -> None:
+        self.epoch += 1
+        host, port = self._sender.address
+        opening = OpenEpoch(
+            self.epoch, members=[Member("generator-0", "0")], host=host, port=port, timeout_s=PATIENCE_S
+        )
+        ours = self._in_sender_thread(
+            lambda: self._sender.open_epoch(self.epoch, num_members=1, timeout_s=PATIENCE_S),
+        )
+        await asyncio.gather(ours, self.engine.open_epoch(opening, rank=1))
+
+    async def publish(self, module: nn.Module, *, version: int, is_spoilt: bool = False, **changes: Any) -> float:
+        """Broadcast the module's weights as this version. Returns the pause; raises what `update` raises.
+
+        A spoilt broadcast arrives as it is, but for one bit of its last bucket.
+        """
+        if self.epoch == 0:
+            await self.open_epoch()
+        tensors = [(name, p.detach()) for name, p in module.named_parameters(remove_duplicate=False)]
+        slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=40_000)
+        packed = buckets.pack(tensors, slots, sizes=sizes)
+        checksums = buckets.checksums(packed)
+        if is_spoilt:
+            packed[-1][0] ^= 1
+        fields: dict[str, Any] = {
+            "epoch": self.epoch,
+            "members": [Member("generator-0", "0")],
+            "version": version,
+            "slots": slots,
+            "bucket_bytes": sizes,
+            "checksums": checksums,
+            "canary_token_ids": [],
+            "canary_logprobs": [],
+            "max_probe_diff": 1e-3,
+            "timeout_s": PATIENCE_S,
+        }
+        ours = self._in_sender_thread(lambda: self._sender.broadcast(packed, timeout_s=PATIENCE_S))
+        pause, _ = await asyncio.gather(self.engine.update(Update(**(fields | changes))), ours, return_exceptions=True)
+        if isinstance(pause, BaseException):
+            raise pause
+        self.module = module
+        return pause
+
+    def _in_sender_thread(self, work: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._sender_thread, work)
+
+    # --- requests ------------------------------------------------------------------------------------------------
+    async def generate(self, prompts: list[list[int]], samplings: list[Sampling]) -> list[Completion]:
+        return await asyncio.gather(
+            *(
+                self.engine.generate(prompt, sampling, request_id=f"request-{i}")
+                for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+            )
+        )
+
+
+def make_sampling(seed: int = 0, **changes: Any) -> Sampling:
+    fields = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "seed": seed}
+    return Sampling(**(fields | changes))
+
+
+@torch.inference_mode()
+def reference_logits(module: Any, token_ids: list[int]) -> Tensor:
+    """float32[T - 1, V]: what the whole model says in one pass about token t + 1."""
+    return module(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, :-1].float()
+
+
+def reference_logprobs(module: Any, prompt: list[int], response: list[int], sampling: Sampling) -> list[float]:
+    """Log-probabilities of a response under the distribution it was sampled from, token by token, the plain way."""
+    logits = reference_logits(module, prompt + response)[len(prompt) - 1 :]
+    rows = logits if sampling.temperature == 0 else logits / sampling.temperature
+    return [_processed(row, sampling)[token].item() for row, token in zip(rows, response, strict=True)]
+
+
+def _processed(row: Tensor, sampling: Sampling) -> Tensor:
+    kept = row.argsort(descending=True).tolist()
+    if sampling.temperature > 0 and sampling.top_k > 0:
+        kept = kept[: sampling.top_k]
+    if sampling.temperature > 0 and sampling.top_p < 1:
+        mass, nucleus = 0.0, []
+        for token, probability in zip(kept, row[kept].softmax(-1).tolist(), strict=True):
+            if mass < sampling.top_p:
+                nucleus.append(token)
+            mass += probability
+        kept = nucleus
+    outside = torch.full_like(row, -torch.inf)
+    outside[kept] = row[kept]
+    return outside.log_softmax(-1)

@@ -1,0 +1,212 @@
+"""What every engine promises: scripted, transformers and vLLM."""
+
+import asyncio
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from broker.errors import WeightTransferFault
+from buffer.trajectory import VersionSpan
+from generators.engines.vllm_environment import engine_environment
+from tests.contract.engines import (
+    END,
+    VLLM_CONFIG,
+    VOCABULARY_SIZE,
+    Rig,
+    make_sampling,
+    reference_logits,
+    reference_logprobs,
+)
+from tests.tiny_model import make_tiny_module
+
+PROMPT = [6, 10, 4, 3, 5, 12]
+PROMPTS = [PROMPT, [4], [7, 12], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14], *[[2 + i, 12] for i in range(12)]]
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=["scripted", "hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "vllm":
+            for name, value in engine_environment(VLLM_CONFIG).items():
+                patch.setenv(name, value)
+        opened = Rig(request.param, tmp_path_factory.mktemp(request.param))
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def real(rig: Rig) -> Rig:
+    """An engine with a model in it."""
+    if rig.kind == "scripted":
+        pytest.skip("a script has no model")
+    return rig
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+def test_the_version_is_minus_one_before_the_first_update(rig: Rig):
+    assert rig.engine.version == -1
+    (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
+    assert completion.version_spans == [VersionSpan(0, -1)]
+
+
+def test_a_completion_is_whole(rig: Rig):
+    samplings = [make_sampling(seed) for seed in range(len(PROMPTS))]
+    for completion in rig.run(rig.generate(PROMPTS, samplings)):
+        assert 1 <= len(completion.token_ids) <= 12
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert all(math.isfinite(value) and value <= 0 for value in completion.logprobs)
+        assert completion.version_spans[0].first_token == 0
+        assert all(isinstance(token, int) for token in completion.token_ids)
+
+
+def test_a_response_ends_at_the_end_token_or_at_its_longest(rig: Rig):
+    samplings = [make_sampling(seed, max_tokens=45) for seed in range(32)]
+    completions = rig.run(rig.generate([PROMPT] * 32, samplings))
+    for completion in completions:
+        assert END not in completion.token_ids[:-1]
+        if completion.stop_reason == "stop":
+            assert completion.token_ids[-1] == END
+        else:
+            assert completion.stop_reason == "length"
+            assert len(completion.token_ids) == 45
+    assert "stop" in {completion.stop_reason for completion in completions}
+    (cut,) = rig.run(rig.generate([PROMPT], [make_sampling(max_tokens=1, temperature=0.0)]))
+    assert len(cut.token_ids) == 1
+
+
+def test_the_seed_decides_whatever_else_is_going_on(rig: Rig):
+    alone = [rig.run(rig.generate([PROMPT], [make_sampling(seed)]))[0] for seed in range(4)]
+    crowd = rig.run(rig.generate([PROMPT] * 16, [make_sampling(seed) for seed in range(16)]))
+    for one, other in zip(alone, crowd[:4], strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+
+
+def test_different_seeds_differ(rig: Rig):
+    crowd = rig.run(rig.generate([PROMPT] * 16, [make_sampling(seed) for seed in range(16)]))
+    assert len({tuple(completion.token_ids) for completion in crowd}) == 16
+
+
+def test_a_cancelled_request_leaves_the_others_alone(rig: Rig):
+    async def scenario() -> None:
+        doomed = asyncio.create_task(
+            rig.engine.generate(PROMPT, make_sampling(99, max_tokens=100, temperature=0.5), request_id="doomed")
+        )
+        others = asyncio.create_task(rig.generate([PROMPT] * 4, [make_sampling(seed) for seed in range(4)]))
+        await asyncio.sleep(0.005)
+        doomed.cancel()
+        assert len(await others) == 4
+        with pytest.raises(asyncio.CancelledError):
+            await doomed
+
+    rig.run(scenario())
+    assert len(rig.run(rig.generate([PROMPT], [make_sampling()]))) == 1
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+def test_there_is_one_prompt_logprob_less_than_tokens(rig: Rig):
+    assert len(rig.run(rig.engine.prompt_logprobs(PROMPT))) == len(PROMPT) - 1
+
+
+def test_prompt_logprobs_are_those_of_a_plain_forward_pass(real: Rig):
+    assert_prompt_logprobs_agree(real)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.3, "top_k": 5},
+        {"top_p": 0.8},
+        {"temperature": 0.9, "top_k": 12, "top_p": 0.7},
+        {"temperature": 0.0},
+    ],
+    ids=str,
+)
+def test_generated_logprobs_are_those_of_the_distribution_sampled_from(real: Rig, how: dict[str, float]):
+    samplings = [make_sampling(seed, **how) for seed in range(len(PROMPTS))]
+    completions = real.run(real.generate(PROMPTS, samplings))
+    for prompt, sampling, completion in zip(PROMPTS, samplings, completions, strict=True):
+        expected = reference_logprobs(real.module, prompt, completion.token_ids, sampling)
+        assert completion.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_greedy_takes_the_likeliest(real: Rig):
+    (completion,) = real.run(real.generate([PROMPT], [make_sampling(temperature=0.0)]))
+    logits = reference_logits(real.module, PROMPT + completion.token_ids)[len(PROMPT) - 1 :]
+    assert completion.token_ids == logits.argmax(-1).tolist()
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+def test_an_update_brings_version_and_weights(rig: Rig):
+    pause = rig.run(rig.publish(make_tiny_module(seed=1), version=0))
+    assert 0 <= pause < 20
+    assert rig.engine.version == 0
+    (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
+    assert completion.version_spans == [VersionSpan(0, 0)]
+    if rig.kind != "scripted":
+        assert_prompt_logprobs_agree(rig)
+
+
+def test_many_updates_in_a_row_over_several_epochs(rig: Rig):
+    async def scenario() -> None:
+        for version in range(1, 7):
+            if version % 3 == 0:
+                await rig.open_epoch()
+            await rig.publish(make_tiny_module(seed=version), version=version)
+
+    rig.run(scenario())
+    assert rig.engine.version == 6
+    if rig.kind != "scripted":
+        assert_prompt_logprobs_agree(rig)
+
+
+def test_a_corrupted_broadcast_is_refused_and_the_old_version_stays(rig: Rig):
+    before = rig.engine.version
+    with pytest.raises(WeightTransferFault, match="checksum"):
+        rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1, is_spoilt=True))
+    assert rig.engine.version == before
+    (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
+    assert completion.version_spans == [VersionSpan(0, before)]
+    if rig.kind != "scripted":
+        assert_prompt_logprobs_agree(rig)
+    rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1))
+    assert rig.engine.version == before + 1
+
+
+def test_requests_in_flight_survive_an_update_and_their_spans_are_exact(rig: Rig):
+    uniform = -math.log(VOCABULARY_SIZE)
+    rig.run(rig.publish(make_tiny_module(seed=3), version=20))
+    blank = make_tiny_module(seed=3)
+    with torch.no_grad():
+        blank.lm_head.weight.zero_()
+
+    async def scenario() -> list:
+        samplings = [make_sampling(seed, max_tokens=100) for seed in range(48)]
+        running = asyncio.create_task(rig.generate([PROMPT] * 48, samplings))
+        await asyncio.sleep(0.05)
+        await rig.publish(blank, version=21)
+        return await running
+
+    completions = rig.run(scenario())
+    assert {span.version for c in completions for span in c.version_spans} == {20, 21}
+    assert any(len(completion.version_spans) == 2 for completion in completions)
+    for completion in completions if rig.kind != "scripted" else []:
+        starts = {span.version: span.first_token for span in completion.version_spans}
+        boundary = starts.get(21, len(completion.token_ids))
+        is_uniform = [abs(logprob - uniform) < 1e-6 for logprob in completion.logprobs]
+        assert not any(is_uniform[:boundary])
+        assert all(is_uniform[boundary:])
+
+
+def assert_prompt_logprobs_agree(rig: Rig) -> None:
+    for prompt in PROMPTS:
+        if len(prompt) < 2:
+            continue
+        logprobs = reference_logits(rig.module, prompt).log_softmax(-1)
+        expected = logprobs.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+        assert rig.run(rig.engine.prompt_logprobs(prompt)) == pytest.approx(expected, abs=TOLERANCE)
