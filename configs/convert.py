@@ -32,7 +32,7 @@ def nearest(word: str, names: list[str]) -> str:
     close = get_close_matches(word, names, n=1)
     if close:
         return f", did you mean `{close[0]}`?"
-    return f"; there are: {', '.join(sorted(names))}." if names else "; there are none."
+    return f"; there are: {', '.join(sorted(set(names)))}." if names else "; there are none."
 
 
 def _faults(expected: Any, value: object, path: str) -> Iterator[str]:

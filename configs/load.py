@@ -80,11 +80,14 @@ def parse(overrides: list[str]) -> list[Override]:
 def _parse_one(parser: OverridesParser, text: str) -> Override:
     try:
         override: Override = parser.parse_override(text)
+        is_whole = bool(override.key_or_group)
     except HydraException:
+        is_whole = False
+    if not is_whole:
         raise ConfigError(
             f"an override must read key=value, got `{text}`: put quotes round a value with special characters, "
             "as in 'key=\"value\"'."
-        ) from None
+        )
     if override.is_sweep_override():
         raise ConfigError(f"an override must have one value, got `{text}`: write a list as key=[a,b].")
     return override

@@ -1,0 +1,36 @@
+"""What print_config prints."""
+
+import pytest
+import yaml
+
+from configs.load import load, to_plain
+from scripts.print_config import arithmetic, main
+
+
+def test_the_config_is_printed_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["learner.max_steps=3"])
+    assert yaml.safe_load(capsys.readouterr().out) == to_plain(load(["learner.max_steps=3"]))
+
+
+def test_sources_stand_beside_the_values(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["learner.max_steps=3", "--sources"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split() == ["learner.max_steps", "=", "3", "override", "learner.max_steps=3"] for line in lines)
+    assert any(line.split() == ["broker.heartbeat_s", "=", "1.0", "default"] for line in lines)
+
+
+def test_arithmetic_follows_from_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    derived = arithmetic(load(["experiment=gsm8k_8gpu"]))
+    assert derived["trajectories per step"] == "1024 = 128 groups x 8"
+    assert derived["trajectories per update and rank"] == "256"
+    assert derived["groups running or waiting"].startswith("< 640 ")
+    assert derived["devices of all generators"] == "4"
+    main(["--arithmetic"])
+    assert "256 = 32 groups x 8" in capsys.readouterr().out
+
+
+def test_a_misspelt_key_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["learner.max_step=3"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: learner.max_step: unknown key `max_step`, did you mean `max_steps`?\n"

@@ -1,0 +1,139 @@
+"""Warming up: what is learnt from, what counts as right, where it stops."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.base import ConfigError
+from scripts.init_random_model import make_model, make_tokenizer
+from scripts.make_digits_data import make_files
+from scripts.model_folder import load_model, save_model
+from scripts.prompt_file import make_row, write_pair
+from scripts.warm_up import (
+    IGNORED,
+    Band,
+    Problem,
+    WarmUp,
+    batches,
+    collate,
+    exact_accuracy,
+    guess_accuracy,
+    main,
+    read_problems,
+    warm_up,
+)
+
+
+class Parrot(torch.nn.Module):
+    """Writes a fixed response, whatever the prompt."""
+
+    def __init__(self, response: list[int]) -> None:
+        super().__init__()
+        self._response = response
+
+    def forward(self, input_ids: torch.Tensor, past_key_values: int | None, use_cache: bool) -> object:
+        place = past_key_values or 0
+        logits = torch.full((len(input_ids), 1, 16), -1e9)
+        logits[:, 0, self._response[min(place, len(self._response) - 1)]] = 0.0
+        return type("Output", (), {"logits": logits, "past_key_values": place + 1})()
+
+
+def write_data(folder: Path, *, digits: int) -> None:
+    make_files(folder, task="reverse", digits=digits, train_rows=60, heldout_rows=40, seed=0)
+
+
+def test_a_problem_ends_with_the_end_token(tmp_path: Path) -> None:
+    write_data(tmp_path, digits=2)
+    prompt, response = read_problems(tmp_path / "train.parquet", tokenizer=make_tokenizer())[0]
+    assert response == [*prompt[:2][::-1], 1]
+
+
+def test_a_foreign_character_is_refused(tmp_path: Path) -> None:
+    rows = [make_row("12a=", ground_truth="a21", data_source="x", index=0, split="train")]
+    write_pair(tmp_path, train=rows, heldout=rows)
+    with pytest.raises(ConfigError, match="must know every character of `12a=a21`"):
+        read_problems(tmp_path / "train.parquet", tokenizer=make_tokenizer())
+
+
+def test_only_the_response_is_learnt_from() -> None:
+    ids, labels = collate([Problem([5, 6], [7, 1]), Problem([5], [1])], pad_id=0)
+    assert ids.tolist() == [[5, 6, 7, 1], [5, 1, 0, 0]]
+    assert labels.tolist() == [[IGNORED, IGNORED, 7, 1], [IGNORED, 1, IGNORED, IGNORED]]
+
+
+def test_an_epoch_holds_every_problem_once() -> None:
+    problems = [Problem([index], [1]) for index in range(6)]
+    stream = batches(problems, size=2, seed=0)
+    epoch = [problem for _ in range(3) for problem in next(stream)]
+    assert sorted(epoch) == problems
+
+
+@pytest.mark.parametrize(
+    ("written", "accuracy"), [([7, 8, 1], 1.0), ([7, 8, 8], 0.0), ([7, 1, 1], 0.0), ([8, 7, 1], 0.0)]
+)
+def test_only_the_whole_answer_with_its_end_counts(written: list[int], accuracy: float) -> None:
+    assert exact_accuracy(Parrot(written), [Problem([5, 6], [7, 8, 1])], seed=0) == accuracy  # type: ignore[arg-type]
+
+
+def test_prompts_and_responses_of_several_lengths_are_told_apart() -> None:
+    problems = [Problem([5], [7, 1]), Problem([5, 6], [7, 8, 1]), Problem([5, 6], [7, 1])]
+    assert exact_accuracy(Parrot([7, 1, 1]), problems, seed=0) == pytest.approx(2 / 3)  # type: ignore[arg-type]
+
+
+def test_going_back_restores_the_weights_and_halves_the_rate() -> None:
+    model = make_model(layers=1, width=64, seed=0)
+    work = WarmUp(model, learning_rate=0.1)
+    before = model.lm_head.weight.detach().clone()
+    work.step([Problem([5, 6], [7, 1])], pad_id=0)
+    assert not torch.equal(before, model.lm_head.weight)
+    work.go_back()
+    assert torch.equal(before, model.lm_head.weight)
+    assert work._optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_loss_promises_an_accuracy() -> None:
+    assert guess_accuracy(0.5, [Problem([5], [7, 1])]) == pytest.approx(0.3679, abs=1e-4)
+
+
+def warm(folder: Path, *, band: Band, max_batches: int) -> float:
+    tokenizer = make_tokenizer()
+    model = make_model(layers=1, width=64, seed=0)
+    accuracy = warm_up(
+        model,
+        train=read_problems(folder / "train.parquet", tokenizer=tokenizer),
+        heldout=read_problems(folder / "train.parquet", tokenizer=tokenizer),
+        pad_id=0,
+        band=band,
+        learning_rate=1e-2,
+        batch_size=20,
+        evaluate_every=3,
+        max_batches=max_batches,
+        seed=0,
+    )
+    save_model(folder / "model", model=model, tokenizer=tokenizer)
+    return accuracy
+
+
+def test_it_stops_inside_the_band_and_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
+    write_data(tmp_path, digits=2)
+    band = Band(0.15, 0.8)
+    first = warm(tmp_path, band=band, max_batches=200)
+    weights = load_model(tmp_path / "model")[0].state_dict()
+    assert band.low <= first <= band.high
+    assert warm(tmp_path, band=band, max_batches=200) == first
+    assert all(
+        torch.equal(value, weights[name]) for name, value in load_model(tmp_path / "model")[0].state_dict().items()
+    )
+
+
+def test_too_few_batches_are_an_error_with_advice(tmp_path: Path) -> None:
+    write_data(tmp_path, digits=2)
+    with pytest.raises(ConfigError, match=r"must reach 0\.9 within --max-batches \(2\)"):
+        warm(tmp_path, band=Band(0.9, 1.0), max_batches=2)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--model={tmp_path}", f"--data={tmp_path}", f"--out={tmp_path}/out"])
+    assert "must be a model in transformers format, but has no config.json" in capsys.readouterr().err
