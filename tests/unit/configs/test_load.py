@@ -75,12 +75,12 @@ def test_free_arguments_of_a_reward_are_taken_as_they_are() -> None:
     ("override", "sentence"),
     [
         (
-            "learner.optimzer.learning_rate=1",
-            "learner.optimzer.learning_rate: unknown key `optimzer`, did you mean `optimizer`?",
+            "learner.optimizr.learning_rate=1",
+            "learner.optimizr.learning_rate: unknown key `optimizr`, did you mean `optimizer`?",
         ),
         ("learner.max_step=1", "learner.max_step: unknown key `max_step`, did you mean `max_steps`?"),
-        ("experimnt=digits_cpu", "experimnt: unknown key `experimnt`, did you mean `experiment`?"),
-        ("buffer/stoer=redis", "buffer/stoer: unknown group `buffer/stoer`, did you mean `buffer/store`?"),
+        ("experimentt=digits_cpu", "experimentt: unknown key `experimentt`, did you mean `experiment`?"),
+        ("buffer/storr=redis", "buffer/storr: unknown group `buffer/storr`, did you mean `buffer/store`?"),
         ("buffer/store=sqlite", "buffer/store: must be one of embedded, embedded_large, memory, redis, got 'sqlite'."),
         ("buffer/store=redis", "buffer.store.url: must be set, got nothing."),
         ("learner.groups_per_step=0", "learner.groups_per_step: expected `int` >= 1, got 0."),
@@ -132,7 +132,7 @@ def test_checks_that_span_roles_come_through_as_they_are() -> None:
 
 
 def test_several_unknown_keys_are_told_at_once() -> None:
-    assert len(refusal("learner.max_step=1", "buffer.sampelr=1").splitlines()) == 2
+    assert len(refusal("learner.max_step=1", "buffer.samplr=1").splitlines()) == 2
 
 
 def test_a_misspelt_key_in_a_file_is_refused_like_one_in_an_override() -> None:

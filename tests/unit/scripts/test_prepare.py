@@ -27,7 +27,7 @@ def step(creates: Path, *, module: str = "writer", text: str = "made") -> dict[s
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "writer.py").write_text(TOUCH)
     (tmp_path / "idler.py").write_text("")
-    (tmp_path / "failer.py").write_text("raise SystemExit(3)")
+    (tmp_path / "breaker.py").write_text("raise SystemExit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
@@ -50,8 +50,8 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("writer")
 def test_a_failing_step_is_named_and_ends_it(tmp_path: Path) -> None:
-    run = make_run(step(tmp_path / "a", module="failer"), step(tmp_path / "b"))
-    with pytest.raises(ConfigError, match=r"prepare step `python -m failer .*a made` failed with exit code 3"):
+    run = make_run(step(tmp_path / "a", module="breaker"), step(tmp_path / "b"))
+    with pytest.raises(ConfigError, match=r"prepare step `python -m breaker .*a made` failed with exit code 3"):
         prepare(run)
     assert not (tmp_path / "b").exists()
 
