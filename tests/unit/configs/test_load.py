@@ -79,7 +79,7 @@ def test_free_arguments_of_a_reward_are_taken_as_they_are() -> None:
             "learner.optimizr.learning_rate: unknown key `optimizr`, did you mean `optimizer`?",
         ),
         ("learner.max_step=1", "learner.max_step: unknown key `max_step`, did you mean `max_steps`?"),
-        ("experimentt=digits_cpu", "experimentt: unknown key `experimentt`, did you mean `experiment`?"),
+        ("experyment=digits_cpu", "experyment: unknown key `experyment`, did you mean `experiment`?"),
         ("buffer/storr=redis", "buffer/storr: unknown group `buffer/storr`, did you mean `buffer/store`?"),
         ("buffer/store=sqlite", "buffer/store: must be one of embedded, embedded_large, memory, redis, got 'sqlite'."),
         ("buffer/store=redis", "buffer.store.url: must be set, got nothing."),
