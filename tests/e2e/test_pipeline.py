@@ -1,0 +1,88 @@
+"""The whole pipeline with real vLLM, DeepSpeed and Redis on a CPU."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
+
+SMALL = (
+    "prepare=[]",
+    "evaluation.monitor_prompts=32",
+    "evaluation.final_prompts=64",
+    "learner.checkpoint.every_steps=5",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_task(tmp_path_factory.mktemp("pipeline"), warm=True)
+
+
+def own_port(folder: Path, offset: int) -> str:
+    """Tests of other checkouts may run beside this one: an ipc endpoint instead of the default port."""
+    return f"broker.address=ipc://{folder}/broker-{offset}.sock"
+
+
+def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path):
+    printed = runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", own_port(folder, 0), timeout_s=400)
+    rows = runs.metrics(folder, "learns")
+    rewards = [row["learner/reward_mean"] for row in rows]
+    summary = runs.summary(folder, "learns")
+    assert len(rows) == 40
+    assert sum(rewards[-8:]) / 8 > sum(rewards[:4]) / 4 + 0.03
+    assert summary["logprob_diff_max"] < 1e-3
+    assert max(row["learner/failed_fraction"] for row in rows) == 0
+    assert max(row["lag/max"] for row in rows) <= 4
+    assert "curve" in printed
+    for product in ("curve.png", "final_model/config.json", "config.yaml", "versions.json", "logs/learner.log"):
+        assert (folder / "runs" / "learns" / product).exists()
+    assert runs.processes_of(folder) == []
+
+
+def test_a_used_name_is_refused_and_the_default_takes_the_next_number(folder: Path):
+    (folder / "runs" / "taken").mkdir(parents=True)
+    (folder / "runs" / "taken" / "config.yaml").write_text("")
+    done = subprocess.run(
+        runs.command(*SMALL, "name=taken"), cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "taken" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
+    with (folder / "interrupted.out").open("w") as output:
+        started = subprocess.Popen(
+            runs.command(*SMALL, "name=interrupted", own_port(folder, 1)),
+            cwd=folder,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        wait_for(lambda: metrics_exist(folder, "interrupted"), timeout_s=180)
+        started.send_signal(signal.SIGINT)
+        sent_at = time.monotonic()
+        assert started.wait(timeout=30) == 130
+        assert time.monotonic() - sent_at < 10
+        assert runs.processes_of(folder) == []
+    finally:
+        started.kill()
+
+
+def metrics_exist(folder: Path, name: str) -> bool:
+    return (folder / "runs" / name / "metrics.jsonl").exists()
+
+
+def wait_for(condition, *, timeout_s: float) -> None:
+    """Until a run has got somewhere; its own deadlines are shorter than ours."""
+    ends_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends_at, "the run did not get there in time"
+        time.sleep(0.2)

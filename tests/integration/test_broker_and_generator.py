@@ -1,0 +1,187 @@
+"""Router and generator role over the in-memory wire: leases become trajectories, updates are adopted and probed."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from broker.dataset import Dataset
+from broker.memory_channels import MemoryBroker
+from broker.messages import Adopted, EpochOpened, Member, Message, OpenEpoch, Update
+from broker.router import Router
+from buffer.memory_store import MemoryStore
+from buffer.trajectory import Reward
+from configs.generators import ScriptedEngineConfig
+from generators.agents.single_turn import SingleTurn
+from generators.engines.scripted_engine import ScriptedEngine
+from generators.generator import Generator
+from generators.prompting import Prompting
+from generators.rewards.pool import RewardPool
+from scripts.serial import SerialPeer, TurnClock
+from tests.builders import make_run
+from tests.tiny_model import make_tokenizer
+
+
+CANARY = [-1.0, -2.0]
+"""What the fake engine computes for any canary."""
+
+
+class FakeEngine(ScriptedEngine):
+    """Scripted, but with log-probabilities of its own, so that a probe can fail."""
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        return CANARY
+
+
+class Scene:
+    def __init__(self, folder: Path) -> None:
+        self.clock, hub = TurnClock(), MemoryBroker()
+        self.run = make_run(buffer={"staleness": {"max_lag": 1}}, generators={"max_concurrency": 8})
+        self.store = MemoryStore(clock=self.clock)
+        rows = Dataset(write_rows(folder / "rows.parquet"))
+        config_json = msgspec.json.encode(self.run).decode()
+        self.store.open_run("test", config_json=config_json, num_rows=len(rows), seed=0)
+        self.router = Router(
+            hub.server(), self.store, run=self.run, config_json=config_json, train=rows, heldout=rows, clock=self.clock
+        )
+        self.learner, self.peer = SerialPeer(hub, "learner", self.clock), SerialPeer(hub, "generator", self.clock)
+        self.engine = FakeEngine(ScriptedEngineConfig())
+        self.generator = make_generator(self)
+
+    async def turn(self, times: int = 20) -> None:
+        for _ in range(times):
+            self.clock.advance(0.05)
+            self.learner.link.step(timeout_s=0)
+            self.router.step(timeout_s=0)
+            self.peer.link.step(timeout_s=0)
+            while self.peer.received:
+                self.generator.receive(self.peer.received.popleft())
+            self.generator.nudge()
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+    def order(self, message: Message) -> None:
+        self.learner.link.send(message)
+
+    def heard(self, kind: type) -> list:
+        return [message for message in self.learner.received if isinstance(message, kind)]
+
+
+def make_generator(scene: Scene) -> Generator:
+    pool = RewardPool("tests.integration.test_broker_and_generator:always_one", {}, num_workers=0, timeout_s=1.0)
+    agent = SingleTurn(
+        run=scene.run,
+        engine=scene.engine,
+        rewards=pool,
+        prompting=Prompting(make_tokenizer(), max_prompt_tokens=16),
+        generator_id="generator-0",
+    )
+    generator = Generator(
+        run=scene.run,
+        member=scene.peer.member,
+        link=scene.peer.link,
+        engine=scene.engine,
+        agent=agent,
+        rewards=pool,
+        clock=scene.clock,
+    )
+    scene.peer.board.show(generator.status)
+    return generator
+
+
+def always_one(sample) -> Reward:
+    return Reward(total=1.0, is_correct=True)
+
+
+def write_rows(path: Path) -> Path:
+    rows = [
+        {
+            "data_source": "test",
+            "prompt": f"{n}=",
+            "reward_model": {"style": "rule", "ground_truth": str(n)},
+            "extra_info": {"index": n},
+        }
+        for n in range(10)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def make_update(member: Member, version: int, canary_logprobs: list[float]) -> Update:
+    return Update(
+        epoch=1,
+        members=[member],
+        version=version,
+        slots=[],
+        bucket_bytes=[],
+        checksums=[],
+        canary_token_ids=[[1, 2, 3]],
+        canary_logprobs=[canary_logprobs],
+        max_probe_diff=1e-3,
+        timeout_s=1.0,
+    )
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def play(scene: Scene, script) -> None:
+    """Run the generator and the script on one loop; the generator is drained at the end."""
+
+    async def both() -> None:
+        running = asyncio.create_task(scene.generator.run())
+        await script()
+        scene.generator.drain("the test is over")
+        await scene.turn()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(both())
+
+
+def test_nothing_is_leased_before_weights_are_verified_and_then_groups_become_ready(scene: Scene):
+    async def script() -> None:
+        await scene.turn()
+        assert scene.store.counts().admitted == 0
+        member = scene.peer.member
+        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
+        scene.order(make_update(member, 0, CANARY))
+        await scene.turn()
+        assert [opened.error for opened in scene.heard(EpochOpened)] == [""]
+        assert [(adopted.version, adopted.error) for adopted in scene.heard(Adopted)] == [(0, "")]
+        assert scene.store.counts().ready == 4
+        assert scene.store.counts().accepted == 8
+
+    play(scene, script)
+
+
+def test_weights_that_fail_the_probe_stop_the_work_and_the_reason_is_told(scene: Scene):
+    async def script() -> None:
+        member = scene.peer.member
+        await scene.turn()
+        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
+        wrong = [value - 0.5 for value in CANARY]
+        scene.order(make_update(member, 0, wrong))
+        await scene.turn()
+        (adopted,) = scene.heard(Adopted)
+        assert "must agree with the learner's" in adopted.error
+        assert scene.generator.status().state == "unsynced"
+        assert scene.store.counts().admitted == 0
+
+    play(scene, script)
+
+
+def test_a_drained_generator_hands_its_leases_back(scene: Scene):
+    async def script() -> None:
+        member = scene.peer.member
+        await scene.turn()
+        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
+        scene.order(make_update(member, 0, CANARY))
+        await scene.turn()
+
+    play(scene, script)
+    assert scene.store.counts().leased == 0
