@@ -98,6 +98,15 @@ class RunFolder:
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
+        """Drop the rows of steps that a resume has rolled back; returns those that stay."""
+        if not self.metrics.exists():
+            return []
+        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        kept = [row for row in rows if row["step"] <= up_to_step]
+        self.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        return kept
+
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Keep what came of the run."""
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")

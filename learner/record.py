@@ -16,6 +16,22 @@ from learner.publisher import Published
 Row = dict[str, Any]
 """One step: flat, keys `role/thing/stat`."""
 
+ROW_KEYS = (
+    "step", "version", "time_s",
+    "lag/mean", "lag/max", "lag/histogram",
+    "learner/wait_s", "learner/train_s", "learner/publish_s", "learner/tokens_per_s", "generators/tokens_per_s",
+    "weights/sync_s", "weights/members", "weights/pause_s", "weights/probe_diff_mean", "weights/probe_diff_max",
+    "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/version",
+)  # fmt: skip
+"""What a row holds beside the diagnostics of the trainer; docs/metrics.md says what each is."""
+
+SUMMARY_KEYS = (
+    "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "seconds_to_0.9",
+    "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean", "lag_max",
+    "logprob_diff_max", "seed", "mode",
+)  # fmt: skip
+"""What `summary.json` holds."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -49,9 +65,10 @@ class RunRecord:
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int) -> None:
-        """The clock of the run starts."""
+        """The clock of the run starts; after a resume it goes on where the kept rows end."""
+        kept = self.folder.keep_metrics(up_to_step=step)
         self._first_step = step
-        self._started_at = self._clock()
+        self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
         self._generated_before = self._generated()
 
     def end_training(self, *, step: int) -> None:

@@ -24,7 +24,6 @@ from scripts.serial import SerialPeer, TurnClock
 from tests.builders import make_run
 from tests.tiny_model import make_tokenizer
 
-
 CANARY = [-1.0, -2.0]
 """What the fake engine computes for any canary."""
 

@@ -216,7 +216,8 @@ def test_the_learner_is_told_who_is_alive_and_its_orders_reach_the_named(scene: 
     learner = Peer(scene, "learner", "learner")
     learner.receive()
     first, second = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
-    first.receive(), second.receive()
+    first.receive()
+    second.receive()
     first.say(Pong(0.0, "unsynced", -1))
     members = [m for m in learner.receive() if isinstance(m, Members)][-1]
     assert [(g.member.peer_id, g.state) for g in members.generators] == [("g0", "unsynced"), ("g1", "starting")]

@@ -1,0 +1,71 @@
+"""The live view shows a run on a terminal and as plain lines."""
+
+import io
+
+from rich.console import Console
+
+from broker.live_view import LiveView, sparkline
+from broker.monitor import Monitor
+from buffer.memory_store import MemoryStore
+from tests.builders import make_run
+
+ROW = {
+    "time_s": 65.0,
+    "learner/reward_mean": 0.5,
+    "lag/mean": 1.5,
+    "lag/max": 2,
+    "lag/histogram": {1: 50, 2: 50},
+    "generators/tokens_per_s": 1000.0,
+    "learner/tokens_per_s": 900.0,
+    "learner/wait_s": 0.1,
+    "learner/train_s": 0.4,
+}
+
+
+def make_monitor() -> tuple[Monitor, MemoryStore]:
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    return Monitor(store, make_run()), store
+
+
+def show(*, is_terminal: bool) -> str:
+    monitor, store = make_monitor()
+    output = io.StringIO()
+    view = LiveView(make_run(), console=Console(file=output, force_terminal=is_terminal, width=120))
+    with view.shown():
+        view.show(monitor.look())
+        for step in (1, 2):
+            store.append_metrics({"step": step, "version": step, **ROW})
+        store.append_metrics(
+            {"step": 3, "version": 3, "eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5, **ROW}
+        )
+        store.report_role("generator-0", {"role": "generator", "state": "ready", "version": 3, "reason": "pacing"})
+        view.show(monitor.look())
+    return output.getvalue()
+
+
+def test_plain_lines_come_once_per_step():
+    lines = [line for line in show(is_terminal=False).splitlines() if line.startswith("step")]
+    assert len(lines) == 3
+    assert "reward 0.500" in lines[2]
+    assert "0.250 sampled 0.500 greedy" in lines[2]
+    assert "1m05s" in lines[2]
+
+
+def test_the_panel_shows_progress_lag_roles_and_who_waits():
+    panel = show(is_terminal=True)
+    for part in ("step 0/4", "1: 50%  2: 50%", "generator-0", "pacing", "1,000 generated"):
+        assert part in panel
+
+
+def test_a_sparkline_spans_its_range():
+    assert sparkline([0.0, 0.5, 1.0], low=0, high=1) == "▁▅█"
+    assert sparkline([0.5], low=0.5, high=0.5) == "▁"
+
+
+def test_the_eta_is_the_recent_pace_times_what_is_left():
+    monitor, store = make_monitor()
+    assert monitor.look().eta_s is None
+    for step in (1, 2, 3):
+        store.append_metrics({"step": step, "time_s": 2.0 * step})
+    assert monitor.look().eta_s == 2.0
