@@ -5,7 +5,7 @@ leaves the loss only.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -39,20 +39,20 @@ def admit(
     """Split groups into `num_updates` consecutive parts and ready each. Raises BatchFault."""
     for trajectory in (member for group in groups for member in group):
         _check(trajectory, vocab_size=vocab_size)
-    samples = _samples(groups, objective=objective, learner_version=learner_version, max_lag=max_lag)
+    judged = _judge(groups, objective=objective, learner_version=learner_version, max_lag=max_lag)
     parts = np.array_split(np.arange(len(groups)), num_updates)
-    updates = [_weigh([s for index in part for s in samples[index]], objective=objective) for part in parts]
-    flat = [sample for group in samples for sample in group]
+    updates = [_weigh([j for index in part for j in judged[index]], objective=objective) for part in parts]
+    flat = [j for group in judged for j in group]
     return Admitted(updates, _metrics(flat, learner_version=learner_version, max_lag=max_lag))
 
 
-def loss_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
-    """bool[T]: tokens trained on. Nothing predicts token 0, so it never is."""
+def wanted_tokens(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
+    """int64[W]: indices of the tokens trained on. Nothing predicts token 0, so it never is."""
     if trajectory.reward.status != "ok":
-        return np.zeros(trajectory.num_tokens, dtype=bool)
+        return np.zeros(0, dtype=np.int64)
     mask = trajectory.model_mask & ~over_age_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
     mask[:1] = False
-    return mask
+    return np.flatnonzero(mask)
 
 
 def _check(trajectory: Trajectory, *, vocab_size: int) -> None:
@@ -69,15 +69,21 @@ def _check(trajectory: Trajectory, *, vocab_size: int) -> None:
         )
 
 
-def _samples(
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """A trajectory before its update's token weights are known."""
+
+    trajectory: Trajectory
+    advantage: float
+    wanted: np.ndarray
+
+
+def _judge(
     groups: Sequence[Sequence[Trajectory]], *, objective: Objective, learner_version: int, max_lag: int
-) -> list[list[Sample]]:
+) -> list[list[_Judged]]:
     values = iter(_advantages(groups, objective=objective))
     return [
-        [
-            Sample(member, next(values), loss_mask(member, learner_version=learner_version, max_lag=max_lag))
-            for member in group
-        ]
+        [_Judged(m, next(values), wanted_tokens(m, learner_version=learner_version, max_lag=max_lag)) for m in group]
         for group in groups
     ]
 
@@ -93,26 +99,27 @@ def _advantages(groups: Sequence[Sequence[Trajectory]], *, objective: Objective)
     return values.tolist()
 
 
-def _weigh(samples: list[Sample], *, objective: Objective) -> list[Sample]:
-    counts = torch.tensor([sample.num_loss_tokens for sample in samples], dtype=torch.int64)
+def _weigh(judged: list[_Judged], *, objective: Objective) -> list[Sample]:
+    counts = torch.tensor([len(j.wanted) for j in judged], dtype=torch.int64)
     weights = objective.token_weights(counts).tolist()
-    return [replace(sample, token_weight=weight) for sample, weight in zip(samples, weights, strict=True)]
+    pairs = zip(judged, weights, strict=True)
+    return [Sample(j.trajectory, j.advantage, j.wanted, token_weight=weight) for j, weight in pairs]
 
 
-def _metrics(samples: list[Sample], *, learner_version: int, max_lag: int) -> dict[str, float]:
-    answered = [sample for sample in samples if sample.trajectory.reward.status == "ok"]
-    advantages = np.array([sample.advantage for sample in answered] or [0.0])
-    rewards = [sample.trajectory.reward.total for sample in answered] or [0.0]
-    versions = [sample.trajectory.token_versions()[sample.trajectory.model_mask] for sample in samples]
+def _metrics(judged: list[_Judged], *, learner_version: int, max_lag: int) -> dict[str, float]:
+    answered = [j for j in judged if j.trajectory.reward.status == "ok"]
+    advantages = np.array([j.advantage for j in answered] or [0.0])
+    rewards = [j.trajectory.reward.total for j in answered] or [0.0]
+    versions = [j.trajectory.token_versions()[j.trajectory.model_mask] for j in judged]
     lags = lag(np.concatenate(versions) if versions else np.zeros(1, dtype=np.int32), learner_version)
     return {
-        "learner/trajectories": float(len(samples)),
+        "learner/trajectories": float(len(judged)),
         "learner/reward_mean": float(np.mean(rewards)),
         "learner/advantage_mean": float(advantages.mean()),
         "learner/advantage_std": float(advantages.std()),
         "learner/advantage_zero_fraction": float((advantages == 0).mean()),
         "learner/over_age_fraction": float((lags > max_lag).mean()),
-        "learner/failed_fraction": 1.0 - len(answered) / max(1, len(samples)),
+        "learner/failed_fraction": 1.0 - len(answered) / max(1, len(judged)),
         "learner/lag_mean": float(lags.mean()),
         "learner/lag_max": float(lags.max()),
     }

@@ -15,22 +15,22 @@ from buffer.trajectory import Trajectory
 class Sample:
     """A trajectory with all that the loss needs to know about it.
 
-    Example: Sample(trajectory, advantage=0.7, loss_mask=[0, 0, 0, 1, 1], token_weight=1 / 3072)
+    Example: Sample(trajectory, advantage=0.7, wanted=[6, 7, 8, 9, 10, 11], token_weight=1 / 1536)
     """
 
     trajectory: Trajectory
     """As it came from the store."""
     advantage: float
     """Of every token of it."""
-    loss_mask: np.ndarray
-    """bool[T], true where a token is trained on; never at token 0, which nothing predicts."""
-    token_weight: float = 0.0
+    wanted: np.ndarray
+    """int64[W], indices of the tokens that are trained on, rising; never 0, which nothing predicts. May be empty."""
+    token_weight: float
     """Factor of every token's loss, from the aggregation over the whole optimizer update."""
 
     @property
-    def num_loss_tokens(self) -> int:
-        """Tokens trained on."""
-        return int(self.loss_mask.sum())
+    def num_inputs(self) -> int:
+        """Tokens that must be read to predict the last wanted one, which itself need not be read."""
+        return int(self.wanted[-1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ class Canvas:
         self._num_segments = 0
         self._samples: list[Sample] = []
         self._sources: list[np.ndarray] = []
-        self._wanted: list[np.ndarray] = []
 
     def draw_row(self, row: int, bundles: Row) -> None:
         """Put the bundles side by side into row `row`, which must be empty."""
@@ -58,12 +57,12 @@ class Canvas:
         self._put(row, column, bundle.samples[0].trajectory.token_ids[:shared], 0, segment=trunk, parent=trunk)
         trunk_end = column = column + shared
         for sample in bundle.samples:
-            wanted = np.flatnonzero(sample.loss_mask)
-            own = sample.trajectory.token_ids[shared : wanted[-1]]
+            own = sample.trajectory.token_ids[shared : sample.num_inputs]
             self._put(row, column, own, shared, segment=self._next_segment(), parent=trunk)
-            sources = wanted - 1 + column - shared
-            sources[wanted == shared] = trunk_end - 1
-            self._note(sample, wanted, sources + row * self._length)
+            sources = sample.wanted - 1 + column - shared
+            sources[sample.wanted == shared] = trunk_end - 1
+            self._samples.append(sample)
+            self._sources.append(sources + row * self._length)
             column += len(own)
         return column
 
@@ -73,11 +72,6 @@ class Canvas:
         self._position_ids[row, place] = np.arange(position, position + len(token_ids))
         self._segments[row, place] = segment
         self._parents[row, place] = parent
-
-    def _note(self, sample: Sample, wanted: np.ndarray, sources: np.ndarray) -> None:
-        self._samples.append(sample)
-        self._wanted.append(wanted)
-        self._sources.append(sources)
 
     def _next_segment(self) -> int:
         self._num_segments += 1
@@ -89,8 +83,9 @@ class Canvas:
         return sees.tril_()[:, None]
 
     def _take(self, arrays: list[np.ndarray]) -> np.ndarray:
-        return np.concatenate([array[wanted] for array, wanted in zip(arrays, self._wanted, strict=True)])
+        pairs = zip(arrays, self._samples, strict=True)
+        return np.concatenate([array[sample.wanted] for array, sample in pairs])
 
     def _repeat(self, value: Callable[[Sample], float]) -> Tensor:
         values = np.array([value(sample) for sample in self._samples], dtype=np.float32)
-        return torch.from_numpy(np.repeat(values, [len(wanted) for wanted in self._wanted]))
+        return torch.from_numpy(np.repeat(values, [len(sample.wanted) for sample in self._samples]))

@@ -9,7 +9,7 @@ import torch
 
 from learner.batch import Microbatch, Sample
 from learner.canvas import Canvas
-from learner.packing import Bundle, Row, bundle_by_prompt, bundle_singly, num_inputs, pack, row_length, share_out
+from learner.packing import Bundle, Row, bundle_by_prompt, bundle_singly, pack, row_length, share_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     All ranks must pass the same samples; each gets equally many microbatches (some of them empty), because collective
     operations run in every one. Samples without a loss token are left out.
     """
-    wanted = [sample for sample in samples if sample.loss_mask.any()]
-    row_tokens = max([layout.row_tokens, *map(num_inputs, wanted)])
+    wanted = [sample for sample in samples if len(sample.wanted)]
+    row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in wanted)])
     shares = share_out(_bundle(wanted, layout, row_tokens=row_tokens), num_ranks=num_ranks)
     packed = [_pack(share, layout, row_tokens=row_tokens) for share in shares]
     microbatches = [_draw(rows, layout) for rows in packed[rank]]

@@ -83,17 +83,9 @@ class DeepSpeedEngine:
     def step(self, *, learning_rate: float) -> float:
         """See TrainEngine."""
         set_learning_rate(self._adamw, learning_rate)
-        try:
-            self._engine.step()
-        except BaseException:
-            self.discard_gradients()
-            raise
+        self._engine.step()
         norm = self._engine.get_global_grad_norm() if self._stage else self._grad_norm
         return check_grad_norm(float(norm))
-
-    def discard_gradients(self) -> None:
-        """See TrainEngine."""
-        self._engine.optimizer.zero_grad(set_to_none=True)
 
     def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""
@@ -184,7 +176,7 @@ def _send_logs_to_stderr() -> None:
     logger = logging.getLogger("DeepSpeed")
     logger.setLevel(logging.WARNING)
     for handler in logger.handlers:
-        if isinstance(handler, logging.StreamHandler):
+        if type(handler) is logging.StreamHandler:  # not a subclass that writes to a stream of its own
             handler.setStream(sys.stderr)
 
 
@@ -193,4 +185,4 @@ def _skip_shared_memory_op(ops: ModuleType) -> None:
 
     It asks this table whether the op can be built; an empty table says no and Gloo is used, as in training anyway.
     """
-    ops.__compatible_ops__ = {}
+    vars(ops)["__compatible_ops__"] = {}

@@ -39,12 +39,8 @@ class TrainEngine(Protocol):
     def step(self, *, learning_rate: float) -> float:
         """Clip, move the parameters, forget the gradients; returns the gradient norm before clipping.
 
-        Raises Diverged, with the parameters unmoved, when the norm is not finite.
+        Raises Diverged, with the parameters unmoved, when the norm is not finite; the engine is then of no further use.
         """
-        ...
-
-    def discard_gradients(self) -> None:
-        """Forget what is accumulated."""
         ...
 
     def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:

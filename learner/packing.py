@@ -22,16 +22,8 @@ class Bundle:
     """At least one."""
     num_shared: int
     """Length of the common beginning; 0 = nothing is shared."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Input tokens: the shared ones and every sample's own."""
-        return self.num_shared + sum(num_inputs(sample) - self.num_shared for sample in self.samples)
-
-
-def num_inputs(sample: Sample) -> int:
-    """Tokens that must be read to predict the last one wanted; that one itself need not be read."""
-    return int(np.flatnonzero(sample.loss_mask)[-1])
+    num_tokens: int
+    """Input tokens: the shared ones and every sample's own."""
 
 
 def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bundle]:
@@ -47,7 +39,7 @@ def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bund
 
 def bundle_singly(samples: Sequence[Sample]) -> list[Bundle]:
     """One bundle per sample, nothing shared."""
-    return [Bundle((sample,), 0) for sample in samples]
+    return [Bundle((sample,), 0, sample.num_inputs) for sample in samples]
 
 
 def share_out(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle]]:
@@ -86,18 +78,18 @@ def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
     members: list[Sample] = []
     length = num_shared
     for sample in group:
-        own = num_inputs(sample) - num_shared
+        own = sample.num_inputs - num_shared
         if members and length + own > max_tokens:
-            bundles.append(Bundle(tuple(members), num_shared))
+            bundles.append(Bundle(tuple(members), num_shared, length))
             members, length = [], num_shared
         members.append(sample)
         length += own
-    return [*bundles, Bundle(tuple(members), num_shared)]
+    return [*bundles, Bundle(tuple(members), num_shared, length)]
 
 
 def _num_common(group: list[Sample]) -> int:
     """Tokens all samples begin with, as far as none of them is wanted."""
-    unwanted = min(int(np.argmax(sample.loss_mask)) for sample in group)
+    unwanted = min(int(sample.wanted[0]) for sample in group)
     first = group[0].trajectory.token_ids[:unwanted]
     others = (sample.trajectory.token_ids[:unwanted] for sample in group[1:])
     return unwanted if all(np.array_equal(first, other) for other in others) else 0

@@ -51,17 +51,11 @@ class TorchEngine:
     def step(self, *, learning_rate: float) -> float:
         """See TrainEngine."""
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._max_grad_norm).item()
-        try:
-            check_grad_norm(norm)
-            set_learning_rate(self._optimizer, learning_rate)
-            self._optimizer.step()
-        finally:
-            self.discard_gradients()
-        return norm
-
-    def discard_gradients(self) -> None:
-        """See TrainEngine."""
+        check_grad_norm(norm)
+        set_learning_rate(self._optimizer, learning_rate)
+        self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """See TrainEngine."""

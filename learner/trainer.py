@@ -51,7 +51,8 @@ class Trainer:
     def step(self, groups: Sequence[Sequence[Trajectory]], *, learner_version: int, step: int) -> dict[str, float]:
         """Train on the claimed groups; returns `learner/...`, the same on all ranks.
 
-        Raises BatchFault, Diverged (weights are those of the update before), RanksFault.
+        Raises BatchFault, RanksFault, and Diverged: the weights are then those of the update before, and the trainer is
+        of no further use.
         """
         admitted = admit(
             groups,
@@ -125,7 +126,6 @@ class Trainer:
         """All ranks learn of it together, so that none waits for another in `engine.step`."""
         is_bad = self._ranks.max((~loss.isfinite()).float().reshape(1))
         if is_bad.item():
-            self._engine.discard_gradients()
             raise Diverged(
                 f"the loss of step {step} must be finite, got {loss.item()} on rank {self._ranks.rank}: lower "
                 "learner.optimizer.learning_rate or resume from the newest checkpoint."
@@ -138,6 +138,7 @@ class Trainer:
 
 def _choose_layout(policy: Policy, *, microbatch_tokens: int) -> Layout:
     """Attention costs row length x width, everything else 12 x width^2: rows of half the width cost next to nothing."""
-    kind = "one_row" if policy.takes_one_row else "shared_rows"
+    if policy.takes_one_row:
+        return Layout("one_row", microbatch_tokens)
     row_tokens = min(microbatch_tokens, max(_MIN_ROW_TOKENS, policy.hidden_size // 2))
-    return Layout(kind, microbatch_tokens, row_tokens)
+    return Layout("shared_rows", microbatch_tokens, row_tokens)

@@ -12,16 +12,17 @@ from configs.data import DataConfig
 from configs.learner import DeepSpeedEngineConfig, LearnerConfig, TorchEngineConfig
 from configs.model import ModelConfig
 from configs.run import RunConfig
+from learner.batch import Sample
 from learner.building import build_trainer
 from learner.deepspeed_config import deepspeed_environment
-from learner.model import Policy, load_policy
+from learner.model import Policy
 from learner.ranks import Ranks, join_ranks
 from learner.trainer import Trainer
 from tests.builders import make_trajectory
-from tests.tiny_model import make_tiny_model
+from tests.tiny_model import CHARACTERS, make_tiny_model, make_tiny_module
 
 CPU = torch.device("cpu")
-VOCABULARY = 39
+VOCABULARY = 2 + len(CHARACTERS)
 
 
 def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
@@ -82,9 +83,15 @@ def make_model(folder: Path, *, seed: int = 0, is_tied: bool = False) -> Path:
     return path if path.exists() else make_tiny_model(path, seed=seed, is_tied=is_tied)
 
 
-def make_policy(folder: Path, **settings: Any) -> Policy:
-    """The tiny policy on the CPU."""
-    return load_policy(ModelConfig(path=str(make_model(folder, **settings))), device=CPU)
+def make_policy(**settings: Any) -> Policy:
+    """The tiny policy on the CPU, without a file."""
+    return Policy(make_tiny_module(**settings).train())
+
+
+def make_sample(trajectory: Trajectory, *, advantage: float = 1.0, token_weight: float = 1.0) -> Sample:
+    """Every model-written token is wanted."""
+    wanted = np.flatnonzero(trajectory.model_mask)
+    return Sample(trajectory, advantage, wanted[wanted > 0], token_weight)
 
 
 def make_alone() -> Ranks:

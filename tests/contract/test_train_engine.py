@@ -1,0 +1,145 @@
+"""What every TrainEngine does: plain torch, and DeepSpeed at each ZeRO stage, on one CPU rank."""
+
+import pytest
+import torch
+
+from configs.learner import OptimizerConfig, TorchEngineConfig
+from learner.canary import canary_logprobs
+from learner.collate import Layout, collate
+from learner.errors import Diverged
+from tests.unit.learner.builders import make_groups, make_model, make_run, make_sample, make_trainer, weights, zero
+
+ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for stage in range(4)}}
+every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
+
+
+def make_engine(folder, engine, *, is_tied=False, **optimizer):
+    settings = {"engine": engine, "optimizer": OptimizerConfig(**optimizer)}
+    return make_trainer(make_run(make_model(folder, is_tied=is_tied), learner=settings)).engine
+
+
+def make_microbatches(seed=0):
+    samples = [make_sample(m) for group in make_groups(num_groups=3, seed=seed) for m in group]
+    return collate(samples, layout=Layout("shared_rows", microbatch_tokens=64))
+
+
+def accumulate(engine, microbatches, *, factor=1.0):
+    losses = []
+    for microbatch in microbatches:
+        logprobs, _ = engine.forward(microbatch)
+        loss = -factor * logprobs.sum() / 100
+        engine.backward(loss)
+        losses.append(loss.item())
+    return losses
+
+
+def copied(engine):
+    return {name: tensor.clone() for name, tensor in engine.gather_parameters()}
+
+
+def largest_difference(first, second):
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@every_engine
+@pytest.mark.parametrize("learner", [{}, {"tokens_per_microbatch": 64}], ids=["whole", "split"])
+def test_three_steps_make_the_same_losses_and_weights(tmp_path, engine, learner):
+    def train(config):
+        trainer = make_trainer(make_run(make_model(tmp_path), learner={"engine": config, **learner}))
+        metrics = [trainer.step(make_groups(seed=i), learner_version=0, step=i + 1) for i in range(3)]
+        return metrics, weights(trainer)
+
+    (expected, reference), (metrics, found) = train(TorchEngineConfig()), train(engine)
+    for one, other in zip(expected, metrics, strict=True):
+        assert other == pytest.approx(one, abs=1e-5, rel=1e-4)
+    assert largest_difference(reference, found) < 1e-5
+
+
+@every_engine
+def test_gradients_of_microbatches_add_up_until_the_step(tmp_path, engine):
+    one, split = make_engine(tmp_path, engine), make_engine(tmp_path, engine)
+    microbatches = make_microbatches()
+    assert len(microbatches) > 1
+    accumulate(one, microbatches)
+    for microbatch in microbatches:
+        accumulate(split, [microbatch], factor=0.25)
+        accumulate(split, [microbatch], factor=0.75)
+    norms = [e.step(learning_rate=1e-4) for e in (one, split)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert largest_difference(copied(one), copied(split)) < 1e-5
+
+
+@every_engine
+def test_a_step_forgets_its_gradients(tmp_path, engine):
+    engine = make_engine(tmp_path, engine)
+    norms = []
+    for _ in range(2):
+        accumulate(engine, make_microbatches())
+        norms.append(engine.step(learning_rate=1e-12))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+@every_engine
+def test_the_norm_returned_is_the_one_before_clipping(tmp_path, engine):
+    loose, tight = make_engine(tmp_path, engine, max_grad_norm=1e9), make_engine(tmp_path, engine, max_grad_norm=1e-3)
+    norms = []
+    for each in (loose, tight):
+        accumulate(each, make_microbatches())
+        norms.append(each.step(learning_rate=1e-3))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@every_engine
+def test_the_step_uses_the_learning_rate_it_is_given(tmp_path, engine):
+    engine = make_engine(tmp_path, engine, learning_rate=123.0)
+    before = copied(engine)
+    accumulate(engine, make_microbatches())
+    engine.step(learning_rate=1e-3)
+    # The first step of Adam moves every weight by at most the learning rate.
+    assert 0.9e-3 < largest_difference(before, copied(engine)) < 1.01e-3
+
+
+@every_engine
+def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, engine):
+    engine = make_engine(tmp_path, engine)
+    before = copied(engine)
+    accumulate(engine, make_microbatches(), factor=float("inf"))
+    with pytest.raises(Diverged, match="gradient norm must be finite"):
+        engine.step(learning_rate=1e-3)
+    assert largest_difference(before, copied(engine)) == 0
+
+
+@every_engine
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_gathered_parameters_are_the_checkpoints_and_name_the_head(tmp_path, engine, is_tied):
+    engine = make_engine(tmp_path, engine, is_tied=is_tied)
+    gathered = copied(engine)
+    twin = make_engine(tmp_path, TorchEngineConfig(), is_tied=is_tied)
+    assert set(gathered) == set(twin.policy.causal_lm.state_dict())
+    assert "lm_head.weight" in gathered
+    assert gathered["lm_head.weight"].equal(gathered["model.embed_tokens.weight"]) == is_tied
+    assert largest_difference(gathered, copied(twin)) == 0
+
+
+@every_engine
+def test_a_forward_pass_without_gradient_leaves_no_trace(tmp_path, engine):
+    used, fresh = make_engine(tmp_path, engine), make_engine(tmp_path, engine)
+    canary = torch.randint(0, 39, (2, 8)).numpy()
+    before = canary_logprobs(used, canary)
+    accumulate(used, make_microbatches())
+    assert canary_logprobs(used, canary) == before
+    accumulate(fresh, make_microbatches())
+    assert used.step(learning_rate=1e-3) == pytest.approx(fresh.step(learning_rate=1e-3), rel=1e-6)
+
+
+@every_engine
+def test_the_saved_state_goes_on_bit_for_bit(tmp_path, engine):
+    first, second = make_engine(tmp_path, engine), make_engine(tmp_path, engine)
+    accumulate(first, make_microbatches())
+    first.step(learning_rate=1e-3)
+    first.save_state(tmp_path)
+    second.restore_state(tmp_path, weights=copied(first))
+    for each in (first, second):
+        accumulate(each, make_microbatches(seed=1))
+        each.step(learning_rate=1e-3)
+    assert largest_difference(copied(first), copied(second)) == 0

@@ -1,0 +1,66 @@
+"""One learner rank of a test, started as `python -m tests.integration.learner_rank`; trains two steps and saves.
+
+Rank 0 alone has the trajectories, as the store would hand them over; the others get them from it.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+import torch
+
+from buffer.codec import pack, unpack
+from buffer.trajectory import Trajectory
+from learner.building import build_trainer
+from learner.checkpoint import Checkpoints, save_model
+from learner.deepspeed_config import deepspeed_environment
+from learner.ranks import Ranks, join_ranks
+from tests.unit.learner.builders import CPU, make_groups, make_run, zero
+
+TIMEOUT_S = 60.0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--zero", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--steps", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--die", action="store_true", help="after the model is built, without a word")
+    parser.add_argument("--microbatch", type=int, default=8192)
+    return parser.parse_args()
+
+
+def share_groups(ranks: Ranks, *, seed: int) -> list[list[Trajectory]]:
+    groups = make_groups(num_groups=4, group_size=4, seed=seed) if ranks.is_first else []
+    payloads = [pack(m, lease_id="0", purpose="train", group_size=4)[1] for g in groups for m in g]
+    sizes = ranks.broadcast_ints([len(group) for group in groups] if ranks.is_first else None)
+    members = iter(map(unpack, ranks.broadcast_bytes(payloads if ranks.is_first else None)))
+    return [[next(members) for _ in range(size)] for size in sizes]
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)
+    os.environ.update(deepspeed_environment(CPU))
+    rendezvous = f"file://{args.folder / args.out}.rendezvous"
+    ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
+    learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
+    run = make_run(args.folder / "model", learner=learner)
+    trainer = build_trainer(run, ranks=ranks, device=CPU)
+    checkpoints = Checkpoints(args.folder / f"{args.out}-checkpoints", run=run, trainer=trainer, ranks=ranks)
+    checkpoints.restore()
+    if args.die:
+        os._exit(1)
+    metrics = [trainer.step(share_groups(ranks, seed=step), learner_version=0, step=step + 1) for step in args.steps]
+    trainer.canary()
+    checkpoints.save(step=args.steps[-1] + 1, version=0)
+    save_model(trainer, args.folder / args.out, run=run, ranks=ranks)
+    (args.folder / f"{args.out}.rank-{args.rank}.metrics").write_text(repr(metrics))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main()

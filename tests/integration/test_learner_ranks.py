@@ -1,0 +1,87 @@
+"""Learner ranks as processes of their own, over Gloo."""
+
+import ast
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.tiny_model import make_tiny_model
+
+DEADLINE_S = 150.0
+
+
+def start(folder: Path, *, rank: int, ranks: int, zero: int, out: str, extra: tuple[str, ...] = ()) -> subprocess.Popen:
+    arguments = {"rank": rank, "ranks": ranks, "zero": zero, "folder": folder, "out": out}
+    command = [sys.executable, "-m", "tests.integration.learner_rank"]
+    command += [f"--{name}={value}" for name, value in arguments.items()]
+    return subprocess.Popen(
+        [*command, *extra],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+
+
+def train(folder: Path, *, ranks: int, zero: int, out: str, extra: tuple[str, ...] = ()) -> tuple[dict, list]:
+    """Returns the saved weights and the metrics of every rank."""
+    (folder / f"{out}.rendezvous").unlink(missing_ok=True)
+    processes = [start(folder, rank=rank, ranks=ranks, zero=zero, out=out, extra=extra) for rank in range(ranks)]
+    end = time.monotonic() + DEADLINE_S
+    try:
+        outputs = [process.communicate(timeout=max(1.0, end - time.monotonic()))[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(outputs)
+    metrics = [ast.literal_eval((folder / f"{out}.rank-{rank}.metrics").read_text()) for rank in range(ranks)]
+    return load_file(folder / out / "model.safetensors"), metrics
+
+
+def largest_difference(first: dict, second: dict) -> float:
+    assert set(first) == set(second)
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_two_ranks_make_the_weights_of_one(tmp_path, zero):
+    make_tiny_model(tmp_path / "model")
+    alone, (expected,) = train(tmp_path, ranks=1, zero=0, out="alone")
+    for out, extra in (("together", ()), ("together-split", ("--microbatch=64",))):
+        together, metrics = train(tmp_path, ranks=2, zero=zero, out=out, extra=extra)
+        assert metrics[0] == metrics[1]
+        for one, two in zip(expected, metrics[0], strict=True):
+            two["learner/computed_tokens"] = one["learner/computed_tokens"]
+            assert two == pytest.approx(one, abs=1e-4, rel=1e-4)
+        assert largest_difference(alone, together) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_bit_for_bit_after_a_restart(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    straight, _ = train(tmp_path, ranks=2, zero=2, out="straight", extra=("--steps", "0", "1"))
+    train(tmp_path, ranks=2, zero=2, out="resumed", extra=("--steps", "0"))
+    resumed, _ = train(tmp_path, ranks=2, zero=2, out="resumed", extra=("--steps", "1"))
+    assert largest_difference(straight, resumed) == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_an_error_of_the_others_not_a_silent_wait(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    first = start(tmp_path, rank=0, ranks=2, zero=0, out="dying")
+    second = start(tmp_path, rank=1, ranks=2, zero=0, out="dying", extra=("--die",))
+    try:
+        output, _ = first.communicate(timeout=DEADLINE_S)
+    finally:
+        first.kill()
+        second.kill()
+        second.communicate()
+    assert first.returncode != 0
+    assert "RanksFault" in output

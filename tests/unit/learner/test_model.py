@@ -1,0 +1,63 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from configs.model import ModelConfig
+from learner.errors import ModelFault
+from learner.model import load_policy, save_pretrained
+from tests.unit.learner.builders import CPU, VOCABULARY, make_model, make_policy
+
+
+def load(path):
+    return load_policy(ModelConfig(path=str(path)), device=CPU)
+
+
+def test_a_missing_checkpoint_is_one_sentence(tmp_path):
+    with pytest.raises(ModelFault, match=r"model\.path must be a readable transformers checkpoint") as caught:
+        load(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreadable_checkpoint_is_one_sentence(tmp_path):
+    path = make_model(tmp_path)
+    (path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(ModelFault, match=r"model\.path must be a readable transformers checkpoint") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_weights_is_one_sentence(tmp_path):
+    path = make_model(tmp_path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelFault):
+        load(path)
+
+
+def test_weights_are_float32_and_dropout_is_off(tmp_path):
+    path = make_model(tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
+    policy = load(path)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert policy.causal_lm.config.attention_dropout == 0.0
+    assert policy.training
+
+
+def test_what_is_saved_is_what_transformers_loads(tmp_path):
+    path = make_model(tmp_path)
+    policy = load(path)
+    with torch.no_grad():
+        policy.causal_lm.lm_head.weight.add_(1)
+    saved = {name: p.detach() for name, p in policy.causal_lm.named_parameters()}
+    save_pretrained(policy, tmp_path / "saved", weights=saved, config=ModelConfig(path=str(path)))
+    again = Qwen2ForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert all(p.equal(saved[name]) for name, p in again.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token == "<eos>"
+
+
+def test_the_policy_knows_its_sizes():
+    policy = make_policy()
+    assert (policy.vocab_size, policy.hidden_size) == (VOCABULARY, 64)
