@@ -60,7 +60,7 @@ class VllmEngine:
         self._end_token_ids, max_positions = _read_checkpoint(self._model)
         arguments = engine_arguments(self._model, self._config, seed=self._seed, max_positions=max_positions)
         self._llm = await start_llm(arguments, timeout_s=self._config.start_timeout_s)
-        await self._answer(self._llm.update_weight_version(str(self._version)), timeout_s=_ANSWER_TIMEOUT_S)
+        await self._answer(self._llm.update_weight_version(str(self._version)))
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
         """One response. Raises EngineFault."""
@@ -106,7 +106,9 @@ class VllmEngine:
         """Join the weight group; decoding stands still until it is built. Raises WeightTransferFault, EngineFault."""
         request = WeightTransferInitRequest(init_info={"opening": msgspec.to_builtins(opening), "rank": rank})
         limit_s = 2 * opening.timeout_s + _ANSWER_TIMEOUT_S
-        await self._transfer(self._running.init_weight_transfer_engine(request), timeout_s=limit_s)
+        await self._answer(self._running.init_weight_transfer_engine(request), timeout_s=limit_s)
+        if fault := await self._take_weight_fault():
+            raise WeightTransferFault(fault)
 
     async def update(self, update: Update) -> float:
         """Pause, receive, verify, load, resume. Returns the pause, seconds. Raises WeightTransferFault, EngineFault.
@@ -133,38 +135,29 @@ class VllmEngine:
         llm = self._running
         paused_at = time.perf_counter()
         # AsyncLLM.pause_generation would sleep 20 ms more, for the order of outputs; ours carry their versions.
-        pause = llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
-        await self._answer(pause, timeout_s=_ANSWER_TIMEOUT_S)
+        await self._answer(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         try:
-            await self._receive(update)
-            await self._answer(llm.finish_weight_update(str(update.version)), timeout_s=_ANSWER_TIMEOUT_S)
-            self._version = update.version
+            await self._receive_and_load(update)
         finally:
             with suppress(EngineFault):
-                await self._answer(llm.resume_generation(), timeout_s=_ANSWER_TIMEOUT_S)
+                await self._answer(llm.resume_generation())
         return time.perf_counter() - paused_at
 
-    async def _receive(self, update: Update) -> None:
-        request = WeightTransferUpdateRequest(
-            update_info={
-                "slots": msgspec.to_builtins(update.slots),
-                "bucket_bytes": update.bucket_bytes,
-                "checksums": update.checksums,
-                "timeout_s": update.timeout_s,
-            }
-        )
+    async def _receive_and_load(self, update: Update) -> None:
+        llm = self._running
         limit_s = update.timeout_s * len(update.bucket_bytes) + _ANSWER_TIMEOUT_S
-        await self._answer(self._running.start_weight_update(), timeout_s=_ANSWER_TIMEOUT_S)
-        await self._transfer(self._running.update_weights(request), timeout_s=limit_s)
+        await self._answer(llm.start_weight_update())
+        await self._answer(llm.update_weights(_update_request(update)), timeout_s=limit_s)
+        fault = await self._take_weight_fault()
+        await self._answer(llm.finish_weight_update(None if fault else str(update.version)))
+        if fault:
+            raise WeightTransferFault(fault)
+        self._version = update.version
 
-    async def _transfer(self, call: Awaitable[T], *, timeout_s: float) -> T:
-        """Await what may fail and leave the old weights as they were: WeightTransferFault."""
-        try:
-            return await self._answer(call, timeout_s=timeout_s)
-        except EngineFault as fault:
-            if self._running.errored or isinstance(fault.__cause__, TimeoutError):
-                raise
-            raise WeightTransferFault(str(fault)) from fault
+    async def _take_weight_fault(self) -> str:
+        """Why the workers' last transfer failed, and left the weights as they were; empty when it did not fail."""
+        faults = await self._answer(self._running.collective_rpc("take_weight_fault"))
+        return next(filter(None, faults), "")
 
     # --- requests ------------------------------------------------------------------------------------------------
     async def _final_output(self, token_ids: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
@@ -179,7 +172,7 @@ class VllmEngine:
             raise EngineFault(f"vLLM could not answer request {request_id}: {one_line(error)}") from error
         return final
 
-    async def _answer(self, call: Awaitable[T], *, timeout_s: float) -> T:
+    async def _answer(self, call: Awaitable[T], *, timeout_s: float = _ANSWER_TIMEOUT_S) -> T:
         try:
             return await asyncio.wait_for(call, timeout_s)
         except TimeoutError as error:
@@ -206,3 +199,14 @@ def _read_checkpoint(model: ModelConfig) -> tuple[list[int], int]:
     except OSError:
         generation = GenerationConfig.from_model_config(config)
     return end_token_ids(tokenizer, generation), config.get_text_config().max_position_embeddings
+
+
+def _update_request(update: Update) -> WeightTransferUpdateRequest:
+    return WeightTransferUpdateRequest(
+        update_info={
+            "slots": msgspec.to_builtins(update.slots),
+            "bucket_bytes": update.bucket_bytes,
+            "checksums": update.checksums,
+            "timeout_s": update.timeout_s,
+        }
+    )

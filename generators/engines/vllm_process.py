@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing import resource_tracker
 
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -13,7 +14,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from configs.generators import VllmEngineConfig
 from configs.model import ModelConfig
-from generators.engines.vllm_weights import BACKEND, VLLM_PROCESSES
+from generators.engines.vllm_weights import BACKEND, VLLM_PROCESSES, FaultReport
 from generators.errors import EngineFault
 
 _STOP_GRACE_S = 1.0
@@ -38,6 +39,7 @@ def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int,
         enable_prefix_caching=False,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls=f"{FaultReport.__module__}.{FaultReport.__qualname__}",
         seed=seed,
         disable_log_stats=True,
         use_tqdm_on_load=False,
@@ -87,7 +89,8 @@ def one_line(error: BaseException) -> str:
 
 def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
     # The engine process inherits this thread's signal mask: Ctrl-C then reaches this process alone, which decides when
-    # the engine ends, instead of both at once.
+    # the engine ends. Python's resource tracker must run by then, because starting it unblocks SIGINT.
+    resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return AsyncLLM.from_engine_args(arguments)

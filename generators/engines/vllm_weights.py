@@ -4,7 +4,8 @@
 """
 
 import multiprocessing
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from broker.errors import WeightTransferFault
 from broker.messages import OpenEpoch, TensorSlot
 from broker.weights.collective import CollectiveReceiver
 from generators.engines.parent_watch import die_with_parent
@@ -64,7 +66,9 @@ class BroadcastInfo(WeightTransferUpdateInfo):
 class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
     """Receives all bytes and verifies them before the model is touched.
 
-    Invariant: when `update_weights` raises, the model is as it was. Only `finish_weight_update` writes to it.
+    A failed transfer is told through `take_fault`, not raised: when several workers answer a call with an error, vLLM
+    reads the first answer alone and takes the second one for the answer to the next call.
+    Invariant: only `finish_weight_update` writes to the model, and only after a transfer without a fault.
     """
 
     init_info_cls = EpochInfo
@@ -76,10 +80,17 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         is_split = self.parallel_config.tensor_parallel_size > 1
         self._receiver = TensorParallelReceiver(receiver, device=self.device) if is_split else receiver
         self._received: list[tuple[str, torch.Tensor]] = []
+        self._fault = ""
+
+    def take_fault(self) -> str:
+        """Why the last transfer or joining failed; empty when it did not. Forgotten once told."""
+        fault, self._fault = self._fault, ""
+        return fault
 
     def init_transfer_engine(self, init_info: EpochInfo) -> None:
         """Leave the previous weight group, join this one."""
-        self._receiver.open_epoch(msgspec.convert(init_info.opening, OpenEpoch), rank=init_info.rank)
+        with self._noting_faults():
+            self._receiver.open_epoch(msgspec.convert(init_info.opening, OpenEpoch), rank=init_info.rank)
 
     def start_weight_update(self) -> None:
         """Nothing yet: the model keeps its weights until all bytes are here."""
@@ -87,16 +98,19 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
         """Receive and verify."""
-        self._received = self._receiver.receive(
-            msgspec.convert(update_info.slots, list[TensorSlot]),
-            bucket_bytes=update_info.bucket_bytes,
-            checksums=update_info.checksums,
-            timeout_s=update_info.timeout_s,
-        )
+        with self._noting_faults():
+            self._received = self._receiver.receive(
+                msgspec.convert(update_info.slots, list[TensorSlot]),
+                bucket_bytes=update_info.bucket_bytes,
+                checksums=update_info.checksums,
+                timeout_s=update_info.timeout_s,
+            )
 
     def finish_weight_update(self) -> None:
-        """Load. vLLM rebuilds each layer as its loader did at the start, packed copies included."""
+        """Load what was received, if it was. vLLM rebuilds each layer as at the start, packed copies included."""
         received, self._received = self._received, []
+        if not received:
+            return
         initialize_layerwise_reload(self.model)
         self.model.load_weights(received)
         finalize_layerwise_reload(self.model, self.model_config)
@@ -104,3 +118,18 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
     def shutdown(self) -> None:
         """Leave the weight group."""
         self._receiver.close()
+
+    @contextmanager
+    def _noting_faults(self) -> Iterator[None]:
+        try:
+            yield
+        except WeightTransferFault as fault:
+            self._fault = str(fault)
+
+
+class FaultReport:
+    """Mixed into vLLM's worker class: one more call that `collective_rpc` may make."""
+
+    def take_weight_fault(self) -> str:
+        """See BroadcastWeights.take_fault."""
+        return self.weight_transfer_engine.take_fault()  # type: ignore[attr-defined]

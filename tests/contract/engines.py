@@ -1,11 +1,13 @@
 """Engines under test, a learner's end of the weight group beside them, and the reference they are compared with."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,7 @@ MAX_LENGTH = 112
 VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
 
 
-def make_engine(kind: str, folder: Path) -> Engine:
+def make_engine(kind: str, folder: Path, *, vllm: VllmEngineConfig) -> Engine:
     model = ModelConfig(path=str(folder), max_length=MAX_LENGTH)
     receiver = CollectiveReceiver(device="cpu")
     if kind == "scripted":
@@ -38,16 +40,16 @@ def make_engine(kind: str, folder: Path) -> Engine:
         return HfEngine(model, HfEngineConfig(), receiver=receiver)
     from generators.engines.vllm_engine import VllmEngine
 
-    return VllmEngine(model, VLLM_CONFIG, seed=0)
+    return VllmEngine(model, vllm, seed=0)
 
 
 class Rig:
     """A started engine on a loop of its own; `module` holds the weights it should have."""
 
-    def __init__(self, kind: str, folder: Path, *, is_tied: bool = False) -> None:
+    def __init__(self, kind: str, folder: Path, *, is_tied: bool = False, vllm: VllmEngineConfig = VLLM_CONFIG) -> None:
         self.kind = kind
         self.is_tied = is_tied
-        self.engine = make_engine(kind, make_tiny_model(folder, is_tied=is_tied))
+        self.engine = make_engine(kind, make_tiny_model(folder, is_tied=is_tied), vllm=vllm)
         self.module: nn.Module = make_tiny_module(is_tied=is_tied)
         self.epoch = 0
         self._runner = asyncio.Runner()
@@ -59,7 +61,11 @@ class Rig:
         return self._runner.run(asyncio.wait_for(work, timeout_s))
 
     def close(self) -> None:
+        """Stopping is quick and leaves no process."""
+        started_at = time.monotonic()
         self.run(self.engine.stop())
+        assert time.monotonic() - started_at < 5
+        assert engine_processes() == []
         self._sender_thread.submit(self._sender.close).result(PATIENCE_S)
         self._sender_thread.shutdown()
         self._runner.close()
@@ -76,37 +82,45 @@ class Rig:
         )
         await asyncio.gather(ours, self.engine.open_epoch(opening, rank=1))
 
-    async def publish(self, module: nn.Module, *, version: int, is_spoilt: bool = False, **changes: Any) -> float:
+    async def publish(self, module: nn.Module, *, version: int, is_spoilt: bool = False) -> float:
         """Broadcast the module's weights as this version. Returns the pause; raises what `update` raises.
 
         A spoilt broadcast arrives as it is, but for one bit of its last bucket.
         """
         if self.epoch == 0:
             await self.open_epoch()
-        tensors = [(name, p.detach()) for name, p in module.named_parameters(remove_duplicate=False)]
-        slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=40_000)
-        packed = buckets.pack(tensors, slots, sizes=sizes)
-        checksums = buckets.checksums(packed)
+        update, packed = self._announce(module, version=version, timeout_s=PATIENCE_S)
         if is_spoilt:
             packed[-1][0] ^= 1
-        fields: dict[str, Any] = {
-            "epoch": self.epoch,
-            "members": [Member("generator-0", "0")],
-            "version": version,
-            "slots": slots,
-            "bucket_bytes": sizes,
-            "checksums": checksums,
-            "canary_token_ids": [],
-            "canary_logprobs": [],
-            "max_probe_diff": 1e-3,
-            "timeout_s": PATIENCE_S,
-        }
         ours = self._in_sender_thread(lambda: self._sender.broadcast(packed, timeout_s=PATIENCE_S))
-        pause, _ = await asyncio.gather(self.engine.update(Update(**(fields | changes))), ours, return_exceptions=True)
+        pause, _ = await asyncio.gather(self.engine.update(update), ours, return_exceptions=True)
         if isinstance(pause, BaseException):
             raise pause
         self.module = module
         return pause
+
+    async def update_without_sender(self, *, version: int, timeout_s: float) -> None:
+        """An update is announced and the broadcast does not come."""
+        update, _ = self._announce(self.module, version=version, timeout_s=timeout_s)
+        await self.engine.update(update)
+
+    def _announce(self, module: nn.Module, *, version: int, timeout_s: float) -> tuple[Update, list[Tensor]]:
+        tensors = [(name, p.detach()) for name, p in module.named_parameters(remove_duplicate=False)]
+        slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=40_000)
+        packed = buckets.pack(tensors, slots, sizes=sizes)
+        update = Update(
+            self.epoch,
+            members=[Member("generator-0", "0")],
+            version=version,
+            slots=slots,
+            bucket_bytes=sizes,
+            checksums=buckets.checksums(packed),
+            canary_token_ids=[],
+            canary_logprobs=[],
+            max_probe_diff=1e-3,
+            timeout_s=timeout_s,
+        )
+        return update, packed
 
     def _in_sender_thread(self, work: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._sender_thread, work)
@@ -119,6 +133,11 @@ class Rig:
                 for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
             )
         )
+
+
+def engine_processes() -> list[psutil.Process]:
+    """vLLM's processes below this one."""
+    return [child for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()]
 
 
 def make_sampling(seed: int = 0, **changes: Any) -> Sampling:

@@ -1,0 +1,193 @@
+"""vLLM alone: tied embeddings, and what becomes of its processes. What all engines share is in the contract."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from broker.errors import WeightTransferFault
+from configs.generators import VllmEngineConfig
+from configs.model import ModelConfig
+from generators.engines.vllm_environment import engine_environment
+from generators.errors import EngineFault
+from tests.contract.engines import VLLM_CONFIG, Rig, engine_processes, make_sampling, reference_logits
+from tests.tiny_model import make_tiny_model, make_tiny_module
+
+pytestmark = pytest.mark.slow
+
+PROMPT = [6, 10, 4, 3, 5, 12]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in engine_environment(VLLM_CONFIG).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in engine_environment(VLLM_CONFIG).items():
+            patch.setenv(name, value)
+        opened = Rig("vllm", tmp_path_factory.mktemp("tied"), is_tied=True)
+        yield opened
+        opened.close()
+
+
+def probe_diff(rig: Rig, prompt: list[int] = PROMPT) -> float:
+    """Largest difference of prompt log-probabilities between the engine and the module it should hold."""
+    logprobs = reference_logits(rig.module, prompt).log_softmax(-1)
+    expected = logprobs.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    return (torch.tensor(rig.run(rig.engine.prompt_logprobs(prompt))) - expected).abs().max().item()
+
+
+def test_a_tied_model_gets_its_head_too(tied: Rig):
+    assert probe_diff(tied) < 1e-4
+    for version in range(3):
+        tied.run(tied.publish(make_tiny_module(seed=version + 1, is_tied=True), version=version))
+        assert probe_diff(tied) < 1e-4
+
+
+def test_a_probe_may_be_as_long_as_the_longest_trajectory(tied: Rig):
+    assert probe_diff(tied, [2 + i % 30 for i in range(112)]) < 1e-4
+
+
+def test_a_broadcast_that_never_comes_leaves_the_old_version_and_decoding_goes_on(tied: Rig):
+    before = tied.engine.version
+
+    async def scenario() -> None:
+        running = asyncio.create_task(tied.generate([PROMPT] * 4, [make_sampling(s, max_tokens=90) for s in range(4)]))
+        with pytest.raises(WeightTransferFault, match="weight epoch"):
+            await tied.update_without_sender(version=before + 1, timeout_s=0.5)
+        assert len(await running) == 4
+
+    tied.run(scenario())
+    assert tied.engine.version == before
+    assert probe_diff(tied) < 1e-4
+    tied.run(tied.open_epoch())
+    tied.run(tied.publish(make_tiny_module(seed=8, is_tied=True), version=before + 1))
+    assert probe_diff(tied) < 1e-4
+
+
+def test_an_update_goes_to_its_end_though_its_caller_is_cancelled(tied: Rig):
+    version = tied.engine.version + 1
+
+    async def scenario() -> None:
+        publishing = asyncio.create_task(tied.publish(make_tiny_module(seed=9, is_tied=True), version=version))
+        # Turns of the loop until the update has begun.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
+        deadline = time.monotonic() + 30
+        while tied.engine.version != version:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert await tied.generate([PROMPT], [make_sampling()])
+
+    tied.run(scenario())
+
+
+def test_a_dead_engine_process_is_a_fault_for_every_open_request(tied: Rig):
+    async def scenario() -> list[Any]:
+        requests = [
+            asyncio.create_task(
+                tied.engine.generate(PROMPT, make_sampling(seed, max_tokens=100), request_id=f"open-{seed}")
+            )
+            for seed in range(40)
+        ]
+        await asyncio.sleep(0.02)
+        for child in engine_processes():
+            child.kill()
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    outcomes = tied.run(scenario())
+    faults = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert faults
+    assert all(isinstance(fault, EngineFault) for fault in faults)
+    with pytest.raises(EngineFault, match="engine process died"):
+        tied.run(tied.engine.check_health())
+    started = time.monotonic()
+    tied.run(tied.engine.stop())
+    assert time.monotonic() - started < 5
+
+
+def test_a_start_that_takes_too_long_is_given_up_and_leaves_no_process(tmp_path: Path, environment: None):
+    with pytest.raises(EngineFault, match=r"within generators.engine.start_timeout_s \(3 s\)"):
+        start_engine(make_tiny_model(tmp_path), start_timeout_s=3.0)
+    assert engine_processes() == []
+
+
+def test_a_folder_without_a_model_is_told_in_one_sentence(tmp_path: Path, environment: None):
+    with pytest.raises(EngineFault, match=r"model\.path must hold a transformers checkpoint"):
+        start_engine(tmp_path)
+
+
+def test_the_environment_must_be_set_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    with pytest.raises(EngineFault, match="environment must hold what vllm_environment"):
+        start_engine(tmp_path)
+
+
+def test_ctrl_c_is_left_to_the_role_and_a_killed_role_takes_its_engine_along(tmp_path: Path):
+    role = subprocess.Popen(
+        [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(tmp_path))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert role.stdin is not None
+    assert role.stdout is not None
+    assert role.stderr is not None
+    engine = [psutil.Process(pid) for pid in json.loads(role.stdout.readline())["pids"]]
+    os.killpg(role.pid, signal.SIGINT)
+    role.stdin.write("after-ctrl-c\n")
+    role.stdin.flush()
+    assert json.loads(role.stdout.readline())["tokens"]
+    role.kill()
+    role.wait(5)
+    _, alive = psutil.wait_procs(engine, timeout=5)
+    assert alive == []
+    assert "Traceback" not in role.stderr.read()
+
+
+def start_engine(folder: Path, *, start_timeout_s: float = 200.0) -> None:
+    from generators.engines.vllm_engine import VllmEngine
+
+    config = VllmEngineConfig(max_num_seqs=64, start_timeout_s=start_timeout_s)
+    asyncio.run(VllmEngine(ModelConfig(path=str(folder)), config, seed=0).start())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_engine_of_two_workers_takes_part_in_broadcasts_as_one(
+    is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = VllmEngineConfig(max_num_seqs=64, tensor_parallel_size=2)
+    for name, value in engine_environment(config).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    rig = Rig("vllm", tmp_path, is_tied=is_tied, vllm=config)
+    try:
+        for version in range(3):
+            rig.run(rig.publish(make_tiny_module(seed=version + 1, is_tied=is_tied), version=version))
+            assert probe_diff(rig) < 1e-4
+        with pytest.raises(WeightTransferFault, match="checksum"):
+            rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3, is_spoilt=True))
+        assert probe_diff(rig) < 1e-4
+        rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3))
+        assert probe_diff(rig) < 1e-4
+    finally:
+        rig.close()
