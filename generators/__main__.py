@@ -4,6 +4,9 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 import structlog
@@ -65,8 +68,12 @@ async def _generate(joined: Joined, board: StatusBoard) -> None:
     )
     board.show(generator.status)
     loop = asyncio.get_running_loop()
-    joined.inbox.forward_to(lambda message: loop.call_soon_threadsafe(generator.receive, message))
-    on_stop_signal(lambda: loop.call_soon_threadsafe(generator.drain, "stop signal"))
+
+    def in_loop(call: Callable[[Any], None], argument: object) -> None:
+        loop.call_soon_threadsafe(call, argument)
+
+    joined.inbox.forward_to(partial(in_loop, generator.receive))
+    on_stop_signal(partial(in_loop, generator.drain, "stop signal"))
     await generator.run()
 
 

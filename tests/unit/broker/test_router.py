@@ -205,7 +205,7 @@ def test_leases_a_generator_says_it_holds_are_renewed_and_others_lapse(scene: Sc
 def test_returned_leases_and_a_bye_give_the_prompts_back(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
-    first, second = (p.lease.id for p in lease(peer).prompts)
+    first, _ = (p.lease.id for p in lease(peer).prompts)
     peer.say(ReturnLeases([first], "test"))
     assert scene.store.counts().returned == 1
     peer.say(Bye())

@@ -76,12 +76,12 @@ def test_arguments_must_fit_the_function():
     ("response", "stop_reason", "total", "is_correct"),
     [
         ("31284", "stop", 1.0, True),
-        ("31284", "length", 1.0, False),
-        ("31280", "stop", 0.8, False),
-        ("3128", "stop", 0.8, False),
-        ("312844", "length", 5 / 6, False),
+        ("31284", "length", 5 / 6, False),
+        ("31280", "stop", 5 / 6, False),
+        ("3128", "stop", 4 / 6, False),
+        ("312844", "length", 5 / 7, False),
         ("", "stop", 0.0, False),
-        ("13284", "stop", 0.6, False),
+        ("13284", "stop", 4 / 6, False),
     ],
 )
 def test_position_match_counts_right_places(response: str, stop_reason: str, total: float, is_correct: bool):
