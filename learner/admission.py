@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from buffer.staleness import lag, over_age_mask
+from buffer.staleness import over_age_mask
 from buffer.trajectory import Trajectory
 from learner.batch import Sample
 from learner.errors import BatchFault
@@ -37,8 +37,9 @@ def admit(
     vocab_size: int,
 ) -> Admitted:
     """Split groups into `num_updates` consecutive parts and ready each. Raises BatchFault."""
-    for trajectory in (member for group in groups for member in group):
-        _check(trajectory, vocab_size=vocab_size)
+    for group in groups:
+        for trajectory in group:
+            _check(trajectory, vocab_size=vocab_size)
     judged = _judge(groups, objective=objective, learner_version=learner_version, max_lag=max_lag)
     parts = np.array_split(np.arange(len(groups)), num_updates)
     updates = [_weigh([j for index in part for j in judged[index]], objective=objective) for part in parts]
@@ -50,9 +51,15 @@ def wanted_tokens(trajectory: Trajectory, *, learner_version: int, max_lag: int)
     """int64[W]: indices of the tokens trained on. Nothing predicts token 0, so it never is."""
     if trajectory.reward.status != "ok":
         return np.zeros(0, dtype=np.int64)
-    mask = trajectory.model_mask & ~over_age_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
-    mask[:1] = False
-    return np.flatnonzero(mask)
+    mask = trajectory.model_mask
+    if _has_over_age(trajectory, learner_version=learner_version, max_lag=max_lag):
+        mask = mask & ~over_age_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
+    return np.flatnonzero(mask[1:]) + 1
+
+
+def _has_over_age(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> bool:
+    """Cheap to ask: most trajectories have one span, and it is young."""
+    return any(learner_version - span.version > max_lag for span in trajectory.version_spans)
 
 
 def _check(trajectory: Trajectory, *, vocab_size: int) -> None:
@@ -110,16 +117,19 @@ def _metrics(judged: list[_Judged], *, learner_version: int, max_lag: int) -> di
     answered = [j for j in judged if j.trajectory.reward.status == "ok"]
     advantages = np.array([j.advantage for j in answered] or [0.0])
     rewards = [j.trajectory.reward.total for j in answered] or [0.0]
-    versions = [j.trajectory.token_versions()[j.trajectory.model_mask] for j in judged]
-    lags = lag(np.concatenate(versions) if versions else np.zeros(1, dtype=np.int32), learner_version)
     return {
         "learner/trajectories": float(len(judged)),
         "learner/reward_mean": float(np.mean(rewards)),
         "learner/advantage_mean": float(advantages.mean()),
         "learner/advantage_std": float(advantages.std()),
         "learner/advantage_zero_fraction": float((advantages == 0).mean()),
-        "learner/over_age_fraction": float((lags > max_lag).mean()),
+        "learner/over_age_fraction": _over_age_fraction(judged, learner_version=learner_version, max_lag=max_lag),
         "learner/failed_fraction": 1.0 - len(answered) / max(1, len(judged)),
-        "learner/lag_mean": float(lags.mean()),
-        "learner/lag_max": float(lags.max()),
     }
+
+
+def _over_age_fraction(judged: list[_Judged], *, learner_version: int, max_lag: int) -> float:
+    settings = {"learner_version": learner_version, "max_lag": max_lag}
+    old = [j.trajectory for j in judged if _has_over_age(j.trajectory, **settings)]
+    num_over_age = sum(int(over_age_mask(trajectory, **settings).sum()) for trajectory in old)
+    return num_over_age / max(1, sum(np.count_nonzero(j.trajectory.model_mask) for j in judged))

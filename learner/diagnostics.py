@@ -33,8 +33,6 @@ METRICS = {
     "learner/advantage_zero_fraction": "share of those whose advantage is exactly 0: their group is all equal",
     "learner/over_age_fraction": "share of model-written tokens masked because they are older than max_lag",
     "learner/failed_fraction": "share of trajectories masked because their reward function did not answer",
-    "learner/lag_mean": "mean lag of model-written tokens, versions",
-    "learner/lag_max": "largest lag of a model-written token, versions",
 }
 """Key -> what it is. Everything `Trainer.step` returns is in here."""
 

@@ -5,9 +5,10 @@ import torch
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from configs.model import ModelConfig
+from learner.collate import Layout, collate
 from learner.errors import ModelFault
 from learner.model import load_policy, save_pretrained
-from tests.unit.learner.builders import CPU, VOCABULARY, make_model, make_policy
+from tests.unit.learner.builders import CPU, VOCABULARY, make_groups, make_model, make_policy, make_sample
 
 
 def load(path):
@@ -61,3 +62,30 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path):
 def test_the_policy_knows_its_sizes():
     policy = make_policy()
     assert (policy.vocab_size, policy.hidden_size) == (VOCABULARY, 64)
+
+
+def score(policy):
+    samples = [make_sample(m) for group in make_groups() for m in group]
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", microbatch_tokens=4096))
+    logprobs, _ = policy(microbatch)
+    policy.zero_grad()
+    logprobs.sum().backward()
+    return logprobs.detach(), [p.grad.clone() for p in policy.parameters()]
+
+
+def test_recomputing_activations_changes_nothing(tmp_path):
+    config = ModelConfig(path=str(make_model(tmp_path)))
+    (plain, gradients), (recomputed, others) = (
+        score(load_policy(config, device=CPU, gradient_checkpointing=flag)) for flag in (False, True)
+    )
+    assert plain.equal(recomputed)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, others, strict=True))
+
+
+def test_bfloat16_computes_near_float32_with_float32_weights_and_gradients(tmp_path):
+    path = str(make_model(tmp_path))
+    exact, _ = score(load_policy(ModelConfig(path=path), device=CPU))
+    rough, gradients = score(load_policy(ModelConfig(path=path, dtype="bfloat16"), device=CPU))
+    assert rough.dtype == torch.float32
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    assert 0 < float((exact - rough).abs().max()) < 0.3
