@@ -85,8 +85,9 @@ def test_the_seed_decides_whatever_else_is_going_on(rig: Rig):
         assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
 
 
-def test_different_seeds_differ(rig: Rig):
-    crowd = rig.run(rig.generate([PROMPT] * 16, [make_sampling(seed) for seed in range(16)]))
+def test_different_seeds_differ_also_when_they_are_large(rig: Rig):
+    seeds = [*range(8), *(2**63 - 1 - low for low in range(8))]
+    crowd = rig.run(rig.generate([PROMPT] * 16, [make_sampling(seed) for seed in seeds]))
     assert len({tuple(completion.token_ids) for completion in crowd}) == 16
 
 
@@ -113,6 +114,19 @@ def test_there_is_one_prompt_logprob_less_than_tokens(rig: Rig):
 
 def test_prompt_logprobs_are_those_of_a_plain_forward_pass(real: Rig):
     assert_prompt_logprobs_agree(real)
+
+
+def test_a_probe_beside_running_requests_gets_its_own_numbers(real: Rig):
+    async def scenario() -> tuple[list[float], list[float]]:
+        alone = await real.engine.prompt_logprobs(PROMPTS[3])
+        running = asyncio.create_task(real.generate([PROMPT] * 8, [make_sampling(s, max_tokens=40) for s in range(8)]))
+        await asyncio.sleep(0.01)
+        beside = await real.engine.prompt_logprobs(PROMPTS[3])
+        await running
+        return alone, beside
+
+    alone, beside = real.run(scenario())
+    assert beside == pytest.approx(alone, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
