@@ -34,9 +34,11 @@ from configs.buffer import EmbeddedRedisConfig, RedisConfig
 from configs.exits import fail_cleanly
 from configs.load import load, to_yaml
 from configs.run import RunConfig
+from generators.errors import GeneratorFault
+from learner.errors import LearnerFault
 from scripts.plot_run import plot_run
+from scripts.preflight import check_surroundings
 from scripts.prepare import prepare
-from scripts.serial import run_serial
 
 _LOOK_EVERY_S = 0.25
 _STORE_TIMEOUT_S = 30.0
@@ -45,7 +47,7 @@ _STOP_TIMEOUT_S = 6.0
 console = Console()
 
 
-@fail_cleanly(BrokerFault, BufferFault, RoleDied)
+@fail_cleanly(BrokerFault, BufferFault, GeneratorFault, LearnerFault, RoleDied)
 def main(arguments: list[str]) -> None:
     """Do what the command line says."""
     if arguments[:1] in (["--help"], ["-h"]):
@@ -56,9 +58,14 @@ def main(arguments: list[str]) -> None:
         return
     run, arguments = _with_free_name(load(arguments), arguments)
     folder = RunFolder(run)
-    folder.claim()
+    folder.check_name()
     prepare(run)
+    check_surroundings(run)
+    folder.claim()
     if run.mode == "serial":
+        # Imported only now: torch takes seconds to load, and a launcher does without.
+        from scripts.serial import run_serial
+
         run_serial(run, folder)
     else:
         Launcher(run, folder, overrides=arguments).launch()

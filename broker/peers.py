@@ -57,16 +57,13 @@ class Peers:
             peer.heard_at = self._clock()
         return peer
 
-    def conflict(self, hello: Hello) -> str:
-        """Why this peer cannot come in; empty when it can."""
+    def namesake(self, hello: Hello) -> Peer | None:
+        """Another incarnation with this role and id that is not known to be silent."""
         for peer in self._by_identity.values():
             same_name = (peer.hello.role, peer.hello.peer_id) == (hello.role, hello.peer_id)
             if same_name and peer.hello.incarnation != hello.incarnation and self._is_alive(peer):
-                return (
-                    f"peer id {hello.peer_id!r} is taken by process {peer.hello.pid} on {peer.hello.host}: "
-                    "ids must be unique; choose another with --id, or stop that process."
-                )
-        return ""
+                return peer
+        return None
 
     def add(self, identity: bytes, hello: Hello) -> list[Peer]:
         """Enter a peer; returns the entries it replaces (its own older connection, a dead namesake)."""

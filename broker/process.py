@@ -18,6 +18,8 @@ _PR_SET_PDEATHSIG = 1
 _MAX_RESTARTS = 5
 _RESTART_AFTER_S = 1.0
 _LOG_TAIL_LINES = 15
+_SENTENCE = "error: "
+"""How configs/exits.py begins what a program says when it ends for a fault that the user can mend."""
 
 
 class RoleDied(RuntimeError):
@@ -74,6 +76,7 @@ class RoleProcess:
         self._log = logs / f"{name}.log"
         self._may_restart = may_restart
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_starts_at = 0
         self._num_restarts = 0
         self._restart_at: float | None = None
 
@@ -90,6 +93,7 @@ class RoleProcess:
     def start(self) -> None:
         """Start it; its output is appended to its log."""
         with self._log.open("ab") as log:
+            self._log_starts_at = log.tell()
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -106,7 +110,7 @@ class RoleProcess:
         code = self._process.returncode
         self._kill_group()
         if not self._may_restart or self._num_restarts >= _MAX_RESTARTS or code == 2:
-            raise RoleDied(f"{self.name} ended with {_exit_word(code)}. The end of {self._log}:\n{self.log_tail()}")
+            raise RoleDied(self._last_words(code))
         delay_s = _RESTART_AFTER_S * 2**self._num_restarts
         self._restart_at = time.monotonic() + delay_s
         last = self.log_tail(num_lines=1).strip()
@@ -129,6 +133,16 @@ class RoleProcess:
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
         """The end of its log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def _last_words(self, code: int) -> str:
+        """Its own sentence where it has found one, else the end of its log."""
+        said = [line for line in self._lines_since_start() if line.startswith(_SENTENCE)]
+        if said and code > 0:
+            return f"{self.name}: {said[-1].removeprefix(_SENTENCE)} (the log is {self._log})"
+        return f"{self.name} ended with {_exit_word(code)}. The end of {self._log}:\n{self.log_tail()}"
+
+    def _lines_since_start(self) -> list[str]:
+        return self._log.read_bytes()[self._log_starts_at :].decode(errors="replace").splitlines()
 
     def _restart_if_due(self) -> list[str]:
         if self._restart_at is None or time.monotonic() < self._restart_at:

@@ -159,7 +159,7 @@ class Router:
 
     # --- peers ---------------------------------------------------------------------------------------------------
     def _welcome(self, identity: bytes, hello: Hello) -> None:
-        reason = self._peers.conflict(hello) or _schema_conflict(hello)
+        reason = self._name_conflict(hello) or _schema_conflict(hello)
         if reason:
             log.warning("peer_refused", peer=hello.peer_id, reason=reason)
             self._channel.send(identity, [encode(Refuse(reason))])
@@ -185,6 +185,16 @@ class Router:
         if not any(older.identity == identity for older in replaced):
             log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
         self._members_changed = True
+
+    def _name_conflict(self, hello: Hello) -> str:
+        """Asks the connection, too: a peer that was killed and started again need not wait for its own silence."""
+        namesake = self._peers.namesake(hello)
+        if namesake is None or not self._send(namesake.identity, Ping(sent_at=self._clock())):
+            return ""
+        return (
+            f"peer id {hello.peer_id!r} is taken by process {namesake.hello.pid} on {namesake.hello.host}: "
+            "ids must be unique; choose another with --id, or stop that process."
+        )
 
     def _part(self, peer: Peer, reason: str) -> None:
         self._peers.remove(peer.identity)

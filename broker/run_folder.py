@@ -79,12 +79,16 @@ class RunFolder:
 
         Raises ConfigError when the name is used and the run is not to be resumed.
         """
+        self.check_name()
+        self.open()
+
+    def check_name(self) -> None:
+        """Raises ConfigError when the name is used and the run is not to be resumed."""
         if (self.path / "config.yaml").exists() and not self._run.resume:
             raise ConfigError(
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
                 "choose another with name=..., go on with it with resume=true, or delete the folder."
             )
-        self.open()
 
     def open(self) -> None:
         """Make the folder where it is missing, and write down what the run is."""

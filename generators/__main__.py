@@ -17,6 +17,7 @@ from broker.logs import configure_logs
 from broker.process import die_with_launcher, on_stop_signal
 from configs.exits import fail_cleanly
 from configs.load import load
+from configs.model_path import check_model_path
 from configs.run import RunConfig
 from generators.engines.vllm_environment import vllm_environment
 from generators.errors import GeneratorFault
@@ -53,17 +54,17 @@ def main(arguments: list[str]) -> None:
 async def _generate(joined: Joined, board: StatusBoard) -> None:
     run = msgspec.json.decode(joined.welcome.config_json, type=RunConfig)
     os.environ.update(vllm_environment(run))
+    check_model_path(run.model.path)
     # Imported only now: torch and vLLM read the environment that came with the config.
-    from transformers import AutoTokenizer
-
     from broker.weights.collective import CollectiveReceiver
     from generators.assembly import assemble
+    from generators.prompting import load_tokenizer
 
     generator = assemble(
         run,
         member=joined.member,
         link=joined.link,
-        tokenizer=AutoTokenizer.from_pretrained(run.model.path, trust_remote_code=run.model.trust_remote_code),
+        tokenizer=load_tokenizer(run.model),
         receiver=CollectiveReceiver(device="cpu"),
     )
     board.show(generator.status)

@@ -2,8 +2,20 @@
 
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from broker.messages import Prompt
-from generators.errors import PromptFault
+from configs.model import ModelConfig
+from generators.errors import EngineFault, PromptFault
+
+
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer that lies with the model. Raises EngineFault."""
+    try:
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EngineFault(f"model.path must hold a tokenizer, got {model.path!r}: {first_line}") from error
 
 
 class Prompting:

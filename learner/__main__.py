@@ -18,6 +18,7 @@ from buffer.open_store import open_store
 from configs.base import ConfigError
 from configs.exits import fail_cleanly
 from configs.load import load
+from configs.model_path import check_model_path
 from configs.run import RunConfig
 from learner.assembly import assemble_learner, assemble_team
 from learner.building import choose_device
@@ -35,6 +36,7 @@ log = structlog.get_logger(__name__)
 def main(overrides: list[str]) -> None:
     """Join the broker and train; as a rank above 0, follow rank 0."""
     run = load(overrides)
+    check_model_path(run.model.path)
     if run.learner.num_ranks > 1 and "RANK" not in os.environ:
         _become_launcher_of_ranks(run, overrides)
     rank = int(os.environ.get("RANK", "0"))

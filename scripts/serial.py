@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers import AutoTokenizer
 
 from broker.dataset import Dataset
 from broker.joining import StatusBoard
@@ -27,6 +26,7 @@ from buffer.memory_store import MemoryStore
 from configs.run import RunConfig
 from generators.assembly import assemble
 from generators.generator import Generator
+from generators.prompting import load_tokenizer
 from learner.assembly import assemble_learner, assemble_team
 
 _SECONDS_PER_TURN = 0.001
@@ -125,7 +125,7 @@ def run_serial(run: RunConfig, folder: RunFolder) -> None:
             run,
             member=generator_peer.member,
             link=generator_peer.link,
-            tokenizer=AutoTokenizer.from_pretrained(run.model.path),
+            tokenizer=load_tokenizer(run.model),
             receiver=MemoryReceiver(weights),
             clock=clock,
         )

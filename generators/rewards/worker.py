@@ -23,7 +23,10 @@ def main(fd: int) -> None:
     _die_with_parent()
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
-        job = decode_job(next(bodies))
+        first = next(bodies, None)
+        if first is None:  # the pool closed before it had anything to score
+            return
+        job = decode_job(first)
         function = load_reward(job.function, job.arguments)
         pool.sendall(frame(None))
         for body in bodies:

@@ -1,0 +1,35 @@
+"""Preflight: finds what is wrong with a run's surroundings before its folder is made and its roles are started."""
+
+from broker.dataset import Dataset
+from broker.zmq_channels import ZmqServerChannel
+from buffer.open_store import open_store
+from configs.buffer import RedisConfig
+from configs.model_path import check_model_path
+from configs.run import RunConfig
+from generators.rewards.reward import load_reward
+
+_STORE_TIMEOUT_S = 10.0
+
+
+def check_surroundings(run: RunConfig) -> None:
+    """Data, model, reward function; for roles in processes also the broker's address and somebody else's store.
+
+    Takes a second, or ten when a store or the model hub does not answer. Raises ConfigError, BrokerFault, BufferFault.
+    """
+    Dataset(run.data.train_path)
+    Dataset(run.data.heldout_path)
+    check_model_path(run.model.path)
+    load_reward(run.generators.reward.function, run.generators.reward.arguments)
+    if run.mode == "async":
+        _check_address(run)
+        _check_store(run)
+
+
+def _check_address(run: RunConfig) -> None:
+    """Taken and given back: were the broker the first to find it in use, our generators would join a stranger's run."""
+    ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes).close()
+
+
+def _check_store(run: RunConfig) -> None:
+    if isinstance(run.buffer.store, RedisConfig):
+        open_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
