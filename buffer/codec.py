@@ -1,6 +1,7 @@
 """Records <-> bytes: MessagePack with typed validation, tensors as raw little-endian bytes with dtype and shape."""
 
-from typing import Any, TypeVar
+import math
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,6 +13,9 @@ from buffer.trajectory import SCHEMA_VERSION, Purpose, Reward, Trajectory, Traje
 T = TypeVar("T")
 
 _DTYPES = {"int32": "<i4", "int64": "<i8", "uint8": "|u1", "bool": "|b1", "float32": "<f4", "float64": "<f8"}
+_ARRAYS = {"token_ids": np.dtype("int32"), "model_mask": np.dtype("bool"), "generator_logprobs": np.dtype("float32")}
+_LARGEST_LOGPROB = 1e-4
+"""Rounding above zero that is forgiven."""
 
 
 def _encode_hook(value: Any) -> Any:
@@ -100,7 +104,7 @@ def _versions_used(trajectory: Trajectory) -> list[int]:
     """Versions of the spans in which the model wrote a token. Relies on no shape: nobody has checked them yet."""
     starts = [span.first_token for span in trajectory.version_spans]
     bounds = zip(starts, [*starts[1:], None], strict=False)
-    has_tokens = [trajectory.model_mask[start:end].any() for start, end in bounds]
+    has_tokens = [np.count_nonzero(trajectory.model_mask[start:end]) for start, end in bounds]
     return [span.version for span, used in zip(trajectory.version_spans, has_tokens, strict=True) if used]
 
 
@@ -131,36 +135,38 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
 
 
 def _check_arrays(trajectory: Trajectory) -> None:
-    expected = {"token_ids": np.int32, "model_mask": np.bool_, "generator_logprobs": np.float32}
     length = trajectory.num_tokens
-    for name, dtype in expected.items():
+    for name, dtype in _ARRAYS.items():
         array = getattr(trajectory, name)
         if array.dtype != dtype or array.shape != (length,):
-            raise Refused("shape", f"{name} must be {dtype.__name__}[{length}], got {array.dtype}{list(array.shape)}")
-    if length == 0 or not trajectory.model_mask.any():
+            raise Refused("shape", f"{name} must be {dtype.name}[{length}], got {array.dtype}{list(array.shape)}")
+    if not np.count_nonzero(trajectory.model_mask):
         raise Refused("empty", "a trajectory needs at least one model-written token")
-    if (trajectory.token_ids < 0).any():
-        raise Refused("token_id", f"token ids must be >= 0, got {int(trajectory.token_ids.min())}")
+    if (smallest := trajectory.token_ids.min()) < 0:
+        raise Refused("token_id", f"token ids must be >= 0, got {int(smallest)}")
     logprobs = trajectory.generator_logprobs
-    if not np.isfinite(logprobs).all():
-        raise Refused(
-            "nonfinite_logprob",
-            f"log-probabilities must be finite, got {int((~np.isfinite(logprobs)).sum())} that are not",
-        )
-    if (logprobs > 1e-4).any():
-        raise Refused("positive_logprob", f"log-probabilities must be <= 0, got {float(logprobs.max()):.4g}")
+    # Extremes of an array that holds a NaN are NaN, and compare false.
+    if not (logprobs.min() > -np.inf and logprobs.max() <= _LARGEST_LOGPROB):
+        _refuse_logprobs(logprobs)
+
+
+def _refuse_logprobs(logprobs: np.ndarray) -> NoReturn:
+    num_bad = np.count_nonzero(~np.isfinite(logprobs))
+    if num_bad:
+        raise Refused("nonfinite_logprob", f"log-probabilities must be finite, got {num_bad} that are not")
+    raise Refused("positive_logprob", f"log-probabilities must be <= 0, got {float(logprobs.max()):.4g}")
 
 
 def _check_spans(trajectory: Trajectory) -> None:
     starts = [span.first_token for span in trajectory.version_spans]
     if not starts or starts != sorted(set(starts)) or starts[0] < 0 or starts[-1] >= trajectory.num_tokens:
         raise Refused("version_spans", f"spans must start in increasing order within the tokens, got {starts}")
-    if starts[0] > int(np.argmax(trajectory.model_mask)):
+    if starts[0] > trajectory.model_mask.argmax():
         raise Refused("version_spans", f"spans must cover the first model-written token, got {starts}")
     if min(span.version for span in trajectory.version_spans) < 0:
         raise Refused("version_spans", "versions must be >= 0")
 
 
 def _check_reward(reward: Reward) -> None:
-    if not all(np.isfinite([reward.total, *reward.parts.values()])):
+    if not all(map(math.isfinite, (reward.total, *reward.parts.values()))):
         raise Refused("nonfinite_reward", f"rewards must be finite, got {reward.total} {reward.parts}")

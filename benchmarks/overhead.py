@@ -1,0 +1,148 @@
+"""What the machinery costs: the rate of each side bare, wrapped and whole, and of both together, in one run.
+
+python -m benchmarks.overhead [--seconds N] [--rounds N] [--steps N] [--out FILE.json] [override ...]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.together import run_together
+from broker.run_folder import RunFolder
+from configs.load import load, to_plain
+from configs.run import RunConfig
+from generators.engines.vllm_environment import vllm_environment
+from learner.deepspeed_config import deepspeed_environment
+from scripts.prepare import prepare
+
+_START_S = 300.0
+_WIDE_OPEN = ["buffer.staleness.max_lag=1000000", "learner.max_steps=1000000", "learner/engine=torch"]
+"""For the generator alone: pacing admits without limit, and who publishes its weights need not be DeepSpeed."""
+
+console = Console()
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure, show, write."""
+    run = load(arguments.overrides)
+    prepare(run)
+    environment = _environment(run)
+    loads = {"before": psutil.getloadavg()}
+    with tempfile.TemporaryDirectory(prefix="overhead-") as name:
+        folder = Path(name)
+        wide_open = [*arguments.overrides, *_WIDE_OPEN, f"broker.address=ipc://{folder}/alone.sock"]
+        generators = _side("benchmarks.generator_side", wide_open, arguments, environment)
+        loads["between"] = psutil.getloadavg()
+        learner = _side("benchmarks.learner_side", arguments.overrides, arguments, environment)
+        together = run_together(folder, overrides=arguments.overrides, steps=arguments.steps, environment=environment)
+        versions = _versions(run, folder)
+    loads["after"] = psutil.getloadavg()
+    result = {
+        "generators": generators,
+        "learner": learner,
+        "together": together,
+        "machine": {"cores": os.cpu_count(), "load_averages": loads, "at": datetime.now(UTC).isoformat("T", "seconds")},
+        "versions": versions,
+        "settings": {"seconds": arguments.seconds, "rounds": arguments.rounds, "run": to_plain(run)},
+    }
+    _show(result)
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _environment(run: RunConfig) -> dict[str, str]:
+    """What the roles' own programs set; and bytecode is kept, or every start would take ten seconds more."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return inherited | deepspeed_environment(torch.device("cpu")) | vllm_environment(run)
+
+
+def _side(
+    module: str, overrides: list[str], arguments: argparse.Namespace, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Run one side in a process of its own, because vLLM and DeepSpeed read different environments."""
+    command = [sys.executable, "-m", module, f"--seconds={arguments.seconds}", f"--rounds={arguments.rounds}"]
+    limit_s = _START_S + 10 * arguments.seconds * (arguments.rounds + 1)
+    console.print(f"measuring {module} ...", highlight=False)
+    done = subprocess.run(
+        [*command, *overrides], env=environment, capture_output=True, text=True, timeout=limit_s, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{module} must end well, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _versions(run: RunConfig, folder: Path) -> dict[str, str]:
+    """As every run folder keeps them."""
+    record = RunFolder(msgspec.structs.replace(run, runs_dir=str(folder), name="versions"))
+    record.open()
+    return json.loads((record.path / "versions.json").read_text())
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+def _show(result: dict[str, Any]) -> None:
+    console.print(_rates(result))
+    console.print(_parts(result["learner"]))
+    console.print(_together(result))
+
+
+def _rates(result: dict[str, Any]) -> Table:
+    table = Table("alone", "tokens/s", "ratio to bare", "quartiles", title="Each side alone")
+    for side in ("generators", "learner"):
+        for name, figures in result[side]["rates"].items():
+            low, high = figures["ratio_quartiles"]
+            table.add_row(
+                name, f"{figures['tokens_per_s']:,.0f}", f"{figures['ratio']:.3f}", f"{low:.3f} to {high:.3f}"
+            )
+        table.add_section()
+    return table
+
+
+def _parts(learner: dict[str, Any]) -> Table:
+    parts = learner["parts_ms"]
+    total = sum(parts.values())
+    table = Table("part", "ms", "share", title=f"The learner's step, {learner['tokens_per_step']} tokens")
+    for part, milliseconds in parts.items():
+        table.add_row(part, f"{milliseconds:.2f}", f"{milliseconds / total:.1%}")
+    return table
+
+
+def _together(result: dict[str, Any]) -> Table:
+    together = result["together"]
+    alone = {
+        "generators/tokens_per_s": result["generators"]["rates"]["generator role"]["tokens_per_s"],
+        "learner/tokens_per_s": result["learner"]["rates"]["learner step"]["tokens_per_s"],
+    }
+    table = Table("together", "median", "to the side alone", title=f"Both, last {together['measured_steps']} steps")
+    for key in ("generators/tokens_per_s", "learner/tokens_per_s", "tokens_per_s"):
+        share = f"{together[key] / alone[key]:.3f}" if key in alone else ""
+        table.add_row(key, f"{together[key]:,.0f}", share)
+    for key in ("learner/wait_s", "learner/train_s", "learner/publish_s", "weights/pause_s"):
+        table.add_row(key, f"{together[key]:.4f}", "")
+    return table
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement (3)")
+    parser.add_argument("--rounds", type=int, default=8, help="measurements of each contestant (8)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of the run with both sides (40)")
+    parser.add_argument("--out", type=Path, help="write all figures here")
+    parser.add_argument("overrides", nargs="*", help="settings of the run, as for run_async.py")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main(_arguments())
