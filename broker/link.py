@@ -14,7 +14,22 @@ from typing import Any
 from broker.channels import ClientChannel, Frames
 from broker.clock import Clock
 from broker.errors import RefusedByBroker
-from broker.messages import Ack, AnyMessage, Bye, Hello, Message, Nack, Ping, Pong, Put, Refuse, Welcome
+from broker.messages import (
+    Ack,
+    AnyMessage,
+    Bye,
+    Hello,
+    Members,
+    Message,
+    Nack,
+    OpenEpoch,
+    Ping,
+    Pong,
+    Put,
+    Refuse,
+    Update,
+    Welcome,
+)
 from broker.outbox import Outbox
 from buffer.codec import decode, encode
 from buffer.errors import Refused
@@ -42,8 +57,8 @@ class PeerStatus(Record):
 class Link:
     """Joined or joining. `step` belongs to one thread (LinkThread, or the serial run's), the rest to any.
 
-    Life: (Hello -> Welcome -> traffic -> silence)* -> close. After a silence of `_SILENCE_S` it connects anew; each
-    Welcome sends the outbox again, which the store's idempotent insert makes safe.
+    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After a silence of `_SILENCE_S` it connects anew;
+    each Welcome sends the outbox again, which the store's idempotent insert makes safe.
     """
 
     def __init__(
@@ -63,6 +78,8 @@ class Link:
         self._heard_at = clock()
         self._next_hello_at = clock()
         self._welcomed = threading.Event()
+        self._order: Message | None = None
+        self._order_may_be_lost = False
         self.outbox = Outbox(clock=clock)
         """Trajectories the store does not have yet."""
         self.welcome: Welcome | None = None
@@ -76,7 +93,9 @@ class Link:
         return self._welcomed.is_set()
 
     def send(self, message: Message) -> None:
-        """Queue a message; lost if the broker dies before reading it (resend on Welcome what must not be)."""
+        """Queue a message; lost if the broker dies before passing it on, but for orders about weights, said again."""
+        if isinstance(message, OpenEpoch | Update):
+            self._order, self._order_may_be_lost = message, False
         self._channel.send([encode(message)])
         self._channel.wake()
 
@@ -134,18 +153,28 @@ class Link:
                 self.outbox.acknowledge(ids)
             case Welcome():
                 self._enter(message)
+            case Bye() if self.is_joined:  # from a broker that does not know us: one that was started again
+                self._welcomed.clear()
+                self._next_hello_at = self._clock()
             case Refuse(reason=reason):
                 self.refusal = reason
                 self._on_message(message)
             case Nack():
                 self.outbox.reject(message)
                 self._on_message(message)
+            case Members() if self._order_may_be_lost and self._order:
+                # To whoever is back by now. The learner's own thread cannot: it waits inside the broadcast.
+                self._channel.send([encode(self._order)])
+                self._on_message(message)
+            case Bye():
+                return
             case _:
                 self._on_message(message)
 
     def _enter(self, welcome: Welcome) -> None:
         if self.is_joined and self.welcome and self.welcome.broker_incarnation == welcome.broker_incarnation:
             return
+        self._order_may_be_lost = self.welcome is not None
         self.welcome = welcome
         self.outbox.set_credit(messages=welcome.credit_messages, size_bytes=welcome.credit_bytes)
         self.outbox.resend_all()

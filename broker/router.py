@@ -130,7 +130,8 @@ class Router:
         if isinstance(message, Hello):
             self._welcome(identity, message)
         elif peer is None:
-            log.info("message_from_stranger", type=type(message).__name__)
+            log.debug("message_from_stranger", type=type(message).__name__)
+            self._send(identity, Bye())
         else:
             self._dispatch(peer, message, frames)
 

@@ -77,6 +77,8 @@ class Generator:
         self._changed = asyncio.Event()
         self._control: asyncio.Queue[OpenEpoch | Update] = asyncio.Queue()
         self._work: dict[asyncio.Task[None], Prompt] = {}
+        self._order: OpenEpoch | Update | None = None
+        self._order_answer: EpochOpened | Adopted | None = None
         self._asked_at: float | None = None
         self._fault: GeneratorFault | None = None
         self._tokens = Rate(clock=clock)
@@ -114,7 +116,7 @@ class Generator:
                 self._reason = reason
                 self._take(prompts)
             case OpenEpoch() | Update():
-                self._control.put_nowait(message)
+                self._take_order(message)
             case Drain(reason=reason):
                 self.drain(reason)
             case Refuse(reason=reason):
@@ -208,6 +210,19 @@ class Generator:
         self._return(held, reason)
 
     # --- weights -------------------------------------------------------------------------------------------------
+    def _take_order(self, order: OpenEpoch | Update) -> None:
+        """A learner says an order again when a broker has died: it, or our answer, may have been lost."""
+        if order != self._order:
+            self._order, self._order_answer = order, None
+            self._control.put_nowait(order)
+        elif self._order_answer:
+            self._link.send(self._order_answer)
+
+    def _answer_order(self, order: OpenEpoch | Update, answer: EpochOpened | Adopted) -> None:
+        if order is self._order:
+            self._order_answer = answer
+        self._link.send(answer)
+
     async def _adopt_all(self) -> None:
         while True:
             message = await self._control.get()
@@ -223,7 +238,7 @@ class Generator:
         except (WeightTransferFault, EngineFault) as fault:
             error = str(fault)
             log.warning("epoch_not_opened", epoch=opening.epoch, error=error)
-        self._link.send(EpochOpened(opening.epoch, self._member, error))
+        self._answer_order(opening, EpochOpened(opening.epoch, self._member, error))
 
     async def _adopt(self, update: Update) -> None:
         self._verified.clear()
@@ -250,9 +265,8 @@ class Generator:
             log.error("weights_not_adopted", version=update.version, error=error)
         self._gauges["updates"] += not error
         self._gauges |= {"pause_ms": round(1000 * pause_s, 1), "probe_diff": result.mean}
-        self._link.send(
-            Adopted(update.epoch, update.version, self._member, error, result.mean, result.largest, pause_s)
-        )
+        answer = Adopted(update.epoch, update.version, self._member, error, result.mean, result.largest, pause_s)
+        self._answer_order(update, answer)
 
     async def _watch_engine(self) -> None:
         while True:

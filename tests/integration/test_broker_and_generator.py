@@ -184,3 +184,19 @@ def test_a_drained_generator_hands_its_leases_back(scene: Scene):
 
     play(scene, script)
     assert scene.store.counts().leased == 0
+
+
+def test_an_order_that_is_said_again_is_answered_again_and_carried_out_once(scene: Scene):
+    async def script() -> None:
+        member = scene.peer.member
+        await scene.turn()
+        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
+        await scene.turn()
+        update = make_update(member, 0, CANARY)
+        for _ in range(2):
+            scene.order(update)
+            await scene.turn()
+        assert [(adopted.version, adopted.error) for adopted in scene.heard(Adopted)] == [(0, ""), (0, "")]
+        assert scene.generator.status().gauges["updates"] == 1
+
+    play(scene, script)

@@ -2,7 +2,7 @@
 
 from broker.link import Link, PeerStatus
 from broker.memory_channels import MemoryBroker, MemoryServerChannel
-from broker.messages import Ack, AnyMessage, Hello, Nack, Ping, Pong, Put, Refuse, Welcome
+from broker.messages import Ack, AnyMessage, Bye, Hello, Members, Nack, OpenEpoch, Ping, Pong, Put, Refuse, Welcome
 from buffer.codec import decode, encode
 from tests.builders import make_packed
 
@@ -124,3 +124,35 @@ def test_a_refused_peer_stops_saying_hello():
     assert link.refusal == "id taken"
     assert broker.receive() == []
     assert received == [Refuse("id taken")]
+
+
+def test_a_broker_that_does_not_know_us_is_greeted_at_once():
+    link, broker, _, _ = make_pair()
+    join(link, broker)
+    link.put(*make_packed())
+    link.step(timeout_s=0)
+    broker.receive()
+    broker.send(Bye())
+    link.step(timeout_s=0)
+    link.step(timeout_s=0)
+    assert [type(message) for message in broker.receive()] == [Hello]
+    broker.send(make_welcome("b2"))
+    link.step(timeout_s=0)
+    link.step(timeout_s=0)
+    assert Put in [type(message) for message in broker.receive()]
+
+
+def test_an_order_about_weights_is_said_again_to_the_members_a_new_broker_knows():
+    link, broker, _, _ = make_pair()
+    join(link, broker)
+    order = OpenEpoch(1, [], "127.0.0.1", 1, 1.0)
+    link.send(order)
+    broker.send(Members([]))
+    link.step(timeout_s=0)
+    assert broker.receive().count(order) == 1
+    broker.send(Bye())
+    broker.send(make_welcome("b2"))
+    broker.send(Members([]))
+    link.step(timeout_s=0)
+    link.step(timeout_s=0)
+    assert broker.receive().count(order) == 1

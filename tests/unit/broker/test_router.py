@@ -225,3 +225,18 @@ def test_the_learner_is_told_who_is_alive_and_its_orders_reach_the_named(scene: 
     learner.say(order)
     assert first.receive() == [order]
     assert second.receive() == []
+
+
+def test_a_stranger_is_told_that_it_is_one(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.say(Bye())
+    assert [type(answer) for answer in peer.say(LeaseRequest(max_trajectories=4))] == [Bye]
+
+
+def test_a_namesake_is_refused_while_the_first_is_connected_and_welcomed_when_it_is_cut_off(scene: Scene):
+    first = Peer(scene, "generator", "g0", "1")
+    (refusal,) = Peer(scene, "generator", "g0", "2").receive()
+    assert "taken" in refusal.reason
+    first.channel.close()
+    (welcome,) = Peer(scene, "generator", "g0", "3").receive()
+    assert isinstance(welcome, Welcome)
