@@ -219,4 +219,6 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 if __name__ == "__main__":
+    # As `python -m` does for the roles: a reward function may lie in the folder where the user stands.
+    sys.path.insert(0, str(Path.cwd()))
     main(sys.argv[1:])
