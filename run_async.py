@@ -24,6 +24,7 @@ from rich.table import Table
 from broker.errors import BrokerFault
 from broker.live_view import LiveView
 from broker.monitor import Monitor
+from broker.placement import DEVICES_VARIABLE, count_gpus, place
 from broker.process import LAUNCHER_VARIABLE, RoleDied, RoleProcess
 from broker.run_folder import RunFolder
 from buffer.embedded_redis import EmbeddedRedis
@@ -40,7 +41,7 @@ from scripts.plot_run import plot_run
 from scripts.preflight import check_surroundings
 from scripts.prepare import prepare
 
-_LOOK_EVERY_S = 0.25
+_LOOK_EVERY_S = 0.5
 _STORE_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 6.0
 
@@ -92,16 +93,20 @@ class Launcher:
         self._run = run
         self._folder = folder
         self._view = LiveView(run, console=console)
+        self._gpus = place(run, num_gpus=count_gpus())
         self._roles = [
-            RoleProcess("broker", ["broker", *overrides], logs=folder.logs, may_restart=True),
-            RoleProcess("learner", ["learner", *overrides], logs=folder.logs, may_restart=False),
-            *(self._generator(number) for number in range(run.generators.count)),
+            self._role("broker", ["broker", *overrides], may_restart=True),
+            self._role("learner", ["learner", *overrides], may_restart=False),
+            *(self._generator(f"generator-{number}") for number in range(run.generators.count)),
         ]
 
-    def _generator(self, number: int) -> RoleProcess:
-        name = f"generator-{number}"
+    def _generator(self, name: str) -> RoleProcess:
         arguments = ["generators", "--id", name, f"broker.address={self._run.broker.address}"]
-        return RoleProcess(name, arguments, logs=self._folder.logs, may_restart=True)
+        return self._role(name, arguments, may_restart=True)
+
+    def _role(self, name: str, arguments: list[str], *, may_restart: bool) -> RoleProcess:
+        gpus = {DEVICES_VARIABLE: ",".join(map(str, self._gpus[name]))} if name in self._gpus else {}
+        return RoleProcess(name, arguments, logs=self._folder.logs, may_restart=may_restart, variables=gpus)
 
     def launch(self) -> None:
         """Start everything, watch until the learner has finished, stop everything."""

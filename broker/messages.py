@@ -224,6 +224,8 @@ class OpenEpoch(Message):
     """Of the learner's rendezvous store."""
     timeout_s: float
     """For building."""
+    backend: Literal["auto", "gloo"] = "auto"
+    """auto: NCCL where the model is on a GPU, else Gloo | gloo: through host memory."""
 
 
 class EpochOpened(Message):

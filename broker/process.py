@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
@@ -70,8 +70,18 @@ class RoleProcess:
     Life: start -> (death -> restart after a back-off)* -> terminate -> stop.
     """
 
-    def __init__(self, name: str, arguments: list[str], *, logs: Path, may_restart: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        *,
+        logs: Path,
+        may_restart: bool,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`variables` are added to the environment it inherits."""
         self.name = name
+        self._variables = dict(variables or {})
         self._command = [sys.executable, "-m", *arguments]
         self._log = logs / f"{name}.log"
         self._may_restart = may_restart
@@ -95,7 +105,12 @@ class RoleProcess:
         with self._log.open("ab") as log:
             self._log_starts_at = log.tell()
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | self._variables,
             )
 
     def attend(self) -> list[str]:

@@ -12,6 +12,9 @@ class WeightsConfig(Config):
 
     transport: Literal["collective", "memory"] = "collective"
     """Broadcast over NCCL (GPU) or Gloo (CPU) | handed over inside one process (serial mode)."""
+    backend: Literal["auto", "gloo"] = "auto"
+    """NCCL between GPUs and Gloo between CPUs | Gloo through host memory, for generators that share the learner's GPU:
+    NCCL refuses two ranks on one device."""
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
     """Steps per policy version."""
     host: str = "127.0.0.1"

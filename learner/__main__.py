@@ -70,6 +70,10 @@ def _device(run: RunConfig) -> torch.device:
     return choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def _wire_device(run: RunConfig) -> torch.device:
+    return torch.device("cpu") if run.weights.backend == "gloo" else _device(run)
+
+
 def _team(run: RunConfig) -> Team:
     rank = int(os.environ.get("RANK", "0"))
     rendezvous = "env://" if run.learner.num_ranks > 1 else None
@@ -106,7 +110,7 @@ def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
         folder=folder,
         link=joined.link,
         inbox=joined.inbox,
-        sender=CollectiveSender(run.weights.host, device=_device(run)),
+        sender=CollectiveSender(run.weights.host, device=_wire_device(run)),
         wait=lambda timeout_s: store.wait_ready(num_groups=run.learner.groups_per_step, timeout_s=timeout_s),
     )
     board.show(learner.status)

@@ -156,7 +156,7 @@ class Publisher:
         self._opened = {}
         timeout_s = self._config.join_timeout_s
         host, port = self._sender.address
-        self._link.send(OpenEpoch(self._epoch, members, host, port, timeout_s))
+        self._link.send(OpenEpoch(self._epoch, members, host, port, timeout_s, self._config.backend))
         fault = ""
         try:
             self._sender.open_epoch(self._epoch, num_members=len(members), timeout_s=timeout_s)

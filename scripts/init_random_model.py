@@ -16,7 +16,7 @@ from configs.base import ConfigError
 from configs.exits import fail_cleanly
 from scripts.model_folder import save_model
 
-HEAD_WIDTH = 64
+HEAD_WIDTH = 32
 CHARACTERS = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY_SIZE = 16

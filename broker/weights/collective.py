@@ -96,18 +96,20 @@ class CollectiveReceiver:
 
     def __init__(self, *, device: str | torch.device) -> None:
         self._device = torch.device(device)
+        self._wire_device = self._device
         self._group: _Group | None = None
         self._staging: list[Tensor] = []
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Leave the previous group, join this one. Blocks until all are in, or time is up and WeightTransferFault."""
         self._leave()
+        self._wire_device = torch.device("cpu") if opening.backend == "gloo" else self._device
         seat = Seat(opening.epoch, rank, len(opening.members) + 1)
         deadline = time.monotonic() + opening.timeout_s
         with _phase(seat, f"reach the learner's rendezvous store at {opening.host}:{opening.port}"):
             own_host = rendezvous.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
             store = rendezvous.connect(opening.host, opening.port, timeout_s=seconds_left(deadline))
-        self._group = _Group(store, seat, own_host=own_host, device=self._device, timeout_s=seconds_left(deadline))
+        self._group = _Group(store, seat, own_host=own_host, device=self._wire_device, timeout_s=seconds_left(deadline))
 
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
@@ -117,7 +119,7 @@ class CollectiveReceiver:
         Raises WeightTransferFault. When only checksums or layout were wrong the group stays; else it is gone.
         """
         group = _opened(self._group)
-        self._staging = flat.allocate(bucket_bytes, device=self._device, reuse=self._staging)
+        self._staging = flat.allocate(bucket_bytes, device=self._wire_device, reuse=self._staging)
         try:
             group.broadcast(self._staging, timeout_s=timeout_s)
         except WeightTransferFault:
