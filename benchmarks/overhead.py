@@ -1,6 +1,7 @@
 """What the machinery costs: the rate of each side bare, wrapped and whole, and of both together, in one run.
 
-python -m benchmarks.overhead [--seconds N] [--rounds N] [--steps N] [--out FILE.json] [override ...]
+python -m benchmarks.overhead [--seconds N] [--rounds N] [--steps N] [--out FILE.json]
+    [--parts generators learner together] [-- override ...]
 """
 
 import argparse
@@ -39,28 +40,35 @@ def main(arguments: argparse.Namespace) -> None:
     """Measure, show, write."""
     run = load(arguments.overrides)
     prepare(run)
-    environment = _environment(run)
-    loads = {"before": psutil.getloadavg()}
-    with tempfile.TemporaryDirectory(prefix="overhead-") as name:
-        folder = Path(name)
-        wide_open = [*arguments.overrides, *_WIDE_OPEN, f"broker.address=ipc://{folder}/alone.sock"]
-        generators = _side("benchmarks.generator_side", wide_open, arguments, environment)
-        loads["between"] = psutil.getloadavg()
-        learner = _side("benchmarks.learner_side", arguments.overrides, arguments, environment)
-        together = run_together(folder, overrides=arguments.overrides, steps=arguments.steps, environment=environment)
-        versions = _versions(run, folder)
-    loads["after"] = psutil.getloadavg()
-    result = {
-        "generators": generators,
-        "learner": learner,
-        "together": together,
-        "machine": {"cores": os.cpu_count(), "load_averages": loads, "at": datetime.now(UTC).isoformat("T", "seconds")},
-        "versions": versions,
+    result: dict[str, Any] = {
+        "machine": {"cores": os.cpu_count(), "at": datetime.now(UTC).isoformat("T", "seconds"), "load_average": {}},
         "settings": {"seconds": arguments.seconds, "rounds": arguments.rounds, "run": to_plain(run)},
     }
+    with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
+        result["versions"] = _versions(run, Path(folder))
+        for part in arguments.parts:
+            console.print(f"measuring {part} ...", highlight=False)
+            result[part] = _PARTS[part](arguments, environment=_environment(run), folder=Path(folder))
+            result["machine"]["load_average"][part] = psutil.getloadavg()
+            if arguments.out:
+                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     _show(result)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _generators(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    overrides = [*arguments.overrides, *_WIDE_OPEN, f"broker.address=ipc://{folder}/alone.sock"]
+    return _side("benchmarks.generator_side", overrides, arguments, environment)
+
+
+def _learner(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    return _side("benchmarks.learner_side", arguments.overrides, arguments, environment)
+
+
+def _together(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    return run_together(folder, overrides=arguments.overrides, steps=arguments.steps, environment=environment)
+
+
+_PARTS = {"generators": _generators, "learner": _learner, "together": _together}
 
 
 def _environment(run: RunConfig) -> dict[str, str]:
@@ -75,7 +83,6 @@ def _side(
     """Run one side in a process of its own, because vLLM and DeepSpeed read different environments."""
     command = [sys.executable, "-m", module, f"--seconds={arguments.seconds}", f"--rounds={arguments.rounds}"]
     limit_s = _START_S + 10 * arguments.seconds * (arguments.rounds + 1)
-    console.print(f"measuring {module} ...", highlight=False)
     done = subprocess.run(
         [*command, *overrides], env=environment, capture_output=True, text=True, timeout=limit_s, check=False
     )
@@ -93,15 +100,18 @@ def _versions(run: RunConfig, folder: Path) -> dict[str, str]:
 
 # --- the table -----------------------------------------------------------------------------------------------------
 def _show(result: dict[str, Any]) -> None:
-    console.print(_rates(result))
-    console.print(_parts(result["learner"]))
-    console.print(_together(result))
+    if sides := [side for side in ("generators", "learner") if side in result]:
+        console.print(_rates_table([result[side]["rates"] for side in sides]))
+    if "learner" in result:
+        console.print(_steps_table(result["learner"]))
+    if "together" in result:
+        console.print(_together_table(result))
 
 
-def _rates(result: dict[str, Any]) -> Table:
+def _rates_table(sides: list[dict[str, Any]]) -> Table:
     table = Table("alone", "tokens/s", "ratio to bare", "quartiles", title="Each side alone")
-    for side in ("generators", "learner"):
-        for name, figures in result[side]["rates"].items():
+    for rates in sides:
+        for name, figures in rates.items():
             low, high = figures["ratio_quartiles"]
             table.add_row(
                 name, f"{figures['tokens_per_s']:,.0f}", f"{figures['ratio']:.3f}", f"{low:.3f} to {high:.3f}"
@@ -110,7 +120,7 @@ def _rates(result: dict[str, Any]) -> Table:
     return table
 
 
-def _parts(learner: dict[str, Any]) -> Table:
+def _steps_table(learner: dict[str, Any]) -> Table:
     parts = learner["parts_ms"]
     total = sum(parts.values())
     table = Table("part", "ms", "share", title=f"The learner's step, {learner['tokens_per_step']} tokens")
@@ -119,18 +129,15 @@ def _parts(learner: dict[str, Any]) -> Table:
     return table
 
 
-def _together(result: dict[str, Any]) -> Table:
+def _together_table(result: dict[str, Any]) -> Table:
     together = result["together"]
-    alone = {
-        "generators/tokens_per_s": result["generators"]["rates"]["generator role"]["tokens_per_s"],
-        "learner/tokens_per_s": result["learner"]["rates"]["learner step"]["tokens_per_s"],
-    }
+    whole = {"generators": "generator role", "learner": "learner step"}
+    alone = {s: result[s]["rates"][name]["tokens_per_s"] for s, name in whole.items() if s in result}
     table = Table("together", "median", "to the side alone", title=f"Both, last {together['measured_steps']} steps")
-    for key in ("generators/tokens_per_s", "learner/tokens_per_s", "tokens_per_s"):
-        share = f"{together[key] / alone[key]:.3f}" if key in alone else ""
-        table.add_row(key, f"{together[key]:,.0f}", share)
-    for key in ("learner/wait_s", "learner/train_s", "learner/publish_s", "weights/pause_s"):
-        table.add_row(key, f"{together[key]:.4f}", "")
+    for key, value in together.items():
+        side, _, name = key.partition("/")
+        share = f"{value / alone[side]:.3f}" if name == "tokens_per_s" and side in alone else ""
+        table.add_row(key, f"{value:,.4g}", share)
     return table
 
 
@@ -139,6 +146,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement (3)")
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each contestant (8)")
     parser.add_argument("--steps", type=int, default=40, help="steps of the run with both sides (40)")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure (all)")
     parser.add_argument("--out", type=Path, help="write all figures here")
     parser.add_argument("overrides", nargs="*", help="settings of the run, as for run_async.py")
     return parser.parse_args()

@@ -33,7 +33,8 @@ def run_together(folder: Path, *, overrides: list[str], steps: int, environment:
     command = [sys.executable, "run_async.py", *overrides, *settings]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
-        raise RuntimeError(f"the run must end well, got exit code {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        logs = "\n".join(log.read_text()[-2000:] for log in sorted((folder / "together" / "logs").glob("*.log")))
+        raise RuntimeError(f"the run must end well, got exit code {done.returncode}:\n{done.stdout}\n{logs}")
     return _medians([json.loads(line) for line in (folder / "together" / "metrics.jsonl").read_text().splitlines()])
 
 
