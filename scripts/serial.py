@@ -9,6 +9,7 @@ turns. So one seed gives one run, bit for bit; with `max_lag=0` it is the synchr
 import asyncio
 import os
 from collections import deque
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -102,6 +103,13 @@ class Pump:
         self._loop.run_until_complete(self._running)
         self._loop.close()
 
+    def close(self) -> None:
+        """Let the generator go, wherever it is. Nothing after `stop`."""
+        if self._running and not self._loop.is_closed():
+            self._running.cancel()
+            self._loop.run_until_complete(asyncio.wait([self._running]))
+            self._loop.close()
+
     async def _run_tasks(self) -> None:
         assert self._generator is not None
         while self._peer.received:
@@ -120,30 +128,31 @@ def run_serial(run: RunConfig, folder: RunFolder) -> None:
     router = _build_router(run, hub, store, clock)
     learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
     pump = Pump(clock=clock, router=router, learner=learner_peer, generator=generator_peer)
-    pump.start(
-        assemble(
+    with closing(pump):
+        pump.start(
+            assemble(
+                run,
+                member=generator_peer.member,
+                link=generator_peer.link,
+                tokenizer=load_tokenizer(run.model),
+                receiver=MemoryReceiver(weights),
+                clock=clock,
+            )
+        )
+        learner = assemble_learner(
             run,
-            member=generator_peer.member,
-            link=generator_peer.link,
-            tokenizer=load_tokenizer(run.model),
-            receiver=MemoryReceiver(weights),
+            team=assemble_team(run, folder=folder, device=torch.device("cpu")),
+            store=store,
+            folder=folder,
+            link=learner_peer.link,
+            inbox=pump,
+            sender=MemorySender(weights),
+            wait=lambda _timeout_s: pump.turn(),
             clock=clock,
         )
-    )
-    learner = assemble_learner(
-        run,
-        team=assemble_team(run, folder=folder, device=torch.device("cpu")),
-        store=store,
-        folder=folder,
-        link=learner_peer.link,
-        inbox=pump,
-        sender=MemorySender(weights),
-        wait=lambda _timeout_s: pump.turn(),
-        clock=clock,
-    )
-    learner_peer.board.show(learner.status)
-    learner.run()
-    pump.stop()
+        learner_peer.board.show(learner.status)
+        learner.run()
+        pump.stop()
 
 
 def _build_router(run: RunConfig, hub: MemoryBroker, store: MemoryStore, clock: TurnClock) -> Router:

@@ -30,7 +30,7 @@ REWARDS = """
 import time
 def raises(sample): raise RuntimeError("no opinion")
 def hangs_at_times(sample):
-    if sample.extra_info["index"] % 4 == 0 and sample.response_token_ids[0] % 2: time.sleep(3600)
+    if sample.extra_info["index"] % 4 == 0 and sample.response_token_ids[0] == 2: time.sleep(3600)
     return 1.0
 """
 
@@ -152,12 +152,13 @@ def test_the_serial_run_says_it_in_one_sentence_too(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_reward_function_that_hangs_at_times_costs_its_trajectories_and_no_more(folder: Path) -> None:
     hanging = ("generators.reward.function=bad_rewards:hangs_at_times", "generators.reward.timeout_s=0.3")
-    done = launch(folder, "name=hangs", *hanging)
+    # Groups that wait for a hanging call are complete later than others: a longer run draws them.
+    done = launch(folder, "name=hangs", "learner.max_steps=10", *hanging)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = runs.metrics(folder, "hangs")
     assert 0 < sum(row["learner/failed_fraction"] for row in rows) < len(rows)
     # What failed is left out of the mean rather than counted as zero.
-    assert [row["learner/reward_mean"] for row in rows] == [1.0, 1.0]
+    assert {row["learner/reward_mean"] for row in rows} == {1.0}
     assert runs.processes_of(folder) == []
 
 
