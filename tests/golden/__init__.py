@@ -1,0 +1,1 @@
+"""Recorded numbers, and how they are recorded."""

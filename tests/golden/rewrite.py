@@ -1,0 +1,13 @@
+"""python -m tests.golden.rewrite: record the serial run anew, after a change of numbers that was meant."""
+
+import json
+import tempfile
+from pathlib import Path
+
+from tests.e2e import runs
+from tests.e2e.test_serial_run import GOLDEN, train
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        rows = train(runs.make_task(Path(folder), warm=False), "golden")
+    GOLDEN.write_text(json.dumps(rows, indent=2) + "\n")
