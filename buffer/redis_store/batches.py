@@ -15,6 +15,8 @@ _FETCHED_AT_ONCE = 16
 """Groups whose payloads wait in the connection's buffers together."""
 _LONGEST_BLOCK_S = 1.0
 """One blocking call; a second waiter may have taken the ring meant for this one, so look again after it."""
+_SHORTEST_BLOCK_S = 0.01
+"""Redis cuts to whole milliseconds and takes 0 for "forever": 6.2 makes 0 even of 0.001."""
 _CLAIM_TRIES = 8
 """Draws before another claimer of the same groups is reported."""
 
@@ -45,8 +47,9 @@ class RedisBatches(RedisRun):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     return False
-                # Redis counts in milliseconds and takes 0 for "forever".
-                self._client.blpop([self._key("bell")], timeout=max(0.001, min(remaining_s, _LONGEST_BLOCK_S)))
+                self._client.blpop(
+                    [self._key("bell")], timeout=min(max(remaining_s, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S)
+                )
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
         """See `Store.fetch`."""

@@ -489,6 +489,7 @@ def test_a_waiter_gives_up_at_its_deadline(store):
     assert store.wait_ready(num_groups=1, timeout_s=0)
     assert not store.wait_ready(num_groups=2, timeout_s=0)
     assert not store.wait_ready(num_groups=2, timeout_s=0.03)
+    assert not store.wait_ready(num_groups=2, timeout_s=0.0009)
 
 
 def test_groups_given_back_wake_a_waiter(store, clock):
