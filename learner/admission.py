@@ -132,4 +132,5 @@ def _over_age_fraction(judged: list[_Judged], *, learner_version: int, max_lag: 
     settings = {"learner_version": learner_version, "max_lag": max_lag}
     old = [j.trajectory for j in judged if _has_over_age(j.trajectory, **settings)]
     num_over_age = sum(int(over_age_mask(trajectory, **settings).sum()) for trajectory in old)
-    return num_over_age / max(1, sum(np.count_nonzero(j.trajectory.model_mask) for j in judged))
+    num_written = sum(int(j.trajectory.model_mask.sum()) for j in judged)
+    return num_over_age / max(1, num_written)
