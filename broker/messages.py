@@ -11,7 +11,7 @@ told apart by `type`; the payload (only with Put) is the trajectory as the buffe
     Pong                                        Ping
     OpenEpoch, Update (learner, relayed)        OpenEpoch, Update (to the generators named in `members`)
     EpochOpened, Adopted (generator, relayed)   EpochOpened, Adopted (to the learner), Members (to the learner)
-    Bye                                         Drain
+    Bye                                         Drain, Bye
 """
 
 from typing import Any, Literal
@@ -74,7 +74,7 @@ class Refuse(Message):
 
 
 class Bye(Message):
-    """The peer leaves; what it still held has been returned."""
+    """From a peer: it leaves, and what it still held has been returned. From a broker: say Hello, I do not know you."""
 
 
 class Drain(Message):

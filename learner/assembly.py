@@ -16,6 +16,7 @@ from learner.building import build_trainer
 from learner.checkpoint import Checkpoints
 from learner.learner import Learner
 from learner.publisher import Publisher
+from learner.publishing import Publishing
 from learner.ranks import join_ranks
 from learner.record import RunRecord
 from learner.team import Team
@@ -57,4 +58,5 @@ def assemble_learner(
         clock=clock,
     )
     record = RunRecord(run, folder=folder, store=store)
-    return Learner(run=run, store=store, team=team, publisher=publisher, record=record, wait=wait, clock=clock)
+    publishing = Publishing(publisher, store, in_background=run.mode == "async")
+    return Learner(run=run, store=store, team=team, publishing=publishing, record=record, wait=wait, clock=clock)

@@ -20,7 +20,7 @@ from buffer.trajectory import Purpose
 from configs.run import RunConfig
 from learner.claim_keeper import ClaimKeeper
 from learner.evaluator import Evaluator
-from learner.publisher import Published, Publisher
+from learner.publishing import Publishing
 from learner.record import RunRecord
 from learner.team import Team
 
@@ -39,7 +39,7 @@ class Learner:
         run: RunConfig,
         store: Store,
         team: Team,
-        publisher: Publisher,
+        publishing: Publishing,
         record: RunRecord,
         wait: Callable[[float], object],
         clock: Clock = time.monotonic,
@@ -48,7 +48,7 @@ class Learner:
         self._run = run
         self._store = store
         self._team = team
-        self._publisher = publisher
+        self._publishing = publishing
         self._record = record
         self._wait = wait
         self._clock = clock
@@ -81,6 +81,7 @@ class Learner:
         returned = self._store.roll_back(to_step=self._step, to_version=self._version)
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
         self._publish()
+        self._publishing.finish()
         self._store.set_phase("training")
         if self._step == 0:
             self._record.note_before(self._evaluate_fully("before"))
@@ -89,12 +90,15 @@ class Learner:
     def _finish(self) -> None:
         self._record.end_training(step=self._step)
         self._store.set_phase("finishing")
-        if self._publisher.staged_version != self._version:
+        if self._step % self._run.weights.publish_every_steps:
+            self._version += 1
             self._publish()
+        self._publishing.finish()
         after = self._evaluate_fully("after")
         self._checkpoint()
         self._team.save_model(self._record.folder.final_model)
         self._record.write_summary(step=self._step, after=after)
+        self._publishing.close()
         self._store.set_phase("finished")
         self._reason = "finished"
         log.info("finished", step=self._step, version=self._version)
@@ -111,13 +115,13 @@ class Learner:
             self._store.commit(claim)
         self._step = claim.step
         trained_at = self._clock()
-        published = self._publish_if_due()
+        self._publish_if_due()
         self._evaluate_if_due()
         self._record.add_step(
             step=self._step,
             version=self._version,
             metrics=metrics,
-            published=published,
+            published=self._publishing.take(),
             evaluated=self._take_evaluation(),
             times={
                 "learner/wait_s": claimed_at - started_at,
@@ -144,7 +148,7 @@ class Learner:
             if claim:
                 return claim
             self._reason = f"waiting for the {wanted} groups of step {step}"
-            self._synchronize_if_due()
+            self._publishing.look_after_members(timeout_s=0)
             self._wait(_LOOK_EVERY_S)
             if self._clock() >= say_at:
                 say_at = self._clock() + _SAY_EVERY_S
@@ -155,31 +159,17 @@ class Learner:
     def _who_is_missing(self) -> str:
         counts = self._store.counts()
         found = f"{counts.ready} of {self._run.learner.groups_per_step} groups are ready, {counts.leased} leased"
-        if self._publisher.num_alive == 0:
-            return f"{found}; no generator is alive (start one with `python -m generators`)"
-        holding, alive = self._publisher.num_holding, self._publisher.num_alive
-        return f"{found}; {alive} generators alive, {holding} of them hold version {self._version}"
+        return f"{found}; {self._publishing.who_holds_what()}"
 
     # --- weights -------------------------------------------------------------------------------------------------
-    def _publish_if_due(self) -> Published | None:
-        if self._step % self._run.weights.publish_every_steps:
-            return None
-        self._version += 1
-        return self._publish()
+    def _publish_if_due(self) -> None:
+        if self._step % self._run.weights.publish_every_steps == 0:
+            self._version += 1
+            self._publish()
 
-    def _publish(self) -> Published:
+    def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"
-        self._publisher.stage(version=self._version, weights=self._team.weights(), canary=self._team.canary())
-        self._store.announce_version(self._version)
-        published = self._publisher.synchronize()
-        self._store.commit_version(self._version)
-        return published
-
-    def _synchronize_if_due(self) -> None:
-        """Bring the current version to generators that joined, or failed, since it was published."""
-        if self._publisher.is_due:
-            published = self._publisher.synchronize()
-            log.info("synchronized", version=published.version, generators=published.num_members)
+        self._publishing.publish(version=self._version, weights=self._team.weights(), canary=self._team.canary())
 
     # --- evaluation and checkpoints ------------------------------------------------------------------------------
     def _evaluate_if_due(self) -> None:
@@ -200,8 +190,7 @@ class Learner:
         self._reason = f"waiting for the evaluation {name!r} training"
         deadline = Deadline(self._run.evaluation.timeout_s, what=f"the evaluation {name!r} training", clock=self._clock)
         while (result := self._evaluator.result(name)) is None:
-            self._synchronize_if_due()
-            self._publisher.read_news(timeout_s=0.05)
+            self._publishing.look_after_members(timeout_s=0.05)
             if deadline.is_over:
                 deadline.check(missing=self._who_is_missing())
         return result

@@ -24,7 +24,7 @@ def refusal(*overrides: str) -> str:
 def test_without_overrides_the_default_experiment_is_loaded() -> None:
     run = load([])
     assert run.name == "digits_cpu"
-    assert run.learner.optimizer.learning_rate == 2e-4
+    assert run.learner.optimizer.learning_rate == 3e-4
     assert isinstance(run.generators.engine, VllmEngineConfig)
 
 

@@ -1,0 +1,186 @@
+"""A version is committed only when every living generator holds it; who does not answer is left out and tried again."""
+
+from collections import deque
+
+import pytest
+import torch
+
+from broker.errors import WeightTransferFault
+from broker.messages import Adopted, EpochOpened, Member, Members, MemberState, OpenEpoch, Update
+from buffer.memory_store import MemoryStore
+from configs.weights import WeightsConfig
+from learner.publisher import Publisher
+from learner.publishing import Publishing
+
+WEIGHTS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3))]
+CANARY = ([[1, 2, 3]], [[-1.0, -2.0]])
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeGenerators:
+    """Link, inbox and sender at once: answers orders as its members are told to behave."""
+
+    address = ("127.0.0.1", 1)
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.clock = clock
+        self.members: dict[str, str] = {}
+        self.inbox: deque = deque()
+        self.sent: list = []
+        self.opened_with: list[int] = []
+        self.broadcasts = 0
+        self.fails_to_open = False
+
+    def be(self, **members: str) -> None:
+        """name=well|silent|wrong: who is alive from now on, and how each behaves."""
+        self.members = members
+        states = [MemberState(member(name), "unsynced", -1) for name in sorted(members)]
+        self.inbox.append(Members(states))
+
+    # --- link ---
+    def send(self, message) -> None:
+        self.sent.append(message)
+        for name in (m.peer_id for m in message.members):
+            behaviour = self.members.get(name, "silent")
+            if isinstance(message, OpenEpoch) and behaviour != "silent":
+                self.inbox.append(EpochOpened(message.epoch, member(name)))
+            if isinstance(message, Update) and behaviour != "silent":
+                error = "the probe differs" if behaviour == "wrong" else ""
+                answer = Adopted(message.epoch, message.version, member(name), error, 1e-7, 2e-7, 0.02)
+                self.inbox.append(answer)
+
+    # --- inbox ---
+    def get(self, *, timeout_s: float):
+        if not self.inbox:
+            self.clock.now += timeout_s
+        return self.inbox.popleft() if self.inbox else None
+
+    # --- sender ---
+    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
+        self.opened_with.append(num_members)
+        if self.fails_to_open or "silent" in self.members.values():
+            raise WeightTransferFault("rank 1 did not arrive in time")
+
+    def broadcast(self, buckets, *, timeout_s: float) -> None:
+        self.broadcasts += 1
+
+    def close(self) -> None:
+        self.sent.append("closed")
+
+
+def member(name: str) -> Member:
+    return Member(name, "1")
+
+
+def make_publisher(**members: str) -> tuple[Publisher, FakeGenerators, FakeClock]:
+    clock = FakeClock()
+    generators = FakeGenerators(clock)
+    publisher = Publisher(
+        link=generators,
+        inbox=generators,
+        sender=generators,
+        config=WeightsConfig(),
+        wire_dtype=torch.float32,
+        clock=clock,
+    )
+    generators.be(**members)
+    return publisher, generators, clock
+
+
+def publish(publisher: Publisher, version: int):
+    publisher.stage(version=version, weights=WEIGHTS, canary=CANARY)
+    return publisher.synchronize()
+
+
+def test_all_living_generators_get_the_version_over_one_group():
+    publisher, generators, _ = make_publisher(g0="well", g1="well")
+    published = publish(publisher, 1)
+    assert (published.version, published.num_members) == (1, 2)
+    assert (published.probe_diff_max, published.pause_s) == (2e-7, 0.02)
+    assert publish(publisher, 2).num_members == 2
+    assert generators.opened_with == [2]
+    assert not publisher.is_due
+
+
+def test_without_generators_a_version_is_published_to_nobody_and_a_joiner_is_due():
+    publisher, generators, _ = make_publisher()
+    assert publish(publisher, 1).num_members == 0
+    assert not publisher.is_due
+    generators.be(g0="well")
+    assert publisher.is_due
+    assert publisher.synchronize().num_members == 1
+    assert [m.version for m in generators.sent if isinstance(m, Update)] == [1]
+
+
+def test_a_new_epoch_is_opened_when_members_change_and_only_then():
+    publisher, generators, _ = make_publisher(g0="well")
+    publish(publisher, 1)
+    generators.be(g0="well", g1="well")
+    publish(publisher, 2)
+    generators.be(g1="well")
+    publish(publisher, 3)
+    publish(publisher, 4)
+    assert generators.opened_with == [1, 2, 1]
+
+
+def test_a_silent_member_is_left_out_and_the_others_go_on():
+    publisher, generators, clock = make_publisher(g0="well", g1="silent")
+    publisher.stage(version=1, weights=WEIGHTS, canary=CANARY)
+    generators.members["g1"] = "silent"
+
+    def only_the_well_open(epoch: int, *, num_members: int, timeout_s: float) -> None:
+        generators.opened_with.append(num_members)
+        if num_members == 2:
+            raise WeightTransferFault("rank 2 did not arrive in time")
+
+    generators.open_epoch = only_the_well_open
+    assert publisher.synchronize().num_members == 1
+    assert generators.opened_with == [2, 1]
+    assert not publisher.is_due
+    clock.now += 10
+    assert publisher.is_due
+
+
+def test_a_generator_whose_probe_differs_does_not_count_and_is_tried_again_later():
+    publisher, generators, clock = make_publisher(g0="well", g1="wrong")
+    assert publish(publisher, 1).num_members == 1
+    generators.members["g1"] = "well"
+    clock.now += 10
+    assert publisher.is_due
+    assert publisher.synchronize().num_members == 2
+
+
+def test_a_version_is_announced_before_and_committed_after_it_is_adopted():
+    publisher, _, _ = make_publisher(g0="well")
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    publishing = Publishing(publisher, store, in_background=True)
+    publishing.publish(version=1, weights=WEIGHTS, canary=CANARY)
+    assert store.run_state().announced_version == 1
+    publishing.finish()
+    assert store.run_state().version == 1
+    assert publishing.take().num_members == 1
+    assert publishing.take() is None
+    assert "1 of them hold version 1" in publishing.who_holds_what()
+
+
+def test_what_goes_wrong_in_the_background_is_raised_at_the_next_publish():
+    publisher, generators, _ = make_publisher(g0="well")
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    publishing = Publishing(publisher, store, in_background=True)
+
+    def broken(buckets, *, timeout_s: float) -> None:
+        raise RuntimeError("a bug")
+
+    generators.broadcast = broken
+    publishing.publish(version=1, weights=WEIGHTS, canary=CANARY)
+    with pytest.raises(RuntimeError, match="a bug"):
+        publishing.publish(version=2, weights=WEIGHTS, canary=CANARY)
