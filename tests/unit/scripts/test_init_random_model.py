@@ -44,5 +44,5 @@ def test_the_seed_decides() -> None:
 
 
 def test_a_width_without_whole_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--width must be a multiple of 64, the width of a head, got 100"):
+    with pytest.raises(ConfigError, match="--width must be a multiple of 32, the width of a head, got 100"):
         make_model(layers=1, width=100, seed=0)
