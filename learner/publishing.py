@@ -7,7 +7,7 @@ Invariant: one version is on its way at a time, and the publisher belongs to the
 """
 
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from threading import Thread
 
 import structlog
@@ -50,8 +50,9 @@ class Publishing:
 
     def look_after_members(self, *, timeout_s: float) -> None:
         """Bring the current version to generators that joined or failed since; waits at most `timeout_s` for news."""
-        if self._underway:
+        if self._underway and self._underway not in wait([self._underway], timeout=timeout_s).done:
             return
+        self.finish()
         self._publisher.read_news(timeout_s=timeout_s)
         if self._publisher.is_due:
             published = self._publisher.synchronize()

@@ -171,6 +171,19 @@ def test_a_version_is_announced_before_and_committed_after_it_is_adopted():
     assert "1 of them hold version 1" in publishing.who_holds_what()
 
 
+def test_a_generator_that_joins_after_a_publish_in_the_background_is_looked_after():
+    publisher, generators, _ = make_publisher(g0="well")
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    publishing = Publishing(publisher, store, in_background=True)
+    publishing.publish(version=1, weights=WEIGHTS, canary=CANARY)
+    publishing.look_after_members(timeout_s=5)
+    generators.be(g0="well", g1="well")
+    publishing.look_after_members(timeout_s=0)
+    assert "2 generators alive, 2 of them hold version 1" in publishing.who_holds_what()
+    assert publishing.take().num_members == 1
+
+
 def test_what_goes_wrong_in_the_background_is_raised_at_the_next_publish():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
