@@ -88,7 +88,7 @@ class Learner:
         self._record.start_training(step=self._step)
 
     def _finish(self) -> None:
-        self._record.end_training(step=self._step)
+        self._record.end_training()
         self._store.set_phase("finishing")
         if self._step % self._run.weights.publish_every_steps:
             self._version += 1

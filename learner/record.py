@@ -71,7 +71,7 @@ class RunRecord:
         self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
         self._generated_before = self._generated()
 
-    def end_training(self, *, step: int) -> None:
+    def end_training(self) -> None:
         """The clock of the run stops."""
         self._ended_at = self._clock()
 
