@@ -13,6 +13,7 @@ from scripts.prompt_file import make_row, write_pair
 from scripts.warm_up import (
     IGNORED,
     Band,
+    Budget,
     Problem,
     WarmUp,
     batches,
@@ -96,7 +97,7 @@ def test_a_loss_promises_an_accuracy() -> None:
     assert guess_accuracy(0.5, [Problem([5], [7, 1])]) == pytest.approx(0.3679, abs=1e-4)
 
 
-def warm(folder: Path, *, band: Band, max_batches: int) -> float:
+def warm(folder: Path, *, band: Band, max_batches: int, max_seconds: float = 60.0) -> float:
     tokenizer = make_tokenizer()
     model = make_model(layers=1, width=64, seed=0)
     accuracy = warm_up(
@@ -108,7 +109,7 @@ def warm(folder: Path, *, band: Band, max_batches: int) -> float:
         learning_rate=1e-2,
         batch_size=20,
         evaluate_every=3,
-        max_batches=max_batches,
+        budget=Budget(max_batches, max_seconds),
         seed=0,
     )
     save_model(folder / "model", model=model, tokenizer=tokenizer)
@@ -131,6 +132,13 @@ def test_too_few_batches_are_an_error_with_advice(tmp_path: Path) -> None:
     write_data(tmp_path, digits=2)
     with pytest.raises(ConfigError, match=r"must reach 0\.9 within --max-batches \(2\)"):
         warm(tmp_path, band=Band(0.9, 1.0), max_batches=2)
+
+
+def test_out_of_time_it_takes_what_it_has_or_says_that_it_is_not_enough(tmp_path: Path) -> None:
+    write_data(tmp_path, digits=2)
+    assert warm(tmp_path, band=Band(0.0, 1.0), max_batches=200, max_seconds=0.0) < 0.3
+    with pytest.raises(ConfigError, match=r"--max-seconds \(0\), got 0\."):
+        warm(tmp_path, band=Band(0.9, 1.0), max_batches=200, max_seconds=0.0)
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
