@@ -57,6 +57,28 @@ class Claim(Record):
     """In the order drawn."""
 
 
+Outcome = Literal["retired", "rejected", "expired", "quarantined"]
+"""How a group's life ends: covered by a durable checkpoint | refused by the learner | too late | tried too often."""
+
+
+class FinishedGroup(Record):
+    """A group that is over, with all that was stored of it: what the archive keeps.
+
+    Example: FinishedGroup(id="380", outcome="retired", reason="", steps=[12], payloads=[b"...", ...])
+    """
+
+    id: str
+    """The group."""
+    outcome: Outcome
+    """How it ended."""
+    reason: str
+    """Why; empty for retired."""
+    steps: list[int]
+    """Steps that trained on it, in order."""
+    payloads: list[bytes]
+    """Encoded trajectories by index; those that never came are left out."""
+
+
 class StoreCounts(Record):
     """Where everything is, now. Groups unless said otherwise.
 
