@@ -30,6 +30,7 @@ from broker.run_folder import RunFolder
 from broker.weights.memory import MemorySender, MemoryWeights
 from buffer.codec import pack, unpack
 from buffer.embedded_redis import EmbeddedRedis
+from buffer.ledger import make_entry
 from buffer.open_store import open_store
 from buffer.redis_store import RedisStore
 from buffer.staleness import lag_histogram
@@ -103,7 +104,7 @@ class LearnerStep:
                 histogram = lag_histogram((m for group in groups for m in group), learner_version=0)
                 metrics |= {"lag/mean": 0.0, "lag/max": max(histogram), "lag/histogram": histogram}
             with self._timed("commit"):
-                store.commit(claim)
+                store.commit(claim, make_entry(claim, payloads, version=0, seed=0, config_hash=""))
         with self._timed("canary"):
             canary = trainer.canary()
         with self._timed("stage"):

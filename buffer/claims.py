@@ -1,13 +1,37 @@
 """What both stores say of claims and groups that are not there any more."""
 
 from buffer.errors import StaleFence
-from buffer.records import Claim
+from buffer.records import CheckpointPointer, Claim
 
 
 def stale(claim: Claim) -> StaleFence:
     """A claim was acted on that is not the live one of its step."""
     return StaleFence(
         f"the claim of step {claim.step} with fence {claim.fence} lapsed or was taken back: drop the step, claim again."
+    )
+
+
+def committed_already(step: int, *, newest: int) -> StaleFence:
+    """A step was claimed that the run has behind it."""
+    return StaleFence(
+        f"a step must be claimed before it is committed, got step {step} with step {newest} the last one committed: "
+        "another learner has gone on with this run; start again with resume=true."
+    )
+
+
+def out_of_order(claim: Claim, *, newest: int) -> StaleFence:
+    """A step was committed that is not the next one."""
+    return StaleFence(
+        f"steps must be committed one after the other, got step {claim.step} after step {newest}: the store has gone "
+        "back behind the learner, or another learner is at work; start again with resume=true."
+    )
+
+
+def uncommitted(pointer: CheckpointPointer, *, step: int) -> StaleFence:
+    """A checkpoint was declared that covers more than was committed."""
+    return StaleFence(
+        f"a checkpoint must cover committed steps only, got step {pointer.step} ({pointer.name}) with step {step} the "
+        "last one committed: the store has gone back behind the learner; start the learner again with resume=true."
     )
 
 

@@ -79,10 +79,81 @@ class FinishedGroup(Record):
     """Encoded trajectories by index; those that never came are left out."""
 
 
+class StepEntry(Record):
+    """A step in the ledger: what it trained on, and as what.
+
+    Example: StepEntry(step=12, version=11, fence=31, seed=0, config_hash="9f2c...", group_ids=["380", "377"],
+        trajectory_ids=[["380-0-0", "380-0-1"], ["377-1-0", "377-0-1"]])
+    """
+
+    step: int
+    """Counted from 1."""
+    version: int
+    """The learner's policy version at the start of the step: what lags are counted from."""
+    fence: int
+    """Of the claim that was committed."""
+    seed: int
+    """Of the run."""
+    config_hash: str
+    """xxh3-64 of the run's settings, hexadecimal."""
+    group_ids: list[str]
+    """In the order drawn."""
+    trajectory_ids: list[list[str]]
+    """Of each group, by index."""
+
+
+class CheckpointPointer(Record):
+    """The newest durable checkpoint. Example: CheckpointPointer(step=50, version=50, name="step-00000050")."""
+
+    step: int
+    """Last step it covers."""
+    version: int
+    """Policy version of its weights."""
+    name: str
+    """Its folder in the run's checkpoints."""
+
+
+class Audit(Record):
+    """The books of a run, added up anew from what is stored. Trajectories unless said otherwise.
+
+    Invariant of a sound store: accepted == buffered + claimed + used + retired + rejected + expired + quarantined.
+    """
+
+    accepted: int
+    """Ever acknowledged as new."""
+    buffered: int
+    """In open and ready groups."""
+    claimed: int
+    """With the learner."""
+    used: int
+    """Trained on, not yet covered by a durable checkpoint."""
+    retired: int
+    """Covered by a durable checkpoint."""
+    rejected: int
+    """Refused by the learner."""
+    expired: int
+    """Too late."""
+    quarantined: int
+    """Of groups tried too often."""
+    lost: int
+    """Acknowledged, and nowhere."""
+    duplicated: int
+    """In two places, or trained on more often than they may be."""
+    skipped_prompts: int
+    """Prompts that were admitted and are nowhere."""
+    problems: list[str] = []
+    """A sentence for each thing found wrong."""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was found wrong."""
+        return not (self.lost or self.duplicated or self.skipped_prompts or self.problems)
+
+
 class StoreCounts(Record):
     """Where everything is, now. Groups unless said otherwise.
 
-    Invariant: accepted == open_members + group_size * (ready + claimed + used + retired) + quarantined_members.
+    Invariant: accepted == open_members + group_size * (ready + claimed + used) + sum of outcome_members.
     """
 
     admitted: int
@@ -99,10 +170,6 @@ class StoreCounts(Record):
     """With the learner."""
     used: int
     """Trained on, not yet covered by a durable checkpoint."""
-    retired: int
-    """Covered by a durable checkpoint."""
-    quarantined: int
-    """Taken out after too many attempts."""
     accepted: int
     """Trajectories ever stored."""
     duplicates: int
@@ -111,10 +178,16 @@ class StoreCounts(Record):
     """Trajectories whose place was taken."""
     refused: dict[str, int]
     """Frames put into quarantine, by reason."""
-    open_members: int = 0
+    outcomes: dict[str, int]
+    """Groups that are over, by outcome (retired, rejected, expired, quarantined)."""
+    outcome_members: dict[str, int]
+    """The same in trajectories."""
+    reasons: dict[str, int]
+    """Groups that are over, by `<outcome>: <reason>`."""
+    unarchived: int
+    """Groups that are over and still stored, for the archive."""
+    open_members: int
     """Trajectories in open groups."""
-    quarantined_members: int = 0
-    """Trajectories in quarantined groups."""
 
 
 class RunState(Record):
@@ -133,6 +206,8 @@ class RunState(Record):
     """Newest version all members adopted and verified."""
     announced_version: int
     """Newest version whose broadcast has begun; tokens above it are refused."""
+    checkpoint: CheckpointPointer | None = None
+    """What a resumed run starts from; None before the first."""
     detail: str = ""
     """Why the phase is what it is."""
 

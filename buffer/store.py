@@ -1,12 +1,24 @@
 """The store: every operation on the state that must survive, stated once for Redis and its in-memory twin.
 
-Life of a group: open -> ready -> claimed(step, fence) -> used(step) -> retired. A group that falls out of this line
-goes to quarantine with a reason. Each transition is one atomic operation below.
+Life of a group: open -> ready -> claimed(step, fence) -> used(step) -> retired. A group that falls out of this line is
+rejected, expired or quarantined, with a reason, and gives its admission back. Each transition is one atomic operation
+below. A group that is over stays stored until the archive has it, where the run keeps one.
 """
 
 from typing import Any, Protocol
 
-from buffer.records import Claim, EvaluationResult, Insertion, Lease, RunState, StoreCounts
+from buffer.records import (
+    Audit,
+    CheckpointPointer,
+    Claim,
+    EvaluationResult,
+    FinishedGroup,
+    Insertion,
+    Lease,
+    RunState,
+    StepEntry,
+    StoreCounts,
+)
 from buffer.trajectory import Purpose, TrajectoryHeader
 from configs.buffer import FifoConfig, UniformConfig
 
@@ -18,8 +30,13 @@ class Store(Protocol):
     """
 
     # --- the run -------------------------------------------------------------------------------------------------
-    def open_run(self, run_id: str, *, config_json: str, num_rows: int, seed: int) -> RunState:
-        """Create the run, or find it again. Raises RunConflict when another run lives here."""
+    def open_run(
+        self, run_id: str, *, config_json: str, num_rows: int, seed: int, keeps_finished: bool = False
+    ) -> RunState:
+        """Create the run, or find it again. Raises RunConflict when another run lives here.
+
+        `keeps_finished`: groups that are over stay until `forget`, for an archiver.
+        """
         ...
 
     def run_state(self) -> RunState:
@@ -96,6 +113,7 @@ class Store(Protocol):
         """Take exactly `num_groups` ready groups for `step`, or None when there are fewer.
 
         A step has one claim: an earlier one is taken back first, so that asking again after a lost answer is safe.
+        Raises StaleFence for a step that is committed.
         """
         ...
 
@@ -111,19 +129,51 @@ class Store(Protocol):
         """Push the claim's deadline. Raises StaleFence."""
         ...
 
-    def commit(self, claim: Claim) -> None:
-        """The step used these groups: they are `used`, and RunState.step is claim.step. Raises StaleFence.
+    def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
+        """Take groups out of a claim that the learner will not train on. Returns how many; raises StaleFence.
 
-        Committing the same claim again changes nothing.
+        Groups that are not (any more) in the claim are skipped. Claim the step again to have it filled up.
         """
         ...
 
-    def retire(self, *, up_to_step: int) -> int:
-        """A durable checkpoint covers every step <= up_to_step: their groups are done. Returns how many."""
+    def commit(self, claim: Claim, entry: StepEntry) -> None:
+        """The step used these groups: they are `used`, and RunState.step is claim.step. Raises StaleFence.
+
+        `entry` goes into the step ledger in the same instant. Committing the same claim again changes nothing.
+        """
+        ...
+
+    def checkpoint(self, pointer: CheckpointPointer) -> int:
+        """A durable checkpoint covers every step <= pointer.step: their groups are retired. Returns how many.
+
+        The pointer is what a resumed run starts from, so the ledger up to it holds for good. Raises StaleFence when it
+        covers steps that are not committed here.
+        """
         ...
 
     def roll_back(self, *, to_step: int, to_version: int) -> int:
-        """The learner resumes from a checkpoint: groups claimed, or used after `to_step`, are ready again."""
+        """The learner resumes from a checkpoint: groups claimed, or used after `to_step`, are ready again.
+
+        Their ledger entries go. A claim that was live counts as an attempt: a group that ends every learner that claims
+        it goes to quarantine.
+        """
+        ...
+
+    def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
+        """Entries of the committed steps from `first_step` on, in order."""
+        ...
+
+    # --- groups that are over ------------------------------------------------------------------------------------
+    def finished(self, *, limit: int) -> list[FinishedGroup]:
+        """The oldest `limit` groups that are over and still stored; they stay."""
+        ...
+
+    def forget(self, group_ids: list[str]) -> int:
+        """The archive has these: drop what is stored of them. Returns how many; others are skipped."""
+        ...
+
+    def audit(self) -> Audit:
+        """Add everything up anew from what is stored. Reads all groups: seconds for a hundred thousand."""
         ...
 
     # --- evaluation ----------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Checkpoints: what a run resumes from, written so that a crash at any moment leaves a whole one.
 
-<folder>/latest                          name of the newest whole checkpoint, written last
+The store says which one that is (`RunState.checkpoint`): the pointer moves in the instant in which the groups that the
+checkpoint covers are retired.
+
 <folder>/step-00000050/state.json        CheckpointState
 <folder>/step-00000050/model/            weights in transformers format, with tokenizer
 <folder>/step-00000050/optimizer-rank-*  master weights and moments of each rank
@@ -12,11 +14,11 @@ import shutil
 from pathlib import Path
 
 import msgspec
-import xxhash
 from torch import Tensor
 
 from buffer.trajectory import Record
 from configs.learner import DeepSpeedEngineConfig
+from configs.load import config_hash
 from configs.run import RunConfig
 from learner.errors import CheckpointFault
 from learner.model import load_policy, save_pretrained
@@ -24,8 +26,6 @@ from learner.parameters import named_parameters
 from learner.random_state import restore_random_state, save_random_state
 from learner.ranks import Ranks
 from learner.trainer import Trainer
-
-_LATEST = "latest"
 
 
 class CheckpointState(Record):
@@ -56,8 +56,9 @@ class Checkpoints:
         self._trainer = trainer
         self._ranks = ranks
 
-    def save(self, *, step: int, version: int) -> None:
-        """Write a checkpoint that covers `step`; durable when this returns. Old ones beyond `keep` are removed."""
+    def save(self, *, step: int, version: int) -> str:
+        """Write a checkpoint that covers `step`, durable when this returns; returns its name (on rank 0)."""
+        name = ""
         draft = self._folder / "draft"
         if self._ranks.is_first:
             shutil.rmtree(draft, ignore_errors=True)
@@ -68,14 +69,24 @@ class Checkpoints:
         save_model(self._trainer, draft / "model", run=self._run, ranks=self._ranks)
         self._ranks.wait_for_all()
         if self._ranks.is_first:
-            self._finish(draft, self._describe(step=step, version=version))
+            name = self._finish(draft, self._describe(step=step, version=version))
         self._ranks.wait_for_all()
+        return name
 
-    def restore(self) -> CheckpointState | None:
-        """Put the newest checkpoint into the trainer; None when there is none. Raises CheckpointFault."""
-        place = self._newest()
-        if place is None:
-            return None
+    def names(self) -> list[str]:
+        """Of the whole checkpoints there are, oldest first."""
+        places = sorted(self._folder.glob("step-*"), key=lambda place: place.stat().st_mtime_ns)
+        return [place.name for place in places]
+
+    def prune(self, *, keeping: str) -> None:
+        """Remove old ones beyond `keep`, never `keeping`: what the store points at must be there."""
+        for name in self.names()[: -self._run.learner.checkpoint.keep]:
+            if name != keeping:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def restore(self, name: str) -> CheckpointState:
+        """Put a checkpoint into the trainer. Raises CheckpointFault."""
+        place = self._folder / name
         state = _read_state(place)
         self._check_fits(place, state)
         self._trainer.engine.restore_state(place, weights=self._read_weights(place))
@@ -90,32 +101,23 @@ class Checkpoints:
             version=version,
             num_updates=self._trainer.num_updates,
             seed=self._run.seed,
-            config_hash=xxhash.xxh3_64_hexdigest(msgspec.json.encode(self._run)),
+            config_hash=config_hash(self._run),
             engine=_engine_name(self._run),
             num_ranks=self._ranks.size,
         )
 
-    def _finish(self, draft: Path, state: CheckpointState) -> None:
+    def _finish(self, draft: Path, state: CheckpointState) -> str:
         (draft / "state.json").write_bytes(msgspec.json.encode(state))
         _sync_tree(draft)
         place = self._unused_place(state.step)
         draft.rename(place)
-        _write_durably(self._folder / _LATEST, place.name)
-        self._prune()
+        _sync(self._folder)
+        return place.name
 
     def _unused_place(self, step: int) -> Path:
         """A step that was rolled back and made again gets a name of its own: the pointed-at one stays whole."""
         names = [f"step-{step:08d}", *(f"step-{step:08d}.{again}" for again in range(2, 1000))]
         return next(self._folder / name for name in names if not (self._folder / name).exists())
-
-    def _prune(self) -> None:
-        places = sorted(self._folder.glob("step-*"), key=lambda place: place.stat().st_mtime_ns)
-        for place in places[: -self._run.learner.checkpoint.keep]:
-            shutil.rmtree(place, ignore_errors=True)
-
-    def _newest(self) -> Path | None:
-        pointer = self._folder / _LATEST
-        return self._folder / pointer.read_text().strip() if pointer.exists() else None
 
     def _check_fits(self, place: Path, state: CheckpointState) -> None:
         wanted = {"learner/engine": _engine_name(self._run), "learner.num_ranks": self._ranks.size}
@@ -152,16 +154,9 @@ def _read_state(place: Path) -> CheckpointState:
         return msgspec.json.decode((place / "state.json").read_bytes(), type=CheckpointState)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointFault(
-            f"{place} must be a whole checkpoint, got {error}: let `latest` beside it name another one, or start anew."
+            f"{place} must be a whole checkpoint, got {error}: put it back, or start a new run with model.path= one of "
+            "the others beside it."
         ) from error
-
-
-def _write_durably(path: Path, text: str) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(text)
-    _sync(draft)
-    draft.replace(path)
-    _sync(path.parent)
 
 
 def _sync_tree(folder: Path) -> None:

@@ -15,8 +15,11 @@ import structlog
 from broker.clock import Clock, Deadline
 from broker.link import PeerStatus
 from buffer.errors import RunConflict
-from buffer.store import Claim, EvaluationResult, Store
+from buffer.ledger import make_entry
+from buffer.records import Claim, EvaluationResult, RunState, StepEntry
+from buffer.store import Store
 from buffer.trajectory import Purpose
+from configs.load import config_hash
 from configs.run import RunConfig
 from learner.claim_keeper import ClaimKeeper
 from learner.evaluator import Evaluator
@@ -53,6 +56,7 @@ class Learner:
         self._wait = wait
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation)
+        self._config_hash = config_hash(run)
         self._step = 0
         self._version = 0
         self._reason = "starting"
@@ -77,7 +81,7 @@ class Learner:
                 f"run {self._run.name!r} must be new, got {state.step} committed steps in its store: "
                 "go on with it with resume=true, or choose another name."
             )
-        self._step, self._version = self._team.restore() if self._run.resume else (0, 0)
+        self._restore(state)
         returned = self._store.roll_back(to_step=self._step, to_version=self._version)
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
         self._publish()
@@ -86,6 +90,18 @@ class Learner:
         if self._step == 0:
             self._record.note_before(self._evaluate_fully("before"))
         self._record.start_training(step=self._step)
+
+    def _restore(self, state: RunState) -> None:
+        """Weights, step and version of the checkpoint the store points at; without one, those of the beginning."""
+        if state.checkpoint:
+            self._team.restore(state.checkpoint)
+            self._step, self._version = state.checkpoint.step, state.checkpoint.version
+        elif state.step == 0 and (names := self._team.checkpoint_names()):
+            raise RunConflict(
+                f"the store must know the checkpoint of run {self._run.name!r}, got an empty store beside {names[-1]}: "
+                f"its state was lost; start another run with model.path="
+                f"{self._record.folder.checkpoints / names[-1] / 'model'}."
+            )
 
     def _finish(self) -> None:
         self._record.end_training()
@@ -112,7 +128,7 @@ class Learner:
             self._reason = f"training step {claim.step}"
             payloads = self._store.fetch(claim.group_ids)
             metrics = self._team.train(step=claim.step, version=self._version, payloads=payloads)
-            self._store.commit(claim)
+            self._store.commit(claim, self._entry(claim, payloads))
         self._step = claim.step
         trained_at = self._clock()
         self._publish_if_due()
@@ -131,6 +147,9 @@ class Learner:
         )
         if self._step % self._run.learner.checkpoint.every_steps == 0:
             self._checkpoint()
+
+    def _entry(self, claim: Claim, payloads: list[list[bytes]]) -> StepEntry:
+        return make_entry(claim, payloads, version=self._version, seed=self._run.seed, config_hash=self._config_hash)
 
     def _claim(self, *, step: int) -> Claim:
         wanted = self._run.learner.groups_per_step
@@ -197,5 +216,6 @@ class Learner:
 
     def _checkpoint(self) -> None:
         self._reason = f"saving the checkpoint of step {self._step}"
-        self._team.save_checkpoint(step=self._step, version=self._version)
-        self._store.retire(up_to_step=self._step)
+        pointer = self._team.save_checkpoint(step=self._step, version=self._version)
+        self._store.checkpoint(pointer)
+        self._team.prune_checkpoints(keeping=pointer)

@@ -36,7 +36,10 @@ class SaveCheckpoint(Order):
 
 
 class RestoreCheckpoint(Order):
-    """Take back the newest checkpoint."""
+    """Take back a checkpoint."""
+
+    name: str
+    """Its folder in the run's checkpoints."""
 
 
 class SaveModel(Order):

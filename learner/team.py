@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from buffer.codec import decode, encode, unpack
+from buffer.records import CheckpointPointer
 from buffer.staleness import lag_histogram
 from buffer.trajectory import Trajectory
 from configs.run import RunConfig
@@ -56,16 +57,23 @@ class Team:
         self._tell(ComputeCanary())
         return self._trainer.canary()
 
-    def save_checkpoint(self, *, step: int, version: int) -> None:
-        """Durable when this returns."""
+    def save_checkpoint(self, *, step: int, version: int) -> CheckpointPointer:
+        """Durable when this returns; it does not count until the store points at it."""
         self._tell(SaveCheckpoint(step, version))
-        self._checkpoints.save(step=step, version=version)
+        return CheckpointPointer(step, version, self._checkpoints.save(step=step, version=version))
 
-    def restore(self) -> tuple[int, int]:
-        """Step and version of the newest checkpoint, now in the trainer; (0, 0) when there is none."""
-        self._tell(RestoreCheckpoint())
-        state = self._checkpoints.restore()
-        return (state.step, state.version) if state else (0, 0)
+    def prune_checkpoints(self, *, keeping: CheckpointPointer) -> None:
+        """Remove old ones, now that the store points at `keeping`."""
+        self._checkpoints.prune(keeping=keeping.name)
+
+    def checkpoint_names(self) -> list[str]:
+        """Of the checkpoints in the run folder, oldest first."""
+        return self._checkpoints.names()
+
+    def restore(self, pointer: CheckpointPointer) -> None:
+        """Put a checkpoint into the trainer. Raises CheckpointFault."""
+        self._tell(RestoreCheckpoint(pointer.name))
+        self._checkpoints.restore(pointer.name)
 
     def save_model(self, folder: Path) -> None:
         """The weights, and the tokenizer, in transformers format."""
@@ -100,8 +108,8 @@ class Team:
                 self._trainer.canary()
             case SaveCheckpoint(step=step, version=version):
                 self._checkpoints.save(step=step, version=version)
-            case RestoreCheckpoint():
-                self._checkpoints.restore()
+            case RestoreCheckpoint(name=name):
+                self._checkpoints.restore(name)
             case SaveModel(folder=folder):
                 save_model(self._trainer, Path(folder), run=self._run, ranks=self._ranks)
 

@@ -2,13 +2,22 @@
 
 from buffer.memory_store.batches import MemoryBatches
 from buffer.memory_store.evaluations import MemoryEvaluations
+from buffer.memory_store.finished import MemoryFinished
 from buffer.memory_store.prompts import MemoryPrompts
 from buffer.memory_store.run import MemoryRun
 from buffer.memory_store.trajectories import MemoryTrajectories
 from buffer.memory_store.watching import MemoryWatching
 
 
-class MemoryStore(MemoryRun, MemoryPrompts, MemoryTrajectories, MemoryBatches, MemoryEvaluations, MemoryWatching):
+class MemoryStore(
+    MemoryRun,
+    MemoryPrompts,
+    MemoryTrajectories,
+    MemoryBatches,
+    MemoryFinished,
+    MemoryEvaluations,
+    MemoryWatching,
+):
     """All of `buffer.store.Store` in dicts, under one lock. Safe to share among threads; lost with the process."""
 
 

@@ -109,7 +109,7 @@ class MemoryPrompts(MemoryState):
         group.attempt += 1
         is_quarantined = not is_evaluation(group_id) and group.attempt >= self._max_attempts
         if is_quarantined:
-            self._quarantine_group(group_id, f"lease_attempts: {reason}")
+            self._end(group_id, "quarantined", f"lease_attempts: {reason}")
         elif is_evaluation(group_id):
             self._evaluation_pending[group.sequence] = group_id
         else:
@@ -121,13 +121,7 @@ class MemoryPrompts(MemoryState):
         return [self._reap_claim(int(step)) for step in _lapsed(deadlines, now=self._now())]
 
     def _reap_claim(self, step: int) -> str:
-        group_ids = self._claims.pop(step).group_ids
-        for group_id in group_ids:
-            self._groups[group_id].claim_attempts += 1
-        tired = [group_id for group_id in group_ids if self._groups[group_id].claim_attempts >= self._max_attempts]
-        for group_id in tired:
-            self._quarantine_group(group_id, "claim_attempts")
-        num_ready = self._make_ready([group_id for group_id in group_ids if group_id not in tired])
+        num_ready, tired = self._fail_claim(step)
         return lapsed_claim_line(step, num_ready=num_ready, quarantined=tired)
 
 

@@ -9,11 +9,13 @@ from buffer.run_identity import PHASES, check_same_run
 class MemoryRun(MemoryState):
     """Operations on the run."""
 
-    def open_run(self, run_id: str, *, config_json: str, num_rows: int, seed: int) -> RunState:
+    def open_run(
+        self, run_id: str, *, config_json: str, num_rows: int, seed: int, keeps_finished: bool = False
+    ) -> RunState:
         """See `Store.open_run`."""
         with self._changed:
             if self._run is None:
-                self._run = Run(run_id, config_json, num_rows, seed)
+                self._run = Run(run_id, config_json, num_rows, seed, keeps_finished)
             run = self._run
             if run.id != run_id:
                 raise RunConflict(f"this store was opened for run {run.id!r}, got {run_id!r}.")
@@ -32,6 +34,7 @@ class MemoryRun(MemoryState):
                 step=run.step,
                 version=run.version,
                 announced_version=run.announced_version,
+                checkpoint=run.checkpoint,
                 detail=run.detail,
             )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from buffer.limits import FRAMES_KEPT, METRICS_KEPT
+from buffer.records import CheckpointPointer, Outcome, StepEntry
 from buffer.run_identity import no_run
 from buffer.trajectory import Purpose
 
@@ -32,6 +33,11 @@ class Group:
     attempt: int = 0
     owner: str = ""
     claim_attempts: int = 0
+    steps: list[int] = field(default_factory=list)
+    """That trained on it."""
+    outcome: Outcome | None = None
+    """How it ended; None before."""
+    reason: str = ""
     members: dict[int, Member] = field(default_factory=dict)
 
 
@@ -43,6 +49,8 @@ class Run:
     config_json: str
     num_rows: int
     seed: int
+    keeps_finished: bool = False
+    checkpoint: CheckpointPointer | None = None
     phase: str = "starting"
     detail: str = ""
     step: int = 0
@@ -102,8 +110,12 @@ class MemoryState:
         self._ready: dict[int, str] = {}
         self._claims: dict[int, LiveClaim] = {}
         self._used: dict[int, UsedStep] = {}
+        self._ledger: dict[int, StepEntry] = {}
         self._done: set[int] = set()
-        self._quarantined: dict[str, str] = {}
+        self._finished: list[str] = []
+        self._outcomes: Counter[str] = Counter()
+        self._outcome_members: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
         self._evaluations: dict[str, OpenEvaluation] = {}
         self._counters: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -131,6 +143,27 @@ class MemoryState:
         self._changed.notify_all()
         return len(group_ids)
 
-    def _quarantine_group(self, group_id: str, reason: str) -> None:
-        self._quarantined[group_id] = reason
-        self._opened().admitted -= 1
+    def _fail_claim(self, step: int) -> tuple[int, list[str]]:
+        """The claim was not brought to its end: (number of groups ready again, groups tried too often)."""
+        group_ids = self._claims.pop(step).group_ids
+        for group_id in group_ids:
+            self._groups[group_id].claim_attempts += 1
+        tired = [group_id for group_id in group_ids if self._groups[group_id].claim_attempts >= self._max_attempts]
+        for group_id in tired:
+            self._end(group_id, "quarantined", "claim_attempts")
+        return self._make_ready([group_id for group_id in group_ids if group_id not in tired]), tired
+
+    def _end(self, group_id: str, outcome: Outcome, reason: str = "") -> None:
+        """The group is over; it has left every other place already."""
+        run, group = self._opened(), self._groups[group_id]
+        self._done.add(int(group_id))
+        self._outcomes[outcome] += 1
+        self._outcome_members[outcome] += len(group.members)
+        if outcome != "retired":
+            self._reasons[f"{outcome}: {reason}"] += 1
+            run.admitted -= 1
+        if run.keeps_finished and group.members:
+            group.outcome, group.reason = outcome, reason
+            self._finished.append(group_id)
+        else:
+            del self._groups[group_id]

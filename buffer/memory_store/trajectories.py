@@ -46,7 +46,7 @@ class MemoryTrajectories(MemoryState):
         if group is None or group.purpose != "train":
             is_done = header.group_id.isdecimal() and int(header.group_id) in self._done
             return Insertion(outcome="superseded") if is_done else _refusal("unknown_group")
-        if header.index in group.members or group.id in self._quarantined:
+        if header.index in group.members or group.outcome:
             return Insertion(outcome="superseded")
         if header.group_size != group.size or header.index >= group.size:
             return _refusal("group_size")

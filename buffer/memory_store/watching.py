@@ -25,14 +25,15 @@ class MemoryWatching(MemoryState):
                 ready=len(self._ready),
                 claimed=sum(len(claim.group_ids) for claim in self._claims.values()),
                 used=sum(len(used.group_ids) for used in self._used.values()),
-                retired=len(self._done),
-                quarantined=len(self._quarantined),
                 accepted=self._counters["accepted"],
                 duplicates=self._counters["duplicate"],
                 superseded=self._counters["superseded"],
                 refused=dict(self._refused),
+                outcomes=dict(self._outcomes),
+                outcome_members=dict(self._outcome_members),
+                reasons=dict(self._reasons),
+                unarchived=len(self._finished),
                 open_members=sum(open_sizes),
-                quarantined_members=sum(len(self._groups[group_id].members) for group_id in self._quarantined),
             )
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
@@ -65,8 +66,4 @@ class MemoryWatching(MemoryState):
 
     def _open_sizes(self) -> list[int]:
         groups = (group for group in self._groups.values() if not is_evaluation(group.id))
-        return [
-            len(group.members)
-            for group in groups
-            if group.id not in self._quarantined and 0 < len(group.members) < group.size
-        ]
+        return [len(group.members) for group in groups if not group.outcome and 0 < len(group.members) < group.size]

@@ -1,6 +1,6 @@
 """Scripts on claims, commits and retirement."""
 
-from buffer.redis_scripts.prelude import QUARANTINE_GROUP, RING_BELL, script
+from buffer.redis_scripts.prelude import END_GROUP, RING_BELL, script
 
 # A group's ready sequence never changes, so it comes back to its old place in the order.
 _MAKE_READY = """
@@ -19,12 +19,27 @@ local function release(step)
 end
 """
 
-# Atomic because groups must not be in no place between claim and ready. step -> number ready then.
+# The claim was not brought to its end: its groups are ready again, but for those that were tried too often.
+_FAIL_CLAIM = """
+local function fail_claim(step, max_attempts)
+  local list, tired = key('claimed:' .. step), {}
+  for _, group in ipairs(redis.call('LRANGE', list, 0, -1)) do
+    if redis.call('HINCRBY', key('group:' .. group), 'claim_attempts', 1) >= tonumber(max_attempts) then
+      redis.call('LREM', list, 1, group)
+      end_group(group, 'quarantined', 'claim_attempts')
+      tired[#tired + 1] = group
+    end
+  end
+  return release(step), tired
+end
+"""
+
+# Atomic because groups must not be in no place between claim and ready. step -> the run's step, number ready then.
 RELEASE_CLAIM = script(
     _MAKE_READY,
     """
 release(ARGV[2])
-return redis.call('ZCARD', key('ready'))
+return {tonumber(redis.call('HGET', key('run'), 'step')), redis.call('ZCARD', key('ready'))}
 """,
 )
 
@@ -57,54 +72,93 @@ return 1
 """
 )
 
-# Atomic because a lapsed claim must never commit, and the run's step must move with its groups. A repeat of the commit
-# that was accepted is accepted: its answer may have got lost. step, fence -> 1 | 0.
+# Atomic because a group must be in the claim or over. step, fence, reason, groups... -> number rejected; -1 when stale.
+REJECT = script(
+    END_GROUP,
+    """
+if redis.call('HGET', key('claim_fences'), ARGV[2]) ~= ARGV[3] then return -1 end
+local rejected = 0
+for i = 5, #ARGV do
+  if redis.call('LREM', key('claimed:' .. ARGV[2]), 1, ARGV[i]) == 1 then
+    end_group(ARGV[i], 'rejected', ARGV[4])
+    rejected = rejected + 1
+  end
+end
+return rejected
+""",
+)
+
+# Atomic because a lapsed claim must never commit, and the run's step and its ledger must move with its groups. A repeat
+# of the commit that was accepted is accepted: its answer may have got lost. step, fence, ledger entry -> whether the
+# claim is live, the newest step: the claim's when it was committed.
 COMMIT = script(
     """
 local step, fence = ARGV[2], ARGV[3]
-if redis.call('HGET', key('commit_fences'), step) == fence then return 1 end
-if redis.call('HGET', key('claim_fences'), step) ~= fence then return 0 end
+local newest = tonumber(redis.call('HGET', key('run'), 'step'))
+if redis.call('HGET', key('commit_fences'), step) == fence then return {1, tonumber(step)} end
+if redis.call('HGET', key('claim_fences'), step) ~= fence then return {0, newest} end
+if tonumber(step) ~= newest + 1 then return {1, newest} end
 redis.call('ZREM', key('claims'), step)
 redis.call('HDEL', key('claim_fences'), step)
 for _, group in ipairs(redis.call('LRANGE', key('claimed:' .. step), 0, -1)) do
-  redis.call('RPUSH', key('used:' .. step), group)
+  redis.call('HSET', key('group:' .. group), 'steps', step)
 end
-redis.call('DEL', key('claimed:' .. step))
+if redis.call('EXISTS', key('claimed:' .. step)) == 1 then
+  redis.call('RENAME', key('claimed:' .. step), key('used:' .. step))
+end
 redis.call('ZADD', key('used_steps'), step, step)
 redis.call('HSET', key('commit_fences'), step, fence)
+redis.call('HSET', key('ledger'), step, ARGV[4])
 redis.call('HSET', key('run'), 'step', step)
-return 1
+return {1, tonumber(step)}
 """
 )
 
-# Atomic because a group must be recognised as done from the instant its record is gone. step -> number retired.
+# Atomic because a pointer must not outlive the steps it covers. pointer's step, pointer -> the run's step.
+SET_CHECKPOINT = script(
+    """
+local step = tonumber(redis.call('HGET', key('run'), 'step'))
+if tonumber(ARGV[2]) <= step then redis.call('HSET', key('run'), 'checkpoint', ARGV[3]) end
+return step
+"""
+)
+
+# Atomic because a group must be recognised as over from the instant its record is gone. step -> number retired.
 RETIRE_STEP = script(
+    END_GROUP,
     """
 local step = ARGV[2]
 local groups = redis.call('LRANGE', key('used:' .. step), 0, -1)
 redis.call('ZREM', key('used_steps'), step)
 redis.call('HDEL', key('commit_fences'), step)
-for _, group in ipairs(groups) do
-  redis.call('SETBIT', key('done'), group, 1)
-  redis.call('UNLINK', key('group:' .. group), key('payloads:' .. group))
-end
-redis.call('UNLINK', key('used:' .. step))
-redis.call('HINCRBY', key('counters'), 'retired', #groups)
+for _, group in ipairs(groups) do end_group(group, 'retired', '') end
+redis.call('DEL', key('used:' .. step))
 return #groups
-"""
+""",
 )
 
-# Atomic because step, versions and groups must go back together. to_step, to_version -> number ready again.
+# Atomic because step, versions, ledger and groups must go back together.
+# to_step, to_version, max_attempts -> number ready again.
 ROLL_BACK = script(
     _MAKE_READY,
+    END_GROUP,
+    _FAIL_CLAIM,
     RING_BELL,
     """
 local returned = 0
-for _, step in ipairs(redis.call('ZRANGE', key('claims'), 0, -1)) do returned = returned + release(step) end
+for _, step in ipairs(redis.call('ZRANGE', key('claims'), 0, -1)) do
+  returned = returned + fail_claim(step, ARGV[4])
+end
 for _, step in ipairs(redis.call('ZRANGEBYSCORE', key('used_steps'), '(' .. ARGV[2], '+inf')) do
+  for _, group in ipairs(redis.call('LRANGE', key('used:' .. step), 0, -1)) do
+    redis.call('HDEL', key('group:' .. group), 'steps')
+  end
   returned = returned + make_ready(key('used:' .. step))
   redis.call('ZREM', key('used_steps'), step)
   redis.call('HDEL', key('commit_fences'), step)
+end
+for step = ARGV[2] + 1, tonumber(redis.call('HGET', key('run'), 'step')) do
+  redis.call('HDEL', key('ledger'), string.format('%d', step))
 end
 redis.call('HSET', key('run'), 'step', ARGV[2], 'version', ARGV[3], 'announced_version', ARGV[3])
 ring_bell()
@@ -116,20 +170,14 @@ return returned
 # max_attempts -> [step, number ready again, [quarantined group, ...]], ...
 REAP_CLAIMS = script(
     _MAKE_READY,
-    QUARANTINE_GROUP,
+    END_GROUP,
+    _FAIL_CLAIM,
     RING_BELL,
     """
 local events = {}
 for _, step in ipairs(redis.call('ZRANGEBYSCORE', key('claims'), '-inf', now())) do
-  local list, quarantined = key('claimed:' .. step), {}
-  for _, group in ipairs(redis.call('LRANGE', list, 0, -1)) do
-    if redis.call('HINCRBY', key('group:' .. group), 'claim_attempts', 1) >= tonumber(ARGV[2]) then
-      redis.call('LREM', list, 1, group)
-      quarantine_group(group, 'claim_attempts')
-      quarantined[#quarantined + 1] = group
-    end
-  end
-  events[#events + 1] = {step, release(step), quarantined}
+  local num_ready, tired = fail_claim(step, ARGV[2])
+  events[#events + 1] = {step, num_ready, tired}
   ring_bell()
 end
 return events

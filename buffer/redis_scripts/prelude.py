@@ -24,15 +24,28 @@ _RUNS_WHEN_FULL = """
 redis.call('DEL', prefix)
 """
 
-QUARANTINE_GROUP = """
-local function quarantine_group(group, reason)
-  local members = redis.call('HGET', key('group:' .. group), 'members')
-  redis.call('HSET', key('quarantined_groups'), group, reason)
-  redis.call('HINCRBY', key('counters'), 'quarantined_members', members)
+# A group is over; it has left every other place already. Its ordinal is marked in the same instant, so that a late
+# answer is known for what it is when the record is gone.
+END_GROUP = """
+local function end_group(group, outcome, reason)
+  local group_key = key('group:' .. group)
+  local members = tonumber(redis.call('HGET', group_key, 'members'))
+  redis.call('SETBIT', key('done'), group, 1)
+  redis.call('HINCRBY', key('outcomes'), outcome, 1)
+  redis.call('HINCRBY', key('outcome_members'), outcome, members)
   if redis.call('SREM', key('open'), group) == 1 then
     redis.call('HINCRBY', key('counters'), 'open_members', -members)
   end
-  redis.call('HINCRBY', key('run'), 'admitted', -1)
+  if outcome ~= 'retired' then
+    redis.call('HINCRBY', key('reasons'), outcome .. ': ' .. reason, 1)
+    redis.call('HINCRBY', key('run'), 'admitted', -1)
+  end
+  if members > 0 and redis.call('HGET', key('run'), 'keeps_finished') == '1' then
+    redis.call('HSET', group_key, 'outcome', outcome, 'reason', reason)
+    redis.call('ZADD', key('finished'), redis.call('HINCRBY', key('run'), 'finished_sequence', 1), group)
+  else
+    redis.call('UNLINK', group_key, key('payloads:' .. group))
+  end
 end
 """
 

@@ -1,6 +1,6 @@
 """Scripts on prompt leases."""
 
-from buffer.redis_scripts.prelude import QUARANTINE_GROUP, script
+from buffer.redis_scripts.prelude import END_GROUP, script
 
 _LEASES_OF_KIND = """
 local function leases_holding(group)
@@ -12,7 +12,7 @@ end
 # has a deadline of its own.
 _GIVE_BACK = (
     _LEASES_OF_KIND
-    + QUARANTINE_GROUP
+    + END_GROUP
     + """
 local function give_back(group, max_attempts, reason)
   local fields = redis.call('HMGET', key('group:' .. group), 'attempt', 'owner', 'sequence')
@@ -25,7 +25,7 @@ local function give_back(group, max_attempts, reason)
   elseif attempts < tonumber(max_attempts) then
     redis.call('ZADD', key('returned'), group, group)
   else
-    quarantine_group(group, 'lease_attempts: ' .. reason)
+    end_group(group, 'quarantined', 'lease_attempts: ' .. reason)
     fate = 'quarantined'
   end
   return {group, fields[1], fields[2], fate}

@@ -3,12 +3,13 @@
 from buffer.redis_scripts.prelude import script
 
 # Atomic because two roles may open one run at the same time, and exactly one may create it.
-# config_json, num_rows, seed, layout -> the stored config_json, num_rows, seed, layout.
+# config_json, num_rows, seed, layout, keeps_finished -> the stored config_json, num_rows, seed, layout.
 OPEN_RUN = script(
     """
 local run = key('run')
 if redis.call('EXISTS', run) == 0 then
   redis.call('HSET', run, 'config_json', ARGV[2], 'num_rows', ARGV[3], 'seed', ARGV[4], 'layout', ARGV[5],
+    'keeps_finished', ARGV[6], 'finished_sequence', 0,
     'phase', 'starting', 'detail', '', 'step', 0, 'version', 0, 'announced_version', 0,
     'next_ordinal', 0, 'admitted', 0, 'ready_sequence', 0, 'evaluation_sequence', 0, 'fence', 0)
 end

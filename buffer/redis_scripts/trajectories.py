@@ -13,7 +13,7 @@ local function is_from_the_future(version)
 end
 """
 
-# A retired group leaves one bit behind. The bound keeps a made-up id from stretching the bitmap.
+# A group that is over leaves one bit behind. The bound keeps a made-up id from stretching the bitmap.
 _IS_DONE = """
 local function is_done(group)
   local ordinal = string.match(group, '^%d+$') and tonumber(group)
@@ -37,7 +37,6 @@ if fields[1] == checksum then return count('duplicate', 'duplicates') end
 if fields[1] then return refuse('content_conflict') end
 if fields[2] or is_done(group) then return count('superseded', 'superseded') end
 if fields[5] ~= 'train' then return refuse('unknown_group') end
-if redis.call('HEXISTS', key('quarantined_groups'), group) == 1 then return count('superseded', 'superseded') end
 if fields[3] ~= size or tonumber(index) >= tonumber(size) then return refuse('group_size') end
 if is_from_the_future(ARGV[6]) then return refuse('future_version') end
 redis.call('HSET', group_key, 'at:' .. index, id, 'sum:' .. id, checksum)

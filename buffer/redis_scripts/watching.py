@@ -33,10 +33,10 @@ end
 local function field(hash, name) return tonumber(redis.call('HGET', key(hash), name) or 0) end
 return {field('run', 'admitted'), redis.call('ZCARD', key('leases')), redis.call('ZCARD', key('returned')),
   redis.call('SCARD', key('open')), redis.call('ZCARD', key('ready')), total('claims', 'claimed:'),
-  total('used_steps', 'used:'), field('counters', 'retired'), redis.call('HLEN', key('quarantined_groups')),
-  field('counters', 'accepted'), field('counters', 'duplicates'), field('counters', 'superseded'),
-  field('counters', 'open_members'), field('counters', 'quarantined_members'),
-  redis.call('HGETALL', key('refused'))}
+  total('used_steps', 'used:'), field('counters', 'accepted'), field('counters', 'duplicates'),
+  field('counters', 'superseded'), redis.call('ZCARD', key('finished')), field('counters', 'open_members'),
+  redis.call('HGETALL', key('refused')), redis.call('HGETALL', key('outcomes')),
+  redis.call('HGETALL', key('outcome_members')), redis.call('HGETALL', key('reasons'))}
 """
 )
 

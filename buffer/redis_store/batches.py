@@ -1,11 +1,21 @@
-"""RedisStore, batches: claim, fetch, commit, retire, roll back."""
+"""RedisStore, batches: claim, fetch, reject, commit, checkpoint, roll back."""
 
 import time
 
-from buffer.claims import no_members, stale
+from buffer.claims import committed_already, no_members, out_of_order, stale, uncommitted
+from buffer.codec import decode, encode
 from buffer.errors import StaleFence
-from buffer.records import Claim
-from buffer.redis_scripts.batches import CLAIM, COMMIT, RELEASE_CLAIM, RENEW_CLAIM, RETIRE_STEP, ROLL_BACK
+from buffer.records import CheckpointPointer, Claim, StepEntry
+from buffer.redis_scripts.batches import (
+    CLAIM,
+    COMMIT,
+    REJECT,
+    RELEASE_CLAIM,
+    RENEW_CLAIM,
+    RETIRE_STEP,
+    ROLL_BACK,
+    SET_CHECKPOINT,
+)
 from buffer.redis_store.door import text
 from buffer.redis_store.run import RedisRun
 from buffer.samplers import draw_ranks
@@ -28,7 +38,9 @@ class RedisBatches(RedisRun):
         """See `Store.claim`."""
         _, seed = self._rows_and_seed()
         for _ in range(_CLAIM_TRIES):
-            num_ready = self._run(RELEASE_CLAIM, step)
+            newest, num_ready = self._run(RELEASE_CLAIM, step)
+            if step <= newest:
+                raise committed_already(step, newest=newest)
             if num_ready < num_groups:
                 return None
             ranks = draw_ranks(sampler, num_ready=num_ready, num_groups=num_groups, seed=seed, step=step)
@@ -63,20 +75,44 @@ class RedisBatches(RedisRun):
         if not self._run(RENEW_CLAIM, claim.step, claim.fence, int(lease_s * 1000)):
             raise stale(claim)
 
-    def commit(self, claim: Claim) -> None:
-        """See `Store.commit`."""
-        if not self._run(COMMIT, claim.step, claim.fence):
+    def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
+        """See `Store.reject`."""
+        num_rejected = self._run(REJECT, claim.step, claim.fence, reason, *group_ids)
+        if num_rejected < 0:
             raise stale(claim)
+        return num_rejected
 
-    def retire(self, *, up_to_step: int) -> int:
-        """See `Store.retire`. One script per step, so that a long checkpoint interval does not keep the server busy."""
+    def commit(self, claim: Claim, entry: StepEntry) -> None:
+        """See `Store.commit`."""
+        is_live, newest = self._run(COMMIT, claim.step, claim.fence, encode(entry))
+        if not is_live:
+            raise stale(claim)
+        if newest != claim.step:
+            raise out_of_order(claim, newest=newest)
+
+    def checkpoint(self, pointer: CheckpointPointer) -> int:
+        """See `Store.checkpoint`.
+
+        The pointer first, then one script per step, so that a long checkpoint interval does not keep the server busy:
+        steps that the pointer covers and that a crash left unretired are retired with the next checkpoint.
+        """
+        step = self._run(SET_CHECKPOINT, pointer.step, encode(pointer))
+        if pointer.step > step:
+            raise uncommitted(pointer, step=step)
         with self._reaching():
-            steps = self._client.zrangebyscore(self._key("used_steps"), "-inf", up_to_step)
+            steps = self._client.zrangebyscore(self._key("used_steps"), "-inf", pointer.step)
         return sum(self._run(RETIRE_STEP, step) for step in steps)
 
     def roll_back(self, *, to_step: int, to_version: int) -> int:
         """See `Store.roll_back`."""
-        return self._run(ROLL_BACK, to_step, to_version)
+        return self._run(ROLL_BACK, to_step, to_version, self._max_attempts)
+
+    def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
+        """See `Store.ledger`."""
+        with self._reaching():
+            entries = self._client.hvals(self._key("ledger"))
+        decoded = (decode(entry, StepEntry) for entry in entries)
+        return sorted((entry for entry in decoded if entry.step >= first_step), key=lambda entry: entry.step)
 
     def _fetch_chunk(self, group_ids: list[str]) -> list[list[bytes]]:
         pipeline = self._client.pipeline(transaction=False)

@@ -1,12 +1,13 @@
 """RedisStore, the run itself: its config, phase, step and versions."""
 
+from buffer.codec import decode
 from buffer.errors import RunConflict
-from buffer.records import RunState
+from buffer.records import CheckpointPointer, RunState
 from buffer.redis_scripts.run import OPEN_RUN, RAISE_VERSION, REPLACE_CONFIG, SET_PHASE
 from buffer.redis_store.door import RedisDoor, text
 from buffer.run_identity import PHASES, check_same_run, no_run
 
-LAYOUT = 1
+LAYOUT = 2
 """Raised when the meaning of a key changes; a run stored under another layout is refused."""
 
 
@@ -15,11 +16,13 @@ class RedisRun(RedisDoor):
 
     _facts: tuple[int, int] | None = None
 
-    def open_run(self, run_id: str, *, config_json: str, num_rows: int, seed: int) -> RunState:
+    def open_run(
+        self, run_id: str, *, config_json: str, num_rows: int, seed: int, keeps_finished: bool = False
+    ) -> RunState:
         """See `Store.open_run`."""
         if run_id != self._run_id:
             raise RunConflict(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
-        stored_config, *numbers = self._run(OPEN_RUN, config_json, num_rows, seed, LAYOUT)
+        stored_config, *numbers = self._run(OPEN_RUN, config_json, num_rows, seed, LAYOUT, int(keeps_finished))
         stored_rows, stored_seed, layout = map(int, numbers)
         if layout != LAYOUT:
             raise RunConflict(
@@ -34,9 +37,9 @@ class RedisRun(RedisDoor):
 
     def run_state(self) -> RunState:
         """See `Store.run_state`."""
-        names = ["phase", "step", "version", "announced_version", "detail"]
+        names = ["phase", "step", "version", "announced_version", "detail", "checkpoint"]
         with self._reaching():
-            phase, step, version, announced, detail = self._client.hmget(self._key("run"), names)
+            phase, step, version, announced, detail, checkpoint = self._client.hmget(self._key("run"), names)
         if phase is None:
             raise no_run(self._run_id)
         return RunState(
@@ -45,6 +48,7 @@ class RedisRun(RedisDoor):
             step=int(step),
             version=int(version),
             announced_version=int(announced),
+            checkpoint=decode(checkpoint, CheckpointPointer) if checkpoint else None,
             detail=text(detail),
         )
 

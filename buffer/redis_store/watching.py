@@ -18,14 +18,13 @@ _IN_SCRIPT_ORDER = (
     "ready",
     "claimed",
     "used",
-    "retired",
-    "quarantined",
     "accepted",
     "duplicates",
     "superseded",
+    "unarchived",
     "open_members",
-    "quarantined_members",
 )
+_TABLES = ("refused", "outcomes", "outcome_members", "reasons")
 
 
 class RedisWatching(RedisDoor):
@@ -33,9 +32,10 @@ class RedisWatching(RedisDoor):
 
     def counts(self) -> StoreCounts:
         """See `Store.counts`."""
-        *numbers, refused = self._run(COUNTS)
-        by_reason = {text(reason): int(count) for reason, count in zip(refused[::2], refused[1::2], strict=True)}
-        return StoreCounts(**dict(zip(_IN_SCRIPT_ORDER, numbers, strict=True)), refused=by_reason)
+        answer = self._run(COUNTS)
+        numbers, tables = answer[: len(_IN_SCRIPT_ORDER)], answer[len(_IN_SCRIPT_ORDER) :]
+        named: dict[str, Any] = dict(zip(_TABLES, map(_as_counts, tables), strict=True))
+        return StoreCounts(**named, **dict(zip(_IN_SCRIPT_ORDER, numbers, strict=True)))
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
         """See `Store.report_role`."""
@@ -60,3 +60,8 @@ class RedisWatching(RedisDoor):
     def metrics(self, *, after: int = 0) -> list[dict[str, Any]]:
         """See `Store.metrics`."""
         return [msgspec.msgpack.decode(row) for row in self._run(METRICS_AFTER, after)]
+
+
+def _as_counts(flat: list[bytes]) -> dict[str, int]:
+    """A hash as a script answers it: name, value, name, value."""
+    return {text(name): int(count) for name, count in zip(flat[::2], flat[1::2], strict=True)}

@@ -8,7 +8,7 @@ import pytest
 from buffer.codec import unpack
 from buffer.errors import RunConflict, StaleFence
 from buffer.permutation import row_of
-from buffer.records import Insertion, Lease
+from buffer.records import CheckpointPointer, Insertion, Lease
 from buffer.trajectory import Reward, VersionSpan
 from configs.buffer import FifoConfig, UniformConfig
 from tests.builders import make_packed
@@ -21,7 +21,10 @@ from tests.contract.stores import (
     Clock,
     answer,
     audit,
+    checkpoint,
     claim,
+    commit,
+    entry_of,
     fill,
     lease,
     make_memory_store,
@@ -207,7 +210,8 @@ def test_a_prompt_that_lapses_too_often_goes_to_quarantine_with_its_members(stor
         events = store.reap()
     assert events == [f"lease 0-{MAX_ATTEMPTS - 1} of generator-0 lapsed: group put into quarantine (lease_attempts)"]
     counts = store.counts()
-    assert (counts.quarantined, counts.quarantined_members, counts.open, counts.returned) == (1, 1, 0, 0)
+    assert (counts.outcomes, counts.outcome_members) == ({"quarantined": 1}, {"quarantined": 1})
+    assert (counts.open, counts.returned) == (0, 0)
     assert counts.admitted == 0, "its budget is given back"
     assert store.insert([answer(each, 1)]) == [SUPERSEDED]
     assert lease(store)[0].ordinal == 1
@@ -303,19 +307,19 @@ def test_another_attempts_answer_for_a_group_past_ready_is_superseded(store, sta
     (group_id,) = make_ready(store, 1)
     taken = claim(store, 1, 1)
     if stage != "claimed":
-        store.commit(taken)
+        commit(store, taken)
     if stage == "retired":
-        assert store.retire(up_to_step=1) == 1
+        assert checkpoint(store, 1) == 1
     assert store.insert([make_packed(group_id, 0, attempt=1)]) == [SUPERSEDED]
     assert store.counts().accepted == GROUP_SIZE
 
 
 def test_a_very_late_repeat_does_not_raise_a_retired_group(store):
     (group_id,) = make_ready(store, 1)
-    store.commit(claim(store, 1, 1))
-    store.retire(up_to_step=1)
+    commit(store, claim(store, 1, 1))
+    checkpoint(store, 1)
     assert store.insert([make_packed(group_id, 0)]) == [SUPERSEDED]
-    assert (store.counts().open, store.counts().retired) == (0, 1)
+    assert (store.counts().open, store.counts().outcomes) == (0, {"retired": 1})
 
 
 def test_many_trajectories_are_answered_in_order(store):
@@ -372,12 +376,12 @@ def test_fetching_what_is_gone_says_so(store):
 
 def test_a_commit_moves_groups_and_the_runs_step(store):
     make_ready(store, 2)
-    taken = claim(store, 7, 2)
+    taken = claim(store, 1, 2)
     store.renew_claim(taken, lease_s=5)
-    store.commit(taken)
+    commit(store, taken)
     counts = store.counts()
-    assert (counts.claimed, counts.used, store.run_state().step) == (0, 2, 7)
-    store.commit(taken)
+    assert (counts.claimed, counts.used, store.run_state().step) == (0, 2, 1)
+    commit(store, taken)
     assert store.counts() == counts, "a repeated commit changes nothing"
 
 
@@ -386,14 +390,14 @@ def test_a_lapsed_claim_is_fenced_off_and_its_groups_come_back_in_order(store, c
     old = claim(store, 1, 2, lease_s=10)
     clock.now += 10
     assert store.reap() == ["claim of step 1 lapsed: 2 groups are ready again"]
-    for act in (store.commit, lambda each: store.renew_claim(each, lease_s=1)):
+    for act in (lambda each: commit(store, each), lambda each: store.renew_claim(each, lease_s=1)):
         with pytest.raises(StaleFence, match="step 1 with fence 1"):
             act(old)
     new = claim(store, 1, 3)
     assert (new.group_ids, new.fence) == (["0", "1", "2"], 2)
     with pytest.raises(StaleFence):
-        store.commit(old)
-    store.commit(new)
+        commit(store, old)
+    commit(store, new)
 
 
 def test_a_renewed_claim_does_not_lapse(store, clock):
@@ -403,7 +407,7 @@ def test_a_renewed_claim_does_not_lapse(store, clock):
     store.renew_claim(taken, lease_s=10)
     clock.now += 9
     assert store.reap() == []
-    store.commit(taken)
+    commit(store, taken)
 
 
 def test_asking_again_for_a_step_takes_its_earlier_claim_back(store):
@@ -413,15 +417,15 @@ def test_asking_again_for_a_step_takes_its_earlier_claim_back(store):
     assert again.group_ids == lost.group_ids
     assert again.fence > lost.fence
     with pytest.raises(StaleFence):
-        store.commit(lost)
+        commit(store, lost)
     assert store.counts().claimed == 2
 
 
 def test_two_steps_may_be_claimed_at_once(store):
     make_ready(store, 4)
     first, second = claim(store, 1, 2), claim(store, 2, 2)
-    store.commit(first)
-    store.commit(second)
+    commit(store, first)
+    commit(store, second)
     assert store.counts().used == 4
 
 
@@ -433,18 +437,18 @@ def test_a_group_that_kills_its_learner_goes_to_quarantine(store, clock):
         events = store.reap()
     assert events == ["claim of step 1 lapsed: 0 groups are ready again, put into quarantine (claim_attempts): 0"]
     counts = store.counts()
-    assert (counts.quarantined, counts.quarantined_members, counts.ready, counts.admitted) == (1, GROUP_SIZE, 1, 1)
+    assert (counts.outcome_members, counts.ready, counts.admitted) == ({"quarantined": GROUP_SIZE}, 1, 1)
     assert claim(store, 1, 1).group_ids == ["1"]
 
 
 def test_retire_covers_steps_up_to_the_checkpoint(store):
     make_ready(store, 3)
     for step in (1, 2, 3):
-        store.commit(claim(store, step, 1))
-    assert store.retire(up_to_step=2) == 2
-    assert store.retire(up_to_step=2) == 0
+        commit(store, claim(store, step, 1))
+    assert checkpoint(store, 2) == 2
+    assert checkpoint(store, 2) == 0
     counts = store.counts()
-    assert (counts.used, counts.retired, counts.accepted) == (1, 2, 6)
+    assert (counts.used, counts.outcomes, counts.accepted) == (1, {"retired": 2}, 6)
     with pytest.raises(StaleFence):
         store.fetch(["0"])
     assert len(store.fetch(["2"])[0]) == GROUP_SIZE
@@ -453,10 +457,10 @@ def test_retire_covers_steps_up_to_the_checkpoint(store):
 def test_a_roll_back_returns_what_no_checkpoint_covers(store):
     make_ready(store, 5)
     for step in (1, 2, 3):
-        store.commit(claim(store, step, 1))
+        commit(store, claim(store, step, 1))
     claim(store, 4, 1)
     store.commit_version(3)
-    store.retire(up_to_step=1)
+    checkpoint(store, 1)
     assert store.roll_back(to_step=1, to_version=1) == 3
     state = store.run_state()
     assert (state.step, state.version, state.announced_version) == (1, 1, 1)
@@ -467,10 +471,10 @@ def test_a_roll_back_returns_what_no_checkpoint_covers(store):
 def test_a_commit_after_a_roll_back_is_stale(store):
     make_ready(store, 1)
     taken = claim(store, 1, 1)
-    store.commit(taken)
+    commit(store, taken)
     store.roll_back(to_step=0, to_version=0)
     with pytest.raises(StaleFence):
-        store.commit(taken)
+        commit(store, taken)
 
 
 def test_a_waiter_is_woken_by_the_group_it_waits_for(store):
@@ -542,7 +546,7 @@ def test_a_lapsed_evaluation_row_is_asked_again_without_limit(store, clock):
         assert len(store.reap()) == 1
     assert store.insert([answer(each)]) == [READY]
     assert lease(store)[0].purpose == "train"
-    assert store.counts().quarantined == 0
+    assert store.counts().outcomes == {}
 
 
 def test_an_evaluation_of_nothing_is_complete(store):
@@ -566,3 +570,94 @@ def test_metrics_are_counted_from_the_first_ever_appended(store):
     assert store.metrics(after=2)[0] == {"step": 3}
     assert store.metrics(after=1003) == []
     assert store.metrics(after=5000) == []
+
+
+# --- the ledger and the end of a group ---------------------------------------------------------------------------
+
+
+def test_the_ledger_grows_with_commits_and_goes_back_with_a_roll_back(store):
+    make_ready(store, 3)
+    entries = []
+    for step in (1, 2, 3):
+        taken = claim(store, step, 1)
+        commit(store, taken)
+        entries.append(entry_of(taken))
+    assert store.ledger() == entries
+    assert store.ledger(first_step=3) == entries[2:]
+    store.roll_back(to_step=1, to_version=1)
+    assert store.ledger() == entries[:1]
+    assert store.audit().is_sound
+
+
+def test_steps_are_committed_one_after_the_other(store):
+    make_ready(store, 2)
+    ahead = claim(store, 2, 1)
+    with pytest.raises(StaleFence, match="got step 2 after step 0"):
+        commit(store, ahead)
+    commit(store, claim(store, 1, 1))
+    commit(store, ahead)
+    with pytest.raises(StaleFence, match="got step 2 with step 2 the last one committed"):
+        claim(store, 2, 1)
+
+
+def test_a_checkpoint_is_what_a_resumed_run_starts_from(store):
+    make_ready(store, 2)
+    assert store.run_state().checkpoint is None
+    commit(store, claim(store, 1, 1))
+    checkpoint(store, 1)
+    commit(store, claim(store, 2, 1))
+    assert store.run_state().checkpoint == CheckpointPointer(1, 1, "step-00000001")
+    with pytest.raises(StaleFence, match=r"got step 3 .* with step 2 the last one committed"):
+        checkpoint(store, 3)
+    store.roll_back(to_step=1, to_version=1)
+    assert store.run_state().checkpoint == CheckpointPointer(1, 1, "step-00000001")
+
+
+def test_a_rejected_group_leaves_the_claim_and_gives_its_admission_back(store):
+    first, second, third = make_ready(store, 3)
+    taken = claim(store, 1, 2)
+    assert store.reject(taken, group_ids=[first, first, third], reason="unfit") == 1
+    counts = store.counts()
+    assert (counts.claimed, counts.ready, counts.admitted) == (1, 1, 2)
+    assert counts.reasons == {"rejected: unfit": 1}
+    again = claim(store, 1, 2)
+    assert again.group_ids == [second, third]
+    with pytest.raises(StaleFence):
+        store.reject(taken, group_ids=[second], reason="unfit")
+    assert store.audit().rejected == GROUP_SIZE
+
+
+def test_a_learner_that_dies_with_every_claim_of_a_group_is_spared_it(store):
+    make_ready(store, 1)
+    for _ in range(MAX_ATTEMPTS):
+        claim(store, 1, 1)
+        store.roll_back(to_step=0, to_version=0)
+    assert store.counts().reasons == {"quarantined: claim_attempts": 1}
+
+
+def test_without_an_archive_nothing_is_kept_of_a_group_that_is_over(store):
+    make_ready(store, 1)
+    commit(store, claim(store, 1, 1))
+    checkpoint(store, 1)
+    assert store.finished(limit=9) == []
+    assert store.counts().unarchived == 0
+
+
+def test_with_an_archive_a_group_stays_until_it_is_forgotten(fresh_store):
+    store = open_run(fresh_store, keeps_finished=True)
+    used, refused_one = lease(store, 2)
+    fill(store, used)
+    fill(store, refused_one)
+    taken = claim(store, 1, 2)
+    store.reject(taken, group_ids=[refused_one.group_id], reason="unfit")
+    commit(store, claim(store, 1, 1))
+    checkpoint(store, 1)
+    first, second = store.finished(limit=9)
+    assert (first.id, first.outcome, first.reason, first.steps) == (refused_one.group_id, "rejected", "unfit", [])
+    assert (second.id, second.outcome, second.steps) == (used.group_id, "retired", [1])
+    assert second.payloads == [answer(used, index)[1] for index in range(GROUP_SIZE)]
+    assert store.insert([answer(used)]) == [DUPLICATE]
+    assert store.forget([first.id, second.id, "no-such"]) == 2
+    assert store.finished(limit=9) == []
+    assert store.insert([answer(used)]) == [SUPERSEDED]
+    assert store.audit().is_sound

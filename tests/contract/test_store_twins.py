@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -11,7 +12,17 @@ from buffer.errors import StaleFence
 from buffer.records import Claim, Lease
 from buffer.trajectory import Reward, VersionSpan
 from configs.buffer import FifoConfig, UniformConfig
-from tests.contract.stores import GROUP_SIZE, Clock, answer, audit, make_memory_store, make_redis_store, open_run
+from tests.contract.stores import (
+    GROUP_SIZE,
+    Clock,
+    answer,
+    audit,
+    checkpoint,
+    commit,
+    make_memory_store,
+    make_redis_store,
+    open_run,
+)
 
 OWNERS = st.sampled_from(["a", "b"])
 LEASE_S = st.sampled_from([1.0, 5.0, 60.0])
@@ -28,10 +39,10 @@ class Twins(RuleBasedStateMachine):
         self.claims: list[Claim] = []
         self.sent: list[tuple] = []
 
-    @initialize()
-    def open(self) -> None:
+    @initialize(keeps_finished=st.booleans())
+    def open(self, keeps_finished: bool) -> None:
         for store in self.stores:
-            open_run(store)
+            open_run(store, keeps_finished=keeps_finished)
 
     def both(self, operation: Callable[[Any], Any]) -> Any:
         memory, redis = (_outcome(operation, store) for store in self.stores)
@@ -110,7 +121,7 @@ class Twins(RuleBasedStateMachine):
         claimed = self.both(lambda store: store.claim(lease_s=60.0, **wanted))
         if claimed:
             self.claims.append(claimed)
-            self.both(lambda store: store.commit(claimed))
+            self.both(lambda store: commit(store, claimed))
 
     @rule(count=st.integers(1, 2), times=st.integers(1, 3))
     def die_in_a_step(self, count: int, times: int) -> None:
@@ -129,14 +140,26 @@ class Twins(RuleBasedStateMachine):
     def commit(self, data: st.DataObject) -> None:
         if self.claims:
             claim = data.draw(st.sampled_from(self.claims))
-            self.both(lambda store: store.commit(claim))
+            self.both(lambda store: commit(store, claim))
 
-    @rule(behind=st.integers(0, 3))
-    def retire(self, behind: int) -> None:
+    @rule(behind=st.integers(-1, 3))
+    def checkpoint(self, behind: int) -> None:
         newest = self.stores[0].run_state().step
-        self.both(lambda store: store.retire(up_to_step=newest - behind))
+        self.both(lambda store: checkpoint(store, newest - behind))
         oldest = self.sent[:4]
         self.both(lambda store: store.insert(oldest))
+
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        if self.claims:
+            claim = data.draw(st.sampled_from(self.claims))
+            group_ids = data.draw(st.lists(st.sampled_from([*claim.group_ids, "0", "no-such"]), max_size=2))
+            self.both(lambda store: store.reject(claim, group_ids=group_ids, reason="unfit"))
+
+    @rule(limit=st.integers(0, 3))
+    def archive(self, limit: int) -> None:
+        finished = self.both(lambda store: store.finished(limit=limit))
+        self.both(lambda store: store.forget([group.id for group in finished]))
 
     @rule(behind=st.integers(0, 3), version=st.integers(0, 2))
     def roll_back(self, behind: int, version: int) -> None:
@@ -161,15 +184,13 @@ class Twins(RuleBasedStateMachine):
     @invariant()
     def agree_and_reconcile(self) -> None:
         audit(self.both(lambda store: store.counts()))
+        books = self.both(lambda store: store.audit())
+        assert books.is_sound, books
+        self.both(lambda store: store.ledger(first_step=2))
         for name in ("e", "f"):
             self.both(lambda store, name=name: store.evaluation(name))
         memory, redis = (store.run_state() for store in self.stores)
-        assert (memory.phase, memory.step, memory.version, memory.announced_version) == (
-            redis.phase,
-            redis.step,
-            redis.version,
-            redis.announced_version,
-        )
+        assert memory == msgspec.structs.replace(redis, run_id=memory.run_id)
 
     def teardown(self) -> None:
         for store in self.stores:

@@ -51,7 +51,8 @@ def main() -> None:
     run = make_run(args.folder / "model", learner=learner)
     trainer = build_trainer(run, ranks=ranks, device=CPU)
     checkpoints = Checkpoints(args.folder / f"{args.out}-checkpoints", run=run, trainer=trainer, ranks=ranks)
-    checkpoints.restore()
+    if names := checkpoints.names():
+        checkpoints.restore(names[-1])
     if args.die:
         os._exit(1)
     metrics = [trainer.step(share_groups(ranks, seed=step), learner_version=0, step=step + 1) for step in args.steps]

@@ -14,8 +14,9 @@ import redis
 
 from buffer.embedded_redis import EmbeddedRedis
 from buffer.errors import StoreUnavailable
+from buffer.ledger import make_entry
 from buffer.open_store import PASSWORD_VARIABLE, connect, open_store
-from buffer.records import Insertion
+from buffer.records import CheckpointPointer, Insertion
 from buffer.redis_store import RedisStore
 from configs.buffer import FifoConfig
 from tests.builders import make_packed
@@ -179,8 +180,8 @@ def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
         store.quarantine("malformed", b"junk")
         store.set_phase("training")
         store.commit_version(1)
-        store.commit(claim)
-        assert store.retire(up_to_step=1) == ready
+        store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), version=0, seed=0, config_hash=""))
+        assert store.checkpoint(CheckpointPointer(1, 1, "step-00000001")) == ready
         admin.config_set("maxmemory", limit)
         assert store.insert(members)[-1] == Insertion(outcome="inserted", group_is_ready=True)
 
@@ -257,8 +258,9 @@ def test_two_runs_share_a_server_without_meeting(server):
         (group_id,) = lease_groups(store, 1)
         store.insert([make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)])
     one.open_evaluation("e", purpose="greedy", version=0, rows=[1])
-    one.commit(one.claim(step=1, num_groups=1, sampler=FifoConfig(), lease_s=60))
-    one.retire(up_to_step=1)
+    claim = one.claim(step=1, num_groups=1, sampler=FifoConfig(), lease_s=60)
+    one.commit(claim, make_entry(claim, one.fetch(claim.group_ids), version=0, seed=0, config_hash=""))
+    one.checkpoint(CheckpointPointer(1, 1, "step-00000001"))
     one.report_role("learner-0", {})
     one.append_metrics({})
     one.quarantine("malformed", b"")

@@ -14,7 +14,7 @@ import pytest
 
 from buffer.embedded_redis import EmbeddedRedis
 from buffer.open_store import open_store
-from buffer.store import RunState, StoreCounts
+from buffer.records import Audit, RunState, StoreCounts
 from tests.e2e import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -107,25 +107,24 @@ def has_stepped(run: Run, steps: int) -> Callable[[], bool]:
     return lambda: run.steps >= steps or run.launcher.poll() is not None
 
 
-def left_behind(run: Run) -> tuple[StoreCounts, RunState]:
-    """What the store of a run that is over holds."""
+def left_behind(run: Run) -> tuple[StoreCounts, RunState, Audit]:
+    """What the store of a run that is over holds, and its books."""
     server = EmbeddedRedis(run.path / "store")
     server.start()
     try:
         store = open_store(server.url, run.name, timeout_s=10)
-        return store.counts(), store.run_state()
+        return store.counts(), store.run_state(), store.audit()
     finally:
         server.stop()
 
 
 def assert_reconciled(run: Run) -> None:
-    counts, state = left_behind(run)
-    whole_groups = counts.ready + counts.claimed + counts.used + counts.retired
-    assert counts.accepted == counts.open_members + GROUP_SIZE * whole_groups + counts.quarantined_members
+    counts, state, books = left_behind(run)
+    assert books.is_sound, books
     # Every prompt ever admitted is in exactly one place; open groups are those of leased and returned prompts.
-    assert counts.admitted == counts.leased + counts.returned + whole_groups + counts.quarantined
-    assert counts.quarantined == 0
-    assert counts.retired == 4 * state.step
+    placed = counts.leased + counts.returned + counts.ready + counts.claimed + counts.used
+    assert counts.admitted == placed + counts.outcomes["retired"]
+    assert counts.outcomes == {"retired": 4 * state.step}
     assert counts.refused == {}
 
 

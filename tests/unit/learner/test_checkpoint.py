@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
-from learner.checkpoint import Checkpoints, save_model
+from learner.checkpoint import Checkpoints
 from learner.errors import CheckpointFault
-from learner.model import load_policy
 from learner.random_state import restore_random_state, save_random_state
 from tests.unit.learner.builders import (
-    CPU,
-    ModelConfig,
     make_alone,
     make_groups,
     make_model,
@@ -43,10 +40,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, engine):
 
     trainer, checkpoints = make_checkpoints(run, tmp_path)
     steps(trainer, range(2))
-    checkpoints.save(step=2, version=2)
+    name = checkpoints.save(step=2, version=2)
 
     resumed, checkpoints = make_checkpoints(run, tmp_path)
-    state = checkpoints.restore()
+    state = checkpoints.restore(name)
     assert (state.step, state.version, state.num_updates) == (2, 2, 2)
     assert steps(resumed, range(2, 4)) == expected[2:]
     final = weights(resumed)
@@ -65,31 +62,33 @@ def test_random_number_generators_go_on_where_they_were(tmp_path):
     assert draw() == expected
 
 
-def test_without_a_checkpoint_there_is_nothing_to_restore(tmp_path):
+def test_a_checkpoint_that_is_gone_is_named(tmp_path):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    assert checkpoints.restore() is None
+    with pytest.raises(CheckpointFault, match="step-00000004 must be a whole checkpoint"):
+        checkpoints.restore("step-00000004")
 
 
 def test_only_the_newest_are_kept(tmp_path):
     run = make_run(make_model(tmp_path), learner={"checkpoint": CheckpointConfig(keep=2)})
     _, checkpoints = make_checkpoints(run, tmp_path)
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         checkpoints.save(step=step, version=step)
-    found = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert found == ["latest", "step-00000002", "step-00000003"]
-    assert checkpoints.restore().step == 3
+    checkpoints.prune(keeping="step-00000002")
+    assert checkpoints.names() == ["step-00000002", "step-00000003", "step-00000004"]
+    checkpoints.prune(keeping="step-00000004")
+    assert checkpoints.names() == ["step-00000003", "step-00000004"]
 
 
 def test_a_crash_while_writing_leaves_the_one_before(tmp_path):
     run = make_run(make_model(tmp_path))
     _, checkpoints = make_checkpoints(run, tmp_path)
-    checkpoints.save(step=1, version=1)
+    first = checkpoints.save(step=1, version=1)
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / "step-00000001", folder / "draft")  # died before the rename
-    shutil.copytree(folder / "step-00000001", folder / "step-00000002")  # died before the pointer
-    assert checkpoints.restore().step == 1
-    checkpoints.save(step=2, version=5)
-    assert (checkpoints.restore().step, checkpoints.restore().version) == (2, 5)
+    shutil.copytree(folder / "step-00000001", folder / "step-00000002")  # died before the store pointed at it
+    again = checkpoints.save(step=2, version=5)
+    assert again == "step-00000002.2", "the folder of the one that does not count is not taken"
+    assert (checkpoints.restore(first).step, checkpoints.restore(again).version) == (1, 5)
 
 
 def test_a_checkpoint_of_another_engine_is_refused_in_one_sentence(tmp_path):
@@ -98,7 +97,7 @@ def test_a_checkpoint_of_another_engine_is_refused_in_one_sentence(tmp_path):
     checkpoints.save(step=1, version=1)
     _, other = make_checkpoints(make_run(path, learner={"engine": zero(2)}), tmp_path)
     with pytest.raises(CheckpointFault, match=r"must have been written with .*zero-2.*, got .*torch") as caught:
-        other.restore()
+        other.restore("step-00000001")
     assert "\n" not in str(caught.value)
 
 
@@ -107,7 +106,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     checkpoints.save(step=1, version=1)
     _, tied = make_checkpoints(make_run(make_model(tmp_path, is_tied=True)), tmp_path)
     with pytest.raises(CheckpointFault):
-        tied.restore()
+        tied.restore("step-00000001")
 
 
 @pytest.mark.parametrize("part", ["state.json", "optimizer-rank-0.safetensors", "random-rank-0"])
@@ -116,23 +115,4 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, part):
     checkpoints.save(step=1, version=1)
     (tmp_path / "checkpoints" / "step-00000001" / part).write_bytes(b"{")
     with pytest.raises(CheckpointFault, match=part if part != "state.json" else "whole checkpoint"):
-        checkpoints.restore()
-
-
-def test_a_pointer_to_nowhere_is_refused(tmp_path):
-    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    checkpoints.save(step=1, version=1)
-    shutil.rmtree(tmp_path / "checkpoints" / "step-00000001")
-    with pytest.raises(CheckpointFault, match="whole checkpoint"):
-        checkpoints.restore()
-
-
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_a_saved_model_is_the_trained_one(tmp_path, is_tied):
-    run = make_run(make_model(tmp_path, is_tied=is_tied))
-    trainer = make_trainer(run)
-    steps(trainer, range(1))
-    save_model(trainer, tmp_path / "final", run=run, ranks=make_alone())
-    loaded = load_policy(ModelConfig(path=str(tmp_path / "final")), device=CPU).causal_lm
-    trained = weights(trainer)
-    assert all(p.equal(trained[name]) for name, p in loaded.named_parameters(remove_duplicate=False))
+        checkpoints.restore("step-00000001")

@@ -1,0 +1,74 @@
+"""The audit, on snapshots with one thing wrong each."""
+
+import msgspec
+import pytest
+
+from buffer.audit import Snapshot, audit
+from buffer.records import StepEntry
+
+
+def entry(step: int, *groups: str) -> StepEntry:
+    names = [[f"{group}-0-0", f"{group}-0-1"] for group in groups]
+    return StepEntry(step, step - 1, step, 0, "hash", list(groups), names)
+
+
+SOUND = Snapshot(
+    next_ordinal=6,
+    accepted=9,
+    places={"leased": ["5"], "returned": ["4"], "ready": ["3"], "claimed": ["2"], "used": ["1"]},
+    members={"5": (1, 1), "4": (0, 0), "3": (2, 2), "2": (2, 2), "1": (2, 2)},
+    done=[0],
+    outcome_members={"retired": 2},
+    ledger=[entry(1, "0"), entry(2, "1")],
+)
+
+
+def spoilt(**fields: object):
+    return audit(msgspec.structs.replace(SOUND, **fields))
+
+
+def test_sound_books_add_up():
+    books = audit(SOUND)
+    assert books.is_sound, books
+    assert (books.buffered, books.claimed, books.used, books.retired) == (3, 2, 2, 2)
+    assert books.accepted == 9
+
+
+def test_an_acknowledged_trajectory_that_is_nowhere_is_lost():
+    assert spoilt(accepted=10).lost == 1
+
+
+def test_a_payload_that_is_gone_is_lost():
+    assert spoilt(members=SOUND.members | {"3": (2, 1)}).lost == 1
+
+
+def test_a_prompt_in_no_place_was_skipped():
+    books = spoilt(next_ordinal=7)
+    assert (books.skipped_prompts, books.problems) == (1, ["in no place: 6"])
+
+
+def test_a_group_in_two_places_is_duplicated():
+    books = spoilt(places=SOUND.places | {"ready": ["3", "2"]}, accepted=11)
+    assert books.duplicated == 1
+    assert books.problems == ["in more than one place: 2 (ready and claimed)"]
+
+
+def test_a_group_trained_on_twice_is_duplicated():
+    books = spoilt(ledger=[entry(1, "0"), entry(2, "1", "0")])
+    assert books.duplicated == 2
+    assert books.problems == ["trained on more than once: 0-0-0, 0-0-1"]
+
+
+@pytest.mark.parametrize(
+    ("ledger", "problem"),
+    [
+        ([entry(1, "0")], "not in the ledger, though used: 1"),
+        ([entry(1, "0"), entry(2, "1"), entry(3, "3")], "in the ledger, but neither used nor over: 3"),
+    ],
+)
+def test_the_ledger_must_say_what_the_places_say(ledger: list[StepEntry], problem: str):
+    assert spoilt(ledger=ledger).problems == [problem]
+
+
+def test_many_groups_are_named_in_part():
+    assert spoilt(next_ordinal=20).problems == ["in no place: 6, 7, 8, 9, 10 and 9 more"]
