@@ -10,7 +10,6 @@ python run_async.py --cfg job ...                    show the resolved configura
 import itertools
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from broker.errors import BrokerFault
 from broker.live_view import LiveView
 from broker.monitor import Monitor
 from broker.placement import DEVICES_VARIABLE, count_gpus, place
-from broker.process import LAUNCHER_VARIABLE, RoleDied, RoleProcess
+from broker.process import LAUNCHER_VARIABLE, RoleDied, RoleProcess, raise_on_stop_signal
 from broker.run_folder import RunFolder
 from buffer.embedded_redis import EmbeddedRedis
 from buffer.errors import BufferFault, StoreUnavailable
@@ -110,7 +109,7 @@ class Launcher:
 
     def launch(self) -> None:
         """Start everything, watch until the learner has finished, stop everything."""
-        signal.signal(signal.SIGTERM, _interrupt)
+        raise_on_stop_signal()
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         with self._store() as store, self._processes(), self._view.shown():
             self._watch(Monitor(store, self._run))
@@ -217,10 +216,6 @@ def _next_commands(run: RunConfig) -> list[str]:
         f"{python} run_async.py name={run.name}-two generators.count=2           # two generators",
         f"{python} scripts/print_config.py --arithmetic experiment=gsm8k_1gpu    # what a GPU run would be",
     ]
-
-
-def _interrupt(_number: int, _frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -56,12 +56,16 @@ def on_stop_signal(stop: Callable[[], None]) -> threading.Event:
 
 
 def raise_on_stop_signal() -> None:
-    """Turn SIGTERM into KeyboardInterrupt, for a role whose loop is plain synchronous code."""
+    """Turn SIGTERM into KeyboardInterrupt, for a process whose loop is plain synchronous code.
+
+    SIGINT too: Python leaves it ignored in what a script has started in the background.
+    """
 
     def interrupt(_number: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, interrupt)
 
 
 class RoleProcess:
