@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from broker.monitor import Snapshot
+from buffer.records import StoreCounts
 from configs.run import RunConfig
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -113,9 +114,13 @@ def _numbers(snapshot: Snapshot) -> Table:
         f"{last.get('generators/tokens_per_s', 0):,.0f} generated, {last.get('learner/tokens_per_s', 0):,.0f} learned"
     )
     grid.add_row("tokens/s", speeds, "")
-    places = ("leased", "ready", "claimed", "used", "retired")
-    grid.add_row("groups", ", ".join(f"{getattr(snapshot.counts, place)} {place}" for place in places), "")
+    grid.add_row("groups", _groups(snapshot.counts), "")
     return grid
+
+
+def _groups(counts: StoreCounts) -> str:
+    places = {place: getattr(counts, place) for place in ("leased", "ready", "claimed", "used")}
+    return ", ".join(f"{number} {place}" for place, number in (places | counts.outcomes).items())
 
 
 def _lag_line(row: dict[str, Any]) -> Text:

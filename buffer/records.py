@@ -102,6 +102,17 @@ class StepEntry(Record):
     """Of each group, by index."""
 
 
+class VersionEntry(Record):
+    """A published set of weights. Example: VersionEntry(version=12, step=12, checksum="9f86d081884c7d65")."""
+
+    version: int
+    """The policy version; published again after a resume, it is entered again."""
+    step: int
+    """Last step that is in the weights; 0 = initial weights."""
+    checksum: str
+    """xxh3-64 over the checksums of all buckets as sent, hexadecimal: equal for equal weights."""
+
+
 class CheckpointPointer(Record):
     """The newest durable checkpoint. Example: CheckpointPointer(step=50, version=50, name="step-00000050")."""
 

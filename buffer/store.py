@@ -18,6 +18,7 @@ from buffer.records import (
     RunState,
     StepEntry,
     StoreCounts,
+    VersionEntry,
 )
 from buffer.trajectory import Purpose, TrajectoryHeader
 from configs.buffer import FifoConfig, UniformConfig
@@ -53,6 +54,14 @@ class Store(Protocol):
 
     def announce_version(self, version: int) -> None:
         """From now on tokens of `version` may arrive. Never goes back, except through `roll_back`."""
+        ...
+
+    def record_version(self, entry: VersionEntry) -> None:
+        """Enter a set of weights before it is announced. A repeat of the last entry changes nothing."""
+        ...
+
+    def versions(self) -> list[VersionEntry]:
+        """Every set of weights entered, in order."""
         ...
 
     def commit_version(self, version: int) -> None:

@@ -188,7 +188,9 @@ class Learner:
 
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"
-        self._publishing.publish(version=self._version, weights=self._team.weights(), canary=self._team.canary())
+        self._publishing.publish(
+            version=self._version, step=self._step, weights=self._team.weights(), canary=self._team.canary()
+        )
 
     # --- evaluation and checkpoints ------------------------------------------------------------------------------
     def _evaluate_if_due(self) -> None:

@@ -110,6 +110,11 @@ class Publisher:
         return self._update.version if self._update else -1
 
     @property
+    def staged_checksum(self) -> str:
+        """Of the staged weights as they are sent; empty before the first `stage`."""
+        return buckets.combine(self._update.checksums) if self._update else ""
+
+    @property
     def num_alive(self) -> int:
         """Living generators, as far as the broker has told."""
         return len(self._alive)

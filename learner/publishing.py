@@ -13,6 +13,7 @@ from threading import Thread
 import structlog
 from torch import Tensor
 
+from buffer.records import VersionEntry
 from buffer.store import Store
 from learner.publisher import Canary, Published, Publisher
 
@@ -29,10 +30,11 @@ class Publishing:
         self._underway: Future[Published] | None = None
         self._finished: Published | None = None
 
-    def publish(self, *, version: int, weights: Iterable[tuple[str, Tensor]], canary: Canary) -> None:
-        """Copy the weights and send them off. Blocks while the previous version is still on its way."""
+    def publish(self, *, version: int, step: int, weights: Iterable[tuple[str, Tensor]], canary: Canary) -> None:
+        """Copy the weights after `step` and send them off. Blocks while the previous version is still on its way."""
         self.finish()
         self._publisher.stage(version=version, weights=weights, canary=canary)
+        self._store.record_version(VersionEntry(version, step, self._publisher.staged_checksum))
         self._store.announce_version(version)
         self._start()
 

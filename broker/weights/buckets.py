@@ -90,6 +90,11 @@ def checksums(buckets: Iterable[Tensor]) -> list[int]:
     return [xxhash.xxh3_64_intdigest(bucket.detach().cpu().contiguous().numpy()) for bucket in buckets]
 
 
+def combine(checksums: Sequence[int]) -> str:
+    """One checksum of all buckets, 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
+
+
 def verify(buckets: Sequence[Tensor], *, expected: Sequence[int]) -> None:
     """Raises WeightTransferFault, naming the bucket, unless the checksums are those expected."""
     if len(buckets) != len(expected):

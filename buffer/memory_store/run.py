@@ -2,7 +2,7 @@
 
 from buffer.errors import RunConflict
 from buffer.memory_store.state import MemoryState, Run
-from buffer.records import RunState
+from buffer.records import RunState, VersionEntry
 from buffer.run_identity import PHASES, check_same_run
 
 
@@ -56,6 +56,19 @@ class MemoryRun(MemoryState):
         with self._changed:
             run = self._opened()
             run.announced_version = max(run.announced_version, version)
+
+    def record_version(self, entry: VersionEntry) -> None:
+        """See `Store.record_version`."""
+        with self._changed:
+            self._opened()
+            if self._versions[-1:] != [entry]:
+                self._versions.append(entry)
+
+    def versions(self) -> list[VersionEntry]:
+        """See `Store.versions`."""
+        with self._changed:
+            self._opened()
+            return list(self._versions)
 
     def commit_version(self, version: int) -> None:
         """See `Store.commit_version`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from buffer.limits import FRAMES_KEPT, METRICS_KEPT
-from buffer.records import CheckpointPointer, Outcome, StepEntry
+from buffer.records import CheckpointPointer, Outcome, StepEntry, VersionEntry
 from buffer.run_identity import no_run
 from buffer.trajectory import Purpose
 
@@ -110,6 +110,7 @@ class MemoryState:
         self._ready: dict[int, str] = {}
         self._claims: dict[int, LiveClaim] = {}
         self._used: dict[int, UsedStep] = {}
+        self._versions: list[VersionEntry] = []
         self._ledger: dict[int, StepEntry] = {}
         self._done: set[int] = set()
         self._finished: list[str] = []

@@ -16,6 +16,7 @@ Keys (all begin with the run's hash tag `{run}:`, so that they share a slot):
     claims              zset    step -> deadline                 claim_fences       hash  step -> fence
     claimed:<step>      list    groups                           used:<step>        list  groups
     used_steps          zset    step -> step                     commit_fences      hash  step -> fence
+    versions            list    encoded VersionEntry
     ledger              hash    step -> encoded StepEntry        done             bitmap  ordinals of groups over
     finished            zset    group that is over -> sequence   outcomes           hash  outcome -> groups
     outcome_members     hash    outcome -> trajectories          reasons            hash  outcome: reason -> groups

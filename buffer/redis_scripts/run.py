@@ -41,3 +41,10 @@ raise('announced_version')
 if ARGV[3] == '1' then raise('version') end
 """
 )
+
+# Atomic because the run must exist, and a repeat after a lost answer must not enter it twice. entry.
+RECORD_VERSION = script(
+    """
+if redis.call('LINDEX', key('versions'), -1) ~= ARGV[2] then redis.call('RPUSH', key('versions'), ARGV[2]) end
+"""
+)

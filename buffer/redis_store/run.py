@@ -1,9 +1,9 @@
 """RedisStore, the run itself: its config, phase, step and versions."""
 
-from buffer.codec import decode
+from buffer.codec import decode, encode
 from buffer.errors import RunConflict
-from buffer.records import CheckpointPointer, RunState
-from buffer.redis_scripts.run import OPEN_RUN, RAISE_VERSION, REPLACE_CONFIG, SET_PHASE
+from buffer.records import CheckpointPointer, RunState, VersionEntry
+from buffer.redis_scripts.run import OPEN_RUN, RAISE_VERSION, RECORD_VERSION, REPLACE_CONFIG, SET_PHASE
 from buffer.redis_store.door import RedisDoor, text
 from buffer.run_identity import PHASES, check_same_run, no_run
 
@@ -69,6 +69,15 @@ class RedisRun(RedisDoor):
     def announce_version(self, version: int) -> None:
         """See `Store.announce_version`."""
         self._run(RAISE_VERSION, version, 0)
+
+    def record_version(self, entry: VersionEntry) -> None:
+        """See `Store.record_version`."""
+        self._run(RECORD_VERSION, encode(entry))
+
+    def versions(self) -> list[VersionEntry]:
+        """See `Store.versions`."""
+        with self._reaching():
+            return [decode(entry, VersionEntry) for entry in self._client.lrange(self._key("versions"), 0, -1)]
 
     def commit_version(self, version: int) -> None:
         """See `Store.commit_version`."""

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from buffer.errors import StaleFence
-from buffer.records import Claim, Lease
+from buffer.records import Claim, Lease, VersionEntry
 from buffer.trajectory import Reward, VersionSpan
 from configs.buffer import FifoConfig, UniformConfig
 from tests.contract.stores import (
@@ -169,6 +169,11 @@ class Twins(RuleBasedStateMachine):
     @rule(version=st.integers(0, 3), committed=st.booleans())
     def raise_version(self, version: int, committed: bool) -> None:
         self.both(lambda store: store.commit_version(version) if committed else store.announce_version(version))
+
+    @rule(version=st.integers(0, 1))
+    def record_version(self, version: int) -> None:
+        self.both(lambda store: store.record_version(VersionEntry(version, version, "sum")))
+        self.both(lambda store: store.versions())
 
     @rule(name=st.sampled_from(["e", "f"]), rows=st.lists(st.integers(0, 3), max_size=3))
     def open_evaluation(self, name: str, rows: list[int]) -> None:

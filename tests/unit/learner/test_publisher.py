@@ -162,7 +162,7 @@ def test_a_version_is_announced_before_and_committed_after_it_is_adopted():
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
     publishing = Publishing(publisher, store, in_background=True)
-    publishing.publish(version=1, weights=WEIGHTS, canary=CANARY)
+    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     assert store.run_state().announced_version == 1
     publishing.finish()
     assert store.run_state().version == 1
@@ -176,7 +176,7 @@ def test_a_generator_that_joins_after_a_publish_in_the_background_is_looked_afte
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
     publishing = Publishing(publisher, store, in_background=True)
-    publishing.publish(version=1, weights=WEIGHTS, canary=CANARY)
+    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     publishing.look_after_members(timeout_s=5)
     generators.be(g0="well", g1="well")
     publishing.look_after_members(timeout_s=0)
@@ -194,6 +194,6 @@ def test_what_goes_wrong_in_the_background_is_raised_at_the_next_publish():
         raise RuntimeError("a bug")
 
     generators.broadcast = broken
-    publishing.publish(version=1, weights=WEIGHTS, canary=CANARY)
+    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     with pytest.raises(RuntimeError, match="a bug"):
-        publishing.publish(version=2, weights=WEIGHTS, canary=CANARY)
+        publishing.publish(version=2, step=2, weights=WEIGHTS, canary=CANARY)
