@@ -1,0 +1,148 @@
+"""Where a step, a trajectory or a policy version came from: the chain from the step ledger down to seeds and rewards.
+
+    python -m scripts.explain runs/digits_cpu step 12
+    python -m scripts.explain runs/digits_cpu trajectory 380-0-3
+    python -m scripts.explain runs/digits_cpu version 12
+
+Works on a run that is going on and on one that is over, from its store alone.
+"""
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from buffer.codec import unpack
+from buffer.errors import BufferFault, StaleFence
+from buffer.records import StepEntry
+from buffer.store import Store
+from buffer.stored_run import stored_run
+from buffer.trajectory import Trajectory
+from configs.base import ConfigError
+from configs.exits import fail_cleanly
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def explain_step(store: Store, step: int) -> None:
+    """What a step trained on, and which weights came of it."""
+    entry = next((entry for entry in store.ledger(first_step=step) if entry.step == step), None)
+    if entry is None:
+        newest = store.run_state().step
+        raise ConfigError(f"step must be one of the ledger's, 1 to {newest}, got {step}.")
+    console.print(f"step {step}: {len(entry.group_ids)} groups, learner at version {entry.version}", style="bold")
+    console.print(f"seed {entry.seed}, settings {entry.config_hash}, claim fence {entry.fence}")
+    console.print(f"weights after it: {_weights_of_step(store, step)}")
+    console.print(_table(_rows(store, entry)))
+
+
+def explain_trajectory(store: Store, trajectory_id: str) -> None:
+    """Who made a trajectory, from what, under which weights, and which steps trained on it."""
+    group_id = trajectory_id.rsplit("-", 2)[0]
+    found = [member for member in _stored(store, group_id) if member.id == trajectory_id]
+    steps = [entry for entry in store.ledger() if any(trajectory_id in names for names in entry.trajectory_ids)]
+    if not found and not steps:
+        raise ConfigError(f"trajectory {trajectory_id!r} must be in the store or the ledger, but is in neither.")
+    console.print(f"trajectory {trajectory_id} of group {group_id}", style="bold")
+    for trajectory in found:
+        console.print(*_facts(trajectory), sep="\n")
+    if not found:
+        console.print("its tokens have left the store")
+    for entry in steps:
+        lag = "" if not found else f", lag {entry.version - _oldest(found[0])} of its oldest token"
+        console.print(f"trained on in step {entry.step}, learner at version {entry.version}{lag}")
+    for version in sorted({span.version for trajectory in found for span in trajectory.version_spans}):
+        explain_version(store, version)
+
+
+def explain_version(store: Store, version: int) -> None:
+    """Which step's weights a version is, and their checksum."""
+    entries = [entry for entry in store.versions() if entry.version == version]
+    if not entries:
+        raise ConfigError(f"version must have been published by this run, got {version}.")
+    for entry in entries:
+        origin = f"the weights after step {entry.step}" if entry.step else "the initial weights"
+        console.print(f"version {version}: {origin}, checksum {entry.checksum}")
+
+
+def _weights_of_step(store: Store, step: int) -> str:
+    found = [f"version {entry.version} (checksum {entry.checksum})" for entry in store.versions() if entry.step == step]
+    return ", ".join(found) or "not published"
+
+
+def _rows(store: Store, entry: StepEntry) -> Iterable[tuple[str, ...]]:
+    for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
+        members = {member.id: member for member in _stored(store, group_id)}
+        for name in names:
+            yield _row(name, members.get(name))
+
+
+def _row(name: str, trajectory: Trajectory | None) -> tuple[str, ...]:
+    if trajectory is None:
+        return (name, "its tokens have left the store", "", "", "", "")
+    return (
+        name,
+        trajectory.prompt_uid,
+        trajectory.generator_id,
+        str(trajectory.sampling.seed),
+        " ".join(str(span.version) for span in trajectory.version_spans),
+        f"{trajectory.reward.total:.3f}",
+    )
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table("trajectory", "prompt", "generator", "seed", "versions", "reward")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _facts(trajectory: Trajectory) -> list[str]:
+    sampling, reward = trajectory.sampling, trajectory.reward
+    spans = ", ".join(f"from token {span.first_token} version {span.version}" for span in trajectory.version_spans)
+    parts = ", ".join(f"{name} {value:g}" for name, value in reward.parts.items())
+    return [
+        f"prompt {trajectory.prompt_uid} of {trajectory.data_source}, attempt {trajectory.attempt}",
+        f"made by {trajectory.generator_id} in {trajectory.finished_at - trajectory.started_at:.2f} s, "
+        f"seed {sampling.seed}, temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}",
+        f"{trajectory.num_tokens} tokens, {int(trajectory.model_mask.sum())} of them the model's ({spans}), "
+        f"ended by {trajectory.stop_reason}",
+        f"reward {reward.total:g} ({parts or 'no parts'}), status {reward.status}",
+    ]
+
+
+def _oldest(trajectory: Trajectory) -> int:
+    return min(span.version for span in trajectory.version_spans)
+
+
+def _stored(store: Store, group_id: str) -> list[Trajectory]:
+    try:
+        (payloads,) = store.fetch([group_id])
+    except StaleFence:
+        return []
+    return [unpack(payload) for payload in payloads]
+
+
+@fail_cleanly(BufferFault)
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="run folder, such as runs/digits_cpu")
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    kinds.add_parser("step", help="what a step trained on").add_argument("number", type=int)
+    kinds.add_parser("trajectory", help="where a trajectory came from").add_argument("id")
+    kinds.add_parser("version", help="which weights a version is").add_argument("number", type=int)
+    options = parser.parse_args(arguments)
+    with stored_run(options.run) as store:
+        if options.kind == "step":
+            explain_step(store, options.number)
+        elif options.kind == "trajectory":
+            explain_trajectory(store, options.id)
+        else:
+            explain_version(store, options.number)
+
+
+if __name__ == "__main__":
+    main()

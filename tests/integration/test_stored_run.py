@@ -1,0 +1,53 @@
+"""Looking into a run folder's store: live, or over."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from buffer.embedded_redis import EmbeddedRedis
+from buffer.errors import StoreUnavailable
+from buffer.open_store import open_store
+from buffer.stored_run import stored_run
+from configs.base import ConfigError
+from configs.load import load
+
+
+def make_run_folder(folder: Path) -> EmbeddedRedis:
+    """A run folder with a store that has been opened; returns its server, running."""
+    run = load(["name=looked-into"])
+    (folder / "store").mkdir(parents=True)
+    (folder / "config.yaml").write_bytes(msgspec.yaml.encode(run))
+    server = EmbeddedRedis(folder / "store")
+    server.start(timeout_s=20)
+    store = open_store(server.url, run.name, timeout_s=10)
+    store.open_run(run.name, config_json="{}", num_rows=5, seed=0)
+    store.close()
+    return server
+
+
+def test_a_run_that_is_over_is_looked_into_and_left_as_it_was(tmp_path):
+    server = make_run_folder(tmp_path / "run")
+    server.stop()
+    for _ in range(2):
+        with stored_run(tmp_path / "run") as store:
+            assert store.run_state().phase == "starting"
+    with pytest.raises(StoreUnavailable):
+        open_store(server.url, "looked-into", timeout_s=0)
+
+
+def test_a_live_run_goes_on(tmp_path):
+    server = make_run_folder(tmp_path / "run")
+    try:
+        with stored_run(tmp_path / "run") as store:
+            assert store.run_state().step == 0
+        store = open_store(server.url, "looked-into", timeout_s=1)
+        assert store.run_state().step == 0
+        store.close()
+    finally:
+        server.stop()
+
+
+def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="must be a run folder"), stored_run(tmp_path):
+        pass

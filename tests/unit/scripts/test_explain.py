@@ -1,0 +1,72 @@
+"""The provenance chain, read from a store."""
+
+import pytest
+
+from buffer.ledger import make_entry
+from buffer.memory_store import MemoryStore
+from buffer.records import CheckpointPointer, VersionEntry
+from configs.base import ConfigError
+from configs.buffer import FifoConfig
+from scripts.explain import explain_step, explain_trajectory, explain_version
+from tests.builders import make_packed
+
+
+def make_store(*, is_retired: bool = False) -> MemoryStore:
+    """One group of two, trained on in step 1."""
+    store = MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=5, seed=7)
+    store.record_version(VersionEntry(0, 0, "aaaa"))
+    store.lease(owner="generator-0", max_groups=1, group_size=2, lease_s=60, admission_limit=9)
+    store.insert([make_packed("0", index, group_size=2) for index in (0, 1)])
+    claim = store.claim(step=1, num_groups=1, sampler=FifoConfig(), lease_s=60)
+    assert claim is not None
+    store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), version=0, seed=7, config_hash="cfg"))
+    store.record_version(VersionEntry(1, 1, "bbbb"))
+    if is_retired:
+        store.checkpoint(CheckpointPointer(1, 1, "step-00000001"))
+    return store
+
+
+def test_a_step_names_its_trajectories_and_the_weights_after_it(capsys):
+    explain_step(make_store(), 1)
+    told = capsys.readouterr().out
+    for part in (
+        "1 groups, learner at version 0",
+        "seed 7, settings cfg",
+        "version 1 (checksum bbbb)",
+        "0-0-0",
+        "0-0-1",
+    ):
+        assert part in told
+
+
+def test_a_trajectory_names_its_maker_its_step_and_its_weights(capsys):
+    explain_trajectory(make_store(), "0-0-1")
+    told = capsys.readouterr().out
+    for part in ("made by", "trained on in step 1, learner at version 0, lag 0", "version 0: the initial weights"):
+        assert part in told
+
+
+def test_what_has_left_the_store_is_still_in_the_ledger(capsys):
+    explain_trajectory(make_store(is_retired=True), "0-0-1")
+    told = capsys.readouterr().out
+    assert "its tokens have left the store" in told
+    assert "trained on in step 1, learner at version 0\n" in told
+
+
+def test_a_version_names_its_step_and_checksum(capsys):
+    explain_version(make_store(), 1)
+    assert capsys.readouterr().out == "version 1: the weights after step 1, checksum bbbb\n"
+
+
+@pytest.mark.parametrize(
+    ("explain", "what", "sentence"),
+    [
+        (explain_step, 2, "step must be one of the ledger's, 1 to 1, got 2"),
+        (explain_trajectory, "9-0-0", "trajectory '9-0-0' must be in the store or the ledger"),
+        (explain_version, 5, "version must have been published by this run, got 5"),
+    ],
+)
+def test_what_is_unknown_is_one_sentence(explain, what, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        explain(make_store(), what)
