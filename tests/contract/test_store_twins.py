@@ -105,7 +105,7 @@ class Twins(RuleBasedStateMachine):
         sampler = UniformConfig() if uniform else FifoConfig()
         wanted = {"step": step, "num_groups": count, "sampler": sampler, "lease_s": lease_s}
         claimed = self.both(lambda store: store.claim(**wanted))
-        if claimed:
+        if isinstance(claimed, Claim):
             self.claims.append(claimed)
             self.both(lambda store: store.fetch(claimed.group_ids))
 

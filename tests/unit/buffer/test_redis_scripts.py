@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from buffer.redis_scripts import batches, prompts, run, trajectories, watching
+from buffer.redis_scripts import batches, finished, prompts, run, trajectories, watching
 
-MODULES = [run, prompts, trajectories, batches, watching]
+MODULES = [run, prompts, trajectories, batches, finished, watching]
 NAMED = [(module, name) for module in MODULES for name in vars(module) if re.fullmatch(r"[A-Z][A-Z_]+", name)]
-SCRIPTS = [pair for pair in NAMED if pair[1] not in ("QUARANTINE_GROUP", "RING_BELL")]
+SCRIPTS = [pair for pair in NAMED if pair[1] not in ("END_GROUP", "RING_BELL")]
 
 
 @pytest.mark.parametrize(("module", "name"), SCRIPTS, ids=[name for _, name in SCRIPTS])

@@ -1,0 +1,122 @@
+"""Finished groups -> columns -> trajectories."""
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from buffer.archive.columns import SCHEMA, from_batch, newer_schema, to_table
+from buffer.archive.stored_trajectory import StoredTrajectory
+from buffer.codec import encode
+from buffer.errors import Refused
+from buffer.records import FinishedGroup
+from buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
+from tests.unit.buffer.archive.finished import make_finished
+
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+COUNTS = st.integers(0, 2**63 - 1)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False) | st.text(max_size=8) | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(1, 40))
+    mask = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+    mask[draw(st.integers(0, length - 1))] = True
+    starts = sorted(draw(st.sets(st.integers(0, length - 1), max_size=4)) | {0})
+    logprob = st.floats(-1e30, 0, width=32)
+    return Trajectory(
+        id=draw(st.text(max_size=8)),
+        group_id="0",
+        index=draw(COUNTS),
+        prompt_uid=draw(st.text(max_size=8)),
+        attempt=draw(COUNTS),
+        token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), np.int32),
+        model_mask=mask,
+        generator_logprobs=np.array(draw(st.lists(logprob, min_size=length, max_size=length)), np.float32),
+        version_spans=[VersionSpan(start, draw(st.integers(0, 2**31 - 1))) for start in starts],
+        reward=Reward(
+            draw(FLOATS),
+            draw(st.dictionaries(st.text(max_size=4), FLOATS, max_size=3)),
+            draw(st.sampled_from(["ok", "error", "timeout"])),
+            draw(st.booleans()),
+            draw(st.text(max_size=8)),
+        ),
+        stop_reason=draw(st.sampled_from(["stop", "length", "aborted"])),
+        sampling=Sampling(draw(FLOATS), draw(FLOATS), draw(INTEGERS), draw(INTEGERS), draw(INTEGERS)),
+        generator_id=draw(st.text(max_size=8)),
+        started_at=draw(FLOATS),
+        finished_at=draw(FLOATS),
+        data_source=draw(st.text(max_size=8)),
+        num_turns=draw(INTEGERS),
+        extras=draw(st.dictionaries(st.text(max_size=4), PLAIN, max_size=3)),
+    )
+
+
+def rows_of(table: pa.Table) -> list[StoredTrajectory]:
+    return [stored for batch in table.to_batches() for stored in from_batch(batch)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(trajectories(), min_size=1, max_size=4))
+def test_what_is_read_encodes_to_the_bytes_that_were_archived(sent: list[Trajectory]) -> None:
+    payloads = [encode(trajectory) for trajectory in sent]
+    table = to_table([FinishedGroup("0", "retired", "", [1], payloads)], archived_at=7.0)
+    assert [encode(stored.trajectory) for stored in rows_of(table)] == payloads
+
+
+def test_rows_in_the_middle_of_a_batch_are_read_as_they_are() -> None:
+    groups = [make_finished(str(number), reward=Reward(total=number / 2)) for number in range(4)]
+    payloads = [payload for group in groups for payload in group.payloads]
+    part = to_table(groups, archived_at=7.0).slice(3, 3)
+    assert [encode(stored.trajectory) for stored in rows_of(part)] == payloads[3:6]
+
+
+def test_a_row_says_what_became_of_the_group() -> None:
+    group = make_finished("5", members=1, outcome="rejected", reason="over_age", steps=[3, 9])
+    (stored,) = rows_of(to_table([group], archived_at=7.0))
+    assert (stored.place, stored.reason, stored.steps, stored.archived_at) == ("rejected", "over_age", [3, 9], 7.0)
+
+
+def test_the_columns_are_made_for_other_tools_too() -> None:
+    spans = [VersionSpan(6, 2), VersionSpan(9, 4)]
+    group = make_finished(members=1, version_spans=spans, reward=Reward(0.5, {"positions": 0.5}))
+    (row,) = to_table([group], archived_at=7.0).to_pylist()
+    assert (row["oldest_version"], row["newest_version"], row["num_tokens"]) == (2, 4, 12)
+    assert row["reward_parts"] == [("positions", 0.5)]
+    assert row["token_ids"] == list(range(12))
+
+
+def test_versions_no_model_written_token_has_do_not_count() -> None:
+    group = make_finished(members=1, version_spans=[VersionSpan(0, 9), VersionSpan(6, 3)])
+    (row,) = to_table([group], archived_at=7.0).to_pylist()
+    assert (row["oldest_version"], row["newest_version"]) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"sampling": Sampling(1.0, 1.0, -1, 6, 2**63)}, (OverflowError, pa.ArrowException)),
+        ({"version_spans": []}, Refused),
+    ],
+)
+def test_what_no_column_can_hold_is_refused(fields: dict[str, Any], error: Any) -> None:
+    with pytest.raises(error):
+        to_table([make_finished(**fields)], archived_at=7.0)
+
+
+@pytest.mark.parametrize("key", [b"slipstream.archive_schema", b"slipstream.trajectory_schema"])
+def test_a_newer_schema_is_told_by_its_name(key: bytes) -> None:
+    newer = SCHEMA.with_metadata(dict(SCHEMA.metadata) | {key: b"99"})
+    assert newer_schema(newer) == (
+        f"must have {key.decode()} <= 1, got 99: read it with the Slipstream that wrote it"
+    )
+    assert newer_schema(SCHEMA) == ""
