@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from broker.errors import BrokerFault
 from broker.live_view import LiveView
 from broker.monitor import Monitor
 from broker.placement import DEVICES_VARIABLE, count_gpus, place
-from broker.process import LAUNCHER_VARIABLE, RoleDied, RoleProcess, raise_on_stop_signal
+from broker.process import LAUNCHER_VARIABLE, Restart, RoleDied, RoleProcess, raise_on_stop_signal
 from broker.run_folder import RunFolder
 from buffer.embedded_redis import EmbeddedRedis
 from buffer.errors import BufferFault, StoreUnavailable
@@ -94,18 +94,28 @@ class Launcher:
         self._view = LiveView(run, console=console)
         self._gpus = place(run, num_gpus=count_gpus())
         self._roles = [
-            self._role("broker", ["broker", *overrides], may_restart=True),
-            self._role("learner", ["learner", *overrides], may_restart=False),
+            self._role("broker", ["broker", *overrides]),
+            # An error of the learner's own would come again; a killed one goes on from its newest checkpoint.
+            self._role("learner", ["learner", *overrides], restart="killed", restart_arguments=["resume=true"]),
             *(self._generator(f"generator-{number}") for number in range(run.generators.count)),
         ]
 
     def _generator(self, name: str) -> RoleProcess:
         arguments = ["generators", "--id", name, f"broker.address={self._run.broker.address}"]
-        return self._role(name, arguments, may_restart=True)
+        return self._role(name, arguments)
 
-    def _role(self, name: str, arguments: list[str], *, may_restart: bool) -> RoleProcess:
+    def _role(
+        self, name: str, arguments: list[str], *, restart: Restart = "always", restart_arguments: Sequence[str] = ()
+    ) -> RoleProcess:
         gpus = {DEVICES_VARIABLE: ",".join(map(str, self._gpus[name]))} if name in self._gpus else {}
-        return RoleProcess(name, arguments, logs=self._folder.logs, may_restart=may_restart, variables=gpus)
+        return RoleProcess(
+            name,
+            arguments,
+            logs=self._folder.logs,
+            restart=restart,
+            restart_arguments=restart_arguments,
+            variables=gpus,
+        )
 
     def launch(self) -> None:
         """Start everything, watch until the learner has finished, stop everything."""

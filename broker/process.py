@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles: they end when it does, however it ends."""
@@ -20,6 +21,10 @@ _RESTART_AFTER_S = 1.0
 _LOG_TAIL_LINES = 15
 _SENTENCE = "error: "
 """How configs/exits.py begins what a program says when it ends for a fault that the user can mend."""
+
+
+Restart = Literal["killed", "always"]
+"""Which deaths a role is restarted after: by a signal, or any but a refusal of its settings (exit code 2)."""
 
 
 class RoleDied(RuntimeError):
@@ -80,15 +85,17 @@ class RoleProcess:
         arguments: list[str],
         *,
         logs: Path,
-        may_restart: bool,
+        restart: Restart = "always",
+        restart_arguments: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`variables` are added to the environment it inherits."""
+        """`variables` are added to the environment it inherits, `restart_arguments` to its arguments from then on."""
         self.name = name
         self._variables = dict(variables or {})
         self._command = [sys.executable, "-m", *arguments]
         self._log = logs / f"{name}.log"
-        self._may_restart = may_restart
+        self._restart = restart
+        self._restart_arguments = restart_arguments
         self._process: subprocess.Popen[bytes] | None = None
         self._log_starts_at = 0
         self._num_restarts = 0
@@ -128,7 +135,7 @@ class RoleProcess:
             return []
         code = self._process.returncode
         self._kill_group()
-        if not self._may_restart or self._num_restarts >= _MAX_RESTARTS or code == 2:
+        if not self._may_restart(code):
             raise RoleDied(self._last_words(code))
         delay_s = _RESTART_AFTER_S * 2**self._num_restarts
         self._restart_at = time.monotonic() + delay_s
@@ -163,11 +170,17 @@ class RoleProcess:
     def _lines_since_start(self) -> list[str]:
         return self._log.read_bytes()[self._log_starts_at :].decode(errors="replace").splitlines()
 
+    def _may_restart(self, code: int) -> bool:
+        is_worth_it = code < 0 if self._restart == "killed" else code != 2
+        return is_worth_it and self._num_restarts < _MAX_RESTARTS
+
     def _restart_if_due(self) -> list[str]:
         if self._restart_at is None or time.monotonic() < self._restart_at:
             return []
         self._restart_at = None
         self._num_restarts += 1
+        if self._num_restarts == 1:
+            self._command += self._restart_arguments
         self.start()
         return [f"{self.name} restarted (pid {self.pid})"]
 

@@ -53,7 +53,7 @@ class Store(Protocol):
         ...
 
     def announce_version(self, version: int) -> None:
-        """From now on tokens of `version` may arrive. Never goes back, except through `roll_back`."""
+        """From now on tokens of `version` may arrive. Never goes back."""
         ...
 
     def record_version(self, entry: VersionEntry) -> None:
@@ -163,8 +163,9 @@ class Store(Protocol):
     def roll_back(self, *, to_step: int, to_version: int) -> int:
         """The learner resumes from a checkpoint: groups claimed, or used after `to_step`, are ready again.
 
-        Their ledger entries go. A claim that was live counts as an attempt: a group that ends every learner that claims
-        it goes to quarantine.
+        Their ledger entries go. What was announced stays so: trajectories of versions that went with them may still
+        arrive. A claim that was live counts as an attempt: a group that ends every learner that claims it goes to
+        quarantine.
         """
         ...
 

@@ -120,7 +120,8 @@ def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
 
 
 def _check_same_run(run: RunConfig, config_json: str) -> None:
-    theirs = msgspec.json.decode(config_json, type=RunConfig)
+    # A learner that a launcher has started again resumes; the broker that lives on was not asked to.
+    theirs = msgspec.structs.replace(msgspec.json.decode(config_json, type=RunConfig), resume=run.resume)
     if theirs != run:
         differing = [f for f in RunConfig.__struct_fields__ if getattr(theirs, f) != getattr(run, f)]
         raise ConfigError(

@@ -87,7 +87,7 @@ class MemoryBatches(MemoryState):
             for step in sorted(step for step in self._used if step > to_step):
                 returned += self._take_back(self._used.pop(step).group_ids)
             self._ledger = {step: entry for step, entry in self._ledger.items() if step <= to_step}
-            run.step, run.version, run.announced_version = to_step, to_version, to_version
+            run.step, run.version = to_step, to_version
             return returned
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:

@@ -160,7 +160,7 @@ end
 for step = ARGV[2] + 1, tonumber(redis.call('HGET', key('run'), 'step')) do
   redis.call('HDEL', key('ledger'), string.format('%d', step))
 end
-redis.call('HSET', key('run'), 'step', ARGV[2], 'version', ARGV[3], 'announced_version', ARGV[3])
+redis.call('HSET', key('run'), 'step', ARGV[2], 'version', ARGV[3])
 ring_bell()
 return returned
 """,

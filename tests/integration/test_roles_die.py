@@ -165,16 +165,19 @@ def test_a_killed_broker_is_restarted_and_no_prompt_is_lost(folder: Path) -> Non
     assert runs.processes_of(folder) == []
 
 
-def test_a_killed_learner_ends_the_run_with_its_name_and_a_resume_goes_on(folder: Path) -> None:
+def test_a_killed_learner_goes_on_from_its_checkpoint_and_so_does_a_run_that_is_resumed(folder: Path) -> None:
     with Run(folder, "learner", "learner.max_steps=40").ended_at_last() as run:
         until(has_stepped(run, 12), timeout_s=120, what="a checkpoint")
-        run.kill("learner")
-        assert run.await_end(timeout_s=20) not in (0, None)
-    assert "learner ended with signal SIGKILL. The end of" in run.printed
-    assert "step=12" in run.printed
+        killed_at = run.kill("learner")
+        until(lambda: "learner restarted" in run.printed, timeout_s=30, what="a restart")
+        print("learner back to work after", round(recovery_s(run, killed_at, from_steps=16), 1), "s")
+        assert run.await_end() == 0, run.printed[-3000:]
+    assert "learner died (signal SIGKILL)" in run.printed
     assert "Traceback" not in run.printed
     assert runs.processes_of(folder) == []
-    with Run(folder, "learner", "learner.max_steps=40", "resume=true").ended_at_last() as resumed:
+    assert_all_steps_once(run, 40)
+    assert_reconciled(run)
+    with Run(folder, "learner", "learner.max_steps=45", "resume=true").ended_at_last() as resumed:
         assert resumed.await_end() == 0, resumed.printed[-3000:]
     begun_at = [
         int(step) for step in re.findall(r"starting groups_returned=\d+ role=learner step=(\d+)", run.log("learner"))
@@ -182,7 +185,8 @@ def test_a_killed_learner_ends_the_run_with_its_name_and_a_resume_goes_on(folder
     assert begun_at[0] == 0
     assert begun_at[1] >= 10
     assert begun_at[1] % 5 == 0
-    assert_all_steps_once(resumed, 40)
+    assert begun_at[2] == 40
+    assert_all_steps_once(resumed, 45)
     assert_reconciled(resumed)
     assert runs.processes_of(folder) == []
 
