@@ -13,7 +13,9 @@ def make_finished(group_id: str = "0", *, members: int = 2, **fields: Any) -> Fi
     """A group retired by step 1; `fields` of the trajectory or of the group."""
     fate = {name: fields.pop(name) for name in ("outcome", "reason", "steps") if name in fields}
     payloads = [encode(make_trajectory(group_id, index, **fields)) for index in range(members)]
-    return FinishedGroup(**({"id": group_id, "outcome": "retired", "reason": "", "steps": [1]} | fate), payloads=payloads)
+    return FinishedGroup(
+        **({"id": group_id, "outcome": "retired", "reason": "", "steps": [1]} | fate), payloads=payloads
+    )
 
 
 def write_archive(folder: Path, *shards: list[FinishedGroup]) -> Path:

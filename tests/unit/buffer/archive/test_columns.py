@@ -32,7 +32,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     mask = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     mask[draw(st.integers(0, length - 1))] = True
     starts = sorted(draw(st.sets(st.integers(0, length - 1), max_size=4)) | {0})
-    logprob = st.floats(-1e30, 0, width=32)
+    logprob = st.floats(-(2.0**100), 0, width=32)
     return Trajectory(
         id=draw(st.text(max_size=8)),
         group_id="0",
@@ -116,7 +116,5 @@ def test_what_no_column_can_hold_is_refused(fields: dict[str, Any], error: Any) 
 @pytest.mark.parametrize("key", [b"slipstream.archive_schema", b"slipstream.trajectory_schema"])
 def test_a_newer_schema_is_told_by_its_name(key: bytes) -> None:
     newer = SCHEMA.with_metadata(dict(SCHEMA.metadata) | {key: b"99"})
-    assert newer_schema(newer) == (
-        f"must have {key.decode()} <= 1, got 99: read it with the Slipstream that wrote it"
-    )
+    assert newer_schema(newer) == (f"must have {key.decode()} <= 1, got 99: read it with the Slipstream that wrote it")
     assert newer_schema(SCHEMA) == ""

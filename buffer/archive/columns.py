@@ -1,0 +1,175 @@
+"""The columns of a shard: finished groups -> an Arrow table, and its rows -> trajectories.
+
+A row is a trajectory. Encoding the trajectory read from a row gives the very bytes that were archived.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+
+from buffer.archive.stored_trajectory import StoredTrajectory
+from buffer.codec import encode, unpack
+from buffer.records import FinishedGroup
+from buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
+
+ARCHIVE_SCHEMA = 1
+"""Raised with every change of the columns that a reader of the previous ones would misread."""
+_ARCHIVE_KEY, _TRAJECTORY_KEY = b"slipstream.archive_schema", b"slipstream.trajectory_schema"
+
+_LISTS: dict[str, pa.DataType] = {
+    "token_ids": pa.int32(),
+    "model_mask": pa.bool_(),
+    "generator_logprobs": pa.float32(),
+}
+_SPAN = pa.struct({"first_token": pa.int64(), "version": pa.int64()})
+_SAMPLING = pa.struct(
+    {
+        "temperature": pa.float64(),
+        "top_p": pa.float64(),
+        "top_k": pa.int64(),
+        "max_tokens": pa.int64(),
+        "seed": pa.int64(),
+    }
+)
+SCHEMA = pa.schema(
+    {
+        "id": pa.string(),
+        "group_id": pa.string(),
+        "index": pa.int64(),
+        "prompt_uid": pa.string(),
+        "attempt": pa.int64(),
+        "token_ids": pa.list_(pa.int32()),
+        "model_mask": pa.list_(pa.bool_()),
+        "generator_logprobs": pa.list_(pa.float32()),
+        "version_spans": pa.list_(_SPAN),
+        "reward_total": pa.float64(),
+        "reward_parts": pa.map_(pa.string(), pa.float64()),
+        "reward_status": pa.string(),
+        "is_correct": pa.bool_(),
+        "reward_detail": pa.string(),
+        "stop_reason": pa.string(),
+        "sampling": _SAMPLING,
+        "generator_id": pa.string(),
+        "started_at": pa.float64(),
+        "finished_at": pa.float64(),
+        "data_source": pa.string(),
+        "num_turns": pa.int64(),
+        "extras": pa.binary(),  # MessagePack, because no column type fits whatever an agent loop keeps
+        "num_tokens": pa.int64(),
+        "oldest_version": pa.int64(),
+        "newest_version": pa.int64(),
+        "outcome": pa.string(),
+        "reason": pa.string(),
+        "steps": pa.list_(pa.int64()),
+        "archived_at": pa.float64(),
+        "schema_version": pa.int64(),
+    },
+    metadata={_ARCHIVE_KEY: str(ARCHIVE_SCHEMA), _TRAJECTORY_KEY: str(SCHEMA_VERSION)},
+)
+"""Every column; `schema_version` is the trajectory's."""
+
+_PLAIN = ["id", "group_id", "index", "prompt_uid", "attempt", "stop_reason", "generator_id", "started_at"]
+_PLAIN += ["finished_at", "data_source", "num_turns"]
+_REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is_correct", "detail": "reward_detail"}
+
+
+def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
+    """One row per payload, groups in the order given, `archived_at` in seconds since 1970.
+
+    Raises Refused for a payload that is no trajectory, pa.ArrowException or OverflowError for a number beyond 64 bits.
+    """
+    stored = [
+        StoredTrajectory(unpack(payload), group.outcome, group.reason, group.steps, archived_at)
+        for group in groups
+        for payload in group.payloads
+    ]
+    columns = _list_columns(stored) | _reward_columns(stored) | _fate_columns(stored)
+    trajectories = [each.trajectory for each in stored]
+    columns |= {name: [getattr(trajectory, name) for trajectory in trajectories] for name in _PLAIN}
+    columns["sampling"] = [msgspec.structs.asdict(trajectory.sampling) for trajectory in trajectories]
+    columns["extras"] = [encode(trajectory.extras) for trajectory in trajectories]
+    arrays = [_as_array(columns[field.name], field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
+    """The rows of a batch that has every column, in order. Arrays are views into the batch."""
+    lists = {name: _split(batch.column(name)) for name in _LISTS}
+    others = [field.name for field in SCHEMA if field.name not in lists]
+    rows = batch.select(others).to_pylist()
+    for place, row in enumerate(rows):
+        yield _stored(row, {name: arrays[place] for name, arrays in lists.items()})
+
+
+def newer_schema(schema: pa.Schema) -> str:
+    """What must hold and what was got when a newer Slipstream wrote a file with this schema; empty otherwise."""
+    metadata = schema.metadata or {}
+    for key, newest in ((_ARCHIVE_KEY, ARCHIVE_SCHEMA), (_TRAJECTORY_KEY, SCHEMA_VERSION)):
+        written = int(metadata.get(key, b"0"))
+        if written > newest:
+            return f"must have {key.decode()} <= {newest}, got {written}: read it with the Slipstream that wrote it"
+    return ""
+
+
+def _list_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
+    trajectories = [each.trajectory for each in stored]
+    offsets = pa.array([0, *accumulate(trajectory.num_tokens for trajectory in trajectories)], pa.int32())
+    columns: dict[str, Any] = {"num_tokens": [trajectory.num_tokens for trajectory in trajectories]}
+    for name, kind in _LISTS.items():
+        arrays = [getattr(trajectory, name) for trajectory in trajectories]
+        values = np.concatenate(arrays) if arrays else np.empty(0, dtype=kind.to_pandas_dtype())
+        columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values, kind))
+    columns["version_spans"] = [
+        [{"first_token": span.first_token, "version": span.version} for span in trajectory.version_spans]
+        for trajectory in trajectories
+    ]
+    return columns
+
+
+def _reward_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
+    rewards = [each.trajectory.reward for each in stored]
+    columns: dict[str, Any] = {
+        column: [getattr(reward, name) for reward in rewards] for name, column in _REWARD.items()
+    }
+    columns["reward_parts"] = [list(reward.parts.items()) for reward in rewards]
+    return columns
+
+
+def _fate_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
+    return {
+        "oldest_version": [each.oldest_version for each in stored],
+        "newest_version": [each.newest_version for each in stored],
+        "outcome": [each.place for each in stored],
+        "reason": [each.reason for each in stored],
+        "steps": [each.steps for each in stored],
+        "archived_at": [each.archived_at for each in stored],
+        "schema_version": [SCHEMA_VERSION] * len(stored),
+    }
+
+
+def _as_array(values: Any, kind: pa.DataType) -> pa.Array:
+    return values if isinstance(values, pa.Array) else pa.array(values, kind)
+
+
+def _split(lists: pa.ListArray) -> list[np.ndarray]:
+    """One array per row, without a copy but for booleans, which Arrow packs into bits."""
+    offsets = lists.offsets.to_numpy()
+    values = lists.flatten().to_numpy(zero_copy_only=False)
+    starts = (offsets - offsets[0]).tolist()
+    return [values[start:end] for start, end in pairwise(starts)]
+
+
+def _stored(row: dict[str, Any], arrays: dict[str, Any]) -> StoredTrajectory:
+    trajectory = Trajectory(
+        **{name: row[name] for name in _PLAIN},
+        **arrays,
+        version_spans=[VersionSpan(**span) for span in row["version_spans"]],
+        reward=Reward(parts=dict(row["reward_parts"]), **{name: row[column] for name, column in _REWARD.items()}),
+        sampling=Sampling(**row["sampling"]),
+        extras=msgspec.msgpack.decode(row["extras"]),
+    )
+    return StoredTrajectory(trajectory, row["outcome"], row["reason"], row["steps"], row["archived_at"])

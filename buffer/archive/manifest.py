@@ -1,0 +1,112 @@
+"""The manifest of an archive: which shards are whole, one JSON line each, only ever appended to."""
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from buffer.archive.errors import ArchiveFault
+from buffer.trajectory import Record
+
+MANIFEST = "manifest.jsonl"
+"""Its name in the archive's folder."""
+_SHARD_NAME = re.compile(r"shard-(\d{8,})\.parquet")
+
+
+class ShardEntry(Record):
+    """A shard that is whole and durable.
+
+    Example: ShardEntry(file="shard-00000003.parquet", rows=8192, groups=1024, first_step=97, last_step=128,
+        bytes=4411392, checksum="9f2c61d0a55b7e13", archived_at=1767225600.0)
+    """
+
+    file: str
+    """Name in the archive's folder."""
+    rows: int
+    """Trajectories."""
+    groups: int
+    """Groups, those without a trajectory not counted."""
+    first_step: int | None
+    """Smallest step that trained on any of it; None when no step did."""
+    last_step: int | None
+    """Largest step that trained on any of it; None when no step did."""
+    bytes: int
+    """Size of the file."""
+    checksum: str
+    """xxh3-64 of the file, hexadecimal."""
+    archived_at: float
+    """Seconds since 1970."""
+
+
+def shard_name(number: int) -> str:
+    """The file of the `number`-th shard."""
+    return f"shard-{number:08d}.parquet"
+
+
+def shard_number(name: str) -> int | None:
+    """The inverse of `shard_name`; None for another file's name."""
+    match = _SHARD_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def read_manifest(folder: Path) -> list[ShardEntry]:
+    """The shards in order; a last line that a crash cut short is left out. Raises ArchiveFault."""
+    return _parse(folder)[0]
+
+
+class Manifest:
+    """The manifest as its one writer holds it.
+
+    Invariant: a line is whole and durable, or the next append (or the next start) drops it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Make it where it is missing. Raises ArchiveFault when it is damaged."""
+        self._path = folder / MANIFEST
+        if not self._path.exists():
+            self._path.touch()
+        self.shards, self._good_bytes = _parse(folder)
+
+    @property
+    def next_number(self) -> int:
+        """Of the shard to be written next."""
+        return 1 + max((shard_number(shard.file) or 0 for shard in self.shards), default=0)
+
+    def append(self, shard: ShardEntry) -> None:
+        """Add a line; durable when this returns. Raises OSError, and can be called again then."""
+        line = msgspec.json.encode(shard) + b"\n"
+        with self._path.open("r+b") as file:
+            # An append that failed for want of space may have left a part of its line.
+            file.truncate(self._good_bytes)
+            file.seek(self._good_bytes)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self._good_bytes += len(line)
+        self.shards.append(shard)
+
+
+def _parse(folder: Path) -> tuple[list[ShardEntry], int]:
+    """(shards, bytes of the lines they stand in)."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ArchiveFault(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
+    lines = path.read_bytes().splitlines(keepends=True)
+    shards = [_parse_line(line) for line in lines]
+    if shards and shards[-1] is None:
+        shards, lines = shards[:-1], lines[:-1]
+    if None in shards:
+        raise ArchiveFault(
+            f"line {shards.index(None) + 1} of {path} must name a shard, got {lines[shards.index(None)][:80]!r}: "
+            "only a last line can be cut short by a crash; restore the file from a copy."
+        )
+    return [shard for shard in shards if shard is not None], sum(map(len, lines))
+
+
+def _parse_line(line: bytes) -> ShardEntry | None:
+    try:
+        shard = msgspec.json.decode(line, type=ShardEntry)
+    except msgspec.MsgspecError:
+        return None
+    return shard if line.endswith(b"\n") and shard_number(shard.file) is not None else None

@@ -1,0 +1,77 @@
+"""One shard: opened, checked against its line in the manifest, read. Whatever is wrong with it becomes ShardRefused."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import xxhash
+
+from buffer.archive.columns import SCHEMA, from_batch, newer_schema
+from buffer.archive.errors import ShardRefused
+from buffer.archive.manifest import ShardEntry
+from buffer.archive.stored_trajectory import StoredTrajectory
+
+_BATCH_ROWS = 256
+"""Bounds what is in memory at once."""
+
+
+def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None = None) -> Iterator[StoredTrajectory]:
+    """Trajectories of a shard in order, those alone of which `where` (over its columns) holds. Raises ShardRefused."""
+    with _refusing(shard):
+        for batch in _open(folder, shard).to_batches(
+            columns=SCHEMA.names, filter=where, batch_size=_BATCH_ROWS, use_threads=False
+        ):
+            yield from from_batch(batch)
+
+
+def group_ids_of(folder: Path, shard: ShardEntry) -> set[str]:
+    """The groups in a shard. Raises ShardRefused."""
+    with _refusing(shard):
+        return set(_open(folder, shard).to_table(columns=["group_id"])["group_id"].to_pylist())
+
+
+def trajectory_ids_of(folder: Path, shard: ShardEntry) -> list[str]:
+    """The trajectories in a shard, in order. Raises ShardRefused."""
+    with _refusing(shard):
+        return _open(folder, shard).to_table(columns=["id"])["id"].to_pylist()
+
+
+def check_shard(folder: Path, shard: ShardEntry) -> None:
+    """Read the whole file. Raises ShardRefused unless it is byte for byte what the manifest tells of."""
+    with _refusing(shard):
+        dataset = _open(folder, shard)
+        checksum = xxhash.xxh3_64_hexdigest((folder / shard.file).read_bytes())
+        if checksum != shard.checksum:
+            raise ShardRefused(shard.file, f"must have checksum {shard.checksum}, got {checksum}: {_ADVICE}")
+        if (rows := dataset.count_rows()) != shard.rows:
+            raise ShardRefused(shard.file, f"must hold {shard.rows} trajectories, got {rows}: {_ADVICE}")
+
+
+_ADVICE = "it is damaged; restore it from a copy. The other shards can be read."
+
+
+def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
+    path = folder / shard.file
+    if not path.is_file():
+        raise ShardRefused(shard.file, f"must lie in {folder}, but there is no such file: restore it from a copy.")
+    if (size := path.stat().st_size) != shard.bytes:
+        raise ShardRefused(shard.file, f"must have {shard.bytes} bytes, as the manifest says, got {size}: {_ADVICE}")
+    dataset = ds.dataset(str(path), format="parquet")
+    if reason := newer_schema(dataset.schema):
+        raise ShardRefused(shard.file, f"{reason}.")
+    if missing := sorted(set(SCHEMA.names) - set(dataset.schema.names)):
+        raise ShardRefused(shard.file, f"must have the columns of an archive, but lacks {', '.join(missing)}.")
+    return dataset
+
+
+@contextmanager
+def _refusing(shard: ShardEntry) -> Iterator[None]:
+    """Maps what the Parquet reader says of a damaged file."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ShardRefused(shard.file, f"cannot be read ({reason}): {_ADVICE}") from None

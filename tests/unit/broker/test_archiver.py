@@ -1,0 +1,165 @@
+"""The archiver against a store of a few lines: what is written when, and what a failure costs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from broker.archiver import Archiver
+from buffer.archive.archive import Archive
+from buffer.errors import StoreUnavailable
+from buffer.memory_store import MemoryStore
+from buffer.records import FinishedGroup, StoreCounts
+from configs.archive import ArchiveConfig
+from tests.unit.buffer.archive.finished import make_finished
+
+CONFIG = ArchiveConfig(groups_per_shard=3, flush_s=30.0)
+
+
+class Clock:
+    """Seconds, moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FinishedOnly:
+    """A store of finished groups alone; what is asked of it while `broken` names it fails."""
+
+    def __init__(self) -> None:
+        self.groups: list[FinishedGroup] = []
+        self.broken = ""
+        self.events: list[str] = []
+        memory = MemoryStore()
+        memory.open_run("run", config_json="{}", num_rows=1, seed=0)
+        self._nothing = memory.counts()
+
+    def finish(self, *group_ids: int, members: int = 2) -> None:
+        self.groups += [make_finished(str(group_id), members=members) for group_id in group_ids]
+
+    def counts(self) -> StoreCounts:
+        self._answer("counts")
+        return msgspec.structs.replace(self._nothing, unarchived=len(self.groups))
+
+    def finished(self, *, limit: int) -> list[FinishedGroup]:
+        self._answer("finished")
+        return self.groups[:limit]
+
+    def forget(self, group_ids: list[str]) -> int:
+        self._answer("forget")
+        before = len(self.groups)
+        self.groups = [group for group in self.groups if group.id not in group_ids]
+        return before - len(self.groups)
+
+    def close(self) -> None:
+        self._answer("close")
+
+    def _answer(self, operation: str) -> None:
+        self.events.append(operation)
+        if self.broken == operation:
+            raise StoreUnavailable("the store does not answer")
+
+
+@pytest.fixture
+def store() -> FinishedOnly:
+    return FinishedOnly()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def archiver(store: FinishedOnly, clock: Clock, tmp_path: Path) -> Iterator[Archiver]:
+    made = Archiver(store, tmp_path, CONFIG, clock=clock)
+    yield made
+    made.close()
+
+
+def shards_in(folder: Path) -> list[list[str]]:
+    """The groups of each shard."""
+    archive = Archive(folder)
+    ids = iter([stored.trajectory.group_id for stored in archive.read()])
+    return [list(dict.fromkeys(next(ids) for _ in range(shard.rows))) for shard in archive.shards]
+
+
+def test_a_shard_is_written_when_enough_groups_wait(archiver, store, tmp_path):
+    store.finish(0, 1)
+    assert archiver.step() == 0
+    assert "finished" not in store.events, "payloads were read although no shard was due"
+    store.finish(2, 3)
+    assert archiver.step() == 3
+    assert shards_in(tmp_path) == [["0", "1", "2"]]
+    assert [group.id for group in store.groups] == ["3"]
+
+
+def test_a_group_waits_no_longer_than_it_may(archiver, store, clock, tmp_path):
+    store.finish(0)
+    assert archiver.step() == 0
+    clock.now = 29.0
+    store.finish(1)
+    assert archiver.step() == 0
+    clock.now = 30.0
+    assert archiver.step() == 2
+    store.finish(2)
+    assert archiver.step() == 0, "the time begins anew with the first group after a shard"
+    clock.now = 60.0
+    assert archiver.step() == 1
+    assert shards_in(tmp_path) == [["0", "1"], ["2"]]
+
+
+def test_a_shard_of_large_groups_has_fewer_of_them(store, tmp_path):
+    size = len(make_finished().payloads[0])
+    store.finish(*range(4), members=2**20 // size // 2 + 1)
+    archiver = Archiver(store, tmp_path, ArchiveConfig(groups_per_shard=3, max_shard_mib=1))
+    assert archiver.step() == 1
+
+
+def test_at_the_end_everything_is_archived(archiver, store, tmp_path):
+    store.finish(*range(5))
+    assert archiver.flush() == 5
+    assert shards_in(tmp_path) == [["0", "1", "2"], ["3", "4"]]
+    assert (archiver.flush(), archiver.num_groups) == (0, 5)
+
+
+@pytest.mark.parametrize("operation", ["counts", "finished", "forget"])
+def test_a_store_that_fails_costs_nothing(archiver, store, tmp_path, operation):
+    store.finish(0, 1, 2)
+    store.broken = operation
+    with pytest.raises(StoreUnavailable):
+        archiver.step()
+    assert [group.id for group in store.groups] == ["0", "1", "2"]
+    store.broken = ""
+    archiver.step()
+    assert shards_in(tmp_path) == [["0", "1", "2"]]
+    assert store.groups == []
+
+
+def test_groups_that_come_again_after_a_crash_are_forgotten_not_archived_again(archiver, store, clock, tmp_path):
+    store.finish(0, 1, 2)
+    store.broken = "forget"
+    with pytest.raises(StoreUnavailable):
+        archiver.step()
+    archiver.close()
+    store.broken = ""
+    store.finish(3)
+    after = Archiver(store, tmp_path, CONFIG, clock=clock)
+    assert (after.flush(), after.num_groups) == (4, 1)
+    assert shards_in(tmp_path) == [["0", "1", "2"], ["3"]]
+
+
+def test_a_full_disk_costs_nothing(archiver, store, tmp_path):
+    store.finish(0, 1, 2)
+    obstacle = tmp_path / "shard-00000001.parquet.tmp"
+    obstacle.mkdir()
+    with pytest.raises(OSError, match="shard-00000001"):
+        archiver.step()
+    assert [group.id for group in store.groups] == ["0", "1", "2"]
+    obstacle.rmdir()
+    assert archiver.step() == 3
+    assert shards_in(tmp_path) == [["0", "1", "2"]]

@@ -1,0 +1,116 @@
+"""Reading an archive, whole or damaged."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from buffer.archive.archive import Archive, ArchiveCheck
+from buffer.archive.errors import ArchiveFault, ShardRefused
+from buffer.archive.manifest import MANIFEST, Manifest, read_manifest
+from buffer.archive.trajectory_filter import TrajectoryFilter
+from tests.unit.buffer.archive.finished import make_finished, write_archive
+
+SECOND = "shard-00000002.parquet"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_archive(tmp_path, *([make_finished(str(group), steps=[group])] for group in range(3)))
+
+
+def groups_in(folder: Path, wanted: TrajectoryFilter | None = None) -> tuple[list[str], list[str]]:
+    """(groups read, what was said of shards that cannot be)."""
+    said: list[str] = []
+    read = Archive(folder).read(wanted, on_refused=lambda refused: said.append(str(refused)))
+    return list(dict.fromkeys(stored.trajectory.group_id for stored in read)), said
+
+
+def test_groups_come_in_the_order_archived(folder: Path) -> None:
+    assert groups_in(folder) == (["0", "1", "2"], [])
+
+
+def test_a_folder_without_a_manifest_is_no_archive(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveFault, match=r"must be an archive, but it has no manifest.jsonl"):
+        Archive(tmp_path)
+
+
+def test_a_shard_cut_in_the_middle_is_refused_by_name_and_the_others_are_read(folder: Path) -> None:
+    shard = folder / SECOND
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    groups, (sentence,) = groups_in(folder)
+    assert groups == ["0", "2"]
+    assert sentence.startswith(f"{SECOND} must have ")
+    assert "as the manifest says" in sentence
+    with pytest.raises(ShardRefused):
+        list(Archive(folder).read())
+
+
+def test_a_shard_damaged_in_the_middle_is_refused_by_name(folder: Path) -> None:
+    shard = folder / SECOND
+    data = bytearray(shard.read_bytes())
+    data[100:-100] = bytes(len(data) - 200)
+    shard.write_bytes(data)
+    groups, (sentence,) = groups_in(folder)
+    assert groups == ["0", "2"]
+    assert sentence.startswith(f"{SECOND} cannot be read (")
+
+
+def test_a_missing_shard_is_refused_by_name(folder: Path) -> None:
+    (folder / SECOND).unlink()
+    groups, (sentence,) = groups_in(folder)
+    assert groups == ["0", "2"]
+    assert sentence.startswith(f"{SECOND} must lie in {folder}")
+
+
+def test_a_shard_of_a_newer_schema_is_refused_by_name(folder: Path) -> None:
+    table = pq.read_table(folder / SECOND)
+    rewrite(folder, table.replace_schema_metadata({b"slipstream.archive_schema": b"2"}))
+    groups, (sentence,) = groups_in(folder)
+    assert groups == ["0", "2"]
+    assert sentence.startswith(f"{SECOND} must have slipstream.archive_schema <= 1, got 2")
+
+
+def test_a_shard_of_other_columns_is_refused_by_name(folder: Path) -> None:
+    rewrite(folder, pq.read_table(folder / SECOND).drop_columns(["token_ids", "extras"]))
+    assert groups_in(folder)[1] == [f"{SECOND} must have the columns of an archive, but lacks extras, token_ids."]
+
+
+def rewrite(folder: Path, table: object) -> None:
+    """Another second shard, and its size in the manifest."""
+    pq.write_table(table, folder / SECOND)
+    shards = read_manifest(folder)
+    (folder / MANIFEST).unlink()
+    manifest = Manifest(folder)
+    for shard in shards:
+        size = (folder / shard.file).stat().st_size
+        manifest.append(
+            type(shard)(**{name: getattr(shard, name) for name in shard.__struct_fields__} | {"bytes": size})
+        )
+
+
+def test_shards_of_other_steps_are_not_opened(folder: Path) -> None:
+    (folder / SECOND).unlink()
+    assert groups_in(folder, TrajectoryFilter(step=2)) == (["2"], [])
+
+
+def test_a_check_of_a_sound_archive_counts(folder: Path) -> None:
+    check = Archive(folder).check()
+    assert check == ArchiveCheck(shards=3, groups=3, trajectories=6)
+    assert check.is_sound
+
+
+def test_a_check_finds_one_changed_byte(folder: Path) -> None:
+    data = bytearray((folder / SECOND).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / SECOND).write_bytes(data)
+    check = Archive(folder).check()
+    assert check.trajectories == 4
+    assert [problem.split()[0] for problem in check.problems] == [SECOND]
+    assert not check.is_sound
+
+
+def test_a_check_finds_what_is_there_twice(tmp_path: Path) -> None:
+    check = Archive(write_archive(tmp_path, [make_finished("0")], [make_finished("0", members=1)])).check()
+    assert check.duplicated == 1
+    assert not check.is_sound

@@ -1,0 +1,150 @@
+"""Shards are whole or not there, and a group is archived once."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from buffer.archive.archive import Archive
+from buffer.archive.errors import ArchiveFault
+from buffer.archive.manifest import MANIFEST, read_manifest
+from buffer.archive.shard_writer import SET_ASIDE, ShardWriter
+from buffer.codec import decode
+from buffer.records import FinishedGroup
+from buffer.trajectory import Sampling
+from tests.unit.buffer.archive.finished import make_finished, write_archive
+
+UNFIT = Sampling(1.0, 1.0, -1, 6, 2**63)
+"""A seed beyond 64 bits with a sign."""
+
+
+def ids_in(folder: Path) -> list[str]:
+    return [stored.trajectory.id for stored in Archive(folder).read()]
+
+
+def files_in(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()} - {"writer.lock"}
+
+
+def test_the_manifest_says_what_a_shard_holds(tmp_path: Path) -> None:
+    groups = [make_finished("0", steps=[4]), make_finished("1", steps=[2, 7]), make_finished("2", members=0, steps=[])]
+    folder = write_archive(tmp_path, groups)
+    (shard,) = read_manifest(folder)
+    assert (shard.file, shard.rows, shard.groups) == ("shard-00000001.parquet", 4, 2)
+    assert (shard.first_step, shard.last_step, shard.archived_at) == (2, 7, 1000.0)
+    assert shard.bytes == (folder / shard.file).stat().st_size
+    assert files_in(folder) == {shard.file, MANIFEST}
+
+
+def test_a_group_no_step_trained_on_has_no_steps(tmp_path: Path) -> None:
+    (shard,) = read_manifest(write_archive(tmp_path, [make_finished(steps=[], outcome="expired", reason="late")]))
+    assert (shard.first_step, shard.last_step) == (None, None)
+
+
+def test_shards_are_numbered_on_after_a_restart(tmp_path: Path) -> None:
+    write_archive(tmp_path, [make_finished("0")])
+    write_archive(tmp_path, [make_finished("1")], [make_finished("2")])
+    assert [shard.file[-9:-8] for shard in read_manifest(tmp_path)] == ["1", "2", "3"]
+    assert [name.split("-")[0] for name in ids_in(tmp_path)] == ["0", "0", "1", "1", "2", "2"]
+
+
+def test_a_shard_the_manifest_does_not_name_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
+    lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
+    (tmp_path / MANIFEST).write_bytes(lines[0])
+    (tmp_path / "shard-00000003.parquet.tmp").write_bytes(b"PAR1")
+    write_archive(tmp_path)
+    assert files_in(tmp_path) == {"shard-00000001.parquet", MANIFEST}
+
+
+@pytest.mark.parametrize("left", [1, 20, -1])
+def test_a_last_line_cut_short_is_dropped_with_its_shard(tmp_path: Path, left: int) -> None:
+    write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
+    lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
+    (tmp_path / MANIFEST).write_bytes(lines[0] + lines[1][:left])
+    assert len(read_manifest(tmp_path)) == 1
+    write_archive(tmp_path, [make_finished("1")])
+    assert ids_in(tmp_path) == ["0-0-0", "0-0-1", "1-0-0", "1-0-1"]
+
+
+def test_a_damaged_line_in_the_middle_is_told_and_nothing_is_removed(tmp_path: Path) -> None:
+    write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
+    lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
+    (tmp_path / MANIFEST).write_bytes(b"{}\n" + lines[1])
+    for use in (ShardWriter, Archive):
+        with pytest.raises(ArchiveFault, match=r"line 1 of .*manifest.jsonl must name a shard"):
+            use(tmp_path)
+    assert len(files_in(tmp_path)) == 3
+
+
+def test_shards_without_their_manifest_are_never_removed(tmp_path: Path) -> None:
+    write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
+    (tmp_path / MANIFEST).unlink()
+    with pytest.raises(ArchiveFault, match=r"must have a manifest.jsonl beside its 2 shards"):
+        ShardWriter(tmp_path)
+    (tmp_path / MANIFEST).touch()
+    with pytest.raises(ArchiveFault, match=r"must name every shard but the one after its last"):
+        ShardWriter(tmp_path)
+    assert len(files_in(tmp_path)) == 3
+
+
+def test_a_restarted_writer_knows_the_groups_of_its_last_shards(tmp_path: Path) -> None:
+    write_archive(tmp_path, [make_finished("0")], [make_finished("1"), make_finished("2", members=0)])
+    writer = ShardWriter(tmp_path)
+    assert [writer.has(group) for group in ("0", "1", "2", "3")] == [True, True, False, False]
+
+
+def test_a_damaged_last_shard_does_not_keep_the_writer_from_starting(tmp_path: Path) -> None:
+    write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
+    (tmp_path / "shard-00000002.parquet").write_bytes(b"PAR1")
+    writer = ShardWriter(tmp_path)
+    assert [writer.has("0"), writer.has("1")] == [True, False]
+    assert [shard.file for shard in writer.shards] == ["shard-00000001.parquet", "shard-00000002.parquet"]
+
+
+def test_an_archive_has_one_writer(tmp_path: Path) -> None:
+    first = ShardWriter(tmp_path)
+    with pytest.raises(ArchiveFault, match="must have one writer"):
+        ShardWriter(tmp_path)
+    first.close()
+    ShardWriter(tmp_path).close()
+
+
+def test_a_write_that_failed_can_be_done_again(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path)
+    # A folder in the place of the temporary file: opening it for writing fails, as on a full disk.
+    obstacle = tmp_path / "shard-00000001.parquet.tmp" / "x"
+    obstacle.mkdir(parents=True)
+    with pytest.raises(OSError) as caught:
+        writer.write([make_finished("0")])
+    assert caught.value.errno == errno.EISDIR
+    assert not writer.has("0")
+    obstacle.rmdir()
+    obstacle.parent.rmdir()
+    writer.write([make_finished("0")])
+    assert ids_in(tmp_path) == ["0-0-0", "0-0-1"]
+
+
+def test_a_part_of_a_line_left_by_a_failed_append_is_overwritten(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path)
+    writer.write([make_finished("0")])
+    with (tmp_path / MANIFEST).open("ab") as file:
+        file.write(b'{"file": "shard-')
+    writer.write([make_finished("1")])
+    assert len(read_manifest(tmp_path)) == 2
+
+
+def test_a_group_no_column_can_hold_is_set_aside_and_the_others_are_written(tmp_path: Path) -> None:
+    unfit = make_finished("2", sampling=UNFIT)
+    garbage = FinishedGroup("4", "quarantined", "claim_attempts", [], [b"noise"])
+    folder = write_archive(tmp_path, [make_finished("0"), make_finished("1"), unfit, make_finished("3"), garbage])
+    assert ids_in(folder) == ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "3-0-0", "3-0-1"]
+    for group in (unfit, garbage):
+        kept = (folder / SET_ASIDE / f"group-{group.id}.msgpack").read_bytes()
+        assert decode(kept, FinishedGroup) == group
+
+
+def test_a_shard_of_nothing_is_not_written(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path)
+    assert writer.write([make_finished(sampling=UNFIT)]) is None
+    assert writer.shards == []

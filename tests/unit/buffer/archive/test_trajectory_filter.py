@@ -1,0 +1,77 @@
+"""What is wanted of a store is what is wanted of an archive."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buffer.archive.archive import Archive
+from buffer.archive.stored_trajectory import StoredTrajectory
+from buffer.archive.trajectory_filter import TrajectoryFilter
+from buffer.trajectory import Reward, VersionSpan
+from tests.builders import make_trajectory
+from tests.unit.buffer.archive.finished import make_finished, write_archive
+
+LONG = {
+    "token_ids": np.arange(20, dtype=np.int32),
+    "model_mask": np.arange(20) >= 6,
+    "generator_logprobs": np.zeros(20, dtype=np.float32),
+}
+GROUPS = [
+    make_finished("0", members=1, reward=Reward(0.0), version_spans=[VersionSpan(6, 2), VersionSpan(9, 4)], steps=[5]),
+    make_finished("1", members=1, reward=Reward(0.5), data_source="sums", steps=[5, 8]),
+    make_finished("2", members=1, reward=Reward(1.0), outcome="rejected", reason="late", steps=[], **LONG),
+]
+
+
+def decode(tokens: np.ndarray) -> str:
+    return " ".join(map(str, tokens))
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Archive:
+    return Archive(write_archive(tmp_path_factory.mktemp("filter"), GROUPS))
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, "012"),
+        ({"id": "1-0-0"}, "1"),
+        ({"id": "1-0-1"}, ""),
+        ({"min_reward": 0.5}, "12"),
+        ({"max_reward": 0.5}, "01"),
+        ({"min_reward": 0.1, "max_reward": 0.9}, "1"),
+        ({"min_tokens": 13}, "2"),
+        ({"max_tokens": 12}, "01"),
+        ({"version": 0}, "12"),
+        ({"version": 2}, "0"),
+        ({"version": 3}, ""),
+        ({"version": 4}, "0"),
+        ({"step": 5}, "01"),
+        ({"step": 6}, ""),
+        ({"step": 8}, "1"),
+        ({"data_source": "sums"}, "1"),
+        ({"outcome": "rejected"}, "2"),
+        ({"text": "11 12"}, "2"),
+        ({"text": "10 11"}, "012"),
+        ({"step": 5, "data_source": "test"}, "0"),
+    ],
+)
+def test_all_that_is_asked_for_must_hold(archive: Archive, fields: dict[str, Any], wanted: str) -> None:
+    found = archive.read(TrajectoryFilter(**fields), decode=decode)
+    assert "".join(stored.trajectory.group_id for stored in found) == wanted
+
+
+def test_columns_alone_never_leave_out_what_is_wanted(archive: Archive) -> None:
+    everything = list(archive.read())
+    for fields in ({"version": 4}, {"min_reward": 0.5}, {"max_tokens": 12}, {"outcome": "retired"}, {"step": 8}):
+        wanted = TrajectoryFilter(**fields)
+        expected = [stored.trajectory.id for stored in everything if wanted.matches(stored, decode=None)]
+        assert [stored.trajectory.id for stored in archive.read(wanted)] == expected
+
+
+def test_a_trajectory_knows_its_versions_and_its_response() -> None:
+    stored = StoredTrajectory(make_trajectory(version_spans=[VersionSpan(6, 2), VersionSpan(9, 4)]), "ready", "", [])
+    assert (stored.versions, stored.oldest_version, stored.newest_version) == ([2, 4], 2, 4)
+    assert stored.response_tokens == 6
