@@ -50,6 +50,8 @@ class MemoryTrajectories(MemoryState):
             return Insertion(outcome="superseded")
         if header.group_size != group.size or header.index >= group.size:
             return _refusal("group_size")
+        if header.attempt > group.attempt:
+            return _refusal("unknown_lease")
         if header.newest_version > self._opened().announced_version:
             return _refusal("future_version")
         return Insertion(outcome="inserted")
@@ -78,8 +80,11 @@ class MemoryTrajectories(MemoryState):
             return _refusal("unknown_group")
         if len(evaluation.answered) == evaluation.num_prompts or (row.isdecimal() and int(row) in evaluation.answered):
             return Insertion(outcome="duplicate")
-        if header.group_id not in self._groups:
+        group = self._groups.get(header.group_id)
+        if group is None:
             return _refusal("unknown_group")
+        if header.attempt > group.attempt:
+            return _refusal("unknown_lease")
         if header.newest_version > self._opened().announced_version:
             return _refusal("future_version")
         self._answer(evaluation, header, evaluation_id=evaluation_id, row=int(row))

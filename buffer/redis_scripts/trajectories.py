@@ -2,12 +2,7 @@
 
 from buffer.redis_scripts.prelude import RING_BELL, script
 
-_ANSWERS = """
-local function refuse(reason) return {'refused', reason, 0} end
-local function count(outcome, counter)
-  redis.call('HINCRBY', key('counters'), counter, 1)
-  return {outcome, '', 0}
-end
+_IS_FROM_THE_FUTURE = """
 local function is_from_the_future(version)
   return tonumber(version) > tonumber(redis.call('HGET', key('run'), 'announced_version'))
 end
@@ -22,59 +17,108 @@ local function is_done(group)
 end
 """
 
+# Counted over all trajectories of a call and written once.
+_TALLY = """
+local tallied = {}
+local function tally(counter, number) tallied[counter] = (tallied[counter] or 0) + number end
+local function write_tally()
+  for counter, number in pairs(tallied) do redis.call('HINCRBY', key('counters'), counter, number) end
+end
+"""
+
+# Why a trajectory is not to be stored, or nil. `group` is the record of its group.
+_JUDGE = """
+local announced_version = tonumber(redis.call('HGET', key('run'), 'announced_version'))
+local function judge(group, new)
+  if group.checksum then return group.checksum == new.checksum and 'duplicate' or 'content_conflict' end
+  if group.taken_by or group.outcome then return 'superseded' end
+  if group.purpose ~= 'train' then return is_done(new.group) and 'superseded' or 'unknown_group' end
+  if group.size ~= new.size or tonumber(new.index) >= tonumber(new.size) then return 'group_size' end
+  if tonumber(new.attempt) > tonumber(group.attempt) then return 'unknown_lease' end
+  if tonumber(new.version) > announced_version then return 'future_version' end
+end
+"""
+
+_MAKE_COMPLETE = """
+local function make_complete(group, owner)
+  redis.call('SREM', key('open'), group)
+  redis.call('ZREM', key('leases'), group)
+  redis.call('SREM', key('leases_of:' .. owner), group)
+  redis.call('ZREM', key('returned'), group)
+  local sequence = redis.call('HINCRBY', key('run'), 'ready_sequence', 1)
+  redis.call('HSET', key('group:' .. group), 'sequence', sequence)
+  redis.call('ZADD', key('ready'), sequence, group)
+  ring_bell()
+end
+"""
+
+_INSERT_ONE = """
+local function insert_one(new, payload)
+  local group_key = key('group:' .. new.group)
+  local at, sum = 'at:' .. new.index, 'sum:' .. new.id
+  local f = redis.call('HMGET', group_key, sum, at, 'size', 'attempt', 'purpose', 'outcome', 'members', 'owner')
+  local group = {checksum = f[1], taken_by = f[2], size = f[3], attempt = f[4], purpose = f[5], outcome = f[6]}
+  local objection = judge(group, new)
+  if objection then
+    if objection == 'duplicate' then tally('duplicates', 1) end
+    if objection == 'superseded' then tally('superseded', 1) end
+    return objection
+  end
+  local members = tonumber(f[7]) + 1
+  redis.call('HSET', group_key, at, new.id, sum, new.checksum, 'members', members)
+  redis.call('HSET', key('payloads:' .. new.group), new.index, payload)
+  tally('accepted', 1)
+  if members == tonumber(group.size) then
+    tally('open_members', 1 - members)
+    make_complete(new.group, f[8])
+    return 'ready'
+  end
+  if members == 1 then redis.call('SADD', key('open'), new.group) end
+  tally('open_members', 1)
+  return 'inserted'
+end
+"""
+
 # Atomic because of two copies of one trajectory, and of two answers for one place, exactly one may be stored, and the
-# member that completes a group must make it ready in the same instant.
-# id, group, index, group_size, newest_version, checksum, payload -> outcome, reason, group_is_ready.
+# member that completes a group must make it ready in the same instant. Several trajectories in one call because the
+# call itself costs as much as storing one.
+# (id, group, index, group_size, newest_version, checksum, attempt, payload)... -> one word each, separated by spaces:
+# inserted | ready (inserted, and its group is complete) | duplicate | superseded | why it is refused.
 INSERT = script(
-    _ANSWERS,
     _IS_DONE,
     RING_BELL,
+    _TALLY,
+    _JUDGE,
+    _MAKE_COMPLETE,
+    _INSERT_ONE,
     """
-local id, group, index, size, checksum = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[7]
-local group_key = key('group:' .. group)
-local fields = redis.call('HMGET', group_key, 'sum:' .. id, 'at:' .. index, 'size', 'owner', 'purpose')
-if fields[1] == checksum then return count('duplicate', 'duplicates') end
-if fields[1] then return refuse('content_conflict') end
-if fields[2] or is_done(group) then return count('superseded', 'superseded') end
-if fields[5] ~= 'train' then return refuse('unknown_group') end
-if fields[3] ~= size or tonumber(index) >= tonumber(size) then return refuse('group_size') end
-if is_from_the_future(ARGV[6]) then return refuse('future_version') end
-redis.call('HSET', group_key, 'at:' .. index, id, 'sum:' .. id, checksum)
-redis.call('HSET', key('payloads:' .. group), index, ARGV[8])
-redis.call('HINCRBY', key('counters'), 'accepted', 1)
-local members = redis.call('HINCRBY', group_key, 'members', 1)
-if members < tonumber(size) then
-  redis.call('SADD', key('open'), group)
-  redis.call('HINCRBY', key('counters'), 'open_members', 1)
-  return {'inserted', '', 0}
+local answers = {}
+for i = 2, #ARGV, 8 do
+  local new = {id = ARGV[i], group = ARGV[i + 1], index = ARGV[i + 2], size = ARGV[i + 3], version = ARGV[i + 4],
+    checksum = ARGV[i + 5], attempt = ARGV[i + 6]}
+  answers[#answers + 1] = insert_one(new, ARGV[i + 7])
 end
-redis.call('SREM', key('open'), group)
-redis.call('HINCRBY', key('counters'), 'open_members', 1 - members)
-redis.call('ZREM', key('leases'), group)
-redis.call('SREM', key('leases_of:' .. fields[4]), group)
-redis.call('ZREM', key('returned'), group)
-local sequence = redis.call('HINCRBY', key('run'), 'ready_sequence', 1)
-redis.call('HSET', group_key, 'sequence', sequence)
-redis.call('ZADD', key('ready'), sequence, group)
-ring_bell()
-return {'inserted', '', 1}
+write_tally()
+return table.concat(answers, ' ')
 """,
     runs_when_full=False,
 )
 
 # Atomic because each row must count once, whoever answers it. The payload is not kept.
-# group, evaluation id, row, newest_version, reward, is_correct, is_failed, purpose -> outcome, reason, is_complete.
+# group, evaluation id, row, newest_version, reward, is_correct, is_failed, purpose, attempt -> a word as with INSERT,
+# ready for the last row of the evaluation.
 INSERT_EVALUATION = script(
-    _ANSWERS,
+    _IS_FROM_THE_FUTURE,
     """
 local group, row = ARGV[2], ARGV[4]
 local evaluation, answers = key('evaluation:' .. ARGV[3]), key('answers:' .. ARGV[3])
 local asked, answered, purpose = unpack(redis.call('HMGET', evaluation, 'num_prompts', 'num_answered', 'purpose'))
-if purpose ~= ARGV[9] then return refuse('unknown_group') end
-if asked == answered or redis.call('SISMEMBER', answers, row) == 1 then return {'duplicate', '', 0} end
-local owner = redis.call('HGET', key('group:' .. group), 'owner')
-if redis.call('EXISTS', key('group:' .. group)) == 0 then return refuse('unknown_group') end
-if is_from_the_future(ARGV[5]) then return refuse('future_version') end
+if purpose ~= ARGV[9] then return 'unknown_group' end
+if asked == answered or redis.call('SISMEMBER', answers, row) == 1 then return 'duplicate' end
+local owner, attempt = unpack(redis.call('HMGET', key('group:' .. group), 'owner', 'attempt'))
+if not attempt then return 'unknown_group' end
+if tonumber(ARGV[10]) > tonumber(attempt) then return 'unknown_lease' end
+if is_from_the_future(ARGV[5]) then return 'future_version' end
 redis.call('SADD', answers, row)
 redis.call('HINCRBY', evaluation, 'num_correct', ARGV[7])
 redis.call('HINCRBY', evaluation, 'num_failed', ARGV[8])
@@ -83,9 +127,9 @@ redis.call('ZREM', key('evaluation_leases'), group)
 redis.call('ZREM', key('evaluation_pending'), group)
 if owner then redis.call('SREM', key('leases_of:' .. owner), group) end
 redis.call('DEL', key('group:' .. group))
-if redis.call('HINCRBY', evaluation, 'num_answered', 1) < tonumber(asked) then return {'inserted', '', 0} end
+if redis.call('HINCRBY', evaluation, 'num_answered', 1) < tonumber(asked) then return 'inserted' end
 redis.call('DEL', answers)
-return {'inserted', '', 1}
+return 'ready'
 """,
 )
 

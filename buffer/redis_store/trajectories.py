@@ -1,29 +1,36 @@
 """RedisStore, trajectories: what arrives, and what is kept of what is refused."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import redis
 
+from buffer.errors import StoreUnavailable
 from buffer.limits import FRAME_BYTES_KEPT, FRAMES_KEPT
 from buffer.records import Insertion
 from buffer.redis_scripts.trajectories import INSERT, INSERT_EVALUATION, QUARANTINE_FRAME
 from buffer.redis_store.door import RedisDoor, is_out_of_memory, text
 from buffer.trajectory import TrajectoryHeader
 
-_PIPELINED_AT_ONCE = 128
-"""Bounds what waits in the connection's buffers."""
+_INSERTED_AT_ONCE = 64
+_BYTES_AT_ONCE = 2**20
+"""Of payloads in one call, or a single larger one: the server answers nobody else meanwhile, and checks only once
+whether memory is full."""
+
+Item = tuple[TrajectoryHeader, bytes]
 
 
 class RedisTrajectories(RedisDoor):
     """Operations on arriving trajectories."""
 
-    def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
+    def insert(self, trajectories: list[Item]) -> list[Insertion]:
         """See `Store.insert`."""
-        insertions: list[Insertion] = []
-        for start in range(0, len(trajectories), _PIPELINED_AT_ONCE):
-            insertions += self._insert_chunk(trajectories[start : start + _PIPELINED_AT_ONCE])
-        return insertions
+        train = [item for item in trajectories if item[0].purpose == "train"]
+        inserted = (word for chunk in _chunks(train) for word in self._insert_chunk(chunk))
+        return [
+            _insertion(next(inserted) if header.purpose == "train" else self._count_answer(header))
+            for header, _ in trajectories
+        ]
 
     def quarantine(self, reason: str, frame: bytes) -> None:
         """See `Store.quarantine`."""
@@ -36,28 +43,51 @@ class RedisTrajectories(RedisDoor):
             entries = self._client.lrange(self._key("quarantine"), 0, -1)
         return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
 
-    def _insert_chunk(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
-        pipeline = self._client.pipeline(transaction=False)
-        for header, payload in trajectories:
-            if header.purpose == "train":
-                self._run(INSERT, *_train_arguments(header), payload, client=pipeline)
-            else:
-                self._run(INSERT_EVALUATION, *_evaluation_arguments(header), client=pipeline)
-        with self._reaching():
-            answers = pipeline.execute(raise_on_error=False)
-        return [self._insertion(answer) for answer in answers]
+    def _insert_chunk(self, chunk: list[Item]) -> list[str]:
+        arguments = (argument for header, payload in chunk for argument in (*_train_arguments(header), payload))
+        try:
+            return text(self._run(INSERT, *arguments)).split()
+        except StoreUnavailable as error:
+            if not is_out_of_memory(error):
+                raise
+            return ["store_full"] * len(chunk)
 
-    def _insertion(self, answer: Any) -> Insertion:
-        if isinstance(answer, redis.ResponseError) and is_out_of_memory(answer):
-            return Insertion(outcome="refused", reason="store_full")
-        if isinstance(answer, Exception):
-            raise self._fault(answer) from answer
-        outcome, reason, is_ready = answer
-        return Insertion(outcome=text(outcome), reason=text(reason), group_is_ready=bool(is_ready))  # type: ignore[arg-type]
+    def _count_answer(self, header: TrajectoryHeader) -> str:
+        return text(self._run(INSERT_EVALUATION, *_evaluation_arguments(header)))
 
 
-def _train_arguments(header: TrajectoryHeader) -> list[Any]:
-    return [header.id, header.group_id, header.index, header.group_size, header.newest_version, header.checksum]
+def _chunks(items: list[Item]) -> Iterator[list[Item]]:
+    chunk: list[Item] = []
+    size_bytes = 0
+    for header, payload in items:
+        if chunk and (len(chunk) == _INSERTED_AT_ONCE or size_bytes + len(payload) > _BYTES_AT_ONCE):
+            yield chunk
+            chunk, size_bytes = [], 0
+        chunk.append((header, payload))
+        size_bytes += len(payload)
+    if chunk:
+        yield chunk
+
+
+def _insertion(word: str) -> Insertion:
+    """Of the word with which a script answers."""
+    if word in ("inserted", "ready"):
+        return Insertion(outcome="inserted", group_is_ready=word == "ready")
+    if word in ("duplicate", "superseded"):
+        return Insertion(outcome=word)  # type: ignore[arg-type]
+    return Insertion(outcome="refused", reason=word)
+
+
+def _train_arguments(header: TrajectoryHeader) -> tuple[Any, ...]:
+    return (
+        header.id,
+        header.group_id,
+        header.index,
+        header.group_size,
+        header.newest_version,
+        header.checksum,
+        header.attempt,
+    )
 
 
 def _evaluation_arguments(header: TrajectoryHeader) -> list[Any]:
@@ -65,4 +95,4 @@ def _evaluation_arguments(header: TrajectoryHeader) -> list[Any]:
     is_failed = header.reward_status != "ok"
     is_correct = header.is_correct and not is_failed
     verdict = [repr(header.reward), int(is_correct), int(is_failed), header.purpose]
-    return [header.group_id, evaluation_id, row, header.newest_version, *verdict]
+    return [header.group_id, evaluation_id, row, header.newest_version, *verdict, header.attempt]

@@ -294,6 +294,25 @@ def test_another_group_size_than_leased_is_refused(store):
     assert store.insert([make_packed("0", 2, group_size=2)]) == [refused("group_size")]
 
 
+def test_an_answer_to_a_lease_nobody_was_given_is_refused(store):
+    lease(store)
+    assert store.insert([make_packed("0", 0, attempt=1)]) == [refused("unknown_lease")]
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
+    lease(store)
+    stray = make_packed("e:0", 0, purpose="greedy", group_size=1, attempt=1)
+    assert store.insert([stray]) == [refused("unknown_lease")]
+
+
+def test_of_many_trajectories_each_has_its_own_answer(store):
+    leases = lease(store, count=70)
+    whole = [answer(each, index) for each in leases for index in range(GROUP_SIZE)]
+    answers = store.insert([*whole, make_packed("70", 0), whole[0]])
+    assert [insertion.outcome for insertion in answers[:-2]] == ["inserted"] * 2 * len(leases)
+    assert [insertion.group_is_ready for insertion in answers[:4]] == [False, True, False, True]
+    assert [insertion.outcome for insertion in answers[-2:]] == ["refused", "duplicate"]
+    assert (store.counts().ready, store.counts().accepted) == (70, 140)
+
+
 def test_tokens_of_a_version_not_announced_are_refused(store):
     (each,) = lease(store)
     from_the_future = answer(each, 0, version_spans=[VersionSpan(6, 0), VersionSpan(9, 1)])
