@@ -3,7 +3,8 @@
 python run_async.py                                  the default experiment, on this machine
 python run_async.py experiment=gsm8k_1gpu            another preset
 python run_async.py learner.max_steps=50 name=short  any setting, as Hydra overrides
-python run_async.py mode=serial ...                  all roles in one process, deterministic
+python run_async.py experiment=digits_serial         all roles in one process, deterministic
+python run_async.py experiment=digits_replay replay.path=runs/NAME/archive   train again on stored rollouts
 python run_async.py --cfg job ...                    show the resolved configuration and stop
 """
 
@@ -67,6 +68,10 @@ def main(arguments: list[str]) -> None:
         from scripts.serial import run_serial
 
         run_serial(run, folder)
+    elif run.mode == "replay":
+        from scripts.replay import run_replay
+
+        run_replay(run, folder)
     else:
         Launcher(run, folder, overrides=arguments).launch()
     report(run, folder)

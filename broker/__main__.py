@@ -1,11 +1,15 @@
 """python -m broker [overrides]: start the broker, and the embedded store when nobody has."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import structlog
 
+from broker.archiver import ArchiverThread
 from broker.dataset import Dataset
 from broker.errors import BrokerFault
 from broker.logs import configure_logs
@@ -23,6 +27,7 @@ from configs.load import load
 from configs.run import RunConfig
 
 _STORE_TIMEOUT_S = 30.0
+_ARCHIVE_TIMEOUT_S = 3.0
 
 log = structlog.get_logger(__name__)
 
@@ -77,7 +82,13 @@ def _serve(
     store_url: str,
 ) -> None:
     config_json = msgspec.json.encode(run).decode()
-    state = store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
+    state = store.open_run(
+        run.name,
+        config_json=config_json,
+        num_rows=len(train),
+        seed=run.seed,
+        keeps_finished=run.buffer.archive.enabled,
+    )
     if state.phase == "finished" and not run.resume:
         raise RunConflict(
             f"run {run.name!r} must not be finished, got {state.step} steps and a summary in {folder.path}: "
@@ -86,10 +97,26 @@ def _serve(
     router = Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout, store_url=store_url)
     stopping = on_stop_signal(lambda: None)
     log.info("listening", address=run.broker.address, store=store_url, step=state.step, version=state.version)
-    while not stopping.is_set():
-        router.step(timeout_s=0.2)
-    router.drain_all(reason="the broker stops")
+    with _archiving(run, folder, store_url):
+        while not stopping.is_set():
+            router.step(timeout_s=0.2)
+        router.drain_all(reason="the broker stops")
     log.info("stopped")
+
+
+@contextmanager
+def _archiving(run: RunConfig, folder: RunFolder, store_url: str) -> Iterator[None]:
+    """Have groups that are over archived meanwhile; what is left at the end waits in the store for the next broker."""
+    if not run.buffer.archive.enabled:
+        yield
+        return
+    connect = partial(open_store, store_url, run.name, timeout_s=_STORE_TIMEOUT_S)
+    archiver = ArchiverThread(connect, folder.archive, run.buffer.archive)
+    archiver.start()
+    try:
+        yield
+    finally:
+        archiver.stop(timeout_s=_ARCHIVE_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ runs/<name>/
     summary.json        what came of it
     curve.png           the same, to look at
     checkpoints/        to resume from
+    archive/            groups that are over, in Parquet
     final_model/        transformers format
 """
 
@@ -63,6 +64,11 @@ class RunFolder:
     def final_model(self) -> Path:
         """In transformers format."""
         return self.path / "final_model"
+
+    @property
+    def archive(self) -> Path:
+        """Groups that are over, in Parquet."""
+        return self.path / "archive"
 
     @property
     def metrics(self) -> Path:

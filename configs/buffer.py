@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from configs.archive import ArchiveConfig
 from configs.base import Config
 
 
@@ -53,6 +54,8 @@ class BufferConfig(Config):
     """Which ready groups a step claims."""
     staleness: StalenessConfig = StalenessConfig()
     """The bound, and what happens beyond it."""
+    archive: ArchiveConfig = ArchiveConfig()
+    """Where groups go that are over."""
     claim_lease_s: Annotated[float, Meta(gt=0)] = 120.0
     """Time a learner has to commit a claim or renew it, seconds."""
     max_attempts: Annotated[int, Meta(ge=1)] = 5

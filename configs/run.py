@@ -13,6 +13,7 @@ from configs.evaluation import EvaluationConfig
 from configs.generators import GeneratorsConfig
 from configs.learner import DeepSpeedEngineConfig, LearnerConfig
 from configs.model import ModelConfig
+from configs.replay import ReplayConfig
 from configs.weights import WeightsConfig
 
 
@@ -25,8 +26,10 @@ class RunConfig(Config):
     """Which model is trained."""
     data: DataConfig
     """Where prompts come from."""
-    mode: Literal["async", "serial"] = "async"
-    """Roles as processes | all roles in one process, one call after the other."""
+    mode: Literal["async", "serial", "replay"] = "async"
+    """Roles as processes | all roles in one process, one call after the other | the same, trained from an archive."""
+    replay: ReplayConfig = ReplayConfig()
+    """What `mode=replay` trains from."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     """Every random choice of the run derives from it."""
     runs_dir: str = "runs"
@@ -53,6 +56,11 @@ class RunConfig(Config):
     def __post_init__(self) -> None:
         for check in _CHECKS:
             check(self)
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether all roles run in one process."""
+        return self.mode != "async"
 
     @property
     def groups_per_version(self) -> int:
@@ -106,15 +114,22 @@ def _check_proximal(run: RunConfig) -> None:
 
 
 def _check_serial(run: RunConfig) -> None:
-    serial = run.mode == "serial"
-    if serial and run.learner.num_ranks != 1:
-        raise ConfigError(f"mode=serial runs one learner rank, got learner.num_ranks={run.learner.num_ranks}.")
-    if serial != isinstance(run.buffer.store, MemoryStoreConfig):
+    if run.is_one_process and run.learner.num_ranks != 1:
+        raise ConfigError(f"mode={run.mode} runs one learner rank, got learner.num_ranks={run.learner.num_ranks}.")
+    if run.is_one_process != isinstance(run.buffer.store, MemoryStoreConfig):
         raise ConfigError(
-            "buffer/store=memory goes with mode=serial and no other mode: a process cannot see its state."
+            "buffer/store=memory goes with mode=serial or replay and no other mode: a process cannot see its state."
         )
-    if serial != (run.weights.transport == "memory"):
-        raise ConfigError("weights.transport=memory goes with mode=serial and no other mode.")
+    if run.is_one_process != (run.weights.transport == "memory"):
+        raise ConfigError("weights.transport=memory goes with mode=serial or replay and no other mode.")
+
+
+def _check_replay(run: RunConfig) -> None:
+    if (run.mode == "replay") != bool(run.replay.path):
+        raise ConfigError(
+            f"mode=replay needs replay.path, the archive folder to train from, and no other mode has one, got "
+            f"mode={run.mode} with replay.path={run.replay.path!r}: name one, such as runs/digits_cpu/archive."
+        )
 
 
 def _check_sharding(run: RunConfig) -> None:
@@ -136,6 +151,7 @@ _CHECKS = (
     _check_advantage_has_a_baseline,
     _check_proximal,
     _check_serial,
+    _check_replay,
     _check_sharding,
     _check_peer_patience,
 )

@@ -9,12 +9,14 @@ turns. So one seed gives one run, bit for bit; with `max_lag=0` it is the synchr
 import asyncio
 import os
 from collections import deque
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import torch
 
+from broker.archiver import Archiver
 from broker.dataset import Dataset
 from broker.joining import StatusBoard
 from broker.link import Link
@@ -119,13 +121,16 @@ class Pump:
             await asyncio.sleep(0)
 
 
-def run_serial(run: RunConfig, folder: RunFolder) -> None:
-    """Train from beginning to end in this process."""
+def run_serial(
+    run: RunConfig, folder: RunFolder, *, prepare_store: Callable[[MemoryStore], None] = lambda _store: None
+) -> None:
+    """Train from beginning to end in this process; `prepare_store` may fill the run's store before anybody asks it."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()
     store = MemoryStore(clock=clock, max_attempts=run.buffer.max_attempts)
     router = _build_router(run, hub, store, clock)
+    prepare_store(store)
     learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
     pump = Pump(clock=clock, router=router, learner=learner_peer, generator=generator_peer)
     with closing(pump):
@@ -153,10 +158,23 @@ def run_serial(run: RunConfig, folder: RunFolder) -> None:
         learner_peer.board.show(learner.status)
         learner.run()
         pump.stop()
+        _archive(run, folder, store)
 
 
 def _build_router(run: RunConfig, hub: MemoryBroker, store: MemoryStore, clock: TurnClock) -> Router:
     train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
     config_json = msgspec.json.encode(run).decode()
-    store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
+    store.open_run(
+        run.name,
+        config_json=config_json,
+        num_rows=len(train),
+        seed=run.seed,
+        keeps_finished=run.buffer.archive.enabled,
+    )
     return Router(hub.server(), store, run=run, config_json=config_json, train=train, heldout=heldout, clock=clock)
+
+
+def _archive(run: RunConfig, folder: RunFolder, store: MemoryStore) -> None:
+    if run.buffer.archive.enabled:
+        with closing(Archiver(store, folder.archive, run.buffer.archive)) as archiver:
+            archiver.flush()

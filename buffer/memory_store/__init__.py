@@ -5,6 +5,7 @@ from buffer.memory_store.evaluations import MemoryEvaluations
 from buffer.memory_store.finished import MemoryFinished
 from buffer.memory_store.prompts import MemoryPrompts
 from buffer.memory_store.run import MemoryRun
+from buffer.memory_store.stored import MemoryStored
 from buffer.memory_store.trajectories import MemoryTrajectories
 from buffer.memory_store.watching import MemoryWatching
 
@@ -15,6 +16,7 @@ class MemoryStore(
     MemoryTrajectories,
     MemoryBatches,
     MemoryFinished,
+    MemoryStored,
     MemoryEvaluations,
     MemoryWatching,
 ):

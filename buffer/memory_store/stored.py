@@ -1,0 +1,34 @@
+"""MemoryStore, stored rollouts: groups of an earlier run, ready to be trained on again."""
+
+from buffer.codec import checksum, unpack
+from buffer.memory_store.state import Group, Member, MemoryState
+from buffer.records import FinishedGroup
+
+
+class MemoryStored(MemoryState):
+    """What only a replay does."""
+
+    def load(self, groups: list[FinishedGroup]) -> None:
+        """Take groups in as ready, in the order given. Raises Refused for a payload that is damaged.
+
+        They count as accepted and admitted. Ordinals between them are marked as over, so that no prompt is leased.
+        """
+        with self._changed:
+            run = self._opened()
+            for stored in groups:
+                run.ready_sequence += 1
+                self._groups[stored.id] = _ready_group(stored, sequence=run.ready_sequence)
+                self._make_ready([stored.id])
+            ordinals = {int(stored.id) for stored in groups}
+            run.next_ordinal = max(ordinals, default=-1) + 1
+            run.admitted = len(groups)
+            self._done = set(range(run.next_ordinal)) - ordinals
+            self._counters["accepted"] = sum(len(stored.payloads) for stored in groups)
+
+
+def _ready_group(stored: FinishedGroup, *, sequence: int) -> Group:
+    group = Group(stored.id, "train", len(stored.payloads), sequence)
+    for payload in stored.payloads:
+        trajectory = unpack(payload)
+        group.members[trajectory.index] = Member(trajectory.id, checksum(payload), payload)
+    return group
