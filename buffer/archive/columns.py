@@ -80,13 +80,19 @@ _REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is
 def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
     """One row per payload, groups in the order given, `archived_at` in seconds since 1970.
 
-    Raises Refused for a payload that is no trajectory, pa.ArrowException or OverflowError for a number beyond 64 bits.
+    Raises Refused for a payload that is no trajectory, and as `tabulate` does.
     """
-    stored = [
-        StoredTrajectory(unpack(payload), group.outcome, group.reason, group.steps, archived_at)
-        for group in groups
-        for payload in group.payloads
-    ]
+    return tabulate(
+        [
+            StoredTrajectory(unpack(payload), group.outcome, group.reason, group.steps, archived_at)
+            for group in groups
+            for payload in group.payloads
+        ]
+    )
+
+
+def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
+    """One row per trajectory. Raises pa.ArrowException or OverflowError for a number beyond 64 bits."""
     columns = _list_columns(stored) | _reward_columns(stored) | _fate_columns(stored)
     trajectories = [each.trajectory for each in stored]
     columns |= {name: [getattr(trajectory, name) for trajectory in trajectories] for name in _PLAIN}

@@ -112,17 +112,14 @@ def test_an_archive_has_one_writer(tmp_path: Path) -> None:
 
 def test_a_write_that_failed_can_be_done_again(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path)
-    # A folder in the place of the temporary file: opening it for writing fails, as on a full disk.
-    obstacle = tmp_path / "shard-00000001.parquet.tmp" / "x"
-    obstacle.mkdir(parents=True)
+    (tmp_path / "shard-00000001.parquet.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError) as caught:
         writer.write([make_finished("0")])
-    assert caught.value.errno == errno.EISDIR
+    assert caught.value.errno == errno.ENOSPC
     assert not writer.has("0")
-    obstacle.rmdir()
-    obstacle.parent.rmdir()
     writer.write([make_finished("0")])
     assert ids_in(tmp_path) == ["0-0-0", "0-0-1"]
+    assert files_in(tmp_path) == {"shard-00000001.parquet", MANIFEST}
 
 
 def test_a_part_of_a_line_left_by_a_failed_append_is_overwritten(tmp_path: Path) -> None:

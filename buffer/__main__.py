@@ -1,0 +1,15 @@
+"""python -m buffer ls|show|stats|export|verify SOURCE: look into a run's store or an archive."""
+
+from buffer.commands.app import app
+from buffer.errors import BufferFault
+from configs.exits import fail_cleanly
+
+
+@fail_cleanly(BufferFault)
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    app(arguments)
+
+
+if __name__ == "__main__":
+    main()

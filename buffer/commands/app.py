@@ -1,0 +1,164 @@
+"""The command line: a function per command, its arguments, and nothing else."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from buffer.archive.trajectory_filter import Decode, TrajectoryFilter
+from buffer.commands.decoder import find_decoder
+from buffer.commands.exporting import export
+from buffer.commands.filter_options import with_filters
+from buffer.commands.listing import list_groups, list_trajectories
+from buffer.commands.printing import make_console
+from buffer.commands.showing import show_facts, show_stretches, show_tokens
+from buffer.commands.sources import ArchiveSource, StoreSource, open_source
+from buffer.commands.stats import Stats
+from buffer.commands.verifying import tell_audit, tell_check
+from configs.base import ConfigError
+
+_UNSOUND = 1
+"""Exit code when something is wrong with what was looked into."""
+
+Where = Annotated[
+    str,
+    typer.Argument(metavar="SOURCE", help="A run's name or folder, an archive's folder, or a redis:// address."),
+]
+RunName = Annotated[str | None, typer.Option("--run", help="Name of the run, beside a redis:// address.")]
+RunsDir = Annotated[Path, typer.Option(help="Where the runs' folders are.")]
+TokenizerPath = Annotated[
+    Path | None, typer.Option("--tokenizer", help="A tokenizer.json or its folder, instead of the run's own.")
+]
+Limit = Annotated[int | None, typer.Option(min=1, help="At most this many trajectories.")]
+
+app = typer.Typer(
+    name="python -m buffer",
+    help="Look into a run's store or an archive of it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command("ls")
+@with_filters
+def ls(
+    where: Where,
+    wanted: TrajectoryFilter,
+    trajectories: Annotated[bool, typer.Option("--trajectories", "-t", help="A line each, not one per group.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many lines.")] = 50,
+    tokenizer: TokenizerPath = None,
+    run: RunName = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """List groups, or trajectories."""
+    with _opened(where, run, runs_dir) as source:
+        found = source.read(wanted, decode=_decoder(source, tokenizer, wanted))
+        table, count = (list_trajectories if trajectories else list_groups)(found, limit=limit)
+        make_console().print(table if count else "nothing matches")
+        if count == limit:
+            print(f"the first {limit}; more with --limit")
+
+
+@app.command()
+def show(
+    where: Where,
+    trajectory_id: Annotated[str, typer.Argument(metavar="ID", help="Of the trajectory, as `ls -t` tells it.")],
+    tokens: Annotated[bool, typer.Option("--tokens", help="A line for each token.")] = False,
+    tokenizer: TokenizerPath = None,
+    run: RunName = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show one trajectory: where it is from, what it got, every token's version."""
+    with _opened(where, run, runs_dir) as source:
+        stored = next(source.read(TrajectoryFilter(id=trajectory_id), decode=None), None)
+        if stored is None:
+            raise ConfigError(f"ID must be a trajectory's in {where}, got {trajectory_id!r}: `ls -t` tells them.")
+        decode = find_decoder(tokenizer, candidates=source.model_paths())
+        console = make_console()
+        console.print(show_facts(stored, step_versions=source.step_versions()))
+        console.print()
+        console.print((show_tokens if tokens else show_stretches)(stored.trajectory, decode=decode))
+
+
+@app.command()
+@with_filters
+def stats(
+    where: Where,
+    wanted: TrajectoryFilter,
+    limit: Limit = None,
+    tokenizer: TokenizerPath = None,
+    run: RunName = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Count by outcome and data source; distributions of reward, length and lag."""
+    with _opened(where, run, runs_dir) as source:
+        found = source.read(wanted, decode=_decoder(source, tokenizer, wanted))
+        told = Stats(islice(found, limit), step_versions=source.step_versions())
+        console = make_console()
+        if not told.all.tokens:
+            console.print("nothing matches")
+            return
+        for table in told.tables():
+            console.print(table)
+            console.print()
+
+
+@app.command("export")
+@with_filters
+def export_file(
+    where: Where,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A file to be made: .parquet or .jsonl.")],
+    wanted: TrajectoryFilter,
+    limit: Limit = None,
+    tokenizer: TokenizerPath = None,
+    run: RunName = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Write trajectories to one Parquet or JSON-lines file."""
+    with _opened(where, run, runs_dir) as source:
+        decode = find_decoder(tokenizer, candidates=source.model_paths())
+        _check_text(wanted, decode)
+        count = export(islice(source.read(wanted, decode=decode), limit), out, decode=decode)
+        print(f"{count} trajectories in {out}")
+
+
+@app.command()
+def verify(where: Where, run: RunName = None, runs_dir: RunsDir = Path("runs")) -> None:
+    """Add everything up anew; exit 1 when anything is lost, doubled or damaged."""
+    with _opened(where, run, runs_dir) as source:
+        if isinstance(source, StoreSource):
+            books = source.audit()
+            lines, is_sound = tell_audit(books), books.is_sound
+        else:
+            check = source.archive.check()
+            lines, is_sound = tell_check(check), check.is_sound
+        print("\n".join(lines))
+    if not is_sound:
+        raise typer.Exit(_UNSOUND)
+
+
+@contextmanager
+def _opened(where: str, run_name: str | None, runs_dir: Path) -> Iterator[ArchiveSource | StoreSource]:
+    """The source; ends with exit code 1 when a part of it could not be read."""
+    with open_source(where, run_name=run_name, runs_dir=runs_dir) as source:
+        yield source
+    if isinstance(source, ArchiveSource) and source.num_refused:
+        raise typer.Exit(_UNSOUND)
+
+
+def _decoder(source: ArchiveSource | StoreSource, tokenizer: Path | None, wanted: TrajectoryFilter) -> Decode | None:
+    """Needed for a filter on text alone."""
+    if wanted.text is None:
+        return None
+    decode = find_decoder(tokenizer, candidates=source.model_paths())
+    _check_text(wanted, decode)
+    return decode
+
+
+def _check_text(wanted: TrajectoryFilter, decode: Decode | None) -> None:
+    if wanted.text is not None and decode is None:
+        raise ConfigError("--text must have a tokenizer to decode with, and none was found: name one with --tokenizer.")

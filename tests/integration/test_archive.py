@@ -1,0 +1,144 @@
+"""The archiver on a real store: both are killed and starved, and every group is in the archive once."""
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from broker.archiver import ArchiverThread
+from buffer.archive.archive import Archive
+from buffer.archive.shard_writer import ShardWriter
+from buffer.embedded_redis import EmbeddedRedis
+from buffer.errors import StoreUnavailable
+from buffer.open_store import connect
+from buffer.redis_store import RedisStore
+from configs.archive import ArchiveConfig
+from tests.contract.stores import checkpoint, claim, commit, make_ready, open_run
+
+CONFIG = ArchiveConfig(groups_per_shard=4, flush_s=0.2)
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedRedis]:
+    folder = Path(tempfile.mkdtemp(prefix="slip-"))
+    started = EmbeddedRedis(folder, durability="strict", max_memory_mib=64)
+    started.start(timeout_s=20)
+    yield started
+    started.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def store(server: EmbeddedRedis) -> Iterator[RedisStore]:
+    opened = connect_to(server)
+    open_run(opened, keeps_finished=True)
+    yield opened
+    opened.close()
+
+
+def connect_to(server: EmbeddedRedis) -> RedisStore:
+    return RedisStore(connect(server.url), "run")
+
+
+def start_archiver(server: EmbeddedRedis, folder: Path) -> ArchiverThread:
+    archiver = ArchiverThread(lambda: connect_to(server), folder, CONFIG, tick_s=0.02)
+    archiver.start()
+    return archiver
+
+
+def retire(store: RedisStore, *, step: int, count: int) -> list[str]:
+    """One step, from lease to checkpoint; the groups it used."""
+    make_ready(store, count)
+    claimed = claim(store, step, count)
+    commit(store, claimed)
+    checkpoint(store, step)
+    return claimed.group_ids
+
+
+def wait_for(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < deadline, f"waited 20 s for {what}"
+        threading.Event().wait(0.02)
+
+
+def groups_in(folder: Path) -> list[str]:
+    """Every trajectory's group, in the order archived."""
+    return [stored.trajectory.group_id for stored in Archive(folder).read()]
+
+
+def test_retired_groups_move_from_the_store_to_the_archive(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+    archiver = start_archiver(server, tmp_path)
+    group_ids = retire(store, step=1, count=3) + retire(store, step=2, count=2)
+    wait_for(lambda: store.counts().unarchived == 0, "the archiver")
+    assert archiver.stop(timeout_s=10)
+    assert groups_in(tmp_path) == [group for group in group_ids for _ in range(2)]
+    assert {tuple(stored.steps) for stored in Archive(tmp_path).read()} == {(1,), (2,)}
+    assert Archive(tmp_path).check().is_sound
+    assert store.audit().is_sound
+    assert archiver.status().groups == 5
+
+
+def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+    make_ready(store, 1)
+    claimed = claim(store, 1, 1)
+    store.reject(claimed, group_ids=claimed.group_ids, reason="all_equal")
+    archiver = start_archiver(server, tmp_path)
+    assert archiver.stop(timeout_s=10), "stopping archives what is over"
+    assert {(stored.place, stored.reason, *stored.steps) for stored in Archive(tmp_path).read()} == {
+        ("rejected", "all_equal")
+    }
+
+
+def test_a_killed_store_is_waited_for_with_a_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+    archiver = start_archiver(server, tmp_path)
+    first = retire(store, step=1, count=2)
+    wait_for(lambda: archiver.status().groups == 2, "the first shard")
+    assert server.pid is not None
+    psutil.Process(server.pid).kill()
+    wait_for(lambda: "does not answer" in archiver.status().reason, "the archiver to say why it waits")
+    server.start(timeout_s=20)
+    second = retire(store, step=2, count=2)
+    wait_for(lambda: archiver.status().groups == 4, "the second shard")
+    assert archiver.status().reason == ""
+    assert archiver.stop(timeout_s=10)
+    assert groups_in(tmp_path) == [group for group in first + second for _ in range(2)]
+    assert connect_to(server).audit().is_sound
+
+
+def test_a_second_archiver_waits_until_the_first_has_ended(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+    other = ShardWriter(tmp_path)
+    archiver = start_archiver(server, tmp_path)
+    retire(store, step=1, count=2)
+    wait_for(lambda: "must have one writer" in archiver.status().reason, "the archiver to say why it waits")
+    other.close()
+    wait_for(lambda: archiver.status().groups == 2, "the shard")
+    assert archiver.stop(timeout_s=10)
+
+
+def test_groups_archived_but_not_forgotten_are_not_archived_again(
+    server: EmbeddedRedis, store: RedisStore, tmp_path: Path
+):
+    retire(store, step=1, count=3)
+    # A crash between the manifest and `forget` leaves exactly this behind.
+    dying = ShardWriter(tmp_path)
+    dying.write(store.finished(limit=2))
+    dying.close()
+    assert start_archiver(server, tmp_path).stop(timeout_s=10)
+    check = Archive(tmp_path).check()
+    assert (check.groups, check.trajectories, check.duplicated) == (3, 6, 0)
+    assert store.counts().unarchived == 0
+
+
+def test_stopping_ends_also_when_the_store_is_gone(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+    retire(store, step=1, count=1)
+    server.stop()
+    archiver = start_archiver(server, tmp_path)
+    assert archiver.stop(timeout_s=10)
+    with pytest.raises(StoreUnavailable):
+        store.counts()

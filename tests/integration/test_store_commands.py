@@ -1,0 +1,153 @@
+"""`python -m buffer` on the store of a run that is going on, that has ended, and that is damaged."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from broker.run_folder import RunFolder
+from buffer.__main__ import main
+from buffer.embedded_redis import EmbeddedRedis
+from buffer.open_store import connect
+from buffer.redis_store import RedisStore
+from configs.run import RunConfig
+from tests.builders import make_run
+from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, lease, make_ready, open_run
+
+
+@pytest.fixture
+def config() -> Iterator[RunConfig]:
+    # A short path: the store's socket lies in the run folder.
+    folder = Path(tempfile.mkdtemp(prefix="slip-"))
+    yield make_run(name="mine", runs_dir=str(folder))
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def server(config: RunConfig) -> Iterator[EmbeddedRedis]:
+    folder = RunFolder(config)
+    folder.open()
+    started = EmbeddedRedis(folder.store, max_memory_mib=64)
+    started.start(timeout_s=20)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def store(server: EmbeddedRedis, config: RunConfig) -> Iterator[RedisStore]:
+    """A run with groups 0 and 1 retired, 2 used, 3 claimed, 4 ready and 5 open."""
+    opened = RedisStore(connect(server.url), "mine")
+    open_run(opened, config_json=msgspec.json.encode(config).decode(), keeps_finished=True)
+    make_ready(opened, 5)
+    for step, count in ((1, 2), (2, 1)):
+        commit(opened, claim(opened, step, count))
+    checkpoint(opened, 1)
+    claim(opened, 3, 1)
+    (open_lease,) = lease(opened)
+    opened.insert([answer(open_lease, 1)])
+    yield opened
+    opened.close()
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
+    """(exit code, lines with blanks between words made one)."""
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments])
+    return int(caught.value.code or 0), [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def where(config: RunConfig) -> tuple[str, ...]:
+    return "mine", "--runs-dir", config.runs_dir
+
+
+LISTED = [
+    "group members reward outcome tokens versions steps data source reason",
+    "0 2 0.500 retired 12 0 1 test",
+    "1 2 0.500 retired 12 0 1 test",
+    "2 2 0.500 used 12 0 2 test",
+    "3 2 0.500 claimed 12 0 test",
+    "4 2 0.500 ready 12 0 test",
+    "5 1 0.500 open 12 0 test",
+]
+
+
+def test_a_live_run_is_listed_by_its_name(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+    before = store.counts()
+    assert run(capsys, "ls", *where(config)) == (0, LISTED)
+    assert store.counts() == before, "looking changes nothing"
+
+
+def test_a_server_is_looked_into_by_its_address(
+    store: RedisStore, server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
+):
+    assert run(capsys, "ls", server.url, "--run", "mine") == (0, LISTED)
+
+
+def test_a_run_whose_store_was_stopped_is_listed_too(
+    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
+):
+    server.stop()
+    assert run(capsys, "ls", str(RunFolder(config).path)) == (0, LISTED)
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [("--outcome ready", "4"), ("--outcome retired", "01"), ("--step 2", "2"), ("--min-reward 0.6", "")],
+)
+def test_the_filters_are_those_of_an_archive(
+    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str], options: str, groups: str
+):
+    _, lines = run(capsys, "ls", *where(config), *options.split())
+    assert "".join(line.split()[0] for line in lines[1:]) == groups
+
+
+def test_one_trajectory_is_shown_with_its_lag(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+    code, lines = run(capsys, "show", "mine", "2-0-1", "--runs-dir", config.runs_dir)
+    assert code == 0
+    assert "group 2, member 1, attempt 0" in lines
+    assert "step 2 trained on it at version 1: lag 1" in lines
+
+
+def test_stats_count_every_place(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+    code, lines = run(capsys, "stats", *where(config))
+    assert code == 0
+    counted = [line.split()[:3] for line in lines[1:6]]
+    assert counted == [
+        ["open", "1", "1"],
+        ["ready", "1", "2"],
+        ["claimed", "1", "2"],
+        ["used", "1", "2"],
+        ["retired", "2", "4"],
+    ]
+
+
+def test_verify_prints_the_books(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+    assert run(capsys, "verify", *where(config)) == (
+        0,
+        [
+            "accepted = buffered + claimed + used + retired + rejected + expired + quarantined",
+            "11 = 11 = buffered 3 + claimed 2 + used 2 + retired 4 + rejected 0 + expired 0 + quarantined 0",
+            "lost=0 duplicated=0 skipped_prompts=0",
+        ],
+    )
+
+
+def test_verify_of_a_store_that_lost_something_ends_with_exit_code_1(
+    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
+):
+    client = connect(server.url)
+    client.delete("{mine}:payloads:4")
+    client.close()
+    code, lines = run(capsys, "verify", *where(config))
+    assert code == 1
+    assert f"lost={GROUP_SIZE} duplicated=0 skipped_prompts=0" in lines
+
+
+def test_a_server_without_the_run_is_refused(server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as caught:
+        main(["ls", server.url, "--run", "other"])
+    assert caught.value.code == 2
+    assert "the store holds no such run" in capsys.readouterr().err

@@ -1,0 +1,253 @@
+"""The commands on an archive: what they print, and how they end."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+
+from buffer.__main__ import main
+from buffer.archive.manifest import MANIFEST
+from buffer.trajectory import Reward, VersionSpan
+from tests.builders import make_run
+from tests.unit.buffer.archive.finished import make_finished, write_archive
+
+LETTERS = "abcdefghijkl"
+"""Token `n` of the trajectories is the `n`-th letter."""
+
+
+@pytest.fixture
+def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run with a tokenizer: two groups that were trained on, and one that was rejected."""
+    monkeypatch.chdir(tmp_path)
+    write_tokenizer(Path("models/test"))
+    folder = Path("runs/test/archive")
+    spans = [VersionSpan(6, 2), VersionSpan(9, 3)]
+    right = Reward(1.0, {"format": 0.25, "answer": 0.75}, is_correct=True)
+    write_archive(
+        folder,
+        [make_finished("0", reward=right, version_spans=spans, steps=[5]), make_finished("1", steps=[6])],
+        [make_finished("2", outcome="rejected", reason="late", steps=[], data_source="sums", reward=failed())],
+    )
+    (folder.parent / "config.yaml").write_bytes(msgspec.yaml.encode(make_run()))
+    rows = [{"step": step, "version": step} for step in range(1, 7)]
+    (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    tokenizer = Tokenizer(WordLevel({letter: number for number, letter in enumerate(LETTERS)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def failed() -> Reward:
+    return Reward(0.0, status="timeout", detail="5 s")
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(argument) for argument in arguments])
+    return int(caught.value.code or 0)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
+    """The lines of a command that ends well, blanks between words made one."""
+    assert run(*arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return [" ".join(line.split()) for line in out.splitlines() if line.strip()]
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The sentence of a command that is refused."""
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    return err
+
+
+def test_ls_has_a_line_per_group(archive, capsys):
+    assert printed(capsys, "ls", archive) == [
+        "group members reward outcome tokens versions steps data source reason",
+        "0 2 1.000 retired 12 2-3 5 test",
+        "1 2 0.500 retired 12 0 6 test",
+        "2 2 0.000 rejected 12 0 sums late",
+    ]
+
+
+def test_ls_has_a_line_per_trajectory_when_asked(archive, capsys):
+    lines = printed(capsys, "ls", archive, "-t", "--outcome", "rejected")
+    assert lines[1:] == ["2-0-0 timeout rejected 12 0 sums late", "2-0-1 timeout rejected 12 0 sums late"]
+
+
+def test_ls_says_when_there_may_be_more(archive, capsys):
+    assert printed(capsys, "ls", archive, "--limit", 1)[1:] == [
+        "0 2 1.000 retired 12 2-3 5 test",
+        "the first 1; more with --limit",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        (["--min-reward", "0.6"], "0"),
+        (["--max-reward", "0.6"], "12"),
+        (["--min-tokens", "13"], ""),
+        (["--max-tokens", "12"], "012"),
+        (["--version", "3"], "0"),
+        (["--step", "6"], "1"),
+        (["--data-source", "sums"], "2"),
+        (["--outcome", "retired", "--version", "0"], "1"),
+        (["--text", "jkl"], "012"),
+        (["--text", "lk"], ""),
+    ],
+)
+def test_every_filter_filters(archive, capsys, options, groups):
+    lines = printed(capsys, "ls", archive, *options)
+    assert "".join(line.split()[0] for line in lines[1:]) == groups
+    assert groups or lines == ["nothing matches"]
+
+
+def test_show_tells_where_a_trajectory_came_from_and_which_version_wrote_what(archive, capsys):
+    lines = printed(capsys, "show", archive, "0-0-1")
+    for expected in (
+        "trajectory 0-0-1",
+        "group 0, member 1, attempt 0",
+        "prompt test/0 of test",
+        "outcome retired",
+        "step 5 trained on it at version 4: lag 2",
+        "reward 1, format 0.25, answer 0.75, right",
+        "versions 2, 3",
+        "0-5 abcdef",
+        "6-8 version 2 -0.500 ghi",
+        "9-11 version 3 -0.500 jkl",
+    ):
+        assert expected in lines
+
+
+def test_show_tells_of_each_token_when_asked(archive, capsys):
+    lines = printed(capsys, "show", archive, "0-0-1", "--tokens")
+    assert lines[-12] == "0 0 a"
+    assert lines[-1] == "11 11 version 3 -0.5000 l"
+
+
+def test_without_a_tokenizer_token_ids_are_shown(archive, capsys):
+    Path("models/test/tokenizer.json").unlink()
+    assert "9-11 version 3 -0.500 9 10 11" in printed(capsys, "show", archive, "0-0-1")
+
+
+def test_show_of_an_unknown_trajectory_is_refused(archive, capsys):
+    assert "ID must be a trajectory's in" in complaint(capsys, "show", archive, "9-0-0")
+
+
+def test_stats_count_and_distribute(archive, capsys):
+    lines = printed(capsys, "stats", archive)
+    assert "retired 2 4 0.75 50.0% 0 12 6 3.5" in lines
+    assert "rejected 1 2 - 0.0% 2 12 6 -" in lines
+    assert "sums 1 2 - 0.0% 2 12 6 -" in lines
+    assert "reward 0.75 0.5 0.5 0.75 1 1" in lines
+    assert "lag 3.5 2 2 3.5 5 5" in lines
+
+
+def test_stats_of_nothing_say_so(archive, capsys):
+    assert printed(capsys, "stats", archive, "--min-reward", 7) == ["nothing matches"]
+
+
+def test_an_exported_parquet_file_has_the_columns_of_the_archive(archive, capsys):
+    assert printed(capsys, "export", archive, "out.parquet", "--min-reward", 0.6) == ["2 trajectories in out.parquet"]
+    expected = pq.read_table(archive / "shard-00000001.parquet").slice(0, 2)
+    assert pq.read_table("out.parquet").equals(expected)
+
+
+def test_exported_lines_hold_the_texts_too(archive, capsys):
+    printed(capsys, "export", archive, "out.jsonl", "--limit", 1)
+    (row,) = map(json.loads, Path("out.jsonl").read_text().splitlines())
+    assert (row["id"], row["outcome"], row["steps"]) == ("0-0-0", "retired", [5])
+    assert (row["prompt"], row["response"]) == ("abcdef", "ghijkl")
+    assert row["token_ids"] == list(range(12))
+    assert row["version_spans"] == [[6, 2], [9, 3]]
+
+
+@pytest.mark.parametrize(
+    ("out", "rule"),
+    [
+        ("out.csv", "OUT must end in .parquet or .jsonl"),
+        ("taken.jsonl", "OUT must not exist yet"),
+        ("nowhere/out.jsonl", "OUT must lie in a folder that exists"),
+    ],
+)
+def test_an_export_that_cannot_be_is_refused(archive, capsys, out, rule):
+    Path("taken.jsonl").write_text("precious")
+    assert rule in complaint(capsys, "export", archive, out)
+    assert Path("taken.jsonl").read_text() == "precious"
+
+
+def test_verify_of_a_sound_archive(archive, capsys):
+    assert printed(capsys, "verify", archive) == [
+        "2 shards, 3 groups, 6 trajectories",
+        "damaged=0 duplicated=0",
+    ]
+
+
+def test_a_damaged_shard_is_told_and_the_others_are_shown(archive, capsys):
+    cut(archive / "shard-00000001.parquet")
+    assert run("ls", archive) == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("warning: shard-00000001.parquet must have ")
+    assert [line.split()[0] for line in out.splitlines()] == ["group", "2"]
+
+
+def test_verify_of_a_damaged_archive_ends_with_exit_code_1(archive, capsys):
+    cut(archive / "shard-00000002.parquet")
+    assert run("verify", archive) == 1
+    assert "damaged=1 duplicated=0" in capsys.readouterr().out
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [
+        (["ls", "missing"], "SOURCE must be a run in runs/"),
+        (["ls", "redis://localhost:1/0"], "--run must name a run"),
+        (["ls", "{archive}", "--outcome", "lost"], "--outcome must be one of open, ready"),
+        (["ls", "{archive}", "--text", "x", "--tokenizer", "runs"], "--tokenizer must be a tokenizer.json"),
+        (["ls", "redis://localhost:notaport", "--run", "x"], "must be a redis://"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence(archive, capsys, arguments, rule):
+    assert rule in complaint(capsys, *(argument.format(archive=archive) for argument in arguments))
+
+
+def test_a_text_without_a_tokenizer_is_refused(archive, capsys):
+    Path("models/test/tokenizer.json").unlink()
+    assert "--text must have a tokenizer" in complaint(capsys, "ls", archive, "--text", "x")
+
+
+def test_a_broken_tokenizer_is_refused(archive, capsys):
+    Path("models/test/tokenizer.json").write_text("{}")
+    assert "must be a tokenizer of the `tokenizers` library" in complaint(capsys, "show", archive, "0-0-0")
+
+
+def test_a_damaged_manifest_is_refused(archive, capsys):
+    manifest = archive / MANIFEST
+    manifest.write_bytes(b"noise\n" + manifest.read_bytes())
+    assert "line 1 of" in complaint(capsys, "ls", archive)
+
+
+def test_what_a_model_wrote_cannot_reach_the_terminal(archive, capsys):
+    hostile = "\x1b[2J[red]x\u202e"
+    write_archive(archive, [make_finished("7", data_source=hostile, token_ids=np.arange(12, dtype=np.int32))])
+    assert run("ls", archive, "--data-source", hostile) == 0
+    assert "\\x1b[2J[red]x\\u202e" in capsys.readouterr().out
