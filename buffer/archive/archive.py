@@ -68,6 +68,9 @@ class Archive:
         where = wanted.expression()
         for shard in filter(wanted.may_be_in, self._shards):
             try:
+                # The ids alone are a hundredth of a shard, and all but one of them are in vain.
+                if wanted.id is not None and wanted.id not in trajectory_ids_of(self.folder, shard):
+                    continue
                 for stored in read_shard(self.folder, shard, where=where):
                     if wanted.matches(stored, decode=decode):
                         yield stored
