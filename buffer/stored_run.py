@@ -68,6 +68,8 @@ def _answers(url: str) -> bool:
 def _opened(url: str, run: RunConfig) -> Iterator[RedisStore]:
     store = open_store(url, run.name, timeout_s=_ANSWER_TIMEOUT_S, max_attempts=run.buffer.max_attempts)
     try:
+        # Refuses a run that is stored in a way this version would misread.
+        store.run_state()
         yield store
     finally:
         store.close()

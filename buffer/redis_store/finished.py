@@ -6,10 +6,11 @@ from buffer.audit import Snapshot, audit
 from buffer.codec import decode
 from buffer.records import Audit, FinishedGroup, StepEntry
 from buffer.redis_scripts.finished import FORGET, SNAPSHOT
-from buffer.redis_store.door import RedisDoor, text
+from buffer.redis_store.door import text
+from buffer.redis_store.run import RedisRun
 
 
-class RedisFinished(RedisDoor):
+class RedisFinished(RedisRun):
     """Operations on groups that are over, and the books."""
 
     def finished(self, *, limit: int) -> list[FinishedGroup]:
@@ -31,6 +32,7 @@ class RedisFinished(RedisDoor):
 
     def audit(self) -> Audit:
         """See `Store.audit`."""
+        self.run_state()
         return audit(self._snapshot())
 
     def _snapshot(self) -> Snapshot:

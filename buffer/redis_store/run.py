@@ -24,11 +24,7 @@ class RedisRun(RedisDoor):
             raise RunConflict(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
         stored_config, *numbers = self._run(OPEN_RUN, config_json, num_rows, seed, LAYOUT, int(keeps_finished))
         stored_rows, stored_seed, layout = map(int, numbers)
-        if layout != LAYOUT:
-            raise RunConflict(
-                f"run {run_id!r} is stored with key layout {layout}, this version of Slipstream reads {LAYOUT}: "
-                "go on with the version that began it or choose another name."
-            )
+        _check_layout(run_id, layout)
         stored = (text(stored_config), stored_rows, stored_seed)
         check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
         if stored[0] != config_json:
@@ -37,11 +33,12 @@ class RedisRun(RedisDoor):
 
     def run_state(self) -> RunState:
         """See `Store.run_state`."""
-        names = ["phase", "step", "version", "announced_version", "detail", "checkpoint"]
+        names = ["phase", "step", "version", "announced_version", "detail", "checkpoint", "layout"]
         with self._reaching():
-            phase, step, version, announced, detail, checkpoint = self._client.hmget(self._key("run"), names)
+            phase, step, version, announced, detail, checkpoint, layout = self._client.hmget(self._key("run"), names)
         if phase is None:
             raise no_run(self._run_id)
+        _check_layout(self._run_id, int(layout))
         return RunState(
             run_id=self._run_id,
             phase=text(phase),  # type: ignore[arg-type]
@@ -92,3 +89,11 @@ class RedisRun(RedisDoor):
                 raise no_run(self._run_id)
             self._facts = int(num_rows), int(seed)
         return self._facts
+
+
+def _check_layout(run_id: str, layout: int) -> None:
+    if layout != LAYOUT:
+        raise RunConflict(
+            f"run {run_id!r} is stored with key layout {layout}, this version of Slipstream reads {LAYOUT}: "
+            "go on with the version that began it or choose another name."
+        )

@@ -1,10 +1,10 @@
 """RedisStore, trajectories: what arrives, and what is kept of what is refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from buffer.chunks import Packed, chunks
 from buffer.errors import StoreUnavailable
 from buffer.limits import FRAME_BYTES_KEPT, FRAMES_KEPT
 from buffer.records import Insertion
@@ -12,21 +12,14 @@ from buffer.redis_scripts.trajectories import INSERT, INSERT_EVALUATION, QUARANT
 from buffer.redis_store.door import RedisDoor, is_out_of_memory, text
 from buffer.trajectory import TrajectoryHeader
 
-_INSERTED_AT_ONCE = 64
-_BYTES_AT_ONCE = 2**20
-"""Of payloads in one call, or a single larger one: the server answers nobody else meanwhile, and checks only once
-whether memory is full."""
-
-Item = tuple[TrajectoryHeader, bytes]
-
 
 class RedisTrajectories(RedisDoor):
     """Operations on arriving trajectories."""
 
-    def insert(self, trajectories: list[Item]) -> list[Insertion]:
+    def insert(self, trajectories: list[Packed]) -> list[Insertion]:
         """See `Store.insert`."""
         train = [item for item in trajectories if item[0].purpose == "train"]
-        inserted = (word for chunk in _chunks(train) for word in self._insert_chunk(chunk))
+        inserted = (word for chunk in chunks(train) for word in self._insert_chunk(chunk))
         return [
             _insertion(next(inserted) if header.purpose == "train" else self._count_answer(header))
             for header, _ in trajectories
@@ -43,7 +36,8 @@ class RedisTrajectories(RedisDoor):
             entries = self._client.lrange(self._key("quarantine"), 0, -1)
         return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
 
-    def _insert_chunk(self, chunk: list[Item]) -> list[str]:
+    def _insert_chunk(self, chunk: list[Packed]) -> list[str]:
+        """One call: the server answers nobody else meanwhile, and looks only once whether memory is full."""
         arguments = (argument for header, payload in chunk for argument in (*_train_arguments(header), payload))
         try:
             return text(self._run(INSERT, *arguments)).split()
@@ -54,19 +48,6 @@ class RedisTrajectories(RedisDoor):
 
     def _count_answer(self, header: TrajectoryHeader) -> str:
         return text(self._run(INSERT_EVALUATION, *_evaluation_arguments(header)))
-
-
-def _chunks(items: list[Item]) -> Iterator[list[Item]]:
-    chunk: list[Item] = []
-    size_bytes = 0
-    for header, payload in items:
-        if chunk and (len(chunk) == _INSERTED_AT_ONCE or size_bytes + len(payload) > _BYTES_AT_ONCE):
-            yield chunk
-            chunk, size_bytes = [], 0
-        chunk.append((header, payload))
-        size_bytes += len(payload)
-    if chunk:
-        yield chunk
 
 
 def _insertion(word: str) -> Insertion:

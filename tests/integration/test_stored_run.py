@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import StoreUnavailable
-from buffer.open_store import open_store
+from buffer.errors import RunConflict, StoreUnavailable
+from buffer.open_store import connect, open_store
 from buffer.stored_run import stored_run
 from configs.base import ConfigError
 from configs.load import load
@@ -44,6 +44,16 @@ def test_a_live_run_goes_on(tmp_path):
         store = open_store(server.url, "looked-into", timeout_s=1)
         assert store.run_state().step == 0
         store.close()
+    finally:
+        server.stop()
+
+
+def test_a_run_stored_by_another_version_is_refused_by_name(tmp_path):
+    server = make_run_folder(tmp_path / "run")
+    try:
+        connect(server.url).hset("{looked-into}:run", "layout", 1)
+        with pytest.raises(RunConflict, match="stored with key layout 1"), stored_run(tmp_path / "run"):
+            pass
     finally:
         server.stop()
 
