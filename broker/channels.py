@@ -3,7 +3,7 @@
 from typing import Protocol
 
 Frames = list[bytes]
-"""[message] or [message, payload]."""
+"""[message] or [message, payload, ...]."""
 
 
 class ClientChannel(Protocol):

@@ -8,6 +8,8 @@ from buffer.errors import Refused, StoreUnavailable
 from buffer.store import Insertion, Store
 from buffer.trajectory import TrajectoryHeader
 
+_MAX_TRAJECTORIES = 512
+_MAX_BYTES = 16 * 2**20
 _RETRY_S = 1.0
 _RETRIABLE = ("store_full",)
 
@@ -17,34 +19,48 @@ log = structlog.get_logger(__name__)
 class Ingest:
     """Collects what arrived during one step of the router, inserts it as one batch, answers every sender.
 
-    Consumes: Put messages with their payload.
-    Produces: one Ack or Nack per Put.
+    Consumes: Put messages with their payloads.
+    Produces: one Ack or Nack per trajectory.
     Invariant: an Ack is produced only after the store has the trajectory (as durable as configured).
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._pending: list[tuple[bytes, TrajectoryHeader, bytes]] = []
+        self._pending_bytes = 0
 
-    def take(self, identity: bytes, put: Put, payload: bytes) -> Nack | None:
-        """Accept a Put into the batch; returns the Nack for one that is malformed (it is in quarantine then)."""
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time to flush."""
+        return len(self._pending) >= _MAX_TRAJECTORIES or self._pending_bytes >= _MAX_BYTES
+
+    def take(self, identity: bytes, put: Put, payloads: list[bytes]) -> list[Nack]:
+        """Accept a Put into the batch; returns a Nack for each of it that is malformed (it is in quarantine then)."""
+        if len(put.headers) != len(payloads):
+            return self._refuse_count(put.headers, payloads)
+        nacks = (self._take_one(identity, *packed) for packed in zip(put.headers, payloads, strict=True))
+        return [nack for nack in nacks if nack]
+
+    def _take_one(self, identity: bytes, header: TrajectoryHeader, payload: bytes) -> Nack | None:
         try:
-            check_header(put.header, payload)
+            check_header(header, payload)
         except Refused as refusal:
-            return self._refuse(put.header, payload, refusal)
-        self._pending.append((identity, put.header, payload))
+            self._keep(refusal.reason, payload)
+            return _fatal(header, refusal.reason, detail=refusal.detail)
+        self._pending.append((identity, header, payload))
+        self._pending_bytes += len(payload)
         return None
 
     def flush(self) -> list[tuple[bytes, Message]]:
         """Insert the batch; returns (identity, answer) pairs."""
-        batch, self._pending = self._pending, []
+        batch, self._pending, self._pending_bytes = self._pending, [], 0
         if not batch:
             return []
         try:
             insertions = self._store.insert([(header, payload) for _, header, payload in batch])
         except StoreUnavailable as error:
             log.warning("store_unavailable", error=str(error), trajectories=len(batch))
-            return [(who, Nack(header.id, "store_unavailable", False, _RETRY_S)) for who, header, _ in batch]
+            return [(who, _not_now(header, "store_unavailable")) for who, header, _ in batch]
         return self._answers(batch, insertions)
 
     def _answers(
@@ -56,20 +72,29 @@ class Ingest:
             if insertion.outcome != "refused":
                 acks.setdefault(identity, []).append(header.id)
                 continue
-            is_fatal = insertion.reason not in _RETRIABLE
-            if is_fatal:
-                self._keep(insertion.reason, payload)
-                log.warning("trajectory_refused", id=header.id, reason=insertion.reason)
-            answers.append((identity, Nack(header.id, insertion.reason, is_fatal, _RETRY_S)))
+            if insertion.reason in _RETRIABLE:
+                answers.append((identity, _not_now(header, insertion.reason)))
+                continue
+            self._keep(insertion.reason, payload)
+            answers.append((identity, _fatal(header, insertion.reason)))
         return [*answers, *((identity, Ack(ids)) for identity, ids in acks.items())]
 
-    def _refuse(self, header: TrajectoryHeader, payload: bytes, refusal: Refused) -> Nack:
-        log.warning("trajectory_refused", id=header.id, reason=refusal.reason, detail=refusal.detail)
-        self._keep(refusal.reason, payload)
-        return Nack(header.id, str(refusal), True)
+    def _refuse_count(self, headers: list[TrajectoryHeader], payloads: list[bytes]) -> list[Nack]:
+        detail = f"a Put of {len(headers)} trajectories must have as many payloads, got {len(payloads)}"
+        self._keep("frame_count", b"".join(payloads[:1]))
+        return [_fatal(header, "frame_count", detail=detail) for header in headers]
 
     def _keep(self, reason: str, payload: bytes) -> None:
         try:
             self._store.quarantine(reason, payload)
         except StoreUnavailable as error:
             log.warning("quarantine_failed", error=str(error))
+
+
+def _fatal(header: TrajectoryHeader, reason: str, *, detail: str = "") -> Nack:
+    log.warning("trajectory_refused", id=header.id, reason=reason, detail=detail)
+    return Nack(header.id, f"{reason}: {detail}" if detail else reason, True, lease_id=header.lease_id)
+
+
+def _not_now(header: TrajectoryHeader, reason: str) -> Nack:
+    return Nack(header.id, reason, False, retry_after_s=_RETRY_S, lease_id=header.lease_id)

@@ -31,6 +31,7 @@ from broker.messages import (
     Welcome,
 )
 from broker.outbox import Outbox
+from buffer.chunks import chunks
 from buffer.codec import decode, encode
 from buffer.errors import Refused
 from buffer.trajectory import Record, TrajectoryHeader
@@ -138,8 +139,9 @@ class Link:
 
     def _send_outbox(self) -> None:
         if self.is_joined:
-            for header, payload in self.outbox.take_sendable():
-                self._channel.send([encode(Put(header=header)), payload])
+            for chunk in chunks(self.outbox.take_sendable()):
+                put = Put([header for header, _ in chunk])
+                self._channel.send([encode(put), *(payload for _, payload in chunk)])
 
     def _handle(self, frames: Frames) -> None:
         try:

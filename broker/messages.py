@@ -1,12 +1,12 @@
 """Every message between a broker and its peers.
 
-A frame list on the wire is [message] or [message, payload]: the message as MessagePack of one of the records below,
-told apart by `type`; the payload (only with Put) is the trajectory as the buffer keeps it.
+A frame list on the wire is [message] or [message, payload, ...]: the message as MessagePack of one of the records
+below, told apart by `type`; the payloads (only with Put) are trajectories as the buffer keeps them.
 
     peer -> broker                              broker -> peer
     Hello                                       Welcome | Refuse
     LeaseRequest (generator)                    Prompts
-    Put + payload (generator)                   Ack | Nack
+    Put + payloads (generator)                  Ack, Nacks
     ReturnLeases (generator)
     Pong                                        Ping
     OpenEpoch, Update (learner, relayed)        OpenEpoch, Update (to the generators named in `members`)
@@ -14,9 +14,10 @@ told apart by `type`; the payload (only with Put) is the trajectory as the buffe
     Bye                                         Drain, Bye
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from buffer.store import Lease
 from buffer.trajectory import SCHEMA_VERSION, Record, TrajectoryHeader
@@ -35,11 +36,11 @@ class Hello(Message):
 
     role: Literal["generator", "learner"]
     """What the peer is."""
-    peer_id: str
+    peer_id: Annotated[str, Meta(min_length=1, max_length=128)]
     """Logical name, unique among living peers."""
-    incarnation: str
+    incarnation: Annotated[str, Meta(max_length=128)]
     """Random per process start."""
-    host: str
+    host: Annotated[str, Meta(max_length=256)]
     """For people."""
     pid: int
     """For people."""
@@ -134,7 +135,7 @@ class Prompt(Record):
 class LeaseRequest(Message):
     """The generator has room."""
 
-    max_trajectories: int
+    max_trajectories: Annotated[int, Meta(ge=1, le=2**20)]
     """Room for so many trajectories."""
 
 
@@ -148,9 +149,9 @@ class Prompts(Message):
 
 
 class Put(Message):
-    """A finished trajectory; the payload is the message's second frame."""
+    """Finished trajectories; their payloads are the message's further frames, in the same order."""
 
-    header: TrajectoryHeader
+    headers: Annotated[list[TrajectoryHeader], Meta(min_length=1, max_length=1024)]
     """What the broker reads."""
 
 
@@ -169,9 +170,11 @@ class Nack(Message):
     reason: str
     """Why."""
     is_fatal: bool
-    """True: do not send it again. False: send it again after `retry_after_s`."""
+    """True: do not send it again, give its lease back. False: send it again after `retry_after_s`."""
     retry_after_s: float = 0.0
     """Seconds."""
+    lease_id: str = ""
+    """The lease it answered, as its header said."""
 
 
 class ReturnLeases(Message):

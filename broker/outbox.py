@@ -57,14 +57,17 @@ class Outbox:
         """What may be sent now, oldest first; it counts as sent from here on."""
         now = self._clock()
         with self._lock:
-            taken = []
-            for trajectory_id in [i for i, at in self._waiting.items() if at <= now]:
+            taken: list[tuple[TrajectoryHeader, bytes]] = []
+            for trajectory_id, at in self._waiting.items():
                 entry = self._entries[trajectory_id]
-                if not self._has_credit(len(entry.payload)):
+                if at > now:
+                    continue
+                if not self._has_credit(len(entry.payload), num_taken=len(taken)):
                     break
-                del self._waiting[trajectory_id]
                 self._sent_bytes += len(entry.payload)
                 taken.append((entry.header, entry.payload))
+            for header, _ in taken:
+                del self._waiting[header.id]
             return taken
 
     def acknowledge(self, ids: list[str]) -> None:
@@ -88,8 +91,8 @@ class Outbox:
             self._waiting = dict.fromkeys(self._entries, 0.0)
             self._sent_bytes = 0
 
-    def _has_credit(self, size_bytes: int) -> bool:
-        sent = len(self._entries) - len(self._waiting)
+    def _has_credit(self, size_bytes: int, *, num_taken: int) -> bool:
+        sent = len(self._entries) - len(self._waiting) + num_taken
         fits = self._sent_bytes + size_bytes <= self._max_bytes
         return sent == 0 or (sent < self._max_messages and fits)
 

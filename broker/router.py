@@ -114,17 +114,17 @@ class Router:
         while received is not None:
             self._try(partial(self._handle, *received))
             count += 1
-            if count >= _MAX_MESSAGES_PER_STEP:
+            if count >= _MAX_MESSAGES_PER_STEP or self._ingest.is_full:
                 break
             received = self._channel.receive(timeout_s=0)
         return count
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
         try:
-            message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
-        except (Refused, IndexError) as refusal:
+            message = _decode(frames)
+        except Refused as refusal:
             log.warning("frame_refused", error=str(refusal))
-            self._store.quarantine("malformed", frames[0] if frames else b"")
+            self._store.quarantine(refusal.reason, frames[0] if frames else b"")
             return
         peer = self._peers.get(identity)
         if isinstance(message, Hello):
@@ -137,8 +137,8 @@ class Router:
 
     def _dispatch(self, peer: Peer, message: Message, frames: Frames) -> None:
         match message:
-            case Put() if len(frames) == 2:
-                if nack := self._ingest.take(peer.identity, message, frames[1]):
+            case Put():
+                for nack in self._ingest.take(peer.identity, message, frames[1:]):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
                 self._desk.ask(peer, max_trajectories=room)
@@ -148,7 +148,7 @@ class Router:
             case ReturnLeases(lease_ids=ids, reason=reason):
                 self._store.return_leases(lease_ids=ids, reason=reason)
                 log.info("leases_returned", peer=peer.hello.peer_id, leases=len(ids), reason=reason)
-            case OpenEpoch() | Update():
+            case OpenEpoch() | Update() if peer.hello.role == "learner":
                 self._relay_to(message.members, message)
             case EpochOpened() | Adopted():
                 if learner := self._peers.learner():
@@ -253,6 +253,16 @@ class Router:
         if not sent:
             log.info("undeliverable", type=type(message).__name__)
         return sent
+
+
+def _decode(frames: Frames) -> Message:
+    """Raises Refused."""
+    if not frames:
+        raise Refused("frame_count", "a message must have a frame, got none")
+    message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+    if len(frames) > 1 and not isinstance(message, Put):
+        raise Refused("frame_count", f"{type(message).__name__} must have one frame, got {len(frames)}")
+    return message
 
 
 def _gauges(peer: Peer) -> dict[str, object]:

@@ -165,7 +165,15 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
     )
     if described != header:
         raise Refused("header_mismatch", f"the header of {header.id} says otherwise than its payload")
+    _check_names(header)
     return trajectory
+
+
+def _check_names(header: TrajectoryHeader) -> None:
+    """Ids are made of what they stand for, so that no two trajectories of a run can share one."""
+    lease_id = f"{header.group_id}-{header.attempt}"
+    if header.attempt < 0 or header.lease_id != lease_id or header.id != f"{lease_id}-{header.index}":
+        raise Refused("id", f"{header.id} must be `{lease_id}-{header.index}` of lease `{lease_id}`")
 
 
 def _check_arrays(trajectory: Trajectory) -> None:

@@ -121,8 +121,8 @@ class Generator:
                 self.drain(reason)
             case Refuse(reason=reason):
                 self._fault = GeneratorFault(reason)
-            case Nack(id=trajectory_id, reason=reason, is_fatal=is_fatal):
-                log.warning("trajectory_not_taken", id=trajectory_id, reason=reason, final=is_fatal)
+            case Nack():
+                self._take_refusal(message)
         self._changed.set()
 
     def nudge(self) -> None:
@@ -200,6 +200,12 @@ class Generator:
     def _return(self, lease_ids: list[str], reason: str) -> None:
         if lease_ids:
             self._link.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason))
+
+    def _take_refusal(self, nack: Nack) -> None:
+        """A trajectory refused for good leaves its prompt unanswered: the lease goes back now, not when it lapses."""
+        log.warning("trajectory_not_taken", id=nack.id, reason=nack.reason, final=nack.is_fatal)
+        if nack.is_fatal and nack.lease_id:
+            self._return([nack.lease_id], f"{nack.id} was refused: {nack.reason}")
 
     async def _hand_back(self, reason: str) -> None:
         held = [prompt.lease.id for prompt in self._work.values()]

@@ -87,16 +87,26 @@ def test_a_trajectory_is_sent_until_acknowledged():
     link.put(header, payload)
     join(link, broker)
     link.step(timeout_s=0)
-    assert Put(header) in broker.receive()
+    assert Put([header]) in broker.receive()
     clock.now += 9.0
     link.step(timeout_s=0)
     assert not link.is_joined
     join(link, broker)
     link.step(timeout_s=0)
-    assert Put(header) in broker.receive()
+    assert Put([header]) in broker.receive()
     broker.send(Ack([header.id]))
     link.step(timeout_s=0)
     assert len(link.outbox) == 0
+
+
+def test_trajectories_that_wait_together_travel_together():
+    link, broker, _, _ = make_pair()
+    packed = [make_packed(str(number)) for number in range(3)]
+    for header, payload in packed:
+        link.put(header, payload)
+    join(link, broker)
+    link.step(timeout_s=0)
+    assert [m for m in broker.receive() if isinstance(m, Put)] == [Put([header for header, _ in packed])]
 
 
 def test_a_fatal_nack_ends_the_sending_and_is_told_to_the_role():

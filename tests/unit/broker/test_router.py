@@ -16,6 +16,7 @@ from broker.messages import (
     Bye,
     Hello,
     LeaseRequest,
+    Member,
     Members,
     Nack,
     OpenEpoch,
@@ -91,9 +92,9 @@ class Peer:
         messages, self.kept = self.kept, []
         return messages
 
-    def say(self, message, payload: bytes | None = None) -> list:
+    def say(self, message, *payloads: bytes) -> list:
         """Send, let the router work, return what came back."""
-        self.send([encode(message)] if payload is None else [encode(message), payload])
+        self.send([encode(message), *payloads])
         return self.receive()
 
 
@@ -154,8 +155,8 @@ def test_a_trajectory_is_acknowledged_once_it_is_in_the_store(scene: Scene):
     peer.receive()
     lease(peer)
     header, payload = make_packed("0", 0)
-    assert peer.say(Put(header), payload) == [Ack([header.id])]
-    assert peer.say(Put(header), payload) == [Ack([header.id])]
+    assert peer.say(Put([header]), payload) == [Ack([header.id])]
+    assert peer.say(Put([header]), payload) == [Ack([header.id])]
     assert scene.store.counts().accepted == 1
     assert scene.store.counts().duplicates == 1
 
@@ -165,10 +166,53 @@ def test_a_trajectory_that_is_not_what_its_header_says_is_refused_and_kept_aside
     peer.receive()
     lease(peer)
     header, payload = make_packed("0", 0)
-    (nack,) = peer.say(Put(header), payload[:-1] + b"x")
+    (nack,) = peer.say(Put([header]), payload[:-1] + b"x")
     assert isinstance(nack, Nack)
     assert nack.is_fatal
     assert scene.store.counts().refused == {"checksum": 1}
+
+
+def test_of_trajectories_that_came_together_each_is_judged_alone(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    lease(peer)
+    packed = [make_packed("0", 0), make_packed("0", 1), make_packed("77", 0), make_packed("1", 0)]
+    payloads = [payload for _, payload in packed]
+    payloads[1] = payloads[1][:-1]
+    answers = peer.say(Put([header for header, _ in packed]), *payloads)
+    assert [(nack.id, nack.is_fatal, nack.lease_id) for nack in answers[:2]] == [
+        ("0-0-1", True, "0-0"),
+        ("77-0-0", True, "77-0"),
+    ]
+    assert answers[2:] == [Ack(["0-0-0", "1-0-0"])]
+    assert scene.store.counts().refused == {"checksum": 1, "unknown_group": 1}
+
+
+@pytest.mark.parametrize("num_payloads", [0, 1, 3])
+def test_headers_without_as_many_payloads_are_all_refused(scene: Scene, num_payloads: int):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    lease(peer)
+    packed = [make_packed("0", 0), make_packed("0", 1)]
+    answers = peer.say(Put([header for header, _ in packed]), *[packed[0][1]] * num_payloads)
+    assert [nack.id for nack in answers] == ["0-0-0", "0-0-1"]
+    assert all(nack.is_fatal for nack in answers)
+    assert scene.store.counts().refused == {"frame_count": 1}
+
+
+def test_other_messages_than_trajectories_have_one_frame(scene: Scene):
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    assert peer.say(LeaseRequest(max_trajectories=4), b"surplus") == []
+    assert scene.store.counts().refused == {"frame_count": 1}
+    assert scene.store.counts().leased == 0
+
+
+def test_a_generator_cannot_give_orders_about_weights(scene: Scene):
+    one, other = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
+    one.receive(), other.receive()
+    one.say(OpenEpoch(1, [Member("g1", "1")], "127.0.0.1", 1, 1.0))
+    assert other.receive() == []
 
 
 def test_garbage_does_not_end_the_loop(scene: Scene):

@@ -185,6 +185,22 @@ def test_a_header_that_says_otherwise_than_its_payload_is_refused(changes, reaso
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("changes", [{"lease_id": "0-1"}, {"lease_id": ""}])
+def test_a_lease_that_is_not_named_after_group_and_attempt_is_refused(changes):
+    header, payload = make_packed()
+    with pytest.raises(Refused) as caught:
+        check_header(msgspec.structs.replace(header, **changes), payload)
+    assert caught.value.reason == "id"
+
+
+@pytest.mark.parametrize("changes", [{"id": "another"}, {"attempt": -1}])
+def test_a_trajectory_that_is_not_named_after_its_place_is_refused(changes):
+    header, payload = make_packed(**changes)
+    with pytest.raises(Refused) as caught:
+        check_header(header, payload)
+    assert caught.value.reason == "id"
+
+
 def test_a_header_survives_the_wire():
     header, _ = make_packed()
     assert decode(encode(header), TrajectoryHeader) == header
