@@ -1,6 +1,6 @@
 """What lag does to each method: the digits task trained in one process with a generator some versions behind.
 
-    python -m benchmarks.staleness [--lags=0,8] [--methods=none,token_tis] [--seeds=0,1,2] [--steps=300] [--jobs=2]
+    python -m benchmarks.staleness [--lags=0,8] [--methods=none,token_tis] [--seeds=0,1,2] [--steps=240] [--jobs=2]
         [--replay=0,1,3] [--out=runs/staleness] [--plot]
 
 Every finished run is a line of `runs.jsonl` in the folder and is not run again. With --replay, runs without lag that
@@ -130,7 +130,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lags", type=numbers, default=LAGS, help="versions behind")
     parser.add_argument("--methods", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(METHODS)} (all)")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
-    parser.add_argument("--steps", type=int, default=300, help="fresh batches of a run")
+    parser.add_argument("--steps", type=int, default=240, help="fresh batches of a run")
     parser.add_argument("--groups", type=int, default=32, help="prompts of a batch")
     parser.add_argument("--learning-rate", type=float, default=1.4e-3, help="constant; four updates take half")
     parser.add_argument("--replay", type=numbers, default=(), help="replayed batches per fresh one, instead of lags")

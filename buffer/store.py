@@ -26,9 +26,7 @@ from buffer.records import (
 )
 from buffer.trajectory import Purpose, TrajectoryHeader
 from configs.buffer import GroupDeadline
-from configs.drawing import FilterConfig, KeepAllConfig
-
-_KEEP_ALL = KeepAllConfig()
+from configs.drawing import KEEP_ALL, FilterConfig
 
 
 class Store(Protocol):
@@ -47,7 +45,7 @@ class Store(Protocol):
         seed: int,
         keeps_finished: bool = False,
         max_uses: int = 1,
-        group_filter: FilterConfig = _KEEP_ALL,
+        group_filter: FilterConfig = KEEP_ALL,
     ) -> RunState:
         """Create the run, or find it again. Raises RunConflict when another run lives here.
 

@@ -7,6 +7,7 @@ from msgspec import Meta
 from configs.archive import ArchiveConfig
 from configs.base import Config
 from configs.drawing import (
+    KEEP_ALL,
     AccuracyConfig,
     FifoConfig,
     FreshestConfig,
@@ -80,7 +81,7 @@ class BufferConfig(Config):
     """Who holds the state that must survive."""
     sampler: FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig = FifoConfig()
     """Which ready groups a step claims."""
-    filter: KeepAllConfig | ZeroSignalConfig | AccuracyConfig = KeepAllConfig()
+    filter: KeepAllConfig | ZeroSignalConfig | AccuracyConfig = KEEP_ALL
     """Which complete groups are rejected before the learner sees them, another prompt admitted for each."""
     reuse: ReuseConfig = ReuseConfig()
     """Whether groups are trained on again."""

@@ -41,6 +41,10 @@ class KeepAllConfig(Config, tag="none", tag_field="kind"):
     """Every complete group may be trained on."""
 
 
+KEEP_ALL = KeepAllConfig()
+"""What a store does that is told nothing."""
+
+
 class ZeroSignalConfig(Config, tag="zero_signal", tag_field="kind"):
     """A group is rejected whose rewards are all alike: their advantages would be zero.
 

@@ -102,6 +102,8 @@ class Tokens(_Columns):
     """float32, importance weights; None: they are formed where the loss is."""
     is_kept: Bool[Tensor, "N"] | None = None
     """Whether it is in the loss; None: all are."""
+    is_bounded: Bool[Tensor, "N"] | None = None
+    """Whether its importance weight was truncated or masked; known where `correction_weights` are."""
     is_trusted: Bool[Tensor, "N"] | None = None
     """Whether the masks leave it in the policy loss; None: all are."""
     is_selected: Bool[Tensor, "N"] | None = None

@@ -18,41 +18,37 @@ class Correction(NamedTuple):
     """float32[N], what each token's policy loss is multiplied by."""
     is_kept: Tensor
     """bool[N], whether each token is in the loss at all."""
+    is_bounded: Tensor
+    """bool[N], whether each weight lay outside its bounds, and was truncated or masked."""
 
 
 @torch.no_grad()
 def correct(log_ratio: Tensor, tokens: Tokens, *, num_sequences: int, config: CorrectionConfig) -> Correction:
     """From log(proximal/generator) of the tokens of whole trajectories, float32[N]."""
+    is_kept = _kept(log_ratio, tokens.sequences, num_sequences=num_sequences, config=config)
+    if config.level == "none":
+        return Correction(torch.ones_like(log_ratio), is_kept, torch.zeros_like(is_kept))
+    ratios = importance.LEVELS[config.level](log_ratio, tokens.sequences, num_sequences=num_sequences)
+    high = _upper_bound(tokens, num_sequences=num_sequences, config=config)
     return Correction(
-        _weights(log_ratio, tokens, num_sequences=num_sequences, config=config),
-        _kept(log_ratio, tokens.sequences, num_sequences=num_sequences, config=config),
+        _weights(ratios, tokens.sequences, num_sequences=num_sequences, high=high, config=config),
+        is_kept,
+        is_bounded=(ratios > high) | (ratios < (config.low or 0.0)),
     )
 
 
-@torch.no_grad()
-def is_bounded(log_ratio: Tensor, tokens: Tokens, *, num_sequences: int, config: CorrectionConfig) -> Tensor:
-    """bool[N]: whether the weight of each token lies outside its bounds, and was truncated or masked."""
-    if config.level == "none":
-        return torch.zeros_like(log_ratio, dtype=torch.bool)
-    weights = importance.LEVELS[config.level](log_ratio, tokens.sequences, num_sequences=num_sequences)
-    high = _upper_bound(tokens, num_sequences=num_sequences, config=config)
-    return (weights > high) | (weights < (config.low or 0.0))
-
-
-def _weights(log_ratio: Tensor, tokens: Tokens, *, num_sequences: int, config: CorrectionConfig) -> Tensor:
-    if config.level == "none":
-        return torch.ones_like(log_ratio)
-    weights = importance.LEVELS[config.level](log_ratio, tokens.sequences, num_sequences=num_sequences)
-    high = _upper_bound(tokens, num_sequences=num_sequences, config=config)
+def _weights(
+    ratios: Tensor, sequences: Tensor, *, num_sequences: int, high: float | Tensor, config: CorrectionConfig
+) -> Tensor:
     if config.bound == "mask":
-        weights = importance.mask(weights, low=config.low or 0.0, high=high)
+        weights = importance.mask(ratios, low=config.low or 0.0, high=high)
     else:
-        weights = importance.truncate(weights, low=config.low, high=high)
+        weights = importance.truncate(ratios, low=config.low, high=high)
     if not config.normalise:
         return weights
     counted = weights
     if config.level != "token":
-        counted = importance.one_per_sequence(weights, tokens.sequences, num_sequences=num_sequences)
+        counted = importance.one_per_sequence(weights, sequences, num_sequences=num_sequences)
     return importance.normalise(weights, mean=counted.mean())
 
 

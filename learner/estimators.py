@@ -93,9 +93,7 @@ def _maxrl(config: MaxRlConfig, batch: Batch, _: Memory) -> Estimate:
 
 
 def _remax(_: RemaxConfig, batch: Batch, __: Memory) -> Estimate:
-    """A group whose greedy answer has no reward has no baseline, and teaches nothing."""
-    baselines = batch.trajectories.greedy_rewards
-    return Estimate(torch.nan_to_num(batch.trajectories.rewards - baselines, nan=0.0))
+    return Estimate(advantages.remax(batch.trajectories.rewards, batch.trajectories.greedy_rewards))
 
 
 def _reinforce_plus_plus(config: ReinforcePlusPlusConfig, batch: Batch, _: Memory) -> Estimate:

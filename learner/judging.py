@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from configs.algorithm import AlgorithmConfig, EssLearningRateConfig
-from learner.algorithms import aggregation, controllers, importance, segments
+from learner.algorithms import aggregation, controllers, importance, rejection, segments
 from learner.batch import Batch, known
 from learner.correcting import correct
 from learner.estimators import estimate
@@ -71,7 +71,9 @@ def _correct(batch: Batch, *, config: AlgorithmConfig) -> Batch:
         return batch
     drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
     correction = correct(drift, tokens, num_sequences=batch.num_trajectories, config=config.correction)
-    batch = batch.with_tokens(correction_weights=correction.weights, is_kept=correction.is_kept)
+    batch = batch.with_tokens(
+        correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
+    )
     if not config.correction.rebaseline:
         return batch
     is_left = batch.trajectories.is_member & (_num_kept(batch) > 0)
@@ -100,7 +102,7 @@ def _num_kept(batch: Batch) -> Tensor:
     is_kept = batch.tokens.is_kept
     if is_kept is None:
         return batch.trajectories.num_wanted
-    return segments.sizes(batch.tokens.sequences[is_kept], num_segments=batch.num_trajectories)
+    return rejection.num_kept(is_kept, batch.tokens.sequences, num_sequences=batch.num_trajectories)
 
 
 def _nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:

@@ -4,6 +4,7 @@ A joiner fetches first and takes part in broadcasts only then; a generator behin
 waited for: an order stands until its member answers, leaves, or has had its time; one order at a time for each member.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from configs.weights import WeightsConfig
 from learner.roster import Roster
 from learner.staging import Staged
 
+_CATCH_UP_AFTER_S = 5.0
+"""A member that has just fetched gets this long to come along with a broadcast: another version may have been made
+while it fetched, and one that is told at once to fetch that as well may be late for ever."""
 _REPEAT_AFTER_S = 5.0
 """An order may be lost with a broker; said again it does no harm."""
 
@@ -43,6 +47,7 @@ class Lending:
         self._config = config
         self._clock = clock
         self._orders: dict[Member, _Order] = {}
+        self._fetched_at: dict[Member, float] = {}
 
     def is_bringing(self, version: int) -> bool:
         """Whether anybody is fetching this version."""
@@ -63,7 +68,9 @@ class Lending:
         return [
             member
             for member in self._roster.wanted()
-            if not self._roster.holds(member, version) and member not in self._orders
+            if not self._roster.holds(member, version)
+            and member not in self._orders
+            and not self._waits_for_broadcast(member)
         ]
 
     def order(self, staged: Staged) -> None:
@@ -85,6 +92,7 @@ class Lending:
         """Forget the orders of those that left, say the others again, evict who has had its time."""
         now, alive = self._clock(), set(self._roster.alive)
         self._orders = {member: order for member, order in self._orders.items() if member in alive}
+        self._fetched_at = {member: at for member, at in self._fetched_at.items() if member in alive}
         for member, order in list(self._orders.items()):
             if now >= order.ends_at:
                 del self._orders[member]
@@ -104,6 +112,7 @@ class Lending:
             self._roster.evict([adopted.member], f"version {adopted.version} was not adopted: {adopted.error}")
             return False
         self._roster.note_adopted(adopted.member, adopted.version)
+        self._fetched_at[adopted.member] = self._clock()
         log.info("version_fetched", version=adopted.version, member=adopted.member.peer_id)
         return True
 
@@ -114,6 +123,11 @@ class Lending:
     @property
     def _patience_s(self) -> float:
         return self._config.fetch_timeout_s + self._config.adopt_timeout_s
+
+    def _waits_for_broadcast(self, member: Member) -> bool:
+        if self._roster.transport(member) != "collective" or not self._roster.holds_any(member):
+            return False
+        return self._clock() < self._fetched_at.get(member, -math.inf) + _CATCH_UP_AFTER_S
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         source = self._lender.lend(staged.update, staged.buckets, with_delta=put_delta, keeping=self._being_fetched())

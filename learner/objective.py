@@ -18,7 +18,7 @@ from learner.algorithms import controllers, importance, kl, proximal
 from learner.algorithms.logprobs import Wanted
 from learner.batch import Batch, Tokens, known
 from learner.choosing import choose
-from learner.correcting import Correction, correct, is_bounded
+from learner.correcting import Correction, correct
 from learner.diagnostics import Tally
 from learner.judging import judge, learning_rate_scale
 from learner.memory import Memory
@@ -95,7 +95,7 @@ class Objective:
             learner_logprobs=learner if tokens.start_logprobs is None else tokens.start_logprobs,
             generator_logprobs=tokens.generator_logprobs,
             weights=correction.weights,
-            is_bounded=is_bounded(drift, tokens, num_sequences=len(numbers), config=self._config.correction),
+            is_bounded=correction.is_bounded,
             is_kept=correction.is_kept,
             is_idle=found.is_idle,
             entropies=measured["entropies"],
@@ -128,6 +128,7 @@ class Objective:
         if self._config.proximal == "generator":
             return tokens.generator_logprobs
         if self._config.proximal == "interpolate":
+            # Versions counted from the learner's at the start of the step, which makes version 1.
             alpha = proximal.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
             return proximal.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
@@ -137,9 +138,9 @@ class Objective:
     def _correction(self, tokens: Tokens, drift: Tensor, *, num_sequences: int) -> Correction:
         """That of the whole batch where it is known, else from the update's own values."""
         if tokens.correction_weights is not None:
-            return Correction(tokens.correction_weights, known(tokens.is_kept))
+            return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
         found = correct(drift, tokens, num_sequences=num_sequences, config=self._config.correction)
-        return found if tokens.is_kept is None else Correction(found.weights, found.is_kept & tokens.is_kept)
+        return found if tokens.is_kept is None else found._replace(is_kept=found.is_kept & tokens.is_kept)
 
     def _reference_kl(self, tokens: Tokens, measured: dict[str, Tensor]) -> Tensor:
         learner, reference, estimator = measured["logprobs"], tokens.reference_logprobs, self._config.kl.estimator

@@ -122,7 +122,7 @@ class Publisher:
         if self._staged is None:
             return False
         if self._lending:
-            return bool(self._lending.due(self.version))
+            return bool(self._group() or self._lending.due(self.version))
         return any(not self._roster.holds(member, self.version) for member in self._group())
 
     def synchronize(self) -> Published:

@@ -113,7 +113,7 @@ def _dppo(config: DppoConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
 def _topr(config: ToprConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
     if config.level == "token":
         return policy_losses.topr_token(log_ratio, seen.advantages)
-    return sequence_losses.topr(log_ratio, seen.advantages, seen.sequences, num_sequences=seen.num_sequences)
+    return _over_sequences(sequence_losses.topr, log_ratio, seen)
 
 
 _GSPO_FORMS = {
@@ -124,33 +124,19 @@ _GSPO_FORMS = {
 
 
 def _gspo(config: GspoConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
-    return _GSPO_FORMS[config.form](
-        log_ratio,
-        seen.advantages,
-        seen.sequences,
-        num_sequences=seen.num_sequences,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-    )
+    loss = _GSPO_FORMS[config.form]
+    return _over_sequences(loss, log_ratio, seen, clip_low=config.clip_low, clip_high=config.clip_high)
 
 
 def _gmpo(config: GmpoConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
-    return sequence_losses.gmpo(
-        log_ratio,
-        seen.advantages,
-        seen.sequences,
-        num_sequences=seen.num_sequences,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-    )
+    return _over_sequences(sequence_losses.gmpo, log_ratio, seen, clip_low=config.clip_low, clip_high=config.clip_high)
 
 
 def _vespo(config: VespoConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
-    return sequence_losses.vespo(
+    return _over_sequences(
+        sequence_losses.vespo,
         log_ratio,
-        seen.advantages,
-        seen.sequences,
-        num_sequences=seen.num_sequences,
+        seen,
         power_positive=config.power_positive,
         decay_positive=config.decay_positive,
         power_negative=config.power_negative,
@@ -210,6 +196,10 @@ def policy_loss(config: Any, log_ratio: Tensor, seen: Evidence) -> PolicyLoss:
         return surrogate(config, log_ratio, seen)
 
     return PolicyLoss(losses(log_ratio), idle_tokens(losses, log_ratio, seen.advantages))
+
+
+def _over_sequences(loss: Callable[..., Tensor], log_ratio: Tensor, seen: Evidence, **settings: float) -> Tensor:
+    return loss(log_ratio, seen.advantages, seen.sequences, num_sequences=seen.num_sequences, **settings)
 
 
 def _chosen(seen: Evidence) -> Tensor:

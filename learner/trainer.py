@@ -14,7 +14,7 @@ from torch import Tensor
 
 from buffer.trajectory import Trajectory
 from configs.run import RunConfig
-from learner.admission import admit
+from learner.admission import Admitted, admit
 from learner.algorithms.logprobs import Wanted
 from learner.batch import Batch
 from learner.canary import canary_logprobs, canary_token_ids
@@ -106,16 +106,7 @@ class Trainer:
         Raises BatchFault, RanksFault, and Diverged: the weights are then those of the update before, and the trainer is
         of no further use.
         """
-        admitted = admit(
-            groups,
-            learner_version=learner_version,
-            max_lags=max_lags or [self._run.buffer.staleness.max_lag] * len(groups),
-            weights=weights or [1.0] * len(groups),
-            num_updates=self._run.algorithm.updates_per_step,
-            masks_truncated=self._run.algorithm.reward.truncated == "mask",
-            has_baseline=self._run.generators.has_baseline,
-            vocab_size=self._engine.model.vocab_size,
-        )
+        admitted = self._admit(groups, learner_version=learner_version, weights=weights, max_lags=max_lags)
         updates = [self.collate(samples) for samples in admitted.updates]
         batch = self._survey(admitted.batch.to(self._engine.device), [m for update in updates for m in update])
         batch = self._objective.judge(batch)
@@ -144,6 +135,25 @@ class Trainer:
             "learner/learning_rate_scale": scale,
             "learner/kl_coefficient": kl_coefficient(self._run.algorithm, self._objective.memory),
         }
+
+    def _admit(
+        self,
+        groups: Sequence[Sequence[Trajectory]],
+        *,
+        learner_version: int,
+        weights: Sequence[float],
+        max_lags: Sequence[int | None],
+    ) -> Admitted:
+        return admit(
+            groups,
+            learner_version=learner_version,
+            max_lags=max_lags or [self._run.buffer.staleness.max_lag] * len(groups),
+            weights=weights or [1.0] * len(groups),
+            num_updates=self._run.algorithm.updates_per_step,
+            masks_truncated=self._run.algorithm.reward.truncated == "mask",
+            has_baseline=self._run.generators.has_baseline,
+            vocab_size=self._engine.model.vocab_size,
+        )
 
     def canary(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each."""

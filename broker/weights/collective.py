@@ -31,10 +31,13 @@ from broker.errors import WeightTransferFault
 from broker.messages import OpenEpoch
 from broker.weights import buckets as flat
 from broker.weights import rendezvous
-from broker.weights.lanes import Lanes, Start
+from broker.weights.lanes import Lanes
 from broker.weights.records import TensorSlot
 from broker.weights.rendezvous import SENDER_RANK, Seat, seconds_left
 
+_PIECE_BYTES = 1024 * 1024
+"""Gloo sees at once that a peer is gone, except while it is writing to it: what it writes must fit the kernel's buffer,
+or all others wait for the deadline. The same on all ranks."""
 _GRACE_S = 1.0
 """For an operation that has reached its limit to say so."""
 FAILURES = (RuntimeError, ValueError, OSError)
@@ -106,7 +109,7 @@ class CollectiveSender:
     def _leave(self) -> None:
         self._num_members = None
         if self._group is not None:
-            self._group.abort()
+            self._group.close()
             self._group = None
 
 
@@ -157,7 +160,7 @@ class CollectiveReceiver:
 
     def _leave(self) -> None:
         if self._group is not None:
-            self._group.abort()
+            self._group.close()
             self._group = None
 
 
@@ -189,37 +192,54 @@ class _Group:
         with _phase(seat, "gather"):
             rendezvous.gather(prefixed, seat, deadline=deadline, is_aborted=is_aborted)
         with _phase(seat, "connect"):
-            self._backend = _build(prefixed, seat, own_host=own_host, device=device, timeout_s=seconds_left(deadline))
+            self._backend: _Backend | None = _build(
+                prefixed, seat, own_host=own_host, device=device, timeout_s=seconds_left(deadline)
+            )
         try:
             with _phase(seat, "probe"):
                 self._begin(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s=seconds_left(deadline))()
         except WeightTransferFault:
-            self.abort()
+            self.close()
             raise
 
     def send(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
         """Host buckets from rank 0 to the others, in order, each within `timeout_s`. Raises WeightTransferFault."""
-        start = partial(self._start, of=len(buckets), timeout_s=timeout_s)
         if self._lanes:
-            self._lanes.send(buckets, start)
+            self._lanes.send(buckets, partial(self._start, of=len(buckets), timeout_s=timeout_s))
         else:
-            _one_by_one(buckets, start)
+            self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
     def receive(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
         """The other end of `send`, into host buckets of the same sizes. Raises WeightTransferFault."""
-        start = partial(self._start, of=len(buckets), timeout_s=timeout_s)
         if self._lanes:
-            self._lanes.receive(buckets, start)
+            self._lanes.receive(buckets, partial(self._start, of=len(buckets), timeout_s=timeout_s))
         else:
-            _one_by_one(buckets, start)
+            self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
     def abort(self) -> None:
-        """Close all connections at once; operations under way end with an error on every rank."""
-        with suppress(*FAILURES):
-            self._backend.abort()
+        """Break off the operation under way, as far as the backend can."""
+        if backend := self._backend:
+            with suppress(*FAILURES):
+                backend.abort()
+
+    def close(self) -> None:
+        """Close all connections at once, which ends the operations of all other ranks. No operation of its own may run.
+
+        Gloo closes them when the last reference to the backend goes; one to this object may live on in the traceback
+        of whatever failed.
+        """
+        self.abort()
+        self._backend = None
+
+    def _broadcast_in_pieces(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
+        for index, bucket in enumerate(buckets):
+            deadline = time.monotonic() + timeout_s
+            with _phase(self._seat, _phase_of(index, bucket, of=len(buckets))):
+                for piece in bucket.split(_PIECE_BYTES):
+                    self._begin(piece, timeout_s=seconds_left(deadline))()
 
     def _start(self, index: int, bucket: Tensor, *, of: int, timeout_s: float) -> Callable[[], None]:
-        phase = f"broadcast of bucket {index} of {of} ({bucket.numel()} bytes)"
+        phase = _phase_of(index, bucket, of=of)
         with _phase(self._seat, phase):
             finish = self._begin(bucket, timeout_s=timeout_s)
 
@@ -235,13 +255,9 @@ class _Group:
             return lambda: None
         # The operation's own limit is what ends it, and `wait` raises then. Gloo cannot be made to give up before; and
         # while an operation runs, letting go of its group would wait for it with Python's lock held.
+        assert self._backend is not None, "a group that was closed has no operations"
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
-
-
-def _one_by_one(buckets: Sequence[Tensor], start: Start) -> None:
-    for index, bucket in enumerate(buckets):
-        start(index, bucket)()
 
 
 def _build(store: dist.Store, seat: Seat, *, own_host: str, device: torch.device, timeout_s: float) -> _Backend:
@@ -267,6 +283,10 @@ def _opened(group: _Group | None) -> _Group:
     if group is None:
         raise WeightTransferFault("a weight epoch must be open before weights travel: call open_epoch first")
     return group
+
+
+def _phase_of(index: int, bucket: Tensor, *, of: int) -> str:
+    return f"broadcast of bucket {index} of {of} ({bucket.numel()} bytes)"
 
 
 @contextmanager

@@ -4,9 +4,7 @@ from buffer.errors import RunConflict
 from buffer.memory_store.state import MemoryState, Run
 from buffer.records import RunState, VersionEntry
 from buffer.run_identity import PHASES, check_same_run
-from configs.drawing import FilterConfig, KeepAllConfig
-
-_KEEP_ALL = KeepAllConfig()
+from configs.drawing import KEEP_ALL, FilterConfig
 
 
 class MemoryRun(MemoryState):
@@ -21,7 +19,7 @@ class MemoryRun(MemoryState):
         seed: int,
         keeps_finished: bool = False,
         max_uses: int = 1,
-        group_filter: FilterConfig = _KEEP_ALL,
+        group_filter: FilterConfig = KEEP_ALL,
     ) -> RunState:
         """See `Store.open_run`."""
         with self._changed:

@@ -7,9 +7,7 @@ from buffer.records import CheckpointPointer, RunState, VersionEntry
 from buffer.redis_scripts.run import OPEN_RUN, RAISE_VERSION, RECORD_VERSION, REPLACE_CONFIG, SET_PHASE
 from buffer.redis_store.door import RedisDoor, text
 from buffer.run_identity import PHASES, check_same_run, no_run
-from configs.drawing import FilterConfig, KeepAllConfig
-
-_KEEP_ALL = KeepAllConfig()
+from configs.drawing import KEEP_ALL, FilterConfig
 
 LAYOUT = 4
 """Raised when the meaning of a key changes; a run stored under another layout is refused."""
@@ -35,7 +33,7 @@ class RedisRun(RedisDoor):
         seed: int,
         keeps_finished: bool = False,
         max_uses: int = 1,
-        group_filter: FilterConfig = _KEEP_ALL,
+        group_filter: FilterConfig = KEEP_ALL,
     ) -> RunState:
         """See `Store.open_run`."""
         if run_id != self._run_id:

@@ -148,14 +148,14 @@ def gdpo(
     return (normalised * weights).sum(1)
 
 
-def remax(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"], baselines: Float[Tensor, "G"]) -> Float[Tensor, "B"]:
+def remax(rewards: Float[Tensor, "B"], greedy_rewards: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
     """Rewards minus the reward of the greedy answer to the same prompt.
 
-    A_i = r_i - baselines[group of i]
+    A_i = r_i - greedy_rewards_i; 0 where that is NaN: a prompt whose greedy answer has no reward teaches nothing
 
     Source: ReMax, arXiv:2310.10505.
     """
-    return rewards - baselines[groups]
+    return torch.where(greedy_rewards.isnan(), 0, rewards - greedy_rewards)
 
 
 def above_baseline(rewards: Float[Tensor, "B"], *, baseline: float) -> Float[Tensor, "B"]:

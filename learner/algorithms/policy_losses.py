@@ -53,25 +53,6 @@ def ppo_clip(
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
 
 
-def is_clipped(
-    ratio: Float[Tensor, "N"],
-    advantages: Float[Tensor, "N"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> Bool[Tensor, "N"]:
-    """Where `ppo_clip` has no gradient.
-
-    (A > 0 and ratio > 1 + clip_high) or (A < 0 and ratio < 1 - clip_low) or (A < 0 and ratio > dual_clip)
-    """
-    _check_dual_clip(dual_clip)
-    too_low = ratio < 1 - clip_low
-    if dual_clip is not None:
-        too_low = too_low | (ratio > dual_clip)
-    return ((advantages > 0) & (ratio > 1 + clip_high)) | ((advantages < 0) & too_low)
-
-
 def _check_dual_clip(dual_clip: float | None) -> None:
     if dual_clip is not None and not dual_clip > 1:
         message = f"dual_clip must be > 1, got {dual_clip}: negative advantages would have no gradient at ratio 1"
@@ -147,17 +128,7 @@ def dro(log_ratio: Float[Tensor, "N"], advantages: Float[Tensor, "N"], *, beta: 
 
     Source: DRO, arXiv:2405.19107, per token and with the advantage for reward minus value.
     """
-    return -advantages * log_ratio + log_ratio_penalty(log_ratio, coefficient=beta / 2)
-
-
-def log_ratio_penalty(log_ratio: Float[Tensor, "N"], *, coefficient: float) -> Float[Tensor, "N"]:
-    """Quadratic penalty that may be added to any loss; it has no gradient at ratio 1.
-
-    penalty = coefficient * (log ratio)^2
-
-    Source: Kimi k1.5, arXiv:2501.12599, per token; prime-rl adds it to `dppo_tv` with coefficient 1e-3.
-    """
-    return coefficient * log_ratio.square()
+    return -advantages * log_ratio + beta / 2 * log_ratio.square()
 
 
 def topr_token(log_ratio: Float[Tensor, "N"], advantages: Float[Tensor, "N"]) -> Float[Tensor, "N"]:

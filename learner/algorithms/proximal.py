@@ -4,8 +4,6 @@ The share of the way that a token's policy has gone since it was sampled is read
 gradient: they anchor the trust region and correct for drift, they are not optimised.
 """
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -39,20 +37,3 @@ def loglinear(
     Source: A-3PO, arXiv:2512.06547 (log-linear form).
     """
     return torch.lerp(generator_logprobs.detach(), learner_logprobs.detach(), alpha.to(learner_logprobs.dtype))
-
-
-def linear(
-    generator_logprobs: Float[Tensor, "N"], learner_logprobs: Float[Tensor, "N"], *, alpha: Float[Tensor, "N"]
-) -> Float[Tensor, "N"]:
-    """Interpolation of the probabilities themselves: a mixture of both policies.
-
-    log pi_proximal = log((1 - alpha) * pi_generator + alpha * pi_learner)
-
-    Source: A-3PO, arXiv:2512.06547 (linear form).
-    """
-    from_generator = (1 - alpha).log() + generator_logprobs.detach()
-    return torch.logaddexp(from_generator, alpha.log() + learner_logprobs.detach())
-
-
-INTERPOLATIONS: dict[str, Callable[..., Tensor]] = {"loglinear": loglinear, "linear": linear}
-"""Name -> function of (generator_logprobs [N], learner_logprobs [N], alpha= [N]) -> proximal log-probabilities [N]."""

@@ -1,7 +1,7 @@
 """Rejection: which tokens stay in an update, from the drift between proximal and generator policy.
 
 x_t = log pi_proximal - log pi_generator, made by `importance.token_log_ratio`; one that is not finite counts as 0. Each
-function returns one Bool per token, equal over a sequence unless `over` is "token"; several are combined by `both`.
+function returns one Bool per token, equal over a sequence unless `over` is "token"; several are combined by `&`.
 `num_kept` counts what stays, for baselines and denominators that are to be taken after rejection.
 
 A statistic is taken over "token" (each by itself), or over the sequence as "sum", "mean" or "max". Bounds may be given
@@ -82,17 +82,6 @@ def veto(
     ratio = bounded(log_ratio.detach()).exp()
     is_outside = ((ratio < low) | (ratio > high)).to(ratio.dtype)
     return segments.maxima(is_outside, sequences, num_segments=num_sequences)[sequences] == 0
-
-
-STATISTICS: dict[str, Callable[..., Tensor]] = {"k1": keep_k1, "k2": keep_k2, "k3": keep_k3}
-"""Name -> function of (log_ratio [N], sequences [N], num_sequences=, over=, high=, and low= for k1) -> Bool [N]."""
-
-
-def both(first: Bool[Tensor, "N"], *others: Bool[Tensor, "N"]) -> Bool[Tensor, "N"]:
-    """What every criterion keeps, however many there are."""
-    for other in others:
-        first = first & other
-    return first
 
 
 def num_kept(keep: Bool[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "S"]:

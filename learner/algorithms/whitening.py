@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 def whiten(
-    values: Float[Tensor, "N"], *, epsilon: float, weights: Float[Tensor, "N"] | None = None, shift_mean: bool = True
+    values: Float[Tensor, "N"], *, epsilon: float, weights: Float[Tensor, "N"] | None = None
 ) -> Float[Tensor, "N"]:
-    """Values minus their mean, divided by their standard deviation; without `shift_mean` the mean is kept.
+    """Values minus their mean, divided by their standard deviation.
 
-    y_i = (x_i - mean(x)) / (std(x) + epsilon) + (0 if shift_mean else mean(x))
+    y_i = (x_i - mean(x)) / (std(x) + epsilon)
 
     A value of weight w >= 0 counts as w equal values, and one of weight 0 not at all: it becomes 0.
     Equal values, and a single one, become exactly 0.
@@ -32,7 +32,7 @@ def whiten(
     mean = _mean(above_lowest, weights)
     deviations = above_lowest - mean
     whitened = deviations / (_mean(deviations.square(), weights).sqrt() + epsilon)
-    return torch.where(counts, whitened if shift_mean else whitened + mean + lowest, 0)
+    return torch.where(counts, whitened, 0)
 
 
 def _mean(values: Float[Tensor, "N"], weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:

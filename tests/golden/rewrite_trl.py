@@ -34,8 +34,8 @@ try:
     from trl.trainer.rloo_trainer import RLOOTrainer
 except (ImportError, RuntimeError) as reason:
     raise SystemExit(
-        f"TRL is not here ({reason}): `uv pip install --target /tmp/trl --no-deps trl==1.16.0 accelerate datasets "
-        "multiprocess pandas`, then run this with PYTHONPATH=/tmp/trl."
+        f"TRL is not here ({reason}): `uv pip install --target FOLDER --no-deps trl==1.16.0 accelerate datasets "
+        "multiprocess pandas`, then run this with PYTHONPATH=FOLDER."
     ) from reason
 
 GOLDEN = Path(__file__).parent / "trl_1_16.json"

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from beartype import beartype
@@ -302,16 +304,19 @@ def test_gdpo_weighs_the_parts():
 
 
 def test_remax_compares_with_the_greedy_answer():
-    rewards, groups, greedy = wide(1, 0, 1, 1), whole(0, 0, 1, 2), wide(0.5, 1, 0)
-    assert remax(rewards, groups, greedy).tolist() == [0.5, -0.5, 0, 1]
+    assert remax(wide(1, 0, 1, 1), wide(0.5, 0.5, 1, 0)).tolist() == [0.5, -0.5, 0, 1]
+
+
+def test_remax_without_a_reward_of_the_greedy_answer_is_zero():
+    assert remax(wide(1, 0, 3), wide(math.nan, math.nan, 1)).tolist() == [0, 0, 2]
 
 
 def test_remax_of_a_prompt_that_is_solved_anyway_is_zero():
-    assert remax(wide(1, 1, 1), whole(0, 0, 0), wide(1)).tolist() == [0, 0, 0]
+    assert remax(wide(1, 1, 1), wide(1, 1, 1)).tolist() == [0, 0, 0]
 
 
 def test_a_baseline_from_outside_gives_a_group_of_one_an_advantage():
-    assert remax(wide(3), whole(0), wide(1)).tolist() == [2]
+    assert remax(wide(3), wide(1)).tolist() == [2]
     assert above_baseline(wide(3), baseline=0.5).tolist() == [2.5]
 
 

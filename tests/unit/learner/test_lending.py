@@ -24,7 +24,7 @@ def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
     assert generators.opened_with == [1]
     assert not publisher.is_due
     generators.finish_fetching("g1", 3)
-    assert publisher.is_due
+    assert not publisher.is_due
     assert publish(publisher, 5).num_members == 2
     assert generators.opened_with == [1, 2]
     assert generators.updates(fetched=True) == [(1, ["g0"]), (3, ["g1"])]
@@ -94,18 +94,31 @@ def test_who_could_not_adopt_what_it_fetched_is_named_and_tried_again_later():
     assert generators.updates(fetched=False) == []
 
 
-def test_who_came_a_version_too_late_fetches_and_the_others_are_left_in_peace():
-    publisher, generators, _ = make_publisher(lender=FakeLender(), g0="well")
+def test_who_came_a_version_too_late_fetches_when_no_broadcast_follows_and_the_others_are_left_in_peace():
+    publisher, generators, clock = make_publisher(lender=FakeLender(), g0="well")
     publish(publisher, 1)
     generators.be(g0="well", g1="slow")
     publisher.synchronize()
     publish(publisher, 2)
     generators.finish_fetching("g1", 1)
     generators.members["g1"] = "well"
+    assert not publisher.is_due
+    clock.now += 6
     assert publisher.is_due
     publisher.synchronize()
     assert generators.updates(fetched=False) == [(2, ["g0"])]
     assert generators.updates(fetched=True) == [(1, ["g0"]), (1, ["g1"]), (2, ["g1"])]
+
+
+def test_a_version_that_nobody_holds_is_broadcast_to_who_has_just_fetched_the_one_before():
+    publisher, generators, _ = make_publisher(lender=FakeLender(), g0="slow")
+    publish(publisher, 1)
+    publish(publisher, 2)
+    generators.finish_fetching("g0", 1)
+    assert publisher.is_due
+    publisher.synchronize()
+    assert generators.updates(fetched=False) == [(2, ["g0"])]
+    assert {version for version, _ in generators.updates(fetched=True)} == {1}
 
 
 def test_an_evicted_member_fetches_before_it_takes_part_again():

@@ -8,14 +8,13 @@ from jaxtyping import jaxtyped
 from learner.algorithms import rejection
 from learner.algorithms.importance import bound_by_lag, token_log_ratio
 
-keep_k1, keep_k2, keep_k3, veto, both, num_kept = (
+keep_k1, keep_k2, keep_k3, veto, num_kept = (
     jaxtyped(f, typechecker=beartype)
     for f in (
         rejection.keep_k1,
         rejection.keep_k2,
         rejection.keep_k3,
         rejection.veto,
-        rejection.both,
         rejection.num_kept,
     )
 )
@@ -122,13 +121,6 @@ def test_a_veto_takes_the_whole_sequence_of_one_bad_token():
         kept = veto(logs(1, bad, 1, 1), SEQUENCES, num_sequences=3, low=1e-4, high=100.0)
         assert kept.tolist() == [False, False, True, True]
     assert veto(logs(1, 99, 1, 1), SEQUENCES, num_sequences=3, low=1e-4, high=100.0).all()
-
-
-def test_criteria_combine_by_and():
-    first, second = torch.tensor([True, True, False]), torch.tensor([True, False, True])
-    assert both(first).equal(first)
-    assert both(first, second).tolist() == [True, False, False]
-    assert both(first, second, torch.tensor([False, True, True])).tolist() == [False] * 3
 
 
 def test_what_stays_is_counted_for_every_sequence():

@@ -6,11 +6,10 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 from learner.algorithms import token_masks
-from learner.algorithms.policy_losses import is_clipped
 
-m2po_mask, opsm_mask, covariance, clip_cov_mask, kl_cov_mask, bapo_bounds = (
+m2po_mask, opsm_mask, covariance, clip_cov_mask, kl_cov_mask = (
     jaxtyped(getattr(token_masks, name), typechecker=beartype)
-    for name in ("m2po_mask", "opsm_mask", "covariance", "clip_cov_mask", "kl_cov_mask", "bapo_bounds")
+    for name in ("m2po_mask", "opsm_mask", "covariance", "clip_cov_mask", "kl_cov_mask")
 )
 
 
@@ -146,29 +145,6 @@ def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals():
     assert not kl_cov_mask(wide(3, 3), share=0.4).any()
 
 
-def test_bapo_keeps_its_first_bounds_while_praise_has_its_share():
-    ratio, advantages = wide(1, 1, 2), wide(1, -1, 1)
-    assert bapo_bounds(ratio.log(), advantages) == pytest.approx((0.4, 0.2))
-    assert bapo_bounds(ratio.log(), wide(1, 0, 1)) == pytest.approx((0.4, 0.2))
-
-
-def test_bapo_raises_the_upper_bound_until_enough_praise_is_within():
-    # 1 / (1 + 2) is too little; with ratio 1.52 let in it is 2.52 / 4.52.
-    ratio, advantages = wide(1, 1.52, 1), wide(1, 1, -2)
-    clip_low, clip_high = bapo_bounds(ratio.log(), advantages)
-    assert (clip_low, clip_high) == pytest.approx((0.4, 0.55))
-    assert not is_clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high).any()
-
-
-def test_bapo_then_raises_the_lower_bound_and_stops_at_its_range():
-    ratio, advantages = wide(1, 0.65), wide(1, -9)
-    clip_low, clip_high = bapo_bounds(ratio.log(), advantages, high_step=0.5)
-    assert 0.3 < clip_low < 0.35
-    assert clip_high == pytest.approx(1.7)
-    hopeless = bapo_bounds(wide(0, 0), wide(-1, -1), low_step=0.1)
-    assert hopeless == pytest.approx((0.1, 2.0))
-
-
 def test_no_tokens_have_no_masks():
     nothing, none = wide(), torch.zeros(0, dtype=torch.int64)
     assert m2po_mask(nothing, nothing, threshold=0.1).shape == (0,)
@@ -176,7 +152,6 @@ def test_no_tokens_have_no_masks():
     assert covariance(nothing, nothing).shape == (0,)
     assert clip_cov_mask(nothing, share=0.5, low=0.0, high=1.0, generator=seeded()).shape == (0,)
     assert kl_cov_mask(nothing, share=0.5).shape == (0,)
-    assert bapo_bounds(nothing, nothing) == pytest.approx((0.4, 0.2))
 
 
 def test_masks_carry_no_gradient():

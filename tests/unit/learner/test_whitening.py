@@ -38,23 +38,12 @@ def test_equal_values_give_exactly_zero(value, dtype):
     assert whiten(values, epsilon=EPSILON, weights=torch.arange(1001, dtype=dtype)).eq(0).all()
 
 
-def test_equal_values_whose_mean_is_kept_stay_themselves():
-    assert whiten(wide(0.1, 0.1, 0.1), epsilon=EPSILON, shift_mean=False).tolist() == [0.1, 0.1, 0.1]
-
-
 def test_one_value_gives_zero():
     assert whiten(wide(5), epsilon=EPSILON).tolist() == [0]
 
 
 def test_no_values_give_none():
     assert whiten(wide(), epsilon=EPSILON).shape == (0,)
-
-
-def test_the_mean_can_be_kept():
-    values = wide(1, 2, 6, 7)
-    kept = whiten(values, epsilon=1e-12, shift_mean=False)
-    assert torch.allclose(kept, whiten(values, epsilon=1e-12) + 4)
-    assert kept.mean() == pytest.approx(4)
 
 
 def test_shift_and_scale_do_not_matter_and_a_sign_does():
@@ -71,11 +60,10 @@ def test_order_does_not_matter():
     assert torch.allclose(whiten(values, epsilon=EPSILON, weights=weights)[order], moved, atol=1e-12)
 
 
-@pytest.mark.parametrize("shift_mean", [True, False])
-def test_a_weight_is_a_number_of_repetitions(shift_mean):
+def test_a_weight_is_a_number_of_repetitions():
     values, lengths = wide(3, -1, 4, 1), torch.tensor([2, 7, 1, 8])
-    tokens = whiten(values.repeat_interleave(lengths), epsilon=EPSILON, shift_mean=shift_mean)
-    trajectories = whiten(values, epsilon=EPSILON, weights=lengths.double(), shift_mean=shift_mean)
+    tokens = whiten(values.repeat_interleave(lengths), epsilon=EPSILON)
+    trajectories = whiten(values, epsilon=EPSILON, weights=lengths.double())
     assert torch.allclose(trajectories.repeat_interleave(lengths), tokens, atol=1e-12)
 
 
@@ -86,13 +74,10 @@ def test_only_the_proportion_of_weights_counts():
 
 
 @pytest.mark.parametrize("poison", [1e30, float("inf"), float("nan")])
-@pytest.mark.parametrize("shift_mean", [True, False])
-def test_a_value_without_weight_changes_nothing_and_becomes_zero(poison, shift_mean):
+def test_a_value_without_weight_changes_nothing_and_becomes_zero(poison):
     values, weights = wide(3, -1, 4), wide(1, 2, 3)
-    more = whiten(
-        torch.cat([values, wide(poison)]), epsilon=EPSILON, weights=torch.cat([weights, wide(0)]), shift_mean=shift_mean
-    )
-    assert torch.allclose(more[:3], whiten(values, epsilon=EPSILON, weights=weights, shift_mean=shift_mean), atol=1e-12)
+    more = whiten(torch.cat([values, wide(poison)]), epsilon=EPSILON, weights=torch.cat([weights, wide(0)]))
+    assert torch.allclose(more[:3], whiten(values, epsilon=EPSILON, weights=weights), atol=1e-12)
     assert more[3] == 0
 
 
