@@ -19,11 +19,18 @@ DEADLINE_S = 900.0
 FEW = ["loss-ppo_clip", "advantage-gae", "gspo-token", "clip_cov-many", "m2po", "rejected", "normalised", "kl-full"]
 BLIND = "k_proj.bias"
 """Attention does not see it: its gradient is rounding, which Adam makes as large as any other."""
+AT_ONCE = 20
+"""Algorithms that a pair of processes trains with: after some sixty DeepSpeed engines in one process, whose groups it
+keeps, a collective of ZeRO 3 does not end."""
+TOLERANCE = {0: 1e-5, 2: 1e-5, 3: 5e-5}
+"""Of a weight, by stage: Adam moves each by about 3e-3 a step, and one whose gradient nearly cancels as far as its
+rounding says; stage 3 adds gradients up in another order than the others."""
 pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
 
 
 def train_on_two(folder: Path, names: list[str], *, stage: int) -> None:
     command = [sys.executable, "-m", "tests.integration.algorithm_ranks", f"--zero={stage}", f"--folder={folder}"]
+    (folder / "rendezvous").unlink(missing_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     root = Path(__file__).parents[2]
     processes = [
@@ -52,11 +59,12 @@ def train_on_two(folder: Path, names: list[str], *, stage: int) -> None:
 )
 def test_two_ranks_make_the_weights_of_one(tmp_path: Path, stage: int, names: list[str]):
     alone = {name: train_alone(tmp_path, name) for name in names}
-    train_on_two(tmp_path, names, stage=stage)
+    for first in range(0, len(names), AT_ONCE):
+        train_on_two(tmp_path, names[first : first + AT_ONCE], stage=stage)
     for name, (metrics, expected) in alone.items():
         found = load_file(tmp_path / f"{name}.st")
         compared = [key for key in expected if not key.endswith(BLIND)]
-        assert max(float((found[key] - expected[key]).abs().max()) for key in compared) < 1e-5, name
+        assert max(float((found[key] - expected[key]).abs().max()) for key in compared) < TOLERANCE[stage], name
         for one, two in zip(metrics, json.loads((tmp_path / f"{name}.json").read_text()), strict=True):
             assert two == pytest.approx({key: one[key] for key in KEYS}, rel=1e-4, abs=1e-5), name
 
