@@ -20,13 +20,13 @@ $(INSTALLED): pyproject.toml
 run: $(INSTALLED) ## train the default experiment; ARGS="experiment=addition_cpu seed=1" changes it
 	@$(python) run_async.py $(ARGS)
 
-check: $(INSTALLED) ## format, lint, types, imports, spelling and the fast tests: under three minutes
+check: $(INSTALLED) ## format, lint, types, imports, spelling and the fast tests: about three minutes on 2 cores
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	.venv/bin/codespell
-	$(PYTEST) -q -m "not slow and not long" tests/unit tests/contract tests/shape
+	$(PYTEST) -q -n auto --maxprocesses=8 -m "not slow and not long" tests/unit tests/contract tests/shape
 
 test: $(INSTALLED) ## every test but those of many minutes
 	$(PYTEST) -m "not long" $(ARGS)
