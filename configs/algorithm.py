@@ -7,8 +7,10 @@ from msgspec import Meta
 from configs.advantages import (
     WITH_CRITIC,
     AdvantageConfig,
+    GdpoConfig,
     GrpoConfig,
     OptimalTokenBaselineConfig,
+    PassAtKConfig,
     ReinforcePlusPlusConfig,
     RemaxConfig,
     VtraceConfig,
@@ -22,6 +24,7 @@ from configs.kl import KlConfig
 from configs.policy_losses import (
     CHOOSING,
     WITHOUT_RATIO,
+    GmpoConfig,
     GspoConfig,
     MaskConfig,
     PolicyLossConfig,
@@ -29,6 +32,13 @@ from configs.policy_losses import (
     SppoConfig,
 )
 from configs.reward_shaping import RewardShapingConfig
+
+_COMPARES_RAW: dict[type, str] = {
+    RemaxConfig: "rewards with that of a greedy answer as it came",
+    GdpoConfig: "the parts of rewards as they came",
+    PassAtKConfig: "right answers with wrong ones",
+}
+"""Advantages that are not made of shaped rewards."""
 
 
 class EssLearningRateConfig(Config):
@@ -108,7 +118,7 @@ class AlgorithmConfig(Config):
     def needs_start_logprobs(self) -> bool:
         """Whether the learner's log-probabilities at the start of the step take a forward pass of their own."""
         return (
-            (self.proximal == "recompute" and self.has_ratio)
+            (self.proximal == "recompute" and (self.has_ratio or self.updates_per_step > 1))
             or (self.proximal == "generator" and self.correction.rejects)
             or self.correction.needs_whole_batch
             or (self.kl.charged_in == "reward" and self.kl.coefficient > 0)
@@ -147,13 +157,32 @@ def _check_whole_batch(config: AlgorithmConfig) -> None:
         )
 
 
-def _check_remax(config: AlgorithmConfig) -> None:
-    """The greedy answer's reward stays as it is."""
+def _check_raw_rewards(config: AlgorithmConfig) -> None:
+    """What is compared is not the shaped reward, so that shaping it would change nothing."""
+    compared = _COMPARES_RAW.get(type(config.advantage))
     is_shaped = config.reward != RewardShapingConfig(truncated=config.reward.truncated)
-    if isinstance(config.advantage, RemaxConfig) and (is_shaped or config.kl.charged_in == "reward"):
+    if compared and (is_shaped or config.kl.charged_in == "reward"):
         raise ConfigError(
-            "algorithm.advantage=remax compares rewards with that of a greedy answer as it came, got rewards that are "
-            "shaped (algorithm.reward, or algorithm.kl.charged_in=reward): leave them, or choose another advantage."
+            f"algorithm.advantage={type(config.advantage).__struct_config__.tag} compares {compared}, got rewards that "
+            "are shaped (algorithm.reward, or algorithm.kl.charged_in=reward): leave them, or choose another advantage."
+        )
+
+
+def _check_teacher_alone(config: AlgorithmConfig) -> None:
+    has_rewards = config.distillation is None or config.distillation.with_rewards
+    if not has_rewards and config.kl.charged_in == "reward":
+        raise ConfigError(
+            "algorithm.distillation.with_rewards=false leaves rewards out, got algorithm.kl.charged_in=reward, which "
+            "would go with them: choose charged_in=loss."
+        )
+
+
+def _check_interpolate(config: AlgorithmConfig) -> None:
+    if config.proximal == "interpolate" and not config.has_ratio:
+        raise ConfigError(
+            "algorithm.proximal=interpolate shares the way from generator to learner between weight and ratio, got "
+            f"algorithm.policy_loss={type(config.policy_loss).__struct_config__.tag}, which has no ratio: half of it "
+            "would be lost; choose proximal=recompute or reuse."
         )
 
 
@@ -169,13 +198,20 @@ def _check_vtrace(config: AlgorithmConfig) -> None:
 
 
 def _check_sequence_level(config: AlgorithmConfig) -> None:
-    is_sequence_loss = isinstance(config.policy_loss, GspoConfig) and config.policy_loss.form != "token"
-    if is_sequence_loss and isinstance(
-        config.advantage, (*WITH_CRITIC, OptimalTokenBaselineConfig, ReinforcePlusPlusConfig)
-    ):
+    """A sequence's ratio has one gradient for all of its tokens."""
+    loss = config.policy_loss
+    is_per_token = isinstance(loss, GspoConfig) and loss.form == "token"
+    if is_per_token or not isinstance(loss, GspoConfig | GmpoConfig | SppoConfig):
+        return
+    found = ""
+    if isinstance(config.advantage, (*WITH_CRITIC, OptimalTokenBaselineConfig, ReinforcePlusPlusConfig)):
+        found = f"algorithm.advantage={type(config.advantage).__struct_config__.tag}"
+    elif config.distillation is not None and config.distillation.divergence == "k1":
+        found = "algorithm.distillation.divergence=k1, whose advantages differ from token to token"
+    if found:
         raise ConfigError(
-            "algorithm.policy_loss=gspo needs advantages that are equal within a sequence, got "
-            f"algorithm.advantage={type(config.advantage).__struct_config__.tag}: choose policy_loss.form=token."
+            f"algorithm.policy_loss={type(loss).__struct_config__.tag} needs advantages that are equal within a "
+            f"sequence, got {found}: choose policy_loss=gspo with form=token, or a loss per token."
         )
 
 
@@ -191,7 +227,9 @@ _CHECKS = (
     _check_one_update,
     _check_not_counted_twice,
     _check_whole_batch,
-    _check_remax,
+    _check_raw_rewards,
+    _check_teacher_alone,
+    _check_interpolate,
     _check_vtrace,
     _check_sequence_level,
     _check_preference,

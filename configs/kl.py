@@ -11,7 +11,7 @@ class AdaptiveKlConfig(Config):
     """Moves the coefficient so that the measured KL stays at a target, `controllers.adaptive_kl_coefficient`."""
 
     target: Annotated[float, Meta(gt=0)]
-    """KL aimed at, mean over trajectories of their mean per token, nats."""
+    """KL aimed at, mean over the tokens of a step, nats."""
     horizon: Annotated[int, Meta(ge=1)] = 10_000
     """Trajectories over which the coefficient follows."""
 

@@ -19,6 +19,8 @@ from learner.batch import Batch, Tokens, Trajectories
 from learner.errors import BatchFault
 from learner.microbatch import Sample
 
+_UNKNOWN_LAG = 1 << 20
+"""Of another run's tokens: their versions are not this run's, and they count as older than anything of its own."""
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
@@ -44,12 +46,13 @@ def admit(
     vocab_size: int,
     has_baseline: bool = False,
     masks_truncated: bool = False,
+    num_mixed: int = 0,
 ) -> Admitted:
-    """Split groups into `num_updates` consecutive parts and lay them out. Raises BatchFault.
+    """Deal groups out to `num_updates` updates and lay them out. Raises BatchFault.
 
     One of `max_lags` (None = no bound) and one of `weights` for each group. `has_baseline`: whether a greedy answer may
     be among the members of a group (`generators.baseline`). `masks_truncated`: responses cut off at the longest length
-    leave the loss and stay in the baseline.
+    leave the loss and stay in the baseline. `num_mixed`: so many groups at the end are of another run.
     """
     members = [(index, member) for index, group in enumerate(groups) for member in group]
     for _, member in members:
@@ -64,7 +67,12 @@ def admit(
         for (_, member), places, start in zip(members, wanted, starts, strict=False)
     ]
     update_of = _updates(len(groups), num_updates=num_updates)
-    batch = _lay_out(members, wanted, update_of=update_of, weights=weights, learner_version=learner_version)
+    own = len(groups) - num_mixed
+    lags = [
+        _lags(member, places, learner_version=learner_version) if index < own else np.full(len(places), _UNKNOWN_LAG)
+        for (index, member), places in zip(members, wanted, strict=True)
+    ]
+    batch = _lay_out(members, wanted, lags, update_of=update_of, weights=weights)
     updates = [
         [sample for sample, (index, _) in zip(samples, members, strict=True) if update_of[index] == update]
         for update in range(num_updates)
@@ -118,18 +126,18 @@ def _check(trajectory: Trajectory, *, vocab_size: int, has_baseline: bool) -> No
 
 
 def _updates(num_groups: int, *, num_updates: int) -> np.ndarray:
-    """int64[G]: which optimizer update each group belongs to."""
-    parts = np.array_split(np.arange(num_groups), num_updates)
-    return np.repeat(np.arange(num_updates), [len(part) for part in parts])
+    """int64[G]: which optimizer update each group belongs to. Dealt out in turn, so that no update gets all the reused
+    and mixed groups, which come last."""
+    return np.arange(num_groups) % num_updates
 
 
 def _lay_out(
     members: Sequence[tuple[int, Trajectory]],
     wanted: Sequence[np.ndarray],
+    lags: Sequence[np.ndarray],
     *,
     update_of: np.ndarray,
     weights: Sequence[float],
-    learner_version: int,
 ) -> Batch:
     trajectories = [member for _, member in members]
     groups = np.array([index for index, _ in members], dtype=np.int64)
@@ -147,7 +155,7 @@ def _lay_out(
         num_wanted=torch.tensor([len(places) for places in wanted], dtype=torch.int64),
         draw_weights=_wide([weights[index] for index in groups]),
     )
-    return Batch(columns, _tokens(trajectories, wanted, learner_version=learner_version), names)
+    return Batch(columns, _tokens(trajectories, wanted, lags), names)
 
 
 def _greedy_rewards(members: Sequence[tuple[int, Trajectory]]) -> Tensor:
@@ -162,12 +170,17 @@ def _greedy_rewards(members: Sequence[tuple[int, Trajectory]]) -> Tensor:
     return _wide([known.get(index, float("nan")) for index, _ in members])
 
 
-def _tokens(trajectories: Sequence[Trajectory], wanted: Sequence[np.ndarray], *, learner_version: int) -> Tokens:
+def _lags(trajectory: Trajectory, places: np.ndarray, *, learner_version: int) -> np.ndarray:
+    """int64[W]: of the tokens that are trained on."""
+    return np.maximum(0, learner_version - trajectory.token_versions()[places])
+
+
+def _tokens(trajectories: Sequence[Trajectory], wanted: Sequence[np.ndarray], lags: Sequence[np.ndarray]) -> Tokens:
     pairs = list(zip(trajectories, wanted, strict=True))
     return Tokens(
         sequences=torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor([len(places) for places in wanted])),
         turns=_joined([_turns(t)[places] for t, places in pairs], np.int64),
-        lags=_joined([np.maximum(0, learner_version - t.token_versions()[places]) for t, places in pairs], np.int64),
+        lags=_joined(list(lags), np.int64),
         generator_logprobs=_joined([t.generator_logprobs[places] for t, places in pairs], np.float32),
     )
 

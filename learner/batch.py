@@ -45,7 +45,7 @@ class Trajectories(_Columns):
     groups: Int[Tensor, "B"]
     """Which claimed group each belongs to, from 0 on."""
     updates: Int[Tensor, "B"]
-    """Which optimizer update of the step each belongs to, rising."""
+    """Which optimizer update of the step each belongs to."""
     rewards: Float[Tensor, "B"]
     """float64, as the reward function said; shaped ones take their place in `judging`."""
     parts: Float[Tensor, "B K"]

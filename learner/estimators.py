@@ -158,6 +158,7 @@ def _optimal_token_baseline(config: OptimalTokenBaselineConfig, batch: Batch, _:
         epsilon=config.epsilon,
         weights=tokens.correction_weights,
         turns=tokens.turns if config.per_turn else None,
+        lone_learns=False,
     )
     return Estimate(returns - baselines, is_per_token=True)
 

@@ -76,7 +76,8 @@ def _correct(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     )
     if not config.correction.rebaseline:
         return batch
-    is_left = batch.trajectories.is_member & (_num_kept(batch) > 0)
+    is_rejected = (batch.trajectories.num_wanted > 0) & (_num_kept(batch) == 0)
+    is_left = batch.trajectories.is_member & ~is_rejected
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
 
 
@@ -106,10 +107,11 @@ def _num_kept(batch: Batch) -> Tensor:
 
 
 def _nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
-    """Factor of -log pi of the tokens of entirely right answers: their mean over each optimizer update."""
+    """Factor of -log pi of the tokens of entirely right answers: their mean over each update, drawn groups weighed."""
     if not coefficient:
         return None
     is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
     updates = batch.per_token(batch.trajectories.updates)
     counts = segments.sizes(updates[is_right], num_segments=segments.count(updates)).clamp(min=1)
-    return (coefficient * is_right / counts[updates]).float()
+    draw_weights = batch.per_token(batch.trajectories.draw_weights)
+    return (coefficient * draw_weights * is_right / counts[updates]).float()

@@ -84,7 +84,7 @@ class Objective:
         drift = importance.token_log_ratio(anchor, tokens.generator_logprobs)
         correction = self._correction(tokens, drift, num_sequences=len(numbers))
         log_ratio = importance.token_log_ratio(learner, anchor)
-        found = self._policy_loss(tokens, log_ratio, learner.detach(), num_sequences=len(numbers))
+        found = self._policy_loss(tokens, log_ratio, learner.detach(), correction, num_sequences=len(numbers))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * found.losses + self._regularisers(tokens, measured, divergence)
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
@@ -108,13 +108,15 @@ class Objective:
         return loss
 
     def _policy_loss(
-        self, tokens: Tokens, log_ratio: Tensor, learner_logprobs: Tensor, *, num_sequences: int
+        self, tokens: Tokens, log_ratio: Tensor, learner_logprobs: Tensor, correction: Correction, *, num_sequences: int
     ) -> PolicyLoss:
         seen = Evidence(learner_logprobs, known(tokens.advantages), tokens.sequences, num_sequences, tokens.is_selected)
-        found = policy_loss(self._config.policy_loss, log_ratio, seen)
+        is_counted = correction.is_kept & (correction.weights > 0)
         if tokens.is_trusted is None:
-            return found
-        return PolicyLoss(found.losses * tokens.is_trusted, found.is_idle | ~tokens.is_trusted)
+            return policy_loss(self._config.policy_loss, log_ratio, seen, is_counted=is_counted)
+        is_counted = is_counted & tokens.is_trusted
+        found = policy_loss(self._config.policy_loss, log_ratio, seen, is_counted=is_counted)
+        return found._replace(is_idle=found.is_idle | ~tokens.is_trusted)
 
     def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
         """KL, entropy and teacher, per token."""

@@ -52,7 +52,8 @@ class RunRecord:
         self._generated_before = 0.0
         self._started_at = clock()
         self._ended_at = clock()
-        self._first_step = 0
+        self._resumed_at_s = 0.0
+        self._num_rows = 0
         self._before: dict[Purpose, EvaluationResult] = {}
         self._seconds_to_090: float | None = None
         self._lag_sum = 0.0
@@ -71,8 +72,10 @@ class RunRecord:
     def start_training(self, *, step: int) -> None:
         """The clock of the run starts; after a resume it goes on where the kept rows end."""
         kept = self.folder.keep_metrics(up_to_step=step)
-        self._first_step = step
-        self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
+        self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
+        self._started_at = self._clock() - self._resumed_at_s
+        for row in kept:
+            self._take(row)
         self._generated_before = self._generated()
 
     def end_training(self) -> None:
@@ -91,8 +94,6 @@ class RunRecord:
     ) -> None:
         """One row, to the file and to the store."""
         self._tokens.add(metrics["learner/tokens"])
-        self._lag_sum += metrics["lag/mean"]
-        self._lag_max = max(self._lag_max, int(metrics["lag/max"]))
         row = {
             "step": step,
             "version": version,
@@ -102,7 +103,8 @@ class RunRecord:
         }
         row["learner/tokens_per_s"] = self._tokens.per_s
         row["generators/tokens_per_s"] = self._generators_sum("tokens_per_s")
-        row |= self._publish_row(published) | self._evaluation_row(evaluated, time_s=row["time_s"])
+        row |= _publish_row(published) | _evaluation_row(evaluated)
+        self._take(row)
         self.folder.append_metrics(row)
         self._store.append_metrics(row)
         self._health.look(row)
@@ -111,7 +113,7 @@ class RunRecord:
     def write_summary(self, *, step: int, after: dict[Purpose, EvaluationResult]) -> None:
         """What came of the run; the keys are documented in docs/metrics.md."""
         seconds = max(1e-9, self._ended_at - self._started_at)
-        steps = max(1, step - self._first_step)
+        own_seconds = max(1e-9, seconds - self._resumed_at_s)
         self.folder.write_summary(
             {
                 "accuracy_sampled": after["sampled"].accuracy,
@@ -121,9 +123,9 @@ class RunRecord:
                 "seconds_to_0.9": self._seconds_to_090,
                 "train_seconds": round(seconds, 3),
                 "steps": step,
-                "generated_tokens_per_s": (self._generated() - self._generated_before) / seconds,
-                "learner_tokens_per_s": self._tokens.total / seconds,
-                "lag_mean": self._lag_sum / steps,
+                "generated_tokens_per_s": (self._generated() - self._generated_before) / own_seconds,
+                "learner_tokens_per_s": self._tokens.total / own_seconds,
+                "lag_mean": self._lag_sum / max(1, self._num_rows),
                 "lag_max": self._lag_max,
                 "logprob_diff_max": self._probe_diff_max,
                 "seed": self._run.seed,
@@ -134,27 +136,14 @@ class RunRecord:
     def _tell(self, sentence: str) -> None:
         self._store.note_event("learner", sentence)
 
-    def _publish_row(self, published: Published | None) -> Row:
-        if published is None:
-            return {}
-        self._probe_diff_max = max(self._probe_diff_max, published.probe_diff_max)
-        return {
-            "weights/sync_s": published.seconds,
-            "weights/members": published.num_members,
-            "weights/pause_s": published.pause_s,
-            "weights/probe_diff_mean": published.probe_diff_mean,
-            "weights/probe_diff_max": published.probe_diff_max,
-        }
-
-    def _evaluation_row(self, evaluated: dict[Purpose, EvaluationResult] | None, *, time_s: float) -> Row:
-        if evaluated is None:
-            return {}
-        sampled = evaluated["sampled"]
-        if sampled.accuracy >= 0.9 and self._seconds_to_090 is None:
-            self._seconds_to_090 = time_s
-        return {f"eval/accuracy_{purpose}": result.accuracy for purpose, result in evaluated.items()} | {
-            "eval/version": sampled.version
-        }
+    def _take(self, row: Row) -> None:
+        """What the summary makes of a row, one of now or one that was kept."""
+        self._num_rows += 1
+        self._lag_sum += row["lag/mean"]
+        self._lag_max = max(self._lag_max, int(row["lag/max"]))
+        self._probe_diff_max = max(self._probe_diff_max, row.get("weights/probe_diff_max", 0.0))
+        if row.get("eval/accuracy_sampled", 0.0) >= 0.9 and self._seconds_to_090 is None:
+            self._seconds_to_090 = row["time_s"]
 
     def _generated(self) -> float:
         return self._generators_sum("tokens")
@@ -162,3 +151,23 @@ class RunRecord:
     def _generators_sum(self, gauge: str) -> float:
         roles = self._store.roles().values()
         return sum(float(r.get(gauge, 0)) for r in roles if r.get("role") == "generator" and r.get("state") != "gone")
+
+
+def _publish_row(published: Published | None) -> Row:
+    if published is None:
+        return {}
+    return {
+        "weights/sync_s": published.seconds,
+        "weights/members": published.num_members,
+        "weights/pause_s": published.pause_s,
+        "weights/probe_diff_mean": published.probe_diff_mean,
+        "weights/probe_diff_max": published.probe_diff_max,
+    }
+
+
+def _evaluation_row(evaluated: dict[Purpose, EvaluationResult] | None) -> Row:
+    if evaluated is None:
+        return {}
+    return {f"eval/accuracy_{purpose}": result.accuracy for purpose, result in evaluated.items()} | {
+        "eval/version": evaluated["sampled"].version
+    }

@@ -1,9 +1,10 @@
 """Surrogates: the table of policy losses, one entry per record of configs/policy_losses.py."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from configs.dotted import load_function
@@ -27,6 +28,7 @@ from configs.policy_losses import (
 )
 from learner.algorithms import policy_losses, preference, segments, sequence_losses
 from learner.algorithms.policy_losses import idle_tokens
+from learner.errors import BatchFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,17 @@ class Evidence:
     """Trajectories."""
     is_selected: Tensor | None
     """bool[N], which tokens the loss has chosen among all of the update; None where it chooses none."""
+
+    def take(self, is_taken: Tensor) -> "Evidence":
+        """Of the tokens where it is true."""
+        is_selected = None if self.is_selected is None else self.is_selected[is_taken]
+        return replace(
+            self,
+            learner_logprobs=self.learner_logprobs[is_taken],
+            advantages=self.advantages[is_taken],
+            sequences=self.sequences[is_taken],
+            is_selected=is_selected,
+        )
 
 
 class PolicyLoss(NamedTuple):
@@ -163,7 +176,12 @@ def _sppo(config: SppoConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
 
 def _custom(config: CustomPolicyLossConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
     function = load_function(config.function, setting="algorithm.policy_loss", num_values=3, arguments=config.arguments)
-    losses: Tensor = function(log_ratio, seen.advantages, seen.sequences, **config.arguments)
+    losses = function(log_ratio, seen.advantages, seen.sequences, **config.arguments)
+    if not isinstance(losses, Tensor) or losses.shape != log_ratio.shape:
+        raise BatchFault(
+            f"algorithm.policy_loss.function={config.function} must return one loss per token ({len(log_ratio)}), got "
+            f"{losses!r:.200}."
+        )
     return losses
 
 
@@ -188,14 +206,20 @@ SURROGATES: dict[type, Surrogate] = {
 """Record -> function."""
 
 
-def policy_loss(config: Any, log_ratio: Tensor, seen: Evidence) -> PolicyLoss:
-    """The configured surrogate."""
-    surrogate = SURROGATES[type(config)]
+def policy_loss(config: Any, log_ratio: Tensor, seen: Evidence, *, is_counted: Tensor) -> PolicyLoss:
+    """The configured surrogate over the tokens that count, bool[N].
+
+    The others have no loss, and no share in the ratio of their sequence.
+    """
+    surrogate, chosen = SURROGATES[type(config)], seen.take(is_counted)
 
     def losses(log_ratio: Tensor) -> Tensor:
-        return surrogate(config, log_ratio, seen)
+        return surrogate(config, log_ratio, chosen)
 
-    return PolicyLoss(losses(log_ratio), idle_tokens(losses, log_ratio, seen.advantages))
+    found = losses(log_ratio[is_counted])
+    is_idle = torch.zeros_like(is_counted)
+    is_idle[is_counted] = idle_tokens(losses, log_ratio[is_counted], chosen.advantages)
+    return PolicyLoss(torch.zeros_like(log_ratio).masked_scatter(is_counted, found), is_idle)
 
 
 def _over_sequences(loss: Callable[..., Tensor], log_ratio: Tensor, seen: Evidence, **settings: float) -> Tensor:

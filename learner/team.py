@@ -140,6 +140,7 @@ class Team:
             step=order.step,
             weights=order.weights,
             max_lags=order.max_lags,
+            num_mixed=order.num_mixed,
         )
         own = groups[: len(groups) - order.num_mixed]
         return metrics | _lag_metrics(own, learner_version=order.version)

@@ -97,16 +97,20 @@ class Trainer:
         step: int,
         weights: Sequence[float] = (),
         max_lags: Sequence[int | None] = (),
+        num_mixed: int = 0,
     ) -> dict[str, float]:
         """Train on the claimed groups; returns `learner/...`, the same on all ranks.
 
         `weights`: what each group's loss is multiplied by, default 1. `max_lags`: lag beyond which tokens of each group
-        leave the loss, None = none, default `buffer.staleness.max_lag`.
+        leave the loss, None = none, default `buffer.staleness.max_lag`. `num_mixed`: so many groups at the end are of
+        another run.
 
         Raises BatchFault, RanksFault, and Diverged: the weights are then those of the update before, and the trainer is
         of no further use.
         """
-        admitted = self._admit(groups, learner_version=learner_version, weights=weights, max_lags=max_lags)
+        admitted = self._admit(
+            groups, learner_version=learner_version, weights=weights, max_lags=max_lags, num_mixed=num_mixed
+        )
         updates = [self.collate(samples) for samples in admitted.updates]
         batch = self._survey(admitted.batch.to(self._engine.device), [m for update in updates for m in update])
         batch = self._objective.judge(batch)
@@ -119,7 +123,8 @@ class Trainer:
         ]
         metrics = tally.report(self._ranks, num_updates=len(norms))
         self._onlookers.refresh_reference(self._engine, step=step)
-        if self._is_moving(step):
+        price = kl_coefficient(self._run.algorithm, self._objective.memory)
+        if norms and self._is_moving(step):
             self._objective.end_step(
                 reference_kl=metrics["learner/reference_kl"], num_trajectories=batch.num_trajectories
             )
@@ -133,7 +138,7 @@ class Trainer:
             "learner/grad_norm": sum(norms) / max(1, len(norms)),
             "learner/learning_rate": scale * self._learning_rate(max(0, self.num_updates - 1)),
             "learner/learning_rate_scale": scale,
-            "learner/kl_coefficient": kl_coefficient(self._run.algorithm, self._objective.memory),
+            "learner/kl_coefficient": price,
         }
 
     def _admit(
@@ -143,6 +148,7 @@ class Trainer:
         learner_version: int,
         weights: Sequence[float],
         max_lags: Sequence[int | None],
+        num_mixed: int,
     ) -> Admitted:
         return admit(
             groups,
@@ -153,6 +159,7 @@ class Trainer:
             masks_truncated=self._run.algorithm.reward.truncated == "mask",
             has_baseline=self._run.generators.has_baseline,
             vocab_size=self._engine.model.vocab_size,
+            num_mixed=num_mixed,
         )
 
     def canary(self) -> tuple[list[list[int]], list[list[float]]]:

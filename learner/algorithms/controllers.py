@@ -11,7 +11,7 @@ def adaptive_kl_coefficient(coefficient: float, *, kl: float, target: float, num
 
     beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
 
-    `kl` is the mean over the step's sequences, nats, in the unit of `target`; `horizon` is in sequences.
+    `kl` is what was measured in the step, nats, in the unit of `target`; `horizon` is in sequences.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, section 2.2.
     Differs: num_sequences / horizon counts as 1 at most, so that no step size turns beta negative; a KL that is not a

@@ -41,7 +41,11 @@ def test_columns_lie_group_by_group_and_token_by_token():
 def test_samples_know_their_places_in_the_columns():
     updates = admitted(make_groups(num_groups=4, version=5), num_updates=2).updates
     places = np.concatenate([sample.places for samples in updates for sample in samples])
-    assert places.tolist() == list(range(len(places)))
+    assert sorted(places.tolist()) == list(range(len(places)))
+    batch = admitted(make_groups(num_groups=4, version=5), num_updates=2).batch
+    for update, samples in enumerate(updates):
+        own = batch.tokens.sequences[np.concatenate([sample.places for sample in samples])]
+        assert set(batch.trajectories.updates[own].tolist()) == {update}
 
 
 def test_turns_are_counted_by_runs_of_model_written_tokens():
@@ -91,14 +95,21 @@ def test_the_first_token_is_never_wanted():
     assert samples[0].wanted.tolist() == list(range(1, 8))
 
 
-def test_groups_are_split_over_the_updates_in_order():
+def test_groups_are_dealt_out_to_the_updates():
     result = admitted(make_groups(num_groups=6, group_size=2, version=5), num_updates=3)
     assert [[s.group_id for s in update] for update in result.updates] == [
-        ["0", "0", "1", "1"],
-        ["2", "2", "3", "3"],
-        ["4", "4", "5", "5"],
+        ["0", "0", "3", "3"],
+        ["1", "1", "4", "4"],
+        ["2", "2", "5", "5"],
     ]
-    assert result.batch.trajectories.updates.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert result.batch.trajectories.updates.tolist() == [0, 0, 1, 1, 2, 2] * 2
+
+
+def test_tokens_of_another_run_are_older_than_any_of_this_one():
+    batch = admitted([[fresh(0)], [make_response(1, 0, version=100)]], max_lags=[2, None], num_mixed=1).batch
+    assert batch.tokens.lags[:4].tolist() == [0] * 4
+    assert batch.trajectories.num_wanted.tolist() == [4, 4]
+    assert (batch.tokens.lags[4:] > 1000).all()
 
 
 def test_a_token_outside_the_vocabulary_is_refused_by_name():

@@ -126,7 +126,8 @@ def test_it_trains_and_the_split_into_microbatches_changes_nothing(tmp_path, nam
 def test_several_updates_of_a_step_work_too(tmp_path, name):
     metrics, found = train(tmp_path, name, num_updates=2)
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
-    assert metrics[-1]["learner/updates"] == 2
+    # Of one of the two parts everything is rejected.
+    assert metrics[-1]["learner/updates"] == (1 if name == "rejected" else 2)
 
 
 def test_no_record_is_without_a_function():

@@ -1,6 +1,8 @@
+import msgspec
 import pytest
 import torch
 
+from buffer.trajectory import Reward
 from configs.advantages import DrGrpoConfig
 from configs.algorithm import AlgorithmConfig
 from configs.correction import CorrectionConfig
@@ -57,6 +59,36 @@ def test_a_groups_weight_multiplies_the_weight_of_its_tokens():
         of_trajectories(plain, "token_weights")
     )
     assert ratios.tolist() == pytest.approx([1.0, 1.0, 0.25, 0.25])
+
+
+def test_a_group_that_is_drawn_for_less_is_imitated_for_less():
+    right = Reward(total=1.0, is_correct=True)
+    groups = [[make_response(group, index) for index in range(2)] for group in range(2)]
+    groups = [[msgspec.structs.replace(member, reward=right) for member in group] for group in groups]
+    settings = {"positive_nll_coefficient": 0.5}
+    plain, weighed = judged(groups, **settings), judged(groups, weights=[1.0, 0.25], **settings)
+    own = plain.tokens.sequences >= 2
+    assert plain.tokens.nll_weights[own].any()
+    assert weighed.tokens.nll_weights[own].equal(0.25 * plain.tokens.nll_weights[own])
+    assert weighed.tokens.nll_weights[~own].equal(plain.tokens.nll_weights[~own])
+
+
+def test_after_a_rejection_the_baseline_still_has_who_was_masked_for_its_length():
+    cut = make_response(0, 2, reward=0.0, stop_reason="length")
+    groups = [[make_response(0, 0, reward=1.0), make_response(0, 1, reward=0.0), cut]]
+    config = AlgorithmConfig(advantage=DrGrpoConfig(), correction=CorrectionConfig(rebaseline=True))
+    batch = admit(
+        groups,
+        learner_version=0,
+        max_lags=[None],
+        weights=[1.0],
+        num_updates=1,
+        vocab_size=VOCABULARY,
+        masks_truncated=True,
+    ).batch
+    batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs)
+    found = judge(batch, config=config, memory=Memory(), max_tokens=8)
+    assert found.tokens.advantages.unique().tolist() == pytest.approx([-1 / 3, 2 / 3])
 
 
 def test_a_description_of_no_token_is_zeros():

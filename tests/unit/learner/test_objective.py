@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from configs.algorithm import AlgorithmConfig
-from configs.correction import CorrectionConfig
+from configs.correction import CorrectionConfig, RejectionConfig
 from configs.kl import KlConfig
-from configs.policy_losses import PpoClipConfig, ReinforceConfig
+from configs.policy_losses import GmpoConfig, GspoConfig, PpoClipConfig, ReinforceConfig, ToprConfig
 from learner.batch import Tokens
 from learner.diagnostics import METRICS, Tally
 from learner.objective import Objective
@@ -103,6 +103,37 @@ def test_any_split_into_microbatches_has_the_same_gradient(sizes):
     assert torch.allclose(torch.cat(parts), whole, atol=1e-8)
 
 
+@pytest.mark.parametrize("policy_loss", [GspoConfig(), GspoConfig(form="token"), GmpoConfig(), ToprConfig()])
+@pytest.mark.parametrize("way", ["rejected", "masked", "untrusted"])
+def test_a_token_that_does_not_count_has_no_share_in_its_sequence(policy_loss, way):
+    generator = torch.tensor([-4.0, -1.0, -1.2, -0.8])
+    tokens = make_tokens(
+        4, sequences=torch.zeros(4, dtype=torch.int64), generator_logprobs=generator, advantages=torch.full((4,), 0.5)
+    )
+    logprobs = torch.tensor([-1.0, -1.1, -1.0, -0.9])
+    settings = {
+        "rejected": {"reject": [RejectionConfig(statistic="k1", over="token", low=0.5, high=2.0)]},
+        "masked": {"level": "token", "bound": "mask", "low": 0.5, "high": 2.0},
+        "untrusted": {},
+    }[way]
+    if way == "untrusted":
+        tokens = tokens.replace(is_trusted=torch.tensor([False, True, True, True]))
+    config = AlgorithmConfig(
+        policy_loss=policy_loss, correction=CorrectionConfig(**({"level": "none", "high": None} | settings))
+    )
+    found = gradient(config, tokens, logprobs, proximal=logprobs)
+    others = make_tokens(
+        3,
+        sequences=torch.zeros(3, dtype=torch.int64),
+        generator_logprobs=generator[1:],
+        advantages=torch.full((3,), 0.5),
+        token_weights=torch.full((3,), 1 / 4),
+    )
+    assert found[0] == 0
+    assert found[1:].abs().min() > 0
+    assert torch.allclose(found[1:], gradient(config, others, logprobs[1:], proximal=logprobs[1:]), atol=1e-7)
+
+
 def test_the_kl_and_entropy_terms_are_added():
     tokens = make_tokens(1, advantages=torch.zeros(1), token_weights=torch.ones(1))
     config = AlgorithmConfig(kl=KlConfig(0.5), entropy_coefficient=0.25)
@@ -124,6 +155,12 @@ def test_ppo_that_recomputes_its_proximal_policy_needs_a_pass_at_the_start():
     assert AlgorithmConfig(proximal="recompute").needs_start_logprobs
     assert not AlgorithmConfig(proximal="reuse").needs_start_logprobs
     assert not AlgorithmConfig(policy_loss=ReinforceConfig()).needs_start_logprobs
+
+
+def test_several_updates_weigh_by_the_policy_at_the_start_of_the_step():
+    reinforce = {"policy_loss": ReinforceConfig(), "proximal": "recompute"}
+    assert not AlgorithmConfig(**reinforce).needs_start_logprobs
+    assert AlgorithmConfig(**reinforce, updates_per_step=4).needs_start_logprobs
 
 
 def test_diagnostics_by_hand_and_documented():

@@ -5,7 +5,7 @@ import torch
 
 from buffer.trajectory import Reward, VersionSpan
 from configs.algorithm import AlgorithmConfig
-from configs.kl import KlConfig
+from configs.kl import AdaptiveKlConfig, KlConfig
 from configs.learner import OptimizerConfig
 from configs.policy_losses import ReinforceConfig
 from learner.canary import canary_token_ids
@@ -107,6 +107,19 @@ def test_a_batch_without_a_trainable_token_makes_no_update(tmp_path):
     assert metrics["learner/updates"] == 0
     assert trainer.num_updates == 0
     assert largest_difference(before, weights(trainer)) == 0
+
+
+def test_a_batch_without_a_trainable_token_leaves_the_adaptive_kl_coefficient_alone(tmp_path):
+    kl = KlConfig(coefficient=0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=8))
+    trainer = make_trainer(make_run(make_model(tmp_path), algorithm=AlgorithmConfig(kl=kl)))
+    error = Reward(total=0.0, status="error")
+    failed = [[msgspec.structs.replace(make_response(0, i), reward=error) for i in range(2)]]
+    prices = [
+        trainer.step(groups, learner_version=0, step=1)["learner/kl_coefficient"]
+        for groups in (failed, make_groups(num_groups=2), make_groups(num_groups=2))
+    ]
+    assert prices[:2] == [0.1, 0.1]
+    assert prices[2] != 0.1
 
 
 def test_a_loss_that_is_not_finite_stops_the_step_and_moves_nothing(tmp_path):

@@ -1,0 +1,63 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from broker.run_folder import RunFolder
+from buffer.memory_store import MemoryStore
+from buffer.store import EvaluationResult
+from configs.load import load
+from learner.record import RunRecord
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def evaluated(accuracy: float) -> dict:
+    counts = {"version": 1, "num_prompts": 100, "num_answered": 100, "num_correct": round(100 * accuracy)}
+    return {p: EvaluationResult(id=p, purpose=p, reward_sum=0.0, **counts) for p in ("sampled", "greedy")}
+
+
+def train(folder: RunFolder, steps: range, *, lag: float, accuracy: dict[int, float] | None = None) -> dict:
+    """A second a step, a thousand tokens each; returns the summary."""
+    clock, store = FakeClock(), MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=1, seed=0)
+    record = RunRecord(load(["experiment=digits_cpu"]), folder=folder, store=store, clock=clock)
+    record.start_training(step=steps.start - 1)
+    for step in steps:
+        clock.now += 1.0
+        metrics = {"learner/tokens": 1000.0, "learner/reward_mean": 0.5, "lag/mean": lag, "lag/max": int(lag)}
+        found = evaluated(accuracy[step]) if accuracy and step in accuracy else None
+        record.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={})
+    record.end_training()
+    record.write_summary(step=steps.stop - 1, after=evaluated(0.95))
+    return json.loads((folder.path / "summary.json").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(load(["experiment=digits_cpu", f"runs_dir={tmp_path}"]))
+    folder.path.mkdir()
+    return folder
+
+
+def test_the_summary_of_a_resumed_run_is_of_the_whole_run(folder: RunFolder):
+    train(folder, range(1, 91), lag=2.0, accuracy={20: 0.5, 50: 0.95})
+    summary = train(folder, range(91, 101), lag=1.0)
+    assert summary["seconds_to_0.9"] == 50
+    assert summary["train_seconds"] == 100
+    assert summary["lag_mean"] == pytest.approx(1.9)
+    assert summary["lag_max"] == 2
+    assert summary["learner_tokens_per_s"] == pytest.approx(1000)
+
+
+def test_rows_that_are_done_again_count_once(folder: RunFolder):
+    train(folder, range(1, 91), lag=2.0)
+    summary = train(folder, range(51, 101), lag=1.0)
+    assert summary["lag_mean"] == pytest.approx(1.5)
+    assert summary["steps"] == 100
