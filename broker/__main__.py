@@ -107,7 +107,9 @@ def _serve(
             router.step(timeout_s=0.2)
             for sentence in keeper.attend() if keeper else ():
                 log.warning(sentence)
-        router.drain_all(reason="the broker stops")
+        # A launcher starts it again, or ends the generators itself.
+        if not has_launcher():
+            router.drain_all(reason="the broker stops")
     log.info("stopped")
 
 

@@ -30,9 +30,9 @@ _SENTENCE = "error: "
 """How configs/exits.py begins what a program says when it ends for a fault that the user can mend."""
 
 
-Restart = Literal["killed", "always"]
-"""Which deaths a role is restarted after: by a signal or when it says so (exit code 75), or any but a refusal of its
-settings (exit code 2)."""
+Restart = Literal["killed", "always", "kept"]
+"""Which ends a role is restarted after: death by a signal or when it says so (exit code 75) | any death but a refusal
+of its settings (exit code 2) | also a good end that it was not told to come to."""
 
 
 class RoleDied(RuntimeError):
@@ -159,9 +159,9 @@ class RoleProcess:
         """
         if self._restart_at is not None:
             return self._restart_if_due()
-        if self._process is None or self._process.poll() in (None, 0):
+        code = self._process.poll() if self._process else None
+        if code is None or (code == 0 and (self._restart != "kept" or self._is_told_to_end)):
             return []
-        code = self._process.returncode
         self._kill_group()
         if time.monotonic() - self._started_at > _WELL_AFTER_S:
             self._num_deaths_in_a_row = 0
@@ -185,7 +185,9 @@ class RoleProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(0.1, ends_at - time.monotonic()))
         self._kill_group()
-        self._process.wait(timeout=5.0)
+        # One that the kernel cannot end now (a device, a file system that is gone) is left to it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5.0)
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
         """The end of its log."""

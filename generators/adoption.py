@@ -94,13 +94,14 @@ class Adoption:
         error = ""
         try:
             await self._engine.open_epoch(opening, rank=opening.members.index(self._member) + 1)
-        except (WeightTransferFault, EngineFault) as fault:
-            error = str(fault)
+        except Exception as fault:
+            error = _in_words(fault)
             log.warning("epoch_not_opened", epoch=opening.epoch, error=error)
         self._reply(opening, EpochOpened(opening.epoch, self._member, error))
 
     async def _adopt(self, update: Update) -> None:
-        pause_s, result, error = 0.0, ProbeResult(), ""
+        """Whatever goes wrong is answered: nobody else would say why this generator holds no new version."""
+        pause_s, result, error, was_verified = 0.0, ProbeResult(), "", self.is_verified.is_set()
         try:
             fetched = await self._fetch(update)
             self.is_verified.clear()
@@ -108,16 +109,19 @@ class Adoption:
             pause_s = await self._engine.update(update, fetched)
             result = await probe(self._engine, update)
             self.version = update.version
-            self._become("ready", "")
-        except UnverifiedWeights as fault:
-            error = str(fault)
-            await self._hand_back(error)
-            self._become("unsynced", error)
-        except (WeightTransferFault, EngineFault) as fault:
-            error = str(fault)
-            self._become("unsynced", error)
-        if self._engine.version == self.version >= 0:
             self.is_verified.set()
+            self._become("ready", "")
+        except WeightTransferFault as fault:
+            # The weights of before are in.
+            error = str(fault)
+            self._become("unsynced", error)
+            if was_verified:
+                self.is_verified.set()
+        except Exception as fault:
+            self.is_verified.clear()
+            error = _in_words(fault)
+            self._become("unsynced", error)
+            await self._hand_back(error)
         self._note(update, pause_s, result, error)
 
     async def _fetch(self, update: Update) -> SharedBuckets | None:
@@ -147,3 +151,10 @@ class Adoption:
         if order is self._order:
             self._answer = answer
         self._link.send(answer)
+
+
+def _in_words(fault: Exception) -> str:
+    if isinstance(fault, WeightTransferFault | EngineFault | UnverifiedWeights):
+        return str(fault)
+    log.error("adoption_failed", exc_info=fault)
+    return f"{type(fault).__name__}: {fault}"

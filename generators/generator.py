@@ -114,6 +114,8 @@ class Generator:
     async def _live(self) -> None:
         self._become("unsynced", "waiting for weights from the learner")
         background = [asyncio.create_task(self._adoption.run()), asyncio.create_task(self._watch_engine())]
+        for task in background:
+            task.add_done_callback(self._note_end)
         try:
             await self._serve()
         finally:
@@ -121,6 +123,14 @@ class Generator:
                 task.cancel()
             await self._hand_back("draining")
             await self._engine.stop()
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        """What should go on until it is cancelled has ended by itself."""
+        if not task.cancelled() and (error := task.exception()):
+            fault = GeneratorFault(f"what should go on for ever has ended: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            self._fault = self._fault or fault
+            self._changed.set()
 
     async def _serve(self) -> None:
         while self._state != "draining" and self._fault is None:

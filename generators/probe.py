@@ -9,6 +9,8 @@ from buffer.trajectory import Record
 from generators.engines.engine import Engine
 from generators.errors import UnverifiedWeights
 
+_PROBE_TIMEOUT_S = 30.0
+
 
 class ProbeResult(Record):
     """Absolute differences of canary log-probabilities. Example: ProbeResult(mean=2.1e-7, largest=9.5e-7)."""
@@ -24,7 +26,14 @@ async def probe(engine: Engine, update: Update) -> ProbeResult:
 
     Raises UnverifiedWeights when the mean difference is above `update.max_probe_diff`, or not a number.
     """
-    answers = await asyncio.gather(*(engine.prompt_logprobs(tokens) for tokens in update.canary_token_ids))
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            answers = await asyncio.gather(*(engine.prompt_logprobs(tokens) for tokens in update.canary_token_ids))
+    except TimeoutError as error:
+        raise UnverifiedWeights(
+            f"the engine must answer the probe of version {update.version} within {_PROBE_TIMEOUT_S:g} s, it did not: "
+            "this generator takes no prompts until an update verifies. Is the engine overloaded, or paused?"
+        ) from error
     ours = np.array([value for answer in answers for value in answer])
     theirs = np.array([value for expected in update.canary_logprobs for value in expected])
     differences = np.abs(ours - theirs)

@@ -131,16 +131,18 @@ class Lending:
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         source = self._lender.lend(staged.update, staged.buckets, with_delta=put_delta, keeping=self._being_fetched())
-        update = msgspec.structs.replace(
-            staged.update,
-            epoch=FETCHED,
-            members=members,
-            timeout_s=self._config.fetch_timeout_s,
-            source=msgspec.structs.replace(source, has_deltas=with_deltas),
-        )
-        self._link.send(update)
         now = self._clock()
-        self._orders |= {m: _Order(update, now + self._patience_s, now + _REPEAT_AFTER_S) for m in members}
+        for member in members:
+            # An order each: said again to one that is late, it must not reach those that have gone on since.
+            update = msgspec.structs.replace(
+                staged.update,
+                epoch=FETCHED,
+                members=[member],
+                timeout_s=self._config.fetch_timeout_s,
+                source=msgspec.structs.replace(source, has_deltas=with_deltas),
+            )
+            self._link.send(update)
+            self._orders[member] = _Order(update, now + self._patience_s, now + _REPEAT_AFTER_S)
 
     def _being_fetched(self) -> Collection[int]:
         return {order.update.version for order in self._orders.values()}

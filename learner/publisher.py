@@ -11,8 +11,9 @@ within bounds; whoever did not is out of the epoch and is tried again when the n
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
+from threading import Thread
 
 import msgspec
 import structlog
@@ -93,7 +94,7 @@ class Publisher:
         self._fetched: dict[Member, Adopted] = {}
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
         self._staged: Staged | None = None
-        self._helper = None if is_patient else ThreadPoolExecutor(1, thread_name_prefix="send-weights")
+        self._is_patient = is_patient
 
     def hold(self, staged: Staged) -> Staged | None:
         """From here on `synchronize` brings this version; returns the one before, whose buckets are free."""
@@ -140,8 +141,6 @@ class Publisher:
 
     def close(self) -> None:
         """Tear the group down."""
-        if self._helper:
-            self._helper.shutdown()
         if self._lending:
             self._lending.close()
         self._sender.close()
@@ -205,8 +204,6 @@ class Publisher:
             self._epoch_members = []
         timeout_s = _AFTER_FAULT_S if fault else self._config.adopt_timeout_s
         missing = self._collect(members, self._adopted, timeout_s=timeout_s)
-        for member in (m for m, a in self._adopted.items() if not a.error):
-            self._roster.note_adopted(member, update.version)
         failed = [m for m, a in self._adopted.items() if a.error]
         if missing or failed:
             self._epoch_members = []
@@ -216,10 +213,12 @@ class Publisher:
 
     def _watching(self, members: list[Member], action: Callable[[], None]) -> None:
         """Do what blocks until all members take part; when one of them dies meanwhile, it is broken off."""
-        if self._helper is None:
+        if self._is_patient:
             action()
             return
-        underway = self._helper.submit(action)
+        underway: Future[None] = Future()
+        # A daemon: a learner that is told to stop does not wait for generators.
+        Thread(target=_settle, args=(underway, action), name="send-weights", daemon=True).start()
         while not wait([underway], timeout=_LOOK_EVERY_S).done:
             self.read_news(timeout_s=0)
             if not set(members) <= set(self._roster.alive):
@@ -271,6 +270,9 @@ class Publisher:
             case Adopted(epoch=epoch, version=version, member=member):
                 if (epoch, version) == (self._epoch, self.version):
                     self._adopted[member] = message
+                    if not message.error:
+                        # Also of one that was given up before its answer came, with a broker that came back late.
+                        self._roster.note_adopted(member, version)
 
     def _summarise(self, *, seconds: float) -> Published:
         good = [a for a in [*self._adopted.values(), *self._fetched.values()] if not a.error]
@@ -282,3 +284,12 @@ class Publisher:
             probe_diff_max=max((a.probe_diff_max for a in good), default=0.0),
             pause_s=max((a.pause_s for a in good), default=0.0),
         )
+
+
+def _settle(underway: "Future[None]", action: Callable[[], None]) -> None:
+    try:
+        action()
+    except BaseException as error:
+        underway.set_exception(error)
+    else:
+        underway.set_result(None)

@@ -83,8 +83,10 @@ class Publishing:
 
     def close(self) -> None:
         """Wait for what is on its way, then tear the weight group down."""
-        self.finish()
-        self._publisher.close()
+        try:
+            self.finish()
+        finally:
+            self._publisher.close()
 
     # --- carrying ------------------------------------------------------------------------------------------------
     def _carry(self) -> None:

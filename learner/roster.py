@@ -63,6 +63,7 @@ class Roster:
         """It holds this version; what it did wrong before is forgotten."""
         self._held[member] = version
         self._num_evictions.pop(member, None)
+        self._banned_until.pop(member, None)
 
     def evict(self, members: Iterable[Member], reason: str) -> None:
         """Leave them alone for a while, longer each time; what they hold no longer counts."""

@@ -41,6 +41,7 @@ class Stager:
         self._config = config
         self._wire_dtype = wire_dtype
         self._plan: tuple[list[TensorSlot], list[int]] | None = None
+        self._is_pinned = False
 
     def stage(
         self,
@@ -51,10 +52,16 @@ class Stager:
         reuse: Staged | None = None,
     ) -> Staged:
         """All weights as `version`; the buckets of `reuse`, which nobody needs any more, are written over."""
-        tensors = [(name, tensor.detach()) for name, tensor in weights]
-        slots, sizes = self._planned(tensors)
+        if self._plan is None:
+            weights = self._make_plan(weights)
+        slots, sizes = self._planned
+        # One after the other: sharded weights are whole on this rank only while they are read.
         packed = buckets.pack(
-            tensors, slots, sizes=sizes, reuse=reuse.buckets if reuse else [], is_pinned=_is_on_gpu(tensors)
+            ((name, tensor.detach()) for name, tensor in weights),
+            slots,
+            sizes=sizes,
+            reuse=reuse.buckets if reuse else [],
+            is_pinned=self._is_pinned,
         )
         update = Update(
             epoch=0,
@@ -70,12 +77,17 @@ class Stager:
         )
         return Staged(update, packed)
 
-    def _planned(self, tensors: list[tuple[str, torch.Tensor]]) -> tuple[list[TensorSlot], list[int]]:
-        if self._plan is None:
-            metadata = [(name, tuple(tensor.shape), self._wire_dtype) for name, tensor in tensors]
-            self._plan = buckets.plan(metadata, bucket_bytes=self._config.bucket_bytes)
+    @property
+    def _planned(self) -> tuple[list[TensorSlot], list[int]]:
+        assert self._plan is not None, "the first version makes the plan"
         return self._plan
 
-
-def _is_on_gpu(tensors: list[tuple[str, torch.Tensor]]) -> bool:
-    return any(tensor.device.type == "cuda" for _, tensor in tensors)
+    def _make_plan(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """From the first version; returns its weights, in host memory."""
+        tensors = []
+        for name, tensor in weights:
+            self._is_pinned |= tensor.device.type == "cuda"
+            tensors.append((name, tensor.detach().cpu()))
+        metadata = [(name, tuple(tensor.shape), self._wire_dtype) for name, tensor in tensors]
+        self._plan = buckets.plan(metadata, bucket_bytes=self._config.bucket_bytes)
+        return tensors

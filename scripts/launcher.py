@@ -46,7 +46,7 @@ class Launcher:
         self._keeper: StoreKeeper | None = None
         self._num_gpus = count_gpus()
         self._gpus = place(run, num_gpus=self._num_gpus)
-        self._broker = self._role("broker", ["broker", *overrides])
+        self._broker = self._role("broker", ["broker", *overrides], restart="kept")
         # An error of the learner's own would come again; a killed one goes on from its newest checkpoint.
         self._learner = self._role(
             "learner", ["learner", *overrides], restart="killed", restart_arguments=["resume=true"]

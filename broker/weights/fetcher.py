@@ -79,7 +79,7 @@ class Fetcher:
             self._stream, self._address = WeightStream(address), address
         self._stream.abandoned = abandoned
         folder = Path(source.folder)
-        return [Shelf(folder), self._stream] if folder.is_dir() else [self._stream]
+        return [Shelf(folder), self._stream] if _is_visible(folder) else [self._stream]
 
     def _disconnect(self) -> None:
         if self._stream:
@@ -104,9 +104,9 @@ class Fetcher:
                 if version is not None:
                     self._take(files, version, update, deadline)
                     return True
-            except WeightTransferFault as error:
+            except (WeightTransferFault, OSError) as error:
                 log.warning("weights_not_read", source=type(files).__name__, reason=str(error))
-                fault = error
+                fault = error if isinstance(error, WeightTransferFault) else WeightTransferFault(str(error))
         if fault:
             raise fault
         return False
@@ -114,6 +114,14 @@ class Fetcher:
     def _take(self, files: WeightFiles, version: int, update: Update, deadline: Deadline) -> None:
         with_deltas = update.source is not None and update.source.has_deltas
         self._holding.bring_up(files, version, slots=update.slots, with_deltas=with_deltas, timeout_s=deadline.left_s)
+
+
+def _is_visible(folder: Path) -> bool:
+    """Also one whose parents may not be searched is not."""
+    try:
+        return folder.is_dir()
+    except OSError:
+        return False
 
 
 def _not_there(update: Update, files: WeightFiles) -> WeightTransferFault:

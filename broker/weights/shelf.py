@@ -89,7 +89,11 @@ class Shelf:
             base = self._base_for(manifest) if with_delta else None
             more = self._delta_files(*base, manifest, buckets) if base else ()
             snapshot.write(self.folder / snapshot.folder_name(manifest.version), manifest, buckets, more=more)
-            self._prune(newest=manifest.version, keeping=keeping)
+            try:
+                self._prune(newest=manifest.version, keeping=keeping)
+            except OSError as error:
+                # What is too old is tried again with the next version.
+                log.warning("shelf_not_pruned", reason=str(error))
 
     def _is_newest(self, manifest: Manifest) -> bool:
         newest = self.newest()

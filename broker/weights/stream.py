@@ -11,11 +11,12 @@ good byte. Everything is on loopback while no keys are configured.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import structlog
 import xxhash
+from msgspec import Meta
 
 from broker.channels import ClientChannel, Frames
 from broker.clock import Deadline
@@ -65,9 +66,9 @@ class ReadChunk(_Stream):
     """Of this version."""
     name: Name
     """Like bucket-0003.bin."""
-    offset: int
+    offset: Annotated[int, Meta(ge=0, lt=2**62)]
     """First byte."""
-    num_bytes: int
+    num_bytes: Annotated[int, Meta(ge=0)]
     """How many; 0: only the size is wanted."""
 
 
@@ -137,18 +138,21 @@ class StreamServer:
             request = msgspec.msgpack.decode(frames[0], type=Find | ReadChunk)
         except (msgspec.DecodeError, IndexError):
             return None
-        if isinstance(request, Find):
+        try:
+            if isinstance(request, ReadChunk):
+                return self._chunk(request)
             newest, version = self._shelf.newest(), self._shelf.find(request.checksum)
             return [msgspec.msgpack.encode(Found(request.checksum, version, newest))]
-        try:
-            return self._chunk(request)
-        except WeightTransferFault as fault:
+        except (WeightTransferFault, OSError) as fault:
+            if isinstance(request, Find):
+                log.warning("shelf_not_read", reason=str(fault))
+                return None
             return [msgspec.msgpack.encode(Gone(request.version, request.name, str(fault)))]
 
     def _chunk(self, asked: ReadChunk) -> Frames:
         file_bytes = self._shelf.size_bytes(asked.version, asked.name)
-        num_bytes = min(max(asked.num_bytes, 0), CHUNK_BYTES)
-        content = self._shelf.read_part(asked.version, asked.name, offset=max(asked.offset, 0), num_bytes=num_bytes)
+        num_bytes = min(asked.num_bytes, CHUNK_BYTES)
+        content = self._shelf.read_part(asked.version, asked.name, offset=asked.offset, num_bytes=num_bytes)
         checksum = xxhash.xxh3_64_intdigest(content)
         header = Chunk(asked.version, asked.name, asked.offset, file_bytes, checksum)
         return [msgspec.msgpack.encode(header), content]

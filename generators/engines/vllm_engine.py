@@ -153,26 +153,36 @@ class VllmEngine:
         await self._answer(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         try:
             await self._receive_and_load(update, fetched)
-        finally:
+        except BaseException:
             with suppress(EngineFault):
                 await self._answer(llm.resume_generation())
+            raise
+        await self._answer(llm.resume_generation())
         return time.perf_counter() - paused_at
 
     async def _receive_and_load(self, update: Update, fetched: SharedBuckets | None) -> None:
         llm = self._running
         limit_s = update.timeout_s * len(update.bucket_bytes) + _ANSWER_TIMEOUT_S
-        await self._answer(llm.start_weight_update())
-        await self._answer(llm.update_weights(self._update_request(update, fetched)), timeout_s=limit_s)
         try:
+            await self._answer(llm.start_weight_update())
+            await self._answer(llm.update_weights(self._update_request(update, fetched)), timeout_s=limit_s)
             await self._answer(llm.finish_weight_update())
             fault, is_touched = await self._take_weight_outcome()
         except EngineFault as error:
+            await self._end_weight_update()
             fault, is_touched = str(error), True
         if not is_touched:
             raise WeightTransferFault(fault)
         await self._leave_old_version(update.version)
         if fault:
             raise UnverifiedWeights(f"version {update.version} must be loaded whole, it was not: {fault}")
+
+    async def _end_weight_update(self) -> None:
+        """After one that broke off: while it counts as under way, vLLM refuses the next."""
+        with suppress(EngineFault):
+            await self._answer(self._running.finish_weight_update())
+        with suppress(EngineFault):
+            await self._take_weight_outcome()
 
     async def _leave_old_version(self, version: int) -> None:
         """Nothing computed with the weights of before is taken for this version's."""

@@ -22,6 +22,8 @@ from generators.errors import EngineFault
 _STOP_GRACE_S = 1.0
 """How long the engine process may tidy up; it holds nothing worth more."""
 _ABANDON_TIMEOUT_S = 5.0
+_PLACES_FOR_PROBES = 4
+"""Of `weights.probe_sequences`; more of them are answered one after the other."""
 
 
 def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int) -> AsyncEngineArgs:
@@ -33,7 +35,8 @@ def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int,
         skip_tokenizer_init=True,
         # One more than a full trajectory, because a probe of one is asked as a prompt with one token to follow.
         max_model_len=min(model.max_length + 1, max_positions),
-        max_num_seqs=engine.max_num_seqs,
+        # Some more than the generator asks for at a time, so that a probe never waits for an answer to end.
+        max_num_seqs=engine.max_num_seqs + _PLACES_FOR_PROBES,
         tensor_parallel_size=engine.tensor_parallel_size,
         distributed_executor_backend="uni" if engine.tensor_parallel_size == 1 else "mp",
         gpu_memory_utilization=engine.gpu_memory_utilization,

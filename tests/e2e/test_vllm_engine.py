@@ -19,7 +19,7 @@ from broker.errors import WeightTransferFault
 from configs.generators import VllmEngineConfig
 from configs.model import ModelConfig
 from generators.engines.vllm_environment import engine_environment
-from generators.errors import EngineFault
+from generators.errors import EngineFault, UnverifiedWeights
 from tests.contract.engines import VLLM_CONFIG, Rig, engine_processes, make_sampling, reference_logits
 from tests.tiny_model import make_tiny_model, make_tiny_module
 
@@ -76,6 +76,22 @@ def test_a_broadcast_that_never_comes_leaves_the_old_version_and_decoding_goes_o
     assert probe_diff(tied) < 1e-4
     tied.run(tied.open_epoch())
     tied.run(tied.publish(make_tiny_module(seed=8, is_tied=True), version=before + 1))
+    assert probe_diff(tied) < 1e-4
+
+
+def test_an_update_that_vllm_answers_too_late_does_not_block_the_next(tied: Rig, monkeypatch: pytest.MonkeyPatch):
+    version, llm = tied.engine.version + 1, tied.engine._llm
+    update_weights = llm.update_weights
+
+    async def late(request: Any) -> None:
+        await update_weights(request)
+        raise TimeoutError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, "update_weights", late)
+        with pytest.raises(UnverifiedWeights, match="it was not: vLLM's engine process must answer"):
+            tied.run(tied.publish(make_tiny_module(seed=10, is_tied=True), version=version))
+    tied.run(tied.publish(make_tiny_module(seed=11, is_tied=True), version=version + 1))
     assert probe_diff(tied) < 1e-4
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -191,7 +192,9 @@ def test_after_a_fault_the_stream_goes_on(server: StreamServer) -> None:
 
 def test_a_server_outlives_nonsense(server: StreamServer) -> None:
     channel = ZmqClientChannel(address_of(server), max_message_bytes=2 * CHUNK_BYTES)
-    for frames in ([b""], [b"nonsense"], [b"\xc1" * 1000], [b"", b"", b""]):
+    beyond = {"type": "ReadChunk", "version": 12, "name": "bucket-0000.bin", "offset": 2**63, "num_bytes": 1}
+    far = msgspec.msgpack.encode(beyond)
+    for frames in ([b""], [b"nonsense"], [b"\xc1" * 1000], [b"", b"", b""], [far]):
         channel.send(frames)
     assert channel.receive(timeout_s=0.2) is None
     channel.close()

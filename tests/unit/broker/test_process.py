@@ -41,9 +41,10 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
     role.start()
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
+        has_finished = role.has_finished
         if said := role.attend():
             return said[0]
-        if role.has_finished:
+        if has_finished:
             return "finished"
     raise TimeoutError("the role must end")
 
@@ -63,6 +64,10 @@ def test_a_death_that_no_start_mends_ends_the_run(folder: Path, end: str, restar
 
 def test_a_role_that_ends_well_is_not_started_again(folder: Path):
     assert fate(folder, "0", "always") == "finished"
+
+
+def test_a_role_that_is_kept_is_started_again_however_it_ended(folder: Path):
+    assert "restarting in 1 s" in fate(folder, "0", "kept")
 
 
 def until(reached: Callable[[], bool]) -> None:

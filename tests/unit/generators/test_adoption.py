@@ -16,6 +16,7 @@ from broker.weights.stream import StreamServer
 from configs.generators import ScriptedEngineConfig
 from generators.adoption import Adoption
 from generators.engines.scripted_engine import ScriptedEngine
+from generators.errors import EngineFault
 from tests.unit.broker.weight_versions import make_version
 
 MEMBER = Member("generator-0", "1")
@@ -167,4 +168,80 @@ def test_nothing_is_verified_after_a_probe_that_differs(scene: Scene) -> None:
     scene.play(script)
     assert not scene.adoption.is_verified.is_set()
     assert scene.adoption.version == 1
-    assert [state for state, _ in scene.states[-2:]] == ["handed back", "unsynced"]
+    assert [state for state, _ in scene.states[-2:]] == ["unsynced", "handed back"]
+
+
+@pytest.mark.parametrize("fault", [EngineFault("no answer"), ValueError("operands of two shapes")])
+def test_whatever_goes_wrong_after_the_swap_is_answered_and_what_runs_is_given_up(
+    scene: Scene, fault: Exception
+) -> None:
+    async def script() -> None:
+        scene.adoption.take(scene.lend(1))
+        await scene.until(lambda: scene.adoption.version == 1)
+        well = scene.engine.prompt_logprobs
+        scene.engine.prompt_logprobs = failing  # type: ignore[method-assign]
+        scene.adoption.take(scene.lend(2))
+        await scene.until(lambda: len(scene.said) == 2)
+        assert not scene.adoption.is_verified.is_set()
+        assert [state for state, _ in scene.states[-2:]] == ["unsynced", "handed back"]
+        scene.engine.prompt_logprobs = well  # type: ignore[method-assign]
+        scene.adoption.take(scene.lend(3))
+        await scene.until(lambda: len(scene.said) == 3)
+
+    async def failing(token_ids: list[int]) -> list[float]:
+        raise fault
+
+    scene.play(script)
+    assert str(fault) in scene.said[1].error
+    assert scene.adoption.is_verified.is_set()
+    assert scene.adoption.version == 3
+
+
+def test_a_version_adopted_once_more_and_spoilt_is_not_verified(scene: Scene) -> None:
+    async def script() -> None:
+        scene.adoption.take(scene.lend(1))
+        await scene.until(lambda: scene.adoption.version == 1)
+        scene.engine.prompt_logprobs = wrong  # type: ignore[method-assign]
+        scene.adoption.take(scene.order(1))
+        await scene.until(lambda: len(scene.said) == 2)
+
+    async def wrong(token_ids: list[int]) -> list[float]:
+        return [-9.0, -9.0]
+
+    scene.play(script)
+    assert scene.engine.version == scene.adoption.version == 1
+    assert not scene.adoption.is_verified.is_set()
+
+
+def test_a_probe_that_is_never_answered_ends(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generators.probe._PROBE_TIMEOUT_S", 0.05)
+
+    async def never(token_ids: list[int]) -> list[float]:
+        await asyncio.Event().wait()
+        return []
+
+    async def script() -> None:
+        scene.engine.prompt_logprobs = never  # type: ignore[method-assign]
+        scene.adoption.take(scene.lend(1))
+        await scene.until(lambda: bool(scene.said))
+
+    scene.play(script)
+    assert "must answer the probe of version 1" in scene.said[0].error
+    assert not scene.adoption.is_verified.is_set()
+
+
+def test_a_folder_that_may_not_be_searched_is_as_if_it_were_not_there(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forbidden(type(Path())):  # type: ignore[misc]
+        def is_dir(self) -> bool:
+            raise PermissionError(13, "Permission denied", str(self))
+
+    async def script() -> None:
+        monkeypatch.setattr("broker.weights.fetcher.Path", Forbidden)
+        scene.adoption.take(scene.lend(1))
+        await scene.until(lambda: bool(scene.said))
+
+    scene.play(script)
+    assert scene.said[0].error == ""
+    assert scene.adoption.is_verified.is_set()

@@ -1,5 +1,7 @@
 """A version is committed only when every living generator holds it; who does not answer is left out and tried again."""
 
+import weakref
+from collections.abc import Iterator
 from threading import Event
 
 import pytest
@@ -189,3 +191,47 @@ def test_what_goes_wrong_in_the_background_is_raised_in_the_learner():
     publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     with pytest.raises(RuntimeError, match="a bug"):
         publishing.finish()
+
+
+def test_who_answers_well_after_it_was_given_up_holds_the_version():
+    """A broker that came back in the middle of a publish does not know its generators for a moment."""
+    publisher, generators, _ = make_publisher(g0="well", g1="well")
+    publish(publisher, 1)
+    answer, late = generators.send, []
+
+    def answer_late(message) -> None:
+        answer(message)
+        if isinstance(message, Update):
+            late.extend(generators.inbox)
+            generators.inbox.clear()
+            generators.be()
+
+    generators.send = answer_late
+    assert publish(publisher, 2).num_members == 0
+    generators.be(g0="well", g1="well")
+    generators.inbox.extend(late)
+    publisher.read_news(timeout_s=0)
+    assert publisher.num_holding == 2
+    assert not publisher.is_due
+
+
+def test_weights_are_staged_one_after_the_other():
+    """What is gathered from the shards of other ranks must not be whole on this one all at once."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most_alive = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most_alive
+        for index in range(8):
+            tensor = torch.full((4,), float(index))
+            alive.append(weakref.ref(tensor))
+            most_alive = max(most_alive, sum(ref() is not None for ref in alive))
+            yield f"layer.{index}", tensor
+            del tensor
+
+    stager = make_stager()
+    for version in (1, 2):
+        most_alive = 0
+        staged = stager.stage(version=version, weights=gathered(), canary=CANARY)
+        assert staged.buckets[0].view(torch.float32).unique().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert most_alive <= 2
