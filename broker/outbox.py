@@ -7,6 +7,8 @@ from broker.clock import Clock
 from broker.messages import Nack
 from buffer.trajectory import Record, TrajectoryHeader
 
+_ANSWER_S = 15.0
+
 
 class _Entry(Record):
     header: TrajectoryHeader
@@ -16,7 +18,9 @@ class _Entry(Record):
 class Outbox:
     """Keeps each trajectory until Ack or fatal Nack; hands it out for sending as credit allows. Thread-safe.
 
-    States of an entry: waiting -> sent -> gone; a non-fatal Nack puts it back to waiting until `retry_after_s` is over.
+    States of an entry: waiting -> sent -> gone; a non-fatal Nack puts it back to waiting until `retry_after_s` is over,
+    and so does no answer within `_ANSWER_S`: what was on its way over a connection that broke for an instant is lost
+    without a word, the answer too. The store takes nothing twice.
     """
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
@@ -24,6 +28,7 @@ class Outbox:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._waiting: dict[str, float] = {}
+        self._sent_at: dict[str, float] = {}
         self._sent_bytes = 0
         self._max_messages = 0
         self.put_off_by = ""
@@ -61,6 +66,7 @@ class Outbox:
         """What may be sent now, oldest first; it counts as sent from here on."""
         now = self._clock()
         with self._lock:
+            self._recall_unanswered(now)
             taken: list[tuple[TrajectoryHeader, bytes]] = []
             for trajectory_id, at in self._waiting.items():
                 entry = self._entries[trajectory_id]
@@ -72,6 +78,7 @@ class Outbox:
                 taken.append((entry.header, entry.payload))
             for header, _ in taken:
                 del self._waiting[header.id]
+                self._sent_at[header.id] = now
             return taken
 
     def acknowledge(self, ids: list[str]) -> None:
@@ -86,9 +93,8 @@ class Outbox:
         with self._lock:
             if nack.is_fatal:
                 self._forget(nack.id)
-            elif nack.id in self._entries and nack.id not in self._waiting:
-                self._sent_bytes -= len(self._entries[nack.id].payload)
-                self._waiting[nack.id] = self._clock() + nack.retry_after_s
+            elif nack.id in self._sent_at:
+                self._wait(nack.id, until=self._clock() + nack.retry_after_s)
                 self.put_off_by = nack.reason
                 self.num_put_off += 1
 
@@ -96,7 +102,17 @@ class Outbox:
         """A new broker: everything unacknowledged waits again."""
         with self._lock:
             self._waiting = dict.fromkeys(self._entries, 0.0)
+            self._sent_at = {}
             self._sent_bytes = 0
+
+    def _recall_unanswered(self, now: float) -> None:
+        for trajectory_id in [each for each, at in self._sent_at.items() if now - at > _ANSWER_S]:
+            self._wait(trajectory_id, until=0.0)
+
+    def _wait(self, trajectory_id: str, *, until: float) -> None:
+        del self._sent_at[trajectory_id]
+        self._sent_bytes -= len(self._entries[trajectory_id].payload)
+        self._waiting[trajectory_id] = until
 
     def _has_credit(self, size_bytes: int, *, num_taken: int) -> bool:
         sent = len(self._entries) - len(self._waiting) + num_taken
@@ -105,5 +121,6 @@ class Outbox:
 
     def _forget(self, trajectory_id: str) -> None:
         entry = self._entries.pop(trajectory_id, None)
-        if entry and self._waiting.pop(trajectory_id, None) is None:
+        self._waiting.pop(trajectory_id, None)
+        if entry and self._sent_at.pop(trajectory_id, None) is not None:
             self._sent_bytes -= len(entry.payload)

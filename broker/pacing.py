@@ -19,8 +19,10 @@ def admission_limit(run: RunConfig, *, consumed: int) -> int:
     Source: AReaL, arXiv:2505.24298, section 5.1, whose version * groups_per_version is `consumed` where every group is
     trained on once.
     Differs: groups used again make no room, and never more is admitted than the run will consume, so that the last
-    steps leave nothing unused.
+    steps leave nothing unused. A replay admits none: its groups are there.
     """
+    if run.mode == "replay":
+        return 0
     paced = consumed + (run.buffer.staleness.max_lag + 1) * run.groups_per_version
     return min(paced, run.learner.max_steps * run.claimed_groups_per_step)
 

@@ -115,12 +115,15 @@ class RunFolder:
             file.write(json.dumps(row) + "\n")
 
     def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        """Drop the rows of steps that a resume has rolled back; returns those that stay."""
+        """Drop the rows of steps that a resume has rolled back, and what a crash left of a row; returns those that
+        stay."""
         if not self.metrics.exists():
             return []
-        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        rows = [json.loads(line) for line in self.metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
         kept = [row for row in rows if row["step"] <= up_to_step]
-        self.metrics.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        rewritten = self.metrics.with_suffix(".new")
+        rewritten.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        rewritten.replace(self.metrics)
         return kept
 
     def write_summary(self, summary: dict[str, Any]) -> None:

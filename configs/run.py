@@ -237,6 +237,16 @@ def _check_capacity(run: RunConfig) -> None:
         )
 
 
+def _check_checkpoint(run: RunConfig) -> None:
+    """A run resumed within a version would count what trained it twice: to its version, and to the next one."""
+    every, per_version = run.learner.checkpoint.every_steps, run.weights.publish_every_steps
+    if every % per_version:
+        raise ConfigError(
+            f"learner.checkpoint.every_steps must be a multiple of weights.publish_every_steps={per_version}, got "
+            f"{every}: a checkpoint stands at the end of a policy version."
+        )
+
+
 def _check_sharding(run: RunConfig) -> None:
     if not isinstance(run.learner.engine, DeepSpeedEngineConfig) and run.learner.num_ranks > 1:
         raise ConfigError(
@@ -267,6 +277,7 @@ _ROLE_CHECKS = (
     _check_filter,
     _check_demotion,
     _check_capacity,
+    _check_checkpoint,
     _check_peer_patience,
 )
 """Of the modes in which a learner has generators."""

@@ -37,6 +37,7 @@ from learner.errors import LearnerFault
 from learner.learner import Learner
 from learner.sft_assembly import assemble_sft, check_sft
 from learner.team import Team
+from learner.torchrun import become_ranks
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +50,7 @@ def main(overrides: list[str]) -> None:
     if run.mode == "sft" and "RANK" not in os.environ:
         check_sft(run)
     if run.learner.num_ranks > 1 and "RANK" not in os.environ:
-        _become_launcher_of_ranks(run, overrides)
+        become_ranks("learner", overrides, num_ranks=run.learner.num_ranks)
     rank = int(os.environ.get("RANK", "0"))
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
     die_with_launcher()
@@ -61,13 +62,6 @@ def main(overrides: list[str]) -> None:
         _lead(run, token=read_token(run.broker))
     else:
         _team(run).follow()
-
-
-def _become_launcher_of_ranks(run: RunConfig, overrides: list[str]) -> None:
-    """Let torchrun start the ranks: it gives them a rendezvous, and ends them all when one dies."""
-    ranks = f"--nproc-per-node={run.learner.num_ranks}"
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", ranks, "-m", "learner"]
-    os.execv(sys.executable, [sys.executable, *arguments, *overrides])
 
 
 def _set_environment(run: RunConfig) -> None:

@@ -20,9 +20,12 @@ class Evaluator:
         self._config = config
         self._open: list[str] = []
 
-    def open_monitor(self, *, step: int, version: int) -> str:
-        """Ask for the monitored rows; returns the name of the evaluation."""
-        name = f"step-{step}"
+    def open_monitor(self, *, step: int, fence: int, version: int) -> str:
+        """Ask for the monitored rows; returns the name of the evaluation.
+
+        `fence`: of the claim that the step trained on. It tells a step from the same step done again after a resume.
+        """
+        name = f"step-{step}-{fence}"
         self._ask(name, version=version, rows=range(self._config.monitor_prompts))
         self._open.append(name)
         return name

@@ -71,6 +71,8 @@ class Learner:
         self._config_hash = config_hash(run)
         self._rules = DrawRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
+        self._fence = 0
+        """Of the newest claim that was trained on; 0 before the first of this process."""
         self._version = 0
         self._reason = "starting"
         self._is_good_enough = False
@@ -113,11 +115,21 @@ class Learner:
         if state.checkpoint:
             self._team.restore(state.checkpoint)
             self._step, self._version = state.checkpoint.step, state.checkpoint.version
-        elif state.step == 0 and (names := self._team.checkpoint_names()):
+        elif not self._store.versions():
+            self._check_new()
+
+    def _check_new(self) -> None:
+        """A store that never saw a version stands beside no files of a run. Raises RunConflict."""
+        folder = self._record.folder
+        if names := self._team.checkpoint_names():
             raise RunConflict(
                 f"the store must know the checkpoint of run {self._run.name!r}, got an empty store beside {names[-1]}: "
-                f"its state was lost; start another run with model.path="
-                f"{self._record.folder.checkpoints / names[-1] / 'model'}."
+                f"its state was lost; start another run with model.path={folder.checkpoints / names[-1] / 'model'}."
+            )
+        if self._run.mode != "replay" and any(folder.archive.glob("shard-*")):
+            raise RunConflict(
+                f"the store must know the groups of run {self._run.name!r} that are in {folder.archive}, got an empty "
+                "store: its state was lost; start another run."
             )
 
     def _finish(self) -> None:
@@ -127,7 +139,7 @@ class Learner:
             self._version += 1
             self._publish()
         self._publishing.finish()
-        after = self._evaluate_fully("after")
+        after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
         self._team.save_model(self._record.folder.final_model)
         self._record.write_summary(step=self._step, after=after)
@@ -164,7 +176,7 @@ class Learner:
                 num_mixed=len(mixed),
             )
             self._store.commit(claim, self._entry(claim, payloads, mixed_ids))
-        self._step = claim.step
+        self._step, self._fence = claim.step, claim.fence
         trained_at = self._clock()
         self._publish_if_due()
         self._evaluate_if_due()
@@ -257,7 +269,7 @@ class Learner:
     def _evaluate_if_due(self) -> None:
         every = self._run.evaluation.every_steps
         if every and self._step % every == 0:
-            name = self._evaluator.open_monitor(step=self._step, version=self._version)
+            name = self._evaluator.open_monitor(step=self._step, fence=self._fence, version=self._version)
             if self._run.mode == "replay":
                 # Nothing is generated meanwhile, and without a wait for groups no answer would come for many steps.
                 self._await_evaluation(name)

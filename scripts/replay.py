@@ -33,6 +33,7 @@ from learner.assembly import assemble_team
 from learner.building import choose_device
 from learner.deepspeed_config import deepspeed_environment
 from learner.errors import LearnerFault, RanksFault
+from learner.torchrun import become_ranks
 from scripts.replay_plan import ReplayPlan, plan_replay
 from scripts.rescoring import rescore
 from scripts.serial import run_serial
@@ -73,7 +74,7 @@ def main(overrides: list[str]) -> None:
     die_with_launcher()
     run = load(overrides)
     if "RANK" not in os.environ:
-        _become_launcher_of_ranks(run, overrides)
+        become_ranks("scripts.replay", overrides, num_ranks=run.learner.num_ranks)
     raise_on_stop_signal()
     rank = int(os.environ["RANK"])
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
@@ -81,12 +82,6 @@ def main(overrides: list[str]) -> None:
         _lead(run, RunFolder(run), rendezvous="env://")
     else:
         _follow(run, rank=rank)
-
-
-def _become_launcher_of_ranks(run: RunConfig, overrides: list[str]) -> None:
-    ranks = f"--nproc-per-node={run.learner.num_ranks}"
-    arguments = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", ranks, "-m", "scripts.replay"]
-    os.execv(sys.executable, [sys.executable, *arguments, *overrides])
 
 
 def _lead(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) -> None:

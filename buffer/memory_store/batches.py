@@ -157,7 +157,8 @@ class MemoryBatches(MemoryState):
                 raise uncommitted(pointer, step=run.step)
             run.checkpoint = pointer
             if run.phase == "finishing":
-                self._reusable.clear()
+                demoted = [group for group in self._reusable.values() if self._groups[group].is_demoted]
+                self._reusable = {self._groups[group].sequence: group for group in demoted}
             return sum(self._retire(step) for step in sorted(step for step in self._used if step <= pointer.step))
 
     def roll_back(self, *, to_step: int, to_version: int) -> int:

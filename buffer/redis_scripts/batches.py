@@ -235,14 +235,17 @@ return {1, tonumber(step)}
 """,
 )
 
-# Atomic because a pointer must not outlive the steps it covers. When the run ends, nothing is used again.
+# Atomic because a pointer must not outlive the steps it covers. When the run ends, nothing is used again; what was
+# demoted and never used stays, for a run that is trained on.
 # pointer's step, pointer -> the run's step.
 SET_CHECKPOINT = script(
     """
 local step = tonumber(redis.call('HGET', key('run'), 'step'))
 if tonumber(ARGV[2]) > step then return step end
 redis.call('HSET', key('run'), 'checkpoint', ARGV[3])
-if redis.call('HGET', key('run'), 'phase') == 'finishing' then redis.call('DEL', key('reusable')) end
+if redis.call('HGET', key('run'), 'phase') == 'finishing' then
+  redis.call('ZINTERSTORE', key('reusable'), 2, key('reusable'), key('demoted'), 'WEIGHTS', 1, 0)
+end
 return step
 """
 )

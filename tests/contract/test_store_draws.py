@@ -205,6 +205,24 @@ def test_a_claim_with_a_demoted_group_that_fails_puts_it_back_where_it_was(store
     assert isinstance(ask(store, over_age("demote"), step=1, version=2, count=1), Claim)
 
 
+def test_a_demoted_group_is_there_for_a_run_that_is_trained_on(store):
+    make_ready(store, 1)
+    (new,) = lease(store, 1)
+    store.announce_version(2)
+    fill_with(store, new, version=2)
+    first = ask(store, over_age("demote"), step=1, version=2, count=1)
+    assert isinstance(first, Claim)
+    assert first.group_ids == [new.group_id]
+    commit(store, first)
+    store.set_phase("finishing")
+    checkpoint(store, 1)
+    store.set_phase("training")
+    assert store.counts().demoted == 1
+    again = ask(store, over_age("demote"), step=2, version=2, count=1)
+    assert isinstance(again, Claim)
+    assert again.reused == [True]
+
+
 def test_under_wait_a_step_waits_for_the_prompts_it_would_make_too_old(store):
     make_ready(store, 1)
     (running,) = lease(store, 1)

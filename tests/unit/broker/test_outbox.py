@@ -66,3 +66,21 @@ def test_it_is_over_credit_only_while_something_waits():
     assert not outbox.is_over_credit
     outbox.add(*make_packed(index=1))
     assert outbox.is_over_credit
+
+
+def test_what_nobody_answers_is_sent_again():
+    """A connection that broke for an instant takes what was on its way with it, and nobody says so."""
+    now = [0.0]
+    outbox = make_outbox(messages=2, clock=lambda: now[0])
+    for index in range(3):
+        outbox.add(*make_packed(index=index, group_size=3))
+    assert ids(outbox.take_sendable()) == ["0-0-0", "0-0-1"]
+    now[0] = 10.0
+    outbox.acknowledge(["0-0-1"])
+    assert ids(outbox.take_sendable()) == ["0-0-2"]
+    now[0] = 16.0
+    assert ids(outbox.take_sendable()) == ["0-0-0"]
+    outbox.acknowledge(["0-0-0", "0-0-2"])
+    now[0] = 60.0
+    assert ids(outbox.take_sendable()) == []
+    assert len(outbox) == 0

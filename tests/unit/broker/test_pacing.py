@@ -23,6 +23,16 @@ def test_the_limit_follows_what_was_consumed_and_ends_with_the_run(max_lag, publ
     assert admission_limit(run, consumed=consumed) == limit
 
 
+def test_a_replay_admits_no_prompt():
+    run = make_run(
+        mode="replay",
+        buffer={"store": {"kind": "memory"}},
+        weights={"transport": "memory"},
+        replay={"path": "runs/other/archive"},
+    )
+    assert admission_limit(run, consumed=100) == 0
+
+
 def test_a_run_config_made_for_tests_survives_the_wire():
     run = make_run()
     assert msgspec.json.decode(msgspec.json.encode(run), type=type(run)) == run

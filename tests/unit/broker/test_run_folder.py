@@ -32,3 +32,14 @@ def test_rows_of_rolled_back_steps_are_dropped(tmp_path: Path):
         folder.append_metrics({"step": step, "time_s": float(step)})
     assert [row["step"] for row in folder.keep_metrics(up_to_step=3)] == [1, 2, 3]
     assert len(folder.metrics.read_text().splitlines()) == 3
+
+
+def test_what_a_crash_left_of_a_row_is_dropped(tmp_path: Path):
+    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
+    folder.claim()
+    folder.append_metrics({"step": 1, "time_s": 1.0})
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 2, "ti')
+    assert [row["step"] for row in folder.keep_metrics(up_to_step=5)] == [1]
+    folder.append_metrics({"step": 2, "time_s": 2.0})
+    assert [row["step"] for row in folder.keep_metrics(up_to_step=5)] == [1, 2]

@@ -25,6 +25,7 @@ from configs.load import load
         (["algorithm/policy_loss=gspo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
         (["algorithm.updates_per_step=4"], "needs algorithm.updates_per_step=1"),
         (["algorithm.correction.low=3"], "must be in order"),
+        (["weights.publish_every_steps=3"], "multiple of weights.publish_every_steps=3"),
         (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
     ],
 )

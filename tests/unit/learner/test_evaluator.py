@@ -38,6 +38,14 @@ def test_progress_and_result_are_of_both_purposes(store, evaluator):
     assert set(evaluator.result("before")) == {"sampled", "greedy"}
 
 
+def test_a_step_that_is_done_again_is_evaluated_again(store, evaluator):
+    first = evaluator.open_monitor(step=10, fence=10, version=0)
+    reply(store, status="ok")
+    again = evaluator.open_monitor(step=10, fence=14, version=0)
+    assert evaluator.result(first)
+    assert evaluator.result(again) is None
+
+
 def test_an_evaluation_that_is_asked_again_is_found_again(store, evaluator):
     evaluator.open_final("before", version=0)
     reply(store, status="ok")

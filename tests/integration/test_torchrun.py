@@ -1,0 +1,16 @@
+"""A learner of several ranks ends with the code of the rank that failed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = "import sys; from learner.torchrun import become_ranks; become_ranks(sys.argv[1], sys.argv[2:], num_ranks=2)"
+
+
+@pytest.mark.parametrize(("end", "code"), [("kill", 75), ("75", 75), ("2", 2), ("0", 0)])
+def test_the_launcher_learns_how_the_rank_ended(end: str, code: int):
+    command = [sys.executable, "-c", RUN, "tests.integration.ending_rank", end]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, timeout=120, check=False)
+    assert ended.returncode == code, ended.stderr.decode()[-2000:]
