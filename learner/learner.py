@@ -106,8 +106,9 @@ class Learner:
         self._publish()
         self._publishing.finish()
         self._store.set_phase("training")
-        if self._step == 0:
-            self._record.note_before(self._evaluate_fully("before"))
+        before = self._evaluate_fully("before") if self._step == 0 else self._evaluator.result("before")
+        if before:
+            self._record.note_before(before)
         self._record.start_training(step=self._step)
 
     def _restore(self, state: RunState) -> None:
