@@ -32,6 +32,7 @@ from configs.load import load
 from scripts.prepare import prepare
 
 LAGS = (0, 1, 4, 8, 16, 32)
+LAG_STEPS, REPLAY_STEPS = 240, 120
 REPLAYED_METHODS = ("none", "token_tis")
 PICTURE = Path("docs/staleness.png")
 
@@ -61,8 +62,9 @@ def make_plans(arguments: argparse.Namespace) -> Iterator[Plan]:
     if unknown := [name for name in methods if name not in METHODS]:
         raise ConfigError(f"--methods must be of {', '.join(METHODS)}, got {', '.join(unknown)}.")
     lags = (0,) if arguments.replay else arguments.lags
+    steps = arguments.steps or (REPLAY_STEPS if arguments.replay else LAG_STEPS)
     for seed, lag, replay, method in product(arguments.seeds, lags, arguments.replay or (0,), methods):
-        yield Plan(method, lag, replay, seed, arguments.steps, arguments.groups, arguments.learning_rate)
+        yield Plan(method, lag, replay, seed, steps, arguments.groups, arguments.learning_rate)
 
 
 def prepare_model(folder: Path) -> str:
@@ -112,14 +114,15 @@ def in_words(row: dict[str, Any]) -> str:
 
 
 def show(rows: Rows, arguments: argparse.Namespace) -> None:
-    """Tables of all finished runs with the given steps, and the picture."""
-    settings = (arguments.steps, arguments.groups, arguments.learning_rate)
-    rows = [row for row in rows if (row["steps"], row["groups"], row["learning_rate"]) == settings]
-    tables = [replay_table(rows)] if arguments.replay else lag_tables(rows)
-    for table in tables:
+    """Tables of all finished runs with the given settings, and the picture."""
+    settings = (arguments.groups, arguments.learning_rate)
+    rows = [row for row in rows if (row["groups"], row["learning_rate"]) == settings]
+    lagging = [row for row in rows if row["steps"] == (arguments.steps or LAG_STEPS) and not row["replay"]]
+    replaying = [row for row in rows if row["steps"] == (arguments.steps or REPLAY_STEPS) and not row["lag"]]
+    for table in [replay_table(replaying)] if arguments.replay else lag_tables(lagging):
         console.print(table)
     if arguments.plot:
-        console.print(str(plot(rows, PICTURE)))
+        console.print(str(plot(lagging, replaying, PICTURE)))
 
 
 def _arguments() -> argparse.Namespace:
@@ -130,7 +133,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--lags", type=numbers, default=LAGS, help="versions behind")
     parser.add_argument("--methods", type=lambda text: tuple(text.split(",")), help=f"of {', '.join(METHODS)} (all)")
     parser.add_argument("--seeds", type=numbers, default=(0, 1, 2))
-    parser.add_argument("--steps", type=int, default=240, help="fresh batches of a run")
+    parser.add_argument("--steps", type=int, help=f"fresh batches of a run ({LAG_STEPS}, or {REPLAY_STEPS})")
     parser.add_argument("--groups", type=int, default=32, help="prompts of a batch")
     parser.add_argument("--learning-rate", type=float, default=1.4e-3, help="constant; four updates take half")
     parser.add_argument("--replay", type=numbers, default=(), help="replayed batches per fresh one, instead of lags")

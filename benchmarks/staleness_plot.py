@@ -18,9 +18,8 @@ _CURVES = {"none": GREY, "naive_ppo": ORANGE, "token_tis": BLUE, "decoupled_ppo"
 _REPLAY_COLOURS = (GREY, BLUE, GREEN, ORANGE)
 
 
-def plot(rows: Rows, target: Path) -> Path:
-    """Draw all finished runs; returns where. Raises ConfigError when there is nothing to draw."""
-    lagging = [row for row in rows if not row["replay"]]
+def plot(lagging: Rows, replaying: Rows, target: Path) -> Path:
+    """Draw runs with lag, and without lag and with replay; returns where. Raises ConfigError: nothing to draw."""
     if not lagging:
         raise ConfigError("there must be finished runs to be plotted, got none with these settings.")
     with mpl.rc_context(STYLE):
@@ -28,7 +27,7 @@ def plot(rows: Rows, target: Path) -> Path:
         grid = figure.add_gridspec(2, 2)
         _draw_grid(figure.add_subplot(grid[:, 0]), lagging)
         _draw_curves(figure.add_subplot(grid[0, 1]), lagging)
-        _draw_replay(figure.add_subplot(grid[1, 1]), [row for row in rows if not row["lag"]])
+        _draw_replay(figure.add_subplot(grid[1, 1]), replaying)
         FigureCanvasAgg(figure).print_png(str(target))
     return target
 

@@ -15,7 +15,6 @@ Rows = list[dict[str, Any]]
 
 def lag_tables(rows: Rows) -> list[Table]:
     """Final accuracy, and seconds to the goal, a column for each lag."""
-    rows = [row for row in rows if not row["replay"]]
     return [
         _by_lag(rows, "Final accuracy: mean over seeds (lowest)", final_cell),
         _by_lag(rows, "Seconds to 0.9: mean over seeds that reached it (how many, where not all)", seconds_cell),
@@ -24,7 +23,6 @@ def lag_tables(rows: Rows) -> list[Table]:
 
 def replay_table(rows: Rows) -> Table:
     """Samples and seconds to the goal, a line for each method and number of replayed batches."""
-    rows = [row for row in rows if not row["lag"]]
     table = Table(
         "method", "replayed per fresh", "trajectories to 0.9", "seconds to 0.9", "final accuracy", box=box.MARKDOWN
     )
