@@ -54,7 +54,7 @@ def _draw_curves(axes: Axes, rows: Rows) -> None:
         for number, row in enumerate(select(rows, method=method, lag=lag)):
             _draw_points(axes, row, over="step", colour=colour, label="" if number else METHODS[method].title)
     axes.set(title=f"Accuracy at lag {lag}, a line for each seed", xlabel="step", ylim=(0, 1.02))
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower left", bbox_to_anchor=(0.12, 0.0))
 
 
 def _draw_replay(axes: Axes, rows: Rows) -> None:
