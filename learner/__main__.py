@@ -49,11 +49,11 @@ def main(overrides: list[str]) -> None:
     check_model_path(run.model.path)
     if run.mode == "sft" and "RANK" not in os.environ:
         check_sft(run)
+    die_with_launcher()
     if run.learner.num_ranks > 1 and "RANK" not in os.environ:
         become_ranks("learner", overrides, num_ranks=run.learner.num_ranks)
     rank = int(os.environ.get("RANK", "0"))
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
-    die_with_launcher()
     raise_on_stop_signal()
     _set_environment(run)
     if run.mode == "sft":

@@ -131,16 +131,16 @@ class Lending:
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         source = self._lender.lend(staged.update, staged.buckets, with_delta=put_delta, keeping=self._being_fetched())
+        order = msgspec.structs.replace(
+            staged.update,
+            epoch=FETCHED,
+            timeout_s=self._config.fetch_timeout_s,
+            source=msgspec.structs.replace(source, has_deltas=with_deltas),
+        )
         now = self._clock()
         for member in members:
             # An order each: said again to one that is late, it must not reach those that have gone on since.
-            update = msgspec.structs.replace(
-                staged.update,
-                epoch=FETCHED,
-                members=[member],
-                timeout_s=self._config.fetch_timeout_s,
-                source=msgspec.structs.replace(source, has_deltas=with_deltas),
-            )
+            update = msgspec.structs.replace(order, members=[member])
             self._link.send(update)
             self._orders[member] = _Order(update, now + self._patience_s, now + _REPEAT_AFTER_S)
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
-from broker.process import die_with_launcher
 from configs.exits import TRY_AGAIN
 
 
@@ -17,7 +16,6 @@ def become_ranks(module: str, arguments: Sequence[str], *, num_ranks: int) -> No
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    die_with_launcher()
     ranks = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     try:
         torchrun.run(torchrun.parse_args([*ranks, "-m", module, *arguments]))

@@ -125,9 +125,8 @@ class Trainer:
         self._onlookers.refresh_reference(self._engine, step=step)
         price = kl_coefficient(self._run.algorithm, self._objective.memory)
         if norms and self._is_moving(step):
-            self._objective.end_step(
-                reference_kl=metrics["learner/reference_kl"], num_trajectories=batch.num_trajectories
-            )
+            divergence = metrics["learner/reference_kl"]
+            self._objective.end_step(reference_kl=divergence, num_trajectories=batch.num_trajectories)
         return {
             **admitted.metrics,
             **describe(batch),

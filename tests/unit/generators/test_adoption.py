@@ -90,6 +90,11 @@ def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path / "weights")
 
 
+async def wrong(token_ids: list[int]) -> list[float]:
+    """Not what the learner computes."""
+    return [-9.0, -9.0]
+
+
 def opening(epoch: int) -> OpenEpoch:
     return OpenEpoch(epoch, [MEMBER], "127.0.0.1", 1, PATIENCE_S)
 
@@ -162,9 +167,6 @@ def test_nothing_is_verified_after_a_probe_that_differs(scene: Scene) -> None:
         scene.adoption.take(scene.lend(2))
         await scene.until(lambda: len(scene.said) == 2)
 
-    async def wrong(token_ids: list[int]) -> list[float]:
-        return [-9.0, -9.0]
-
     scene.play(script)
     assert not scene.adoption.is_verified.is_set()
     assert scene.adoption.version == 1
@@ -204,9 +206,6 @@ def test_a_version_adopted_once_more_and_spoilt_is_not_verified(scene: Scene) ->
         scene.engine.prompt_logprobs = wrong  # type: ignore[method-assign]
         scene.adoption.take(scene.order(1))
         await scene.until(lambda: len(scene.said) == 2)
-
-    async def wrong(token_ids: list[int]) -> list[float]:
-        return [-9.0, -9.0]
 
     scene.play(script)
     assert scene.engine.version == scene.adoption.version == 1
