@@ -95,7 +95,7 @@ class SlipstreamPath:
                 unpack(payload)
             taken_at = time.perf_counter()
             self._store.commit(claim, make_entry(claim, payloads, version=0, seed=0, config_hash=""))
-            self._store.checkpoint(CheckpointPointer(self._step, 0, f"step-{self._step}"))
+            self._store.checkpoint(CheckpointPointer(self._step, 0, f"step-{self._step}"), fence=claim.fence)
             num_left -= len(claim.group_ids)
             taking_s += taken_at - started_at
             committing_s += time.perf_counter() - taken_at

@@ -55,6 +55,14 @@ def uncommitted(pointer: CheckpointPointer, *, step: int) -> StaleFence:
     )
 
 
+def overtaken(pointer: CheckpointPointer, *, fence: int, newest: int) -> StaleFence:
+    """A checkpoint was declared by a learner that is no longer the run's."""
+    return StaleFence(
+        f"a checkpoint must be of the learner that went on last, got {pointer.name} with fence {fence} "
+        f"after fence {newest}: another learner has gone on with this run; start again with resume=true."
+    )
+
+
 def no_members(group_id: str) -> StaleFence:
     """A group was fetched that is retired or was never filled."""
     return StaleFence(f"group {group_id} must be stored to be fetched, but it is retired or has no members.")

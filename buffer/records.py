@@ -178,6 +178,8 @@ class RunState(Record):
     """Why the phase is what it is."""
     stepped_at: float | None = None
     """When the newest step was committed, in seconds of the store's clock; None before the first."""
+    fence: int = 0
+    """Of the newest commit or roll back: only the learner that did it may declare a checkpoint."""
 
 
 class Event(Record):

@@ -179,12 +179,12 @@ class Store(Protocol):
         """
         ...
 
-    def checkpoint(self, pointer: CheckpointPointer) -> int:
+    def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
         """A durable checkpoint covers every step <= pointer.step: their groups are retired. Returns how many.
 
         Those that may be used again are not, until the run is finishing.
         The pointer is what a resumed run starts from, so the ledger up to it holds for good. Raises StaleFence when it
-        covers steps that are not committed here.
+        covers steps that are not committed here, and when `fence` is not RunState.fence.
         """
         ...
 

@@ -72,7 +72,7 @@ class Learner:
         self._rules = DrawRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
         self._fence = 0
-        """Of the newest claim that was trained on; 0 before the first of this process."""
+        """Of the newest claim that was trained on; before the first of this process, of its roll back."""
         self._version = 0
         self._reason = "starting"
         self._is_good_enough = False
@@ -102,6 +102,7 @@ class Learner:
             )
         self._restore(state)
         returned = self._store.roll_back(to_step=self._step, to_version=self._version)
+        self._fence = self._store.run_state().fence
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
         self._publish()
         self._publishing.finish()
@@ -154,6 +155,9 @@ class Learner:
         try:
             covered = self._store.run_state().checkpoint
             if self._step > (covered.step if covered else 0):
+                if self._step % self._run.weights.publish_every_steps:
+                    # Not the weights that were published under this number.
+                    self._version += 1
                 self._checkpoint()
             self._store.set_phase("failed", detail=str(dead_end))
         except (BufferFault, LearnerFault, OSError) as fault:
@@ -305,5 +309,5 @@ class Learner:
     def _checkpoint(self) -> None:
         self._reason = f"saving the checkpoint of step {self._step}"
         pointer = self._team.save_checkpoint(step=self._step, version=self._version)
-        self._store.checkpoint(pointer)
+        self._store.checkpoint(pointer, fence=self._fence)
         self._team.prune_checkpoints(keeping=pointer)

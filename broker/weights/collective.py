@@ -38,8 +38,10 @@ from broker.weights.rendezvous import SENDER_RANK, Seat, seconds_left
 _PIECE_BYTES = 1024 * 1024
 """Gloo sees at once that a peer is gone, except while it is writing to it: what it writes must fit the kernel's buffer,
 or all others wait for the deadline. The same on all ranks."""
-_CONNECT_S = 10.0
-"""For connecting those that are all here: one that dies meanwhile holds up the others, engines included."""
+_CONNECT_S = {"cpu": 10.0, "cuda": 30.0}
+"""For connecting those that are all here, by device: one that dies meanwhile holds up the others, engines included.
+NCCL finds out how the machines are wired first.
+"""
 _GRACE_S = 1.0
 """For an operation that has reached its limit to say so."""
 FAILURES = (RuntimeError, ValueError, OSError)
@@ -193,7 +195,7 @@ class _Group:
         prefixed = dist.PrefixStore(f"weights/epoch-{seat.epoch}", store)
         with _phase(seat, "gather"):
             rendezvous.gather(prefixed, seat, deadline=deadline, is_aborted=is_aborted)
-        deadline = min(deadline, time.monotonic() + _CONNECT_S)
+        deadline = min(deadline, time.monotonic() + _CONNECT_S[device.type])
         with _phase(seat, "connect"):
             self._backend: _Backend | None = _build(
                 prefixed, seat, own_host=own_host, device=device, timeout_s=seconds_left(deadline)

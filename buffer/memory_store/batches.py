@@ -2,7 +2,16 @@
 
 from collections.abc import Iterator
 
-from buffer.claims import committed_already, make_claim, no_members, out_of_order, split_lag, stale, uncommitted
+from buffer.claims import (
+    committed_already,
+    make_claim,
+    no_members,
+    out_of_order,
+    overtaken,
+    split_lag,
+    stale,
+    uncommitted,
+)
 from buffer.drawing import Draw, DrawRules, Queue, Shortage, Sifted, draw, draw_oldest, sift
 from buffer.memory_store.state import Group, LiveClaim, MemoryState, UsedStep
 from buffer.records import CheckpointPointer, Claim, LagSplit, StepEntry
@@ -134,7 +143,7 @@ class MemoryBatches(MemoryState):
             self._consumed_at[claim.step] = self._opened().consumed
             self._ledger[claim.step] = entry
             run = self._opened()
-            run.step, run.stepped_at = claim.step, self._now() / 1000
+            run.step, run.stepped_at, run.learner_fence = claim.step, self._now() / 1000, claim.fence
 
     def _use(self, group: Group, *, step: int) -> None:
         run = self._opened()
@@ -149,12 +158,14 @@ class MemoryBatches(MemoryState):
         self._counters["trained"] += uses * len(group.members)
         self._counters["trained_tokens"] += uses * group.written_tokens
 
-    def checkpoint(self, pointer: CheckpointPointer) -> int:
+    def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
         """See `Store.checkpoint`."""
         with self._changed:
             run = self._opened()
             if pointer.step > run.step:
                 raise uncommitted(pointer, step=run.step)
+            if fence != run.learner_fence:
+                raise overtaken(pointer, fence=fence, newest=run.learner_fence)
             run.checkpoint = pointer
             if run.phase == "finishing":
                 demoted = [group for group in self._reusable.values() if self._groups[group].is_demoted]
@@ -172,6 +183,8 @@ class MemoryBatches(MemoryState):
             self._ledger = {step: entry for step, entry in self._ledger.items() if step <= to_step}
             self._consumed_at = {step: total for step, total in self._consumed_at.items() if step <= to_step}
             run.step, run.version = to_step, to_version
+            run.fence += 1
+            run.learner_fence = run.fence
             run.consumed = run.consumed_by_version = self._consumed_at.get(to_step, 0)
             return returned
 

@@ -48,6 +48,7 @@ class MemoryRun(MemoryState):
                 checkpoint=run.checkpoint,
                 detail=run.detail,
                 stepped_at=run.stepped_at,
+                fence=run.learner_fence,
             )
 
     def run_config_json(self) -> str:

@@ -122,6 +122,9 @@ class Run:
     ready_sequence: int = 0
     evaluation_sequence: int = 0
     fence: int = 0
+    """The newest that was handed out."""
+    learner_fence: int = 0
+    """Of the newest commit or roll back."""
 
 
 @dataclass

@@ -230,23 +230,24 @@ end
 redis.call('ZADD', key('used_steps'), step, step)
 redis.call('HSET', key('commit_fences'), step, fence)
 redis.call('HSET', key('ledger'), step, ARGV[4])
-redis.call('HSET', run, 'step', step, 'stepped_at', now())
+redis.call('HSET', run, 'step', step, 'stepped_at', now(), 'learner_fence', fence)
 return {1, tonumber(step)}
 """,
 )
 
-# Atomic because a pointer must not outlive the steps it covers. When the run ends, nothing is used again; what was
-# demoted and never used stays, for a run that is trained on.
-# pointer's step, pointer -> the run's step.
+# Atomic because a pointer must not outlive the steps it covers, nor the learner that made them. When the run ends,
+# nothing is used again; what was demoted and never used stays, for a run that is trained on.
+# pointer's step, fence, pointer -> the run's step, the fence that was wanted.
 SET_CHECKPOINT = script(
     """
 local step = tonumber(redis.call('HGET', key('run'), 'step'))
-if tonumber(ARGV[2]) > step then return step end
-redis.call('HSET', key('run'), 'checkpoint', ARGV[3])
+local fence = tonumber(redis.call('HGET', key('run'), 'learner_fence') or 0)
+if tonumber(ARGV[2]) > step or tonumber(ARGV[3]) ~= fence then return {step, fence} end
+redis.call('HSET', key('run'), 'checkpoint', ARGV[4])
 if redis.call('HGET', key('run'), 'phase') == 'finishing' then
   redis.call('ZINTERSTORE', key('reusable'), 2, key('reusable'), key('demoted'), 'WEIGHTS', 1, 0)
 end
-return step
+return {step, fence}
 """
 )
 
@@ -272,7 +273,7 @@ return retired
 """,
 )
 
-# Atomic because step, versions, ledger and groups must go back together.
+# Atomic because step, versions, ledger and groups must go back together, and the learner of before goes with them.
 # to_step, to_version, max_attempts -> number ready again.
 ROLL_BACK = script(
     _PLACES,
@@ -313,6 +314,7 @@ for step = to_step + 1, tonumber(redis.call('HGET', run, 'step')) do
 end
 local consumed = redis.call('HGET', key('consumed_at'), ARGV[2]) or 0
 redis.call('HSET', run, 'step', ARGV[2], 'version', ARGV[3], 'consumed', consumed, 'consumed_by_version', consumed)
+redis.call('HSET', run, 'learner_fence', redis.call('HINCRBY', run, 'fence', 1))
 ring_bell()
 return returned
 """,

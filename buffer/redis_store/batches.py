@@ -2,7 +2,16 @@
 
 import time
 
-from buffer.claims import committed_already, make_claim, no_members, out_of_order, split_lag, stale, uncommitted
+from buffer.claims import (
+    committed_already,
+    make_claim,
+    no_members,
+    out_of_order,
+    overtaken,
+    split_lag,
+    stale,
+    uncommitted,
+)
 from buffer.codec import decode, encode
 from buffer.drawing import Draw, DrawRules, Queue, Shortage, draw, draw_oldest, sift
 from buffer.errors import StaleFence
@@ -115,15 +124,17 @@ class RedisBatches(RedisRun):
         if newest != claim.step:
             raise out_of_order(claim, newest=newest)
 
-    def checkpoint(self, pointer: CheckpointPointer) -> int:
+    def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
         """See `Store.checkpoint`.
 
         The pointer first, then one script per step, so that a long checkpoint interval does not keep the server busy:
         steps that the pointer covers and that a crash left unretired are retired with the next checkpoint.
         """
-        step = self._run(SET_CHECKPOINT, pointer.step, encode(pointer))
+        step, newest = self._run(SET_CHECKPOINT, pointer.step, fence, encode(pointer))
         if pointer.step > step:
             raise uncommitted(pointer, step=step)
+        if fence != newest:
+            raise overtaken(pointer, fence=fence, newest=newest)
         with self._reaching():
             steps = self._client.zrangebyscore(self._key("used_steps"), "-inf", pointer.step)
         return sum(self._run(RETIRE_STEP, step) for step in steps)

@@ -15,7 +15,7 @@ LAYOUT = 4
 
 _STATE = (
     "phase", "step", "version", "announced_version", "consumed_by_version", "detail", "checkpoint", "layout",
-    "stepped_at",
+    "stepped_at", "learner_fence",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class RedisRun(RedisDoor):
         """See `Store.run_state`."""
         with self._reaching():
             facts = self._client.hmget(self._key("run"), list(_STATE))
-        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at = facts
+        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence = facts
         if phase is None:
             raise no_run(self._run_id)
         _check_layout(self._run_id, int(layout))
@@ -66,6 +66,7 @@ class RedisRun(RedisDoor):
             checkpoint=decode(checkpoint, CheckpointPointer) if checkpoint else None,
             detail=text(detail),
             stepped_at=int(stepped_at) / 1000 if stepped_at else None,
+            fence=int(fence or 0),
         )
 
     def run_config_json(self) -> str:

@@ -109,7 +109,7 @@ def entry_of(claim: Claim) -> StepEntry:
 
 
 def checkpoint(store: AnyStore, step: int) -> int:
-    return store.checkpoint(CheckpointPointer(step, step, f"step-{step:08d}"))
+    return store.checkpoint(CheckpointPointer(step, step, f"step-{step:08d}"), fence=store.run_state().fence)
 
 
 def audit(counts: StoreCounts) -> None:

@@ -483,6 +483,30 @@ def test_a_commit_after_a_roll_back_is_stale(store):
         commit(store, taken)
 
 
+def test_only_the_learner_that_went_on_declares_checkpoints(store):
+    make_ready(store, 3)
+    taken = claim(store, 1, 1)
+    commit(store, taken)
+    store.roll_back(to_step=0, to_version=0)
+    commit(store, claim(store, 1, 1))
+    pointer = CheckpointPointer(1, 1, "step-00000001")
+    with pytest.raises(StaleFence, match="another learner has gone on"):
+        store.checkpoint(pointer, fence=taken.fence)
+    assert store.run_state().checkpoint is None
+    assert store.counts().used == 1, "not retired either"
+    assert store.checkpoint(pointer, fence=store.run_state().fence) == 1
+
+
+def test_after_a_roll_back_a_checkpoint_needs_no_step(store):
+    before = store.run_state().fence
+    store.roll_back(to_step=0, to_version=0)
+    pointer = CheckpointPointer(0, 0, "step-00000000")
+    with pytest.raises(StaleFence):
+        store.checkpoint(pointer, fence=before)
+    store.checkpoint(pointer, fence=store.run_state().fence)
+    assert store.run_state().checkpoint == pointer
+
+
 def test_a_waiter_is_woken_by_the_group_it_waits_for(store):
     first, second = lease(store, 2)
     fill(store, first)

@@ -177,7 +177,7 @@ def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
         store.set_phase("training")
         store.commit_version(1)
         store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), version=0, seed=0, config_hash=""))
-        assert store.checkpoint(CheckpointPointer(1, 1, "step-00000001")) == ready
+        assert store.checkpoint(CheckpointPointer(1, 1, "step-00000001"), fence=claim.fence) == ready
         admin.config_set("maxmemory", limit)
         assert store.insert(members)[-1] == Insertion(outcome="inserted", group_is_ready=True)
 
@@ -256,7 +256,7 @@ def test_two_runs_share_a_server_without_meeting(server):
     one.open_evaluation("e", purpose="greedy", version=0, rows=[1])
     claim = one.claim(step=1, num_groups=1, version=0, rules=DrawRules(), lease_s=60)
     one.commit(claim, make_entry(claim, one.fetch(claim.group_ids), version=0, seed=0, config_hash=""))
-    one.checkpoint(CheckpointPointer(1, 1, "step-00000001"))
+    one.checkpoint(CheckpointPointer(1, 1, "step-00000001"), fence=claim.fence)
     one.report_role("learner-0", {})
     one.append_metrics({})
     one.quarantine("malformed", b"")

@@ -24,7 +24,7 @@ def make_store(*, is_retired: bool = False) -> MemoryStore:
     store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), version=0, seed=7, config_hash="cfg"))
     store.record_version(VersionEntry(1, 1, "bbbb"))
     if is_retired:
-        store.checkpoint(CheckpointPointer(1, 1, "step-00000001"))
+        store.checkpoint(CheckpointPointer(1, 1, "step-00000001"), fence=claim.fence)
     return store
 
 
