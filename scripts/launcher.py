@@ -14,7 +14,7 @@ from broker.launcher_report import LauncherReport
 from broker.live_view import LiveView
 from broker.monitor import Monitor
 from broker.outage import Outage
-from broker.placement import DEVICES_VARIABLE, count_gpus, place
+from broker.placement import DEVICES_VARIABLE, check_number, place, visible_gpus
 from broker.process import LAUNCHER_VARIABLE, Restart, RoleDied, RoleProcess, raise_on_stop_signal
 from broker.run_folder import RunFolder
 from buffer.embedded_redis import EmbeddedRedis
@@ -44,8 +44,8 @@ class Launcher:
         self._view = LiveView(run, console=console)
         self._outage = Outage(say=lambda sentence: self._view.say(sentence))
         self._keeper: StoreKeeper | None = None
-        self._num_gpus = count_gpus()
-        self._gpus = place(run, num_gpus=self._num_gpus)
+        self._visible_gpus = visible_gpus()
+        self._gpus = place(run, gpus=self._visible_gpus)
         self._broker = self._role("broker", ["broker", *overrides], restart="kept")
         # An error of the learner's own would come again; a killed one goes on from its newest checkpoint.
         self._learner = self._role(
@@ -61,13 +61,14 @@ class Launcher:
 
     def _check_room(self, count: int) -> None:
         """Find the GPUs for so many generators; a generator's stay the same. Raises ConfigError."""
+        check_number(self._run, wanted=count, num_cores=os.cpu_count() or 1)
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
-        self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), num_gpus=self._num_gpus)
+        self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
     def _role(
         self, name: str, arguments: list[str], *, restart: Restart = "always", restart_arguments: Sequence[str] = ()
     ) -> RoleProcess:
-        gpus = {DEVICES_VARIABLE: ",".join(map(str, self._gpus[name]))} if name in self._gpus else {}
+        gpus = {DEVICES_VARIABLE: ",".join(self._gpus[name])} if name in self._gpus else {}
         return RoleProcess(
             name,
             arguments,
