@@ -42,11 +42,12 @@ class Autoscaler:
         self._starving: list[bool] = []
 
     def look(
-        self, rows: Sequence[dict[str, Any]], *, busy: float | None, is_starving: bool, count: int
+        self, rows: Sequence[dict[str, Any]], *, busy: float | None, is_starving: bool, at_work: int, count: int
     ) -> Change | None:
         """`rows`: metrics rows that are new since the last look; `busy`: share of their room that generators use now.
 
-        `is_starving`: the learner waits for groups right now. `count`: generators wanted so far.
+        `is_starving`: the learner waits for groups right now. `at_work`: generators that `busy` is of. `count`:
+        generators wanted so far.
         """
         self._rows += rows
         self._busy += [] if busy is None else [busy]
@@ -54,10 +55,16 @@ class Autoscaler:
         seconds = self._clock() - self._began_at
         if seconds < self._config.settle_s:
             return None
-        change = self._more(seconds, count=count) or self._fewer(seconds, count=count)
+        change = self._enough(count) or self._more(seconds, count=count)
+        change = change or self._fewer(seconds, at_work=at_work, count=count)
         if not 0 < len(self._rows) < _FEWEST_STEPS:
             self.begin()
         return change
+
+    def _enough(self, count: int) -> Change | None:
+        """Back to the fewest, where one was drained or given up."""
+        fewest = self._config.min
+        return Change(fewest, f"generators.autoscale.min is {fewest}") if count < fewest else None
 
     def _more(self, seconds: float, *, count: int) -> Change | None:
         waited, config = self._learner_waited(), self._config
@@ -76,12 +83,15 @@ class Autoscaler:
             return None
         return wait_fraction(self._rows)
 
-    def _fewer(self, seconds: float, *, count: int) -> Change | None:
-        config = self._config
+    def _fewer(self, seconds: float, *, at_work: int, count: int) -> Change | None:
+        """Never while the learner waits: at `max` it would go and come back for ever."""
+        waited, config = self._learner_waited(), self._config
         if count <= config.min or not self._busy or len(self._rows) < _FEWEST_STEPS:
             return None
+        if waited is None or waited > config.more_above:
+            return None
         busy = sum(self._busy) / len(self._busy)
-        if busy >= config.fewer_below or busy * count > count - 1:
+        if busy >= config.fewer_below or busy * at_work > at_work - 1:
             return None
         return Change(
             count - 1,

@@ -20,3 +20,5 @@ class AutoscaleConfig(Config):
     """One less when the generators run a smaller share of what they could together, and one less could still run it."""
     settle_s: Annotated[float, Meta(gt=0)] = 60.0
     """Time that is measured before each change, seconds; begins when the learner and all generators are at work."""
+    absent_after_s: Annotated[float, Meta(gt=0)] = 600.0
+    """A generator that is not at work for longer is waited for no more: the others are measured without it, seconds."""

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 
+from broker.attendance import Attendance
 from broker.autoscaler import Autoscaler, Change
 from broker.clock import Clock
 from broker.fleet import Fleet, Happening
@@ -37,7 +39,11 @@ class Scaling:
         self._report = report
         self._run = run
         self._check_room = check_room
-        self._autoscaler = Autoscaler(run.generators.autoscale, clock=clock) if run.generators.autoscale else None
+        config = run.generators.autoscale
+        self._autoscaler = Autoscaler(config, clock=clock) if config else None
+        self._patience_s = config.absent_after_s if config else inf
+        self._attendance = Attendance(patience_s=self._patience_s, clock=clock)
+        self._refused: tuple[int, str] | None = None
         self._is_first_look = True
 
     def look(self, store: Store, snapshot: Snapshot) -> list[Happening]:
@@ -52,6 +58,7 @@ class Scaling:
     def _do(self, asked: str) -> list[Happening]:
         number, _, request_id = asked.partition(" ")
         try:
+            self._check_bounds(int(number))
             happened = self._keep(int(number), reason="as asked")
         except (ValueError, ConfigError) as error:
             self._report.answer(request_id, str(error))
@@ -59,33 +66,62 @@ class Scaling:
         self._report.answer(request_id, "")
         return happened
 
+    def _check_bounds(self, wanted: int) -> None:
+        scale = self._run.generators.autoscale
+        if scale and not scale.min <= wanted <= scale.max:
+            raise ConfigError(
+                f"generators must lie between generators.autoscale.min and max ({scale.min} to {scale.max}), got "
+                f"{wanted}: the waits decide in between; begin the run with other bounds."
+            )
+
     def _follow_the_waits(self, store: Store, snapshot: Snapshot) -> list[Happening]:
         state = snapshot.state
         if self._autoscaler is None or state.phase != "training":
             return []
         roles = role_statuses(snapshot.roles, run=self._run, now=store.now(), announced_version=state.announced_version)
-        is_starving = any(role.role == "learner" and _waits_for_groups(role) for role in roles)
-        if not (self._are_all_at_work(roles) and (state.step or is_starving)):
+        workers = [role for role in roles if role.role == "generator" and role.is_alive and role.state in _AT_WORK]
+        happened = self._note_absences(roles, at_work={role.name for role in workers})
+        learner = next((role for role in roles if role.role == "learner" and role.is_alive), None)
+        is_starving = learner is not None and _waits_for_groups(learner)
+        is_training = learner is not None and (state.step > 0 or is_starving)
+        if not (is_training and self._attendance.is_complete):
             # While somebody starts, the waits of the others say nothing of how many generators are needed.
             self._autoscaler.begin()
-            return []
+            return happened
         change = self._autoscaler.look(
-            snapshot.new_rows, busy=busy_fraction(roles), is_starving=is_starving, count=self._fleet.wanted
+            snapshot.new_rows,
+            busy=busy_fraction(workers),
+            is_starving=is_starving,
+            at_work=len(workers),
+            count=self._fleet.wanted,
         )
-        return self._follow(change) if change else []
+        return happened + (self._follow(change) if change else [])
 
-    def _are_all_at_work(self, roles: Sequence[RoleStatus]) -> bool:
-        return self._fleet.kept <= {role.name for role in roles if role.is_alive and role.state in _AT_WORK}
+    def _note_absences(self, roles: Sequence[RoleStatus], *, at_work: set[str]) -> list[Happening]:
+        states = {role.name: role.state if role.is_alive else role.liveness for role in roles}
+        return [
+            (
+                name,
+                f"{name} is {states.get(name, 'not there')}, and has not been at work for {self._patience_s:g} s: the "
+                "number of generators is decided without it until it is",
+            )
+            for name in self._attendance.note(self._fleet.kept, at_work=at_work)
+        ]
 
     def _follow(self, change: Change) -> list[Happening]:
         try:
             return self._keep(change.wanted, reason=change.reason)
         except ConfigError as error:
+            told, self._refused = self._refused, (change.wanted, str(error))
+            if told == self._refused:
+                # Said at every decision, it would in time push everything else out of the events.
+                return []
             return [("launcher", f"no generator more, though {change.reason}: {error}")]
 
     def _keep(self, wanted: int, *, reason: str) -> list[Happening]:
         before = self._fleet.wanted
         self._check_room(wanted)
+        self._refused = None
         return [
             ("launcher", f"{wanted} generators are wanted, not {before}: {reason}"),
             *self._fleet.set_wanted(wanted),

@@ -37,7 +37,8 @@ class Scene:
         self.fleet = FakeFleet()
         self.report = LauncherReport(self.store)
         run = make_run()
-        run = structs.replace(run, generators=structs.replace(run.generators, autoscale=autoscale))
+        count = autoscale.min if autoscale else 1
+        run = structs.replace(run, generators=structs.replace(run.generators, autoscale=autoscale, count=count))
         self.monitor = Monitor(self.store, run)
         self.scaling = Scaling(self.fleet, self.report, run=run, check_room=check_room, clock=self.clock)  # type: ignore[arg-type]
 
@@ -118,6 +119,97 @@ def test_nothing_is_measured_while_a_generator_that_is_kept_still_starts():
         assert scene.look() == []
         scene.clock.now += 5
     assert scene.fleet.wanted == 2
+
+
+def test_that_there_is_no_room_is_said_once_until_another_number_is_wanted():
+    scene = Scene(AutoscaleConfig(max=20, settle_s=5.0))
+    scene.fleet.wanted = 8
+    scene.store.set_phase("training")
+    said = []
+    for wanted in (8, 8, 8, 7, 8, 8):
+        scene.fleet.wanted = wanted
+        report_roles(scene, *["ready"] * wanted)
+        scene.look()
+        scene.clock.now += 5
+        report_roles(scene, *["ready"] * wanted)
+        said += [sentence.partition(",")[0] for _, sentence in scene.look()]
+    no_room, room = "no generator more", ["8 generators are wanted", "started"]
+    assert said == [no_room, *room, no_room]
+
+
+@pytest.mark.parametrize("wanted", [1, 5])
+def test_what_is_asked_for_must_lie_between_the_bounds_of_the_waits(wanted: int):
+    scene = Scene(AutoscaleConfig(min=2, max=4))
+    scene.look()
+    scene.store.request("launcher", "generators", f"{wanted} request-1")
+    assert scene.look() == []
+    refusal = scene.store.roles()["launcher"]["refusal"]
+    assert f"between generators.autoscale.min and max (2 to 4), got {wanted}" in refusal
+
+
+def test_where_fewer_than_the_fewest_are_left_the_others_come_back():
+    scene = Scene(AutoscaleConfig(min=3, settle_s=5.0))
+    scene.fleet.wanted = 2
+    scene.store.set_phase("training")
+    report_roles(scene, "ready", "ready")
+    assert scene.look() == []
+    scene.clock.now += 5
+    report_roles(scene, "ready", "ready")
+    assert scene.look()[0] == ("launcher", "3 generators are wanted, not 2: generators.autoscale.min is 3")
+
+
+def watch(scene: Scene, *states: str, looks: int) -> list[tuple[str, str]]:
+    """What is said while every second somebody looks at generators in these states."""
+    said = []
+    for _ in range(looks):
+        scene.clock.now += 1
+        report_roles(scene, *states)
+        said += scene.look()
+    return said
+
+
+def test_one_that_never_gets_to_work_is_left_out_with_one_event_and_the_waits_are_followed():
+    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=20.0))
+    scene.fleet.wanted = 2
+    scene.store.set_phase("training")
+    assert watch(scene, "ready", "unsynced", looks=21) == []
+    said = watch(scene, "ready", "unsynced", looks=6)
+    assert said[:2] == [
+        (
+            "generator-1",
+            "generator-1 is unsynced, and has not been at work for 20 s: the number of generators is decided without "
+            "it until it is",
+        ),
+        ("launcher", "3 generators are wanted, not 2: the learner waited 100% of the last 5 s for groups, above 30%"),
+    ]
+    assert said[2:] == [("generator-1", "started")]
+
+
+def test_the_room_of_one_that_is_left_out_is_not_room_of_the_others():
+    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0, fewer_below=0.9))
+    scene.fleet.wanted = 3
+    scene.store.set_phase("training")
+    said = []
+    for _ in range(20):
+        scene.store.append_metrics(
+            {"step": 1, "time_s": 1.0, "learner/wait_s": 0.0, "learner/train_s": 1.0, "learner/publish_s": 0.0}
+        )
+        scene.store.report_role("generator-2", {"role": "generator", "state": "unsynced", "max_concurrency": 32})
+        said += watch(scene, "ready", "ready", looks=1)
+    assert [name for name, _ in said] == ["generator-2"]
+    assert scene.fleet.wanted == 3
+
+
+def test_nothing_is_decided_while_the_learner_is_silent():
+    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0))
+    scene.store.set_phase("training")
+    report_roles(scene, "ready")
+    said = []
+    for _ in range(5):
+        scene.clock.now += 10
+        said += scene.look()
+    assert [name for name, _ in said] == ["generator-0"]
+    assert scene.fleet.wanted == 1
 
 
 @pytest.mark.parametrize("reason", ["loading", "waiting for the evaluation 'before': 0 answers are in"])
