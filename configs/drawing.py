@@ -46,7 +46,7 @@ KEEP_ALL = KeepAllConfig()
 
 
 class ZeroSignalConfig(Config, tag="zero_signal", tag_field="kind"):
-    """A group is rejected whose rewards are all alike: their advantages would be zero.
+    """A group is rejected whose rewards are all alike: compared with each other, they teach nothing.
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
     Differs: judges rewards instead of right and wrong, and each group by itself when its last member arrives: another

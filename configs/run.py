@@ -206,6 +206,11 @@ def _check_filter(run: RunConfig) -> None:
             f"generators.group_size must be >= 2 for buffer/filter=zero_signal, got {size}: a single reward differs "
             "from no other, and every group would be rejected."
         )
+    if isinstance(chosen, ZeroSignalConfig) and (learns_from := run.algorithm.signal_beside_rewards):
+        raise ConfigError(
+            f"buffer/filter=zero_signal rejects groups of equal rewards, got {learns_from}, which such groups do "
+            "teach: choose buffer/filter=none or accuracy."
+        )
     if isinstance(chosen, AccuracyConfig) and not any(
         chosen.above < right / size < chosen.below for right in range(size + 1)
     ):

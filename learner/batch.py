@@ -74,6 +74,10 @@ class Tokens(_Columns):
     """Which trajectory each belongs to."""
     turns: Int[Tensor, "N"]
     """Which run of model-written tokens of its trajectory each belongs to, from 0 on."""
+    positions: Int[Tensor, "N"]
+    """Which of the tokens that the model wrote in its trajectory each is, those that are not trained on counted too."""
+    positions_in_turn: Int[Tensor, "N"]
+    """Which of those of its turn."""
     lags: Int[Tensor, "N"]
     """Learner's version - the version that sampled it; not below 0."""
     generator_logprobs: Float[Tensor, "N"]
