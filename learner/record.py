@@ -6,7 +6,8 @@ from typing import Any
 import structlog
 
 from broker.clock import Clock
-from broker.metrics import Rate
+from broker.metrics import Growth, Rate
+from broker.role_status import Roles, role_statuses
 from broker.run_folder import RunFolder
 from buffer.store import EvaluationResult, Store
 from buffer.trajectory import Purpose
@@ -49,7 +50,7 @@ class RunRecord:
         self._clock = clock
         self._health = HealthWatch(self._tell)
         self._tokens = Rate(window_s=10.0, clock=clock)
-        self._generated_before = 0.0
+        self._generated = Growth({})
         self._started_at = clock()
         self._ended_at = clock()
         self._resumed_at_s = 0.0
@@ -76,11 +77,12 @@ class RunRecord:
         self._started_at = self._clock() - self._resumed_at_s
         for row in kept:
             self._take(row)
-        self._generated_before = self._generated()
+        self._generated = Growth(_generated_tokens(self._store.roles()))
 
     def end_training(self) -> None:
         """The clock of the run stops."""
         self._ended_at = self._clock()
+        self._generated.look(_generated_tokens(self._store.roles()))
 
     def add_step(
         self,
@@ -102,7 +104,7 @@ class RunRecord:
             **times,
         }
         row["learner/tokens_per_s"] = self._tokens.per_s
-        row["generators/tokens_per_s"] = self._generators_sum("tokens_per_s")
+        row["generators/tokens_per_s"] = self._generators_speed(version)
         row |= _publish_row(published) | _evaluation_row(evaluated)
         self._take(row)
         self.folder.append_metrics(row)
@@ -123,7 +125,7 @@ class RunRecord:
                 "seconds_to_0.9": self._seconds_to_090,
                 "train_seconds": round(seconds, 3),
                 "steps": step,
-                "generated_tokens_per_s": (self._generated() - self._generated_before) / own_seconds,
+                "generated_tokens_per_s": self._generated.total / own_seconds,
                 "learner_tokens_per_s": self._tokens.total / own_seconds,
                 "lag_mean": self._lag_sum / max(1, self._num_rows),
                 "lag_max": self._lag_max,
@@ -145,12 +147,18 @@ class RunRecord:
         if row.get("eval/accuracy_sampled", 0.0) >= 0.9 and self._seconds_to_090 is None:
             self._seconds_to_090 = row["time_s"]
 
-    def _generated(self) -> float:
-        return self._generators_sum("tokens")
+    def _generators_speed(self, version: int) -> float:
+        """Of those that live, tokens/s; counts on the way what each has generated."""
+        told = self._store.roles()
+        self._generated.look(_generated_tokens(told))
+        roles = role_statuses(told, run=self._run, now=self._store.now(), announced_version=version)
+        return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
 
-    def _generators_sum(self, gauge: str) -> float:
-        roles = self._store.roles().values()
-        return sum(float(r.get(gauge, 0)) for r in roles if r.get("role") == "generator" and r.get("state") != "gone")
+
+def _generated_tokens(roles: Roles) -> dict[str, float]:
+    """By generator, since each one's start; what peers say of themselves may be anything plain."""
+    told = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
+    return {name: count for name, count in told.items() if isinstance(count, int | float)}
 
 
 def _publish_row(published: Published | None) -> Row:

@@ -61,3 +61,63 @@ def test_rows_that_are_done_again_count_once(folder: RunFolder):
     summary = train(folder, range(51, 101), lag=1.0)
     assert summary["lag_mean"] == pytest.approx(1.5)
     assert summary["steps"] == 100
+
+
+class GeneratorScene:
+    """A record of a run whose generators say how much they have generated."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.clock = FakeClock()
+        self.store = MemoryStore(clock=self.clock)
+        self.store.open_run("run", config_json="{}", num_rows=1, seed=0)
+        self.record = RunRecord(load(["experiment=digits_cpu"]), folder=folder, store=self.store, clock=self.clock)
+
+    def tell(self, **tokens: float | None) -> None:
+        """What each has generated since it started, at 100 tokens/s; None: it has left."""
+        for name, total in tokens.items():
+            here = {"state": "ready", "tokens": total, "tokens_per_s": 100.0}
+            self.store.report_role(name, {"role": "generator", **({"state": "gone"} if total is None else here)})
+
+    def step(self, number: int) -> float:
+        """A second passes; returns the speed of the row."""
+        self.clock.now += 1.0
+        metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
+        self.record.add_step(step=number, version=number, metrics=metrics, published=None, evaluated=None, times={})
+        return float(self.store.metrics()[-1]["generators/tokens_per_s"])
+
+    def generated_tokens_per_s(self) -> float:
+        self.record.end_training()
+        self.record.write_summary(step=1, after=evaluated(0.95))
+        return float(json.loads((self.folder.path / "summary.json").read_text())["generated_tokens_per_s"])
+
+
+def test_generators_that_leave_restart_and_join_are_counted_for_what_they_generated(folder: RunFolder):
+    scene = GeneratorScene(folder)
+    scene.tell(leaves=5000, restarts=9000, stays=700)
+    scene.record.start_training(step=0)
+    scene.tell(leaves=5100, restarts=9200, stays=800)
+    scene.step(1)
+    scene.tell(leaves=None, restarts=50, stays=900, joins=30)
+    scene.step(2)
+    assert scene.generated_tokens_per_s() == (100 + 200 + 100 + 50 + 100 + 30) / 2
+
+
+def test_what_came_after_the_last_step_counts_until_training_ends(folder: RunFolder):
+    scene = GeneratorScene(folder)
+    scene.record.start_training(step=0)
+    scene.step(1)
+    scene.tell(late=40)
+    assert scene.generated_tokens_per_s() == 40
+
+
+def test_the_speed_of_generators_is_that_of_those_that_live(folder: RunFolder):
+    scene = GeneratorScene(folder)
+    scene.record.start_training(step=0)
+    scene.tell(falls_silent=1.0, leaves=1.0, stays=1.0)
+    assert scene.step(1) == 300.0
+    scene.tell(leaves=None)
+    assert scene.step(2) == 200.0
+    scene.clock.now += 8.0
+    scene.tell(stays=2.0)
+    assert scene.step(3) == 100.0
