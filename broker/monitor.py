@@ -8,6 +8,8 @@ from buffer.store import RunState, Store, StoreCounts
 from buffer.trajectory import Record
 from configs.run import RunConfig
 
+_RECENT_STEPS = 20
+
 
 class Snapshot(Record):
     """The run as it is now."""
@@ -50,27 +52,35 @@ class Monitor:
         self._run = run
         self._clock = clock
         self._rows: list[dict[str, Any]] = []
+        self._last = 0
 
     def look(self) -> Snapshot:
         """Read everything once. Raises StoreUnavailable."""
-        new_rows = self._store.metrics(after=len(self._rows))
-        self._rows.extend(new_rows)
+        new = self._store.metrics(after=self._last)
+        self._last = new.last
+        self._rows.extend(new.rows)
         return Snapshot(
             state=self._store.run_state(),
             counts=self._store.counts(),
             roles=self._store.roles(),
             rows=self._rows,
-            new_rows=new_rows,
+            new_rows=new.rows,
             eta_s=self._eta_s(),
         )
 
     def _eta_s(self) -> float | None:
-        recent = self._rows[-20:]
+        recent = _since_rolled_back(self._rows[-_RECENT_STEPS:])
         if len(recent) < 2:
             return None
-        steps = recent[-1]["step"] - recent[0]["step"]
-        pace = (recent[-1]["time_s"] - recent[0]["time_s"]) / max(1, steps)
-        return pace * (self._run.learner.max_steps - recent[-1]["step"])
+        first, last = recent[0], recent[-1]
+        pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
+        return pace * (self._run.learner.max_steps - last["step"])
+
+
+def _since_rolled_back(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The newest rows of which each is a later step than the one before: after a resume, steps come again."""
+    begins = [at for at in range(1, len(rows)) if rows[at]["step"] <= rows[at - 1]["step"]]
+    return rows[begins[-1] if begins else 0 :]
 
 
 def _is_alive(gauges: dict[str, Any]) -> bool:

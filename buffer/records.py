@@ -1,6 +1,6 @@
 """What the store answers with: leases, outcomes, claims, counts, the run's state, evaluations."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from buffer.trajectory import Purpose, Record
 
@@ -194,6 +194,15 @@ class Event(Record):
     """Whom it befell."""
     text: str
     """What happened, in a sentence; a long one is cut."""
+
+
+class MetricsRows(Record):
+    """Rows of metrics, oldest first. Example: MetricsRows(last=1002, rows=[{"step": 1001}, {"step": 1002}])."""
+
+    last: int
+    """How many were ever appended; to go on from here, ask for those after it."""
+    rows: list[dict[str, Any]]
+    """Those that were asked for and are kept."""
 
 
 class EvaluationResult(Record):

@@ -20,6 +20,7 @@ from buffer.records import (
     FinishedGroup,
     Insertion,
     Lease,
+    MetricsRows,
     RunState,
     StepEntry,
     VersionEntry,
@@ -270,8 +271,8 @@ class Store(Protocol):
         """Append one row (a step); the newest thousand are kept."""
         ...
 
-    def metrics(self, *, after: int = 0) -> list[dict[str, Any]]:
-        """Rows appended so far, from the `after`-th on (counted from the first ever appended)."""
+    def metrics(self, *, after: int = 0) -> MetricsRows:
+        """Rows after the `after`-th (counted from the first ever appended) that are kept, and how many ever were."""
         ...
 
     def close(self) -> None:

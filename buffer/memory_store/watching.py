@@ -11,7 +11,7 @@ from buffer.leases import is_evaluation
 from buffer.limits import EVENT_CHARACTERS_KEPT, ROLES_KEPT
 from buffer.memory_store.state import MemoryState
 from buffer.progress import progress_mark
-from buffer.records import Addressee, Event
+from buffer.records import Addressee, Event, MetricsRows
 
 _COUNTERS = ("accepted_tokens", "superseded_tokens", "wasted_tokens", "trained", "trained_tokens")
 
@@ -118,12 +118,13 @@ class MemoryWatching(MemoryState):
             self._metrics.append(encode(row))
             self._counters["metrics"] += 1
 
-    def metrics(self, *, after: int = 0) -> list[dict[str, Any]]:
+    def metrics(self, *, after: int = 0) -> MetricsRows:
         """See `Store.metrics`."""
         with self._changed:
             self._opened()
-            first = self._counters["metrics"] - len(self._metrics)
-            return [msgspec.msgpack.decode(row) for row in list(self._metrics)[max(0, after - first) :]]
+            last = self._counters["metrics"]
+            packed = list(self._metrics)[max(0, after - (last - len(self._metrics))) :]
+            return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
 
     def _open_sizes(self) -> list[int]:
         groups = (group for group in self._groups.values() if not is_evaluation(group.id))

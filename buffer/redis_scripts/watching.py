@@ -124,12 +124,13 @@ redis.call('HINCRBY', key('counters'), 'metrics', 1)
 """
 )
 
-# Atomic because rows may be appended (and dropped) between reading the number and the rows. after -> rows.
+# Atomic because rows may be appended (and dropped) between reading the number and the rows.
+# after -> rows ever appended, rows.
 METRICS_AFTER = script(
     """
 local appended = tonumber(redis.call('HGET', key('counters'), 'metrics') or 0)
 local first = appended - redis.call('LLEN', key('metrics'))
-return redis.call('LRANGE', key('metrics'), math.max(0, ARGV[2] - first), -1)
+return {appended, redis.call('LRANGE', key('metrics'), math.max(0, ARGV[2] - first), -1)}
 """,
     runs_when_full=False,
 )

@@ -8,7 +8,7 @@ from buffer.books import StoreCounts
 from buffer.codec import encode
 from buffer.limits import EVENT_CHARACTERS_KEPT, EVENTS_KEPT, METRICS_KEPT, ROLES_KEPT
 from buffer.progress import progress_mark
-from buffer.records import Addressee, Event
+from buffer.records import Addressee, Event, MetricsRows
 from buffer.redis_scripts.watching import (
     APPEND_METRICS,
     COUNTS,
@@ -112,9 +112,10 @@ class RedisWatching(RedisDoor):
         """See `Store.append_metrics`."""
         self._run(APPEND_METRICS, encode(row), METRICS_KEPT)
 
-    def metrics(self, *, after: int = 0) -> list[dict[str, Any]]:
+    def metrics(self, *, after: int = 0) -> MetricsRows:
         """See `Store.metrics`."""
-        return [msgspec.msgpack.decode(row) for row in self._run(METRICS_AFTER, after)]
+        last, packed = self._run(METRICS_AFTER, after)
+        return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
 
 
 def _as_counts(flat: list[bytes]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from buffer.codec import unpack
 from buffer.drawing import DrawRules, Shortage
 from buffer.errors import RunConflict, StaleFence
 from buffer.permutation import row_of
-from buffer.records import CheckpointPointer, Insertion, Lease
+from buffer.records import CheckpointPointer, Insertion, Lease, MetricsRows
 from buffer.trajectory import Reward, VersionSpan
 from configs.drawing import UniformConfig
 from tests.builders import make_packed
@@ -592,14 +592,18 @@ def test_roles_show_their_newest_gauges_and_when(store, clock):
     assert store.roles() == {"learner-0": {"step": 2, "nested": {"lags": [0, 1]}, "reported_at": 1234.5}}
 
 
+def test_a_run_without_steps_has_no_metrics(store):
+    assert store.metrics() == MetricsRows(0, [])
+
+
 def test_metrics_are_counted_from_the_first_ever_appended(store):
     for step in range(1003):
         store.append_metrics({"step": step})
-    assert len(store.metrics()) == 1000
-    assert store.metrics(after=1001) == [{"step": 1001}, {"step": 1002}]
-    assert store.metrics(after=2)[0] == {"step": 3}
-    assert store.metrics(after=1003) == []
-    assert store.metrics(after=5000) == []
+    assert (store.metrics().last, len(store.metrics().rows)) == (1003, 1000)
+    assert store.metrics(after=1001) == MetricsRows(1003, [{"step": 1001}, {"step": 1002}])
+    assert store.metrics(after=2).rows[0] == {"step": 3}
+    assert store.metrics(after=1003) == MetricsRows(1003, [])
+    assert store.metrics(after=5000) == MetricsRows(1003, [])
 
 
 # --- the ledger and the end of a group ---------------------------------------------------------------------------

@@ -260,6 +260,6 @@ def test_two_runs_share_a_server_without_meeting(server):
     one.report_role("learner-0", {})
     one.append_metrics({})
     one.quarantine("malformed", b"")
-    assert (other.counts().ready, other.run_state().step, other.roles(), other.metrics()) == (1, 0, {}, [])
+    assert (other.counts().ready, other.run_state().step, other.roles(), other.metrics().rows) == (1, 0, {}, [])
     keys = connect(server.url).keys("*")
     assert all(key.startswith((b"{one}:", b"{other}:")) for key in keys), keys

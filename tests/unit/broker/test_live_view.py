@@ -71,6 +71,27 @@ def test_the_eta_is_the_recent_pace_times_what_is_left():
     assert monitor.look().eta_s == 2.0
 
 
+def test_after_a_roll_back_the_eta_is_the_pace_of_the_steps_that_came_since():
+    monitor, store = make_monitor()
+    for step, time_s in ((1, 100.0), (2, 200.0), (3, 300.0), (1, 100.0)):
+        store.append_metrics({"step": step, "time_s": time_s})
+    assert monitor.look().eta_s is None
+    store.append_metrics({"step": 2, "time_s": 105.0})
+    assert monitor.look().eta_s == 10.0
+
+
+def test_rows_are_new_once_though_the_store_has_let_go_of_older_ones():
+    monitor, store = make_monitor()
+    for step in range(1, 1003):
+        store.append_metrics({"step": step, "time_s": 1.0 * step})
+    assert len(monitor.look().new_rows) == 1000
+    assert monitor.look().new_rows == []
+    store.append_metrics({"step": 1003, "time_s": 1003.0})
+    looked = monitor.look()
+    assert looked.new_rows == [{"step": 1003, "time_s": 1003.0}]
+    assert [row["step"] for row in looked.rows] == list(range(3, 1004))
+
+
 def show_dead_end(*, is_terminal: bool) -> str:
     monitor, store = make_monitor()
     output = io.StringIO()

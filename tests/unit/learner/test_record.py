@@ -84,7 +84,7 @@ class GeneratorScene:
         self.clock.now += 1.0
         metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
         self.record.add_step(step=number, version=number, metrics=metrics, published=None, evaluated=None, times={})
-        return float(self.store.metrics()[-1]["generators/tokens_per_s"])
+        return float(self.store.metrics().rows[-1]["generators/tokens_per_s"])
 
     def generated_tokens_per_s(self) -> float:
         self.record.end_training()
