@@ -192,3 +192,5 @@ WITH_OWN_BASELINE = (
 """Estimators whose baseline does not come from the group: a group of one learns."""
 WITH_CRITIC = (GaeConfig, VtraceConfig)
 """Estimators that need values."""
+OUTSIDE_GROUP = (ReinforcePlusPlusConfig, ReinforcePlusPlusBaselineConfig, MovingBaselineConfig, *WITH_CRITIC)
+"""Estimators that compare with more than the group: one of equal rewards learns."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from configs.advantages import (
+    OUTSIDE_GROUP,
     WITH_CRITIC,
     AdvantageConfig,
     GdpoConfig,
@@ -39,6 +40,9 @@ _COMPARES_RAW: dict[type, str] = {
     PassAtKConfig: "right answers with wrong ones",
 }
 """Advantages that are not made of shaped rewards."""
+
+
+_MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
 
 
 class EssLearningRateConfig(Config):
@@ -103,6 +107,15 @@ class AlgorithmConfig(Config):
     def has_critic(self) -> bool:
         """Whether advantages take values."""
         return isinstance(self.advantage, WITH_CRITIC)
+
+    @property
+    def signal_beside_rewards(self) -> str:
+        """The setting with which a group of equal rewards teaches all the same; empty where it does not."""
+        if isinstance(self.advantage, OUTSIDE_GROUP):
+            return f"algorithm.advantage={self.advantage.__struct_config__.tag}"
+        if isinstance(self.advantage, GdpoConfig) or self.reward.parts:
+            return "parts of the reward that are weighed by themselves"
+        return "algorithm.distillation" if self.distillation else ""
 
     @property
     def needs_collisions(self) -> bool:
@@ -223,6 +236,26 @@ def _check_preference(config: AlgorithmConfig) -> None:
         )
 
 
+def _check_lengths_count_once(config: AlgorithmConfig) -> None:
+    """A loss that is made of whole sequences, and says so at each of their tokens."""
+    loss = config.policy_loss
+    is_luspo = isinstance(loss, GspoConfig) and loss.form == "length_scaled"
+    if (is_luspo or isinstance(loss, SppoConfig)) and config.aggregation not in _MEANS_OF_SEQUENCES:
+        name = "gspo with form=length_scaled" if is_luspo else "sppo"
+        raise ConfigError(
+            f"algorithm.policy_loss={name} needs algorithm.aggregation={' or '.join(_MEANS_OF_SEQUENCES)}, got "
+            f"{config.aggregation}: long answers would weigh by their length once more."
+        )
+
+
+def _check_token_baseline(config: AlgorithmConfig) -> None:
+    if isinstance(config.advantage, OptimalTokenBaselineConfig) and config.reward.truncated == "mask":
+        raise ConfigError(
+            "algorithm.advantage=optimal_token_baseline needs algorithm.reward.truncated=train, got mask: its "
+            "baselines are made of the tokens of the group, and those of a masked answer are not there."
+        )
+
+
 _CHECKS = (
     _check_one_update,
     _check_not_counted_twice,
@@ -233,4 +266,6 @@ _CHECKS = (
     _check_vtrace,
     _check_sequence_level,
     _check_preference,
+    _check_lengths_count_once,
+    _check_token_baseline,
 )

@@ -9,13 +9,26 @@ from configs.base import Config, ConfigError
 Positive = Annotated[float, Meta(gt=0)]
 
 
+def check_order(what: str, low: float | None, high: float | None) -> None:
+    """Raises ConfigError."""
+    if low is not None and high is not None and low > high:
+        raise ConfigError(f"{what} must be in order, got {low:g} > {high:g}.")
+
+
 class LagBoundConfig(Config):
-    """Another upper bound for tokens of some lag on."""
+    """Other bounds for tokens of some lag on; a trajectory that is judged as one has the lag of its oldest token."""
 
     min_lag: Annotated[int, Meta(ge=1)]
-    """Smallest lag it holds for, up to that of the next entry."""
-    high: Positive
-    """Instead of `correction.high`."""
+    """Smallest lag it holds for."""
+    low: Positive | None = None
+    """None: as for the lags below."""
+    high: Positive | None = None
+    """None: as for the lags below."""
+
+    def __post_init__(self) -> None:
+        if self.low is None and self.high is None:
+            raise ConfigError("algorithm.correction.by_lag: an entry must have low or high, got neither.")
+        check_order("algorithm.correction.by_lag: low, high", self.low, self.high)
 
 
 class RejectionConfig(Config):
@@ -29,11 +42,15 @@ class RejectionConfig(Config):
     """k1 only: smallest ratio learner/generator that is kept; None = any."""
     high: Positive | None = None
     """k1: largest ratio learner/generator that is kept; k2, k3: largest value of the statistic. None = any."""
+    by_lag: list[LagBoundConfig] = []
+    """Other bounds for older tokens."""
 
     def __post_init__(self) -> None:
-        if self.low is None and self.high is None:
-            raise ConfigError("algorithm.correction.reject: an entry must have low or high, got neither.")
-        if self.low is not None and self.statistic != "k1":
+        if self.low is None and self.high is None and not self.by_lag:
+            raise ConfigError("algorithm.correction.reject: an entry must have low, high or by_lag, got none of them.")
+        check_order("algorithm.correction.reject: low, high", self.low, self.high)
+        has_low = self.low is not None or any(entry.low is not None for entry in self.by_lag)
+        if has_low and self.statistic != "k1":
             raise ConfigError(
                 f"algorithm.correction.reject: low goes with statistic=k1, got it with {self.statistic}, which is "
                 "never negative and has an upper bound only."
@@ -55,7 +72,7 @@ class CorrectionConfig(Config):
     high: Positive | None = 2.0
     """Largest weight; None = any."""
     by_lag: list[LagBoundConfig] = []
-    """Other upper bounds for older tokens."""
+    """Other bounds for older tokens."""
     normalise: bool = False
     """Divide bounded weights by their mean over the batch: tokens for level=token, trajectories for the others."""
     reject: list[RejectionConfig] = []
@@ -73,10 +90,8 @@ class CorrectionConfig(Config):
                 "algorithm.correction: normalise, by_lag and bound=mask need a level, got level=none: there are no "
                 "weights; choose token, sequence or geometric."
             )
-        for name, bounds in (("low, high", (self.low, self.high)), ("veto", self.veto or (None, None))):
-            low, high = bounds
-            if low is not None and high is not None and low > high:
-                raise ConfigError(f"algorithm.correction: {name} must be in order, got {low:g} > {high:g}.")
+        check_order("algorithm.correction: low, high", self.low, self.high)
+        check_order("algorithm.correction: veto", *(self.veto or (None, None)))
 
     @property
     def rejects(self) -> bool:

@@ -177,9 +177,12 @@ def _lags(trajectory: Trajectory, places: np.ndarray, *, learner_version: int) -
 
 def _tokens(trajectories: Sequence[Trajectory], wanted: Sequence[np.ndarray], lags: Sequence[np.ndarray]) -> Tokens:
     pairs = list(zip(trajectories, wanted, strict=True))
+    positions = [_positions(trajectory) for trajectory in trajectories]
     return Tokens(
         sequences=torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor([len(places) for places in wanted])),
         turns=_joined([_turns(t)[places] for t, places in pairs], np.int64),
+        positions=_joined([own[0][places] for own, places in zip(positions, wanted, strict=True)], np.int64),
+        positions_in_turn=_joined([own[1][places] for own, places in zip(positions, wanted, strict=True)], np.int64),
         lags=_joined(list(lags), np.int64),
         generator_logprobs=_joined([t.generator_logprobs[places] for t, places in pairs], np.float32),
     )
@@ -189,6 +192,14 @@ def _turns(trajectory: Trajectory) -> np.ndarray:
     """int64[T]: which run of model-written tokens a model-written token belongs to."""
     begins = np.diff(trajectory.model_mask.astype(np.int8), prepend=0) == 1
     return np.maximum(0, begins.cumsum() - 1)
+
+
+def _positions(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
+    """int64[T] each: which model-written token of the trajectory, and of its turn, a model-written token is."""
+    mask = trajectory.model_mask
+    written = mask.cumsum() - 1
+    before_turn = np.where(np.diff(mask.astype(np.int8), prepend=0) == 1, written, 0)
+    return written, written - np.maximum.accumulate(before_turn)
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> Tensor:

@@ -5,8 +5,12 @@ from typing import TypeVar
 import msgspec
 import torch
 
+from configs.advantages import CustomAdvantageConfig
+from configs.algorithm import AlgorithmConfig
 from configs.learner import DeepSpeedEngineConfig, OptimizerConfig
+from configs.policy_losses import CustomPolicyLossConfig
 from configs.run import RunConfig
+from learner import estimators, surrogates
 from learner.critic import SETTING, Critic
 from learner.deepspeed_engine import DeepSpeedEngine
 from learner.engine import Trainable, TrainEngine
@@ -30,7 +34,8 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 
 def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
-    """Load the model and build engine and trainer. Collective. Raises ModelFault, TrainEngineFault."""
+    """Load the model and build engine and trainer. Collective. Raises ConfigError, ModelFault, TrainEngineFault."""
+    _check_own_functions(run.algorithm)
     policy = load_policy(run.model, device=device, gradient_checkpointing=_recomputes_activations(run))
     engine = _build_engine(
         run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
@@ -38,6 +43,14 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     onlookers = _load_onlookers(run, policy, device=device)
     critic = _build_critic(run, policy, ranks=ranks, device=device) if run.algorithm.has_critic else None
     return Trainer(run, engine=engine, ranks=ranks, onlookers=onlookers, critic=critic)
+
+
+def _check_own_functions(config: AlgorithmConfig) -> None:
+    """Before anything is waited for. Raises ConfigError."""
+    if isinstance(config.advantage, CustomAdvantageConfig):
+        estimators.own_function(config.advantage)
+    if isinstance(config.policy_loss, CustomPolicyLossConfig):
+        surrogates.own_function(config.policy_loss)
 
 
 def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device) -> Critic:

@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.algorithm import AlgorithmConfig
 from configs.policy_losses import ClipCovConfig, KlCovConfig, M2poConfig, OpsmConfig
 from learner.algorithms import importance, token_masks
-from learner.batch import Batch, known
+from learner.batch import Batch, Tokens, known
 
 
 @torch.no_grad()
@@ -27,11 +27,14 @@ def choose(batch: Batch, *, config: AlgorithmConfig, update: int, seed: int) -> 
 
 def _passes_masks(batch: Batch, own: Tensor, *, config: AlgorithmConfig) -> Tensor:
     tokens = batch.tokens.take(own)
+    counts = _counts(tokens)
     log_ratio = importance.token_log_ratio(known(tokens.current_logprobs), tokens.generator_logprobs)
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     for mask in config.masks:
         if isinstance(mask, M2poConfig):
-            kept &= token_masks.m2po_mask(log_ratio, known(tokens.advantages), threshold=mask.threshold)
+            kept[counts] &= token_masks.m2po_mask(
+                log_ratio[counts], known(tokens.advantages)[counts], threshold=mask.threshold
+            )
         elif isinstance(mask, OpsmConfig):
             kept &= token_masks.opsm_mask(
                 log_ratio,
@@ -48,13 +51,25 @@ def _selected(batch: Batch, own: Tensor, *, config: AlgorithmConfig, seed: int) 
     loss, tokens = config.policy_loss, batch.tokens.take(own)
     if not isinstance(loss, ClipCovConfig | KlCovConfig):
         return torch.zeros(len(tokens.sequences), dtype=torch.bool, device=own.device)
-    covariances = token_masks.covariance(known(tokens.advantages), known(tokens.current_logprobs))
+    counts = _counts(tokens)
+    selected = torch.zeros_like(counts)
+    covariances = token_masks.covariance(known(tokens.advantages)[counts], known(tokens.current_logprobs)[counts])
     if isinstance(loss, KlCovConfig):
-        return token_masks.kl_cov_mask(covariances, share=loss.share)
-    return token_masks.clip_cov_mask(
+        selected[counts] = token_masks.kl_cov_mask(covariances, share=loss.share)
+        return selected
+    selected[counts] = token_masks.clip_cov_mask(
         covariances,
         share=loss.share,
         low=loss.covariance_low,
         high=loss.covariance_high,
         generator=torch.Generator().manual_seed(seed),
     )
+    return selected
+
+
+def _counts(tokens: Tokens) -> Tensor:
+    """bool[N]: what the correction, where it is known by now, leaves in the policy loss; to choose among others would
+    spend a share, or a mean, on tokens that no loss is made of."""
+    if tokens.is_kept is None:
+        return torch.ones_like(tokens.sequences, dtype=torch.bool)
+    return tokens.is_kept & (known(tokens.correction_weights) > 0)

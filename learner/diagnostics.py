@@ -104,6 +104,8 @@ RANGES = {
     "learner/mismatch_k1": Range(-0.1, 0.1, _TOO_OLD),
     "learner/mismatch_k3": Range(high=0.1, advice=_TOO_OLD),
     "learner/by_lag/0/mismatch_k3": Range(high=0.01, advice=_UNLIKE),
+    "learner/by_lag/0/mismatch_max": Range(high=0.5, advice=_UNLIKE, patience=5),
+    "learner/mismatch_tail_fraction": Range(high=0.1, advice=_TOO_OLD),
     "learner/perplexity_ratio": Range(0.8, 1.25, _TOO_OLD),
     "learner/ess": Range(low=0.3, advice=_TOO_OLD),
     "learner/chi2": Range(high=1.0, advice=_TOO_OLD),
@@ -111,6 +113,7 @@ RANGES = {
     "learner/weight_std": Range(high=1.0, advice=_CORRECTED),
     "learner/ratio_mean": Range(0.5, 2.0, "the policy runs away within a step: lower the learning rate or the updates"),
     "learner/kept_fraction": Range(low=0.5, advice="the correction rejects most of the data: widen its bounds"),
+    "learner/kept_trajectories_fraction": Range(low=0.5, advice="the correction rejects most trajectories: widen it"),
     "learner/idle_fraction": Range(high=0.5, advice="the policy loss clips most of the data: lower the learning rate"),
     "learner/nonfinite_fraction": Range(high=0.0, advice="a model returns log-probabilities that are not finite"),
     "learner/entropy": Range(low=0.01, advice="the policy has stopped exploring: see algorithm.entropy_coefficient"),
@@ -121,6 +124,10 @@ RANGES = {
         high=0.5, advice="stale gradients repeat themselves: " + _TOO_OLD, patience=5, only_stale=True
     ),
     "learner/failed_fraction": Range(high=0.1, advice="a reward function raises or hangs"),
+    "learner/over_age_fraction": Range(high=0.5, advice="most tokens are too old to train on: " + _TOO_OLD),
+    "learner/advantage_zero_fraction": Range(
+        high=0.95, advice="hardly a group teaches: prompts are too easy or too hard, see buffer.filter", patience=5
+    ),
 }
 """Key -> its healthy range; docs/metrics.md shows the same. Who leaves it is reported by `learner.health`."""
 

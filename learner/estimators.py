@@ -130,7 +130,8 @@ def _gdpo(config: GdpoConfig, batch: Batch, _: Memory) -> Estimate:
     parts = batch.parts(names, setting="algorithm.advantage.weights")
     weights = parts.new_tensor([config.weights.get(name, 1.0) for name in names])
     found = advantages.gdpo(parts, batch.trajectories.groups, weights=weights, epsilon=config.epsilon)
-    return Estimate(whiten(found, epsilon=config.epsilon))
+    # Their mean is 0 already; to subtract what rounding leaves of it would give groups of equal rewards an advantage.
+    return Estimate(found / (found.std(correction=0) + config.epsilon) if len(found) else found)
 
 
 def _moving_baseline(config: MovingBaselineConfig, batch: Batch, memory: Memory) -> Estimate:
@@ -157,6 +158,7 @@ def _optimal_token_baseline(config: OptimalTokenBaselineConfig, batch: Batch, _:
         num_sequences=batch.num_trajectories,
         epsilon=config.epsilon,
         weights=tokens.correction_weights,
+        positions=tokens.positions_in_turn if config.per_turn else tokens.positions,
         turns=tokens.turns if config.per_turn else None,
         lone_learns=False,
     )
@@ -205,9 +207,17 @@ def _vtrace(config: VtraceConfig, batch: Batch, _: Memory) -> Estimate:
     return Estimate(found, targets, is_per_token=True)
 
 
+def own_function(config: CustomAdvantageConfig) -> Callable[..., Any]:
+    """The user's. Raises ConfigError."""
+    return load_function(config.function, setting="algorithm.advantage", num_values=2, arguments=config.arguments)
+
+
 def _custom(config: CustomAdvantageConfig, batch: Batch, _: Memory) -> Estimate:
-    function = load_function(config.function, setting="algorithm.advantage", num_values=2, arguments=config.arguments)
-    found = function(batch.trajectories.rewards, batch.trajectories.groups, **config.arguments)
+    if not batch.num_trajectories:
+        return Estimate(batch.trajectories.rewards)
+    function = own_function(config)
+    groups = torch.unique(batch.trajectories.groups, return_inverse=True)[1]
+    found = function(batch.trajectories.rewards, groups, **config.arguments)
     if not isinstance(found, Tensor) or found.shape != batch.trajectories.rewards.shape or not found.isfinite().all():
         raise BatchFault(
             f"algorithm.advantage.function={config.function} must return one finite number per trajectory "

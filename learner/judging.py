@@ -70,7 +70,9 @@ def _correct(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
     drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
-    correction = correct(drift, tokens, num_sequences=batch.num_trajectories, config=config.correction)
+    correction = correct(
+        drift, tokens, learner_log_ratio=drift, num_sequences=batch.num_trajectories, config=config.correction
+    )
     batch = batch.with_tokens(
         correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
     )

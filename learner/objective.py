@@ -81,8 +81,7 @@ class Objective:
         numbers, sequences = torch.unique(tokens.sequences, return_inverse=True)
         tokens = tokens.replace(sequences=sequences)
         anchor = self._proximal_logprobs(tokens, learner.detach())
-        drift = importance.token_log_ratio(anchor, tokens.generator_logprobs)
-        correction = self._correction(tokens, drift, num_sequences=len(numbers))
+        correction = self._correction(tokens, anchor, learner.detach(), num_sequences=len(numbers))
         log_ratio = importance.token_log_ratio(learner, anchor)
         found = self._policy_loss(tokens, log_ratio, learner.detach(), correction, num_sequences=len(numbers))
         divergence = self._reference_kl(tokens, measured)
@@ -137,11 +136,19 @@ class Objective:
             return learner_logprobs
         return tokens.start_logprobs
 
-    def _correction(self, tokens: Tokens, drift: Tensor, *, num_sequences: int) -> Correction:
+    def _correction(
+        self, tokens: Tokens, anchor: Tensor, learner_logprobs: Tensor, *, num_sequences: int
+    ) -> Correction:
         """That of the whole batch where it is known, else from the update's own values."""
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
-        found = correct(drift, tokens, num_sequences=num_sequences, config=self._config.correction)
+        found = correct(
+            importance.token_log_ratio(anchor, tokens.generator_logprobs),
+            tokens,
+            learner_log_ratio=importance.token_log_ratio(learner_logprobs, tokens.generator_logprobs),
+            num_sequences=num_sequences,
+            config=self._config.correction,
+        )
         return found if tokens.is_kept is None else found._replace(is_kept=found.is_kept & tokens.is_kept)
 
     def _reference_kl(self, tokens: Tokens, measured: dict[str, Tensor]) -> Tensor:

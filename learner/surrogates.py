@@ -174,9 +174,15 @@ def _sppo(config: SppoConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
     return preference.sppo(total, win_rates, eta=config.eta)[seen.sequences]
 
 
+def own_function(config: CustomPolicyLossConfig) -> Callable[..., Any]:
+    """The user's. Raises ConfigError."""
+    return load_function(config.function, setting="algorithm.policy_loss", num_values=3, arguments=config.arguments)
+
+
 def _custom(config: CustomPolicyLossConfig, log_ratio: Tensor, seen: Evidence) -> Tensor:
-    function = load_function(config.function, setting="algorithm.policy_loss", num_values=3, arguments=config.arguments)
-    losses = function(log_ratio, seen.advantages, seen.sequences, **config.arguments)
+    function = own_function(config)
+    sequences = torch.unique(seen.sequences, return_inverse=True)[1]
+    losses = function(log_ratio, seen.advantages, sequences, **config.arguments)
     if not isinstance(losses, Tensor) or losses.shape != log_ratio.shape:
         raise BatchFault(
             f"algorithm.policy_loss.function={config.function} must return one loss per token ({len(log_ratio)}), got "
@@ -211,6 +217,8 @@ def policy_loss(config: Any, log_ratio: Tensor, seen: Evidence, *, is_counted: T
 
     The others have no loss, and no share in the ratio of their sequence.
     """
+    if not is_counted.any():
+        return PolicyLoss(0 * log_ratio, torch.zeros_like(is_counted))
     surrogate, chosen = SURROGATES[type(config)], seen.take(is_counted)
 
     def losses(log_ratio: Tensor) -> Tensor:

@@ -116,15 +116,16 @@ class Trainer:
         batch = self._objective.judge(batch)
         scale = self._objective.learning_rate_scale(batch)
         tally, num_before = Tally(), self.num_updates
-        norms = [
+        found = [
             self._update(batch, index, microbatches, tally=tally, step=step, scale=scale)
             for index, microbatches in enumerate(updates)
-            if self._has_loss(batch, index)
+            if self._tokens_of(batch, index).any()
         ]
-        metrics = tally.report(self._ranks, num_updates=len(norms))
+        norms = [norm for norm in found if norm is not None]
+        metrics = tally.report(self._ranks, num_updates=len(found))
         self._onlookers.refresh_reference(self._engine, step=step)
         price = kl_coefficient(self._run.algorithm, self._objective.memory)
-        if norms and self._is_moving(step):
+        if norms:
             divergence = metrics["learner/reference_kl"]
             self._objective.end_step(reference_kl=divergence, num_trajectories=batch.num_trajectories)
         return {
@@ -210,12 +211,14 @@ class Trainer:
 
     def _update(
         self, batch: Batch, index: int, microbatches: list[Microbatch], *, tally: Tally, step: int, scale: float
-    ) -> float:
+    ) -> float | None:
+        """The gradient norm; None where the policy is measured only."""
+        is_moving = self._is_moving(step) and self._has_loss(batch, index)
         batch = self._choose(batch, index, microbatches)
-        with torch.set_grad_enabled(self._is_moving(step)):
+        with torch.set_grad_enabled(is_moving):
             losses = [self._measure(batch, microbatch, tally=tally) for microbatch in microbatches]
-        if not self._is_moving(step):
-            return 0.0
+        if not is_moving:
+            return None
         return self.move(losses, learning_rate=scale * self._learning_rate(self.num_updates), step=step)
 
     def _is_moving(self, step: int) -> bool:
@@ -230,9 +233,13 @@ class Trainer:
         return self._critic.learn(batch, own, step=step)
 
     def _has_loss(self, batch: Batch, index: int) -> bool:
-        """Whether any token of that optimizer update is left to train on."""
-        own = batch.trajectories.updates[batch.tokens.sequences] == index
-        return bool((own if batch.tokens.is_kept is None else own & batch.tokens.is_kept).any())
+        """Whether any token of that optimizer update is left to train on: the correction may have rejected them all."""
+        own, is_kept = self._tokens_of(batch, index), batch.tokens.is_kept
+        return bool((own if is_kept is None else own & is_kept).any())
+
+    def _tokens_of(self, batch: Batch, index: int) -> Tensor:
+        """bool[N]: those of that optimizer update."""
+        return batch.trajectories.updates[batch.tokens.sequences] == index
 
     def _choose(self, batch: Batch, index: int, microbatches: list[Microbatch]) -> Batch:
         """Where tokens are picked out by what the learner says of them as the update begins."""

@@ -30,6 +30,7 @@ def optimal_token_baseline(
     num_sequences: int,
     epsilon: float,
     weights: Float[Tensor, "N"] | None = None,
+    positions: Int[Tensor, "N"] | None = None,
     turns: Int[Tensor, "N"] | None = None,
     lone_learns: bool = True,
 ) -> Float[Tensor, "N"]:
@@ -39,8 +40,9 @@ def optimal_token_baseline(
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
     `returns` are G, the rewards from each token on; `weights` are importance weights; `turns` count from 0 within each
-    trajectory. A token without company, in a group of one or where only one member is left, has baseline 0, or, unless
-    `lone_learns`, its own return: advantage 0.
+    trajectory; `positions` say which token of its trajectory, or turn, each is, where some are missing. A token without
+    company, in a group of one or where only one member is left, has baseline 0, or, unless `lone_learns`, its own
+    return: advantage 0.
 
     Source: Optimal Token Baseline, arXiv:2602.07078; squared weights as its off-policy form.
     Differs: epsilon is added to each W, not to their sum, so that where no member could have done otherwise (W = 0) B
@@ -48,7 +50,10 @@ def optimal_token_baseline(
     default, without `turns`.
     """
     energy = _energy(score_norms, weights, sequences, num_sequences=num_sequences) + epsilon
-    cells = _cells(sequences, groups, turns, num_sequences=num_sequences)
+    turns = torch.zeros_like(sequences) if turns is None else turns
+    if positions is None:
+        positions = _positions(sequences, turns, num_sequences=num_sequences)
+    cells = _cells(groups[sequences], turns, positions)
     num_cells = segments.count(cells)
     lowest = segments.minima(returns, cells, num_segments=num_cells)
     weighted = segments.sums(energy * (returns - lowest[cells]), cells, num_segments=num_cells)
@@ -64,12 +69,13 @@ def _energy(
     return segments.from_rows(segments.to_rows(weighted, sequences, num_sequences=num_sequences).cumsum(1), sequences)
 
 
-def _cells(
-    sequences: Int[Tensor, "N"], groups: Int[Tensor, "B"], turns: Int[Tensor, "N"] | None, *, num_sequences: int
-) -> Int[Tensor, "N"]:
-    """Tokens at the same position of trajectories of the same group share a cell; cells are counted without gaps."""
-    turns = torch.zeros_like(sequences) if turns is None else turns
+def _positions(sequences: Int[Tensor, "N"], turns: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
+    """Of each token among those of its turn."""
     num_turns = segments.count(turns)
-    places = segments.places_in_rows(sequences * num_turns + turns, num_sequences=num_sequences * num_turns)
-    cells = (groups[sequences] * num_turns + turns) * segments.count(places) + places
+    return segments.places_in_rows(sequences * num_turns + turns, num_sequences=num_sequences * num_turns)
+
+
+def _cells(groups: Int[Tensor, "N"], turns: Int[Tensor, "N"], positions: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """Tokens at the same position of trajectories of the same group share a cell; cells are counted without gaps."""
+    cells = (groups * segments.count(turns) + turns) * segments.count(positions) + positions
     return torch.unique(cells, return_inverse=True)[1]

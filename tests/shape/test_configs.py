@@ -13,11 +13,11 @@ VARIANTS = {group: options for group, options in groups().items() if "/" in grou
 NEEDED = {
     "buffer/store=redis": ["buffer.store.url=redis://localhost:6379/0"],
     "algorithm/advantage=remax": ["generators.baseline=greedy"],
-    "algorithm/advantage=win_rate": ["algorithm/policy_loss=sppo"],
+    "algorithm/advantage=win_rate": ["recipe=sppo"],
     "algorithm/advantage=vtrace": ["algorithm/correction=none", "algorithm.proximal=recompute"],
     "algorithm/advantage=custom": ["algorithm.advantage.function=my_module:my_advantage"],
     "algorithm/policy_loss=custom": ["algorithm.policy_loss.function=my_module:my_loss"],
-    "algorithm/policy_loss=sppo": ["algorithm/advantage=win_rate"],
+    "algorithm/policy_loss=sppo": ["recipe=sppo"],
 }
 """What an option cannot do without."""
 

@@ -67,7 +67,8 @@ def test_a_filter_that_lets_nothing_through_is_refused(chosen, generators, compl
 
 def test_one_answer_and_a_greedy_one_can_differ():
     generators = {"group_size": 1, "baseline": "greedy"}
-    run = make_run(buffer={"filter": {"kind": "zero_signal"}}, generators=generators, algorithm=OF_ONE)
+    remax = {"advantage": {"kind": "remax"}}
+    run = make_run(buffer={"filter": {"kind": "zero_signal"}}, generators=generators, algorithm=remax)
     assert run.generators.members_per_group == 2
 
 

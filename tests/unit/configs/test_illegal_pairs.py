@@ -27,6 +27,12 @@ from configs.load import load
         (["algorithm.correction.low=3"], "must be in order"),
         (["weights.publish_every_steps=3"], "multiple of weights.publish_every_steps=3"),
         (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
+        (["recipe=gspo", "algorithm.policy_loss.form=length_scaled", "algorithm.aggregation=token_mean"], "once more"),
+        (["recipe=sppo", "algorithm.aggregation=token_mean"], "weigh by their length once more"),
+        (["algorithm/advantage=optimal_token_baseline", "algorithm.reward.truncated=mask"], "are not there"),
+        (["buffer/filter=zero_signal", "algorithm/advantage=moving_baseline"], "do teach"),
+        (["buffer/filter=zero_signal", "algorithm/advantage=gdpo"], "which such groups do teach"),
+        (["buffer/filter=zero_signal", "+algorithm.reward.parts.right=1.0"], "which such groups do teach"),
     ],
 )
 def test_what_cannot_be_right_is_refused_with_the_reason(overrides, reason):

@@ -52,6 +52,16 @@ def test_turns_are_counted_by_runs_of_model_written_tokens():
     mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
     batch = admitted([[fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 5)])]]).batch
     assert batch.tokens.turns.tolist() == [0, 0, 1, 1, 1]
+    assert batch.tokens.positions.tolist() == [0, 1, 2, 3, 4]
+    assert batch.tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 2]
+
+
+def test_positions_count_the_tokens_that_are_too_old_as_well():
+    mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
+    batch = admitted([[fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 0), VersionSpan(6, 5)])]]).batch
+    assert batch.tokens.turns.tolist() == [1, 1]
+    assert batch.tokens.positions.tolist() == [3, 4]
+    assert batch.tokens.positions_in_turn.tolist() == [1, 2]
 
 
 def test_parts_of_rewards_are_columns_by_name():

@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 import torch
 
+from buffer.trajectory import Reward
 from configs import advantages, correction, policy_losses
 from configs.algorithm import AlgorithmConfig, EssLearningRateConfig
+from configs.base import ConfigError
 from configs.critic import CriticConfig, CriticOptimizerConfig
 from configs.distillation import DistillationConfig
 from configs.kl import AdaptiveKlConfig, KlConfig
@@ -21,7 +24,11 @@ NONE = correction.CorrectionConfig(level="none", high=None)
 REJECT_MEAN = correction.RejectionConfig(low=0.17, high=2.0)
 QUICK = CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
-WIN = {"advantage": advantages.WinRateConfig(), "policy_loss": policy_losses.SppoConfig(eta=1.0)}
+WIN = {
+    "advantage": advantages.WinRateConfig(),
+    "policy_loss": policy_losses.SppoConfig(eta=1.0),
+    "aggregation": "prompt_mean",
+}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{
         f"advantage-{record.__struct_config__.tag}": {"advantage": record()}
@@ -51,7 +58,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "advantage-gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive=0.05), "critic": WARMED_UP},
     "advantage-vtrace": {"advantage": advantages.VtraceConfig(), "correction": NONE, "critic": CRITIC},
     "gspo-token": {"policy_loss": policy_losses.GspoConfig(form="token")},
-    "luspo": {"policy_loss": policy_losses.GspoConfig(form="length_scaled")},
+    "luspo": {
+        "policy_loss": policy_losses.GspoConfig(form="length_scaled"),
+        "aggregation": "seq_mean_token_mean",
+    },
     "dppo-kl": {"policy_loss": policy_losses.DppoConfig(divergence="kl")},
     "topr-token": {"policy_loss": policy_losses.ToprConfig(level="token")},
     "clip_cov-many": {"policy_loss": policy_losses.ClipCovConfig(share=0.2, covariance_low=0.0)},
@@ -62,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "geometric": {"correction": correction.CorrectionConfig(level="geometric", high=5.0)},
     "seq_mis": {"correction": correction.CorrectionConfig(level="sequence", bound="mask", low=0.2, high=5.0)},
     "normalised": {"correction": correction.CorrectionConfig(level="sequence", normalise=True)},
-    "by_lag": {"correction": correction.CorrectionConfig(by_lag=[correction.LagBoundConfig(2, 1.1)])},
+    "by_lag": {"correction": correction.CorrectionConfig(by_lag=[correction.LagBoundConfig(2, high=1.1)])},
     "rejected": {"correction": correction.CorrectionConfig(reject=[REJECT_MEAN], rebaseline=True, denominator="kept")},
     "veto": {"correction": correction.CorrectionConfig(veto=(1e-3, 1e3))},
     "bypass": {"proximal": "generator", "correction": NONE},
@@ -128,6 +138,35 @@ def test_several_updates_of_a_step_work_too(tmp_path, name):
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
     # Of one of the two parts everything is rejected.
     assert metrics[-1]["learner/updates"] == (1 if name == "rejected" else 2)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"advantage": advantages.CustomAdvantageConfig("tests.unit.learner.own_algorithm:missing")},
+        {"policy_loss": policy_losses.CustomPolicyLossConfig("no_such_module:loss")},
+    ],
+)
+def test_a_function_of_ones_own_that_is_not_there_is_said_before_anything_is_built(tmp_path, algorithm):
+    run = make_run(tmp_path / "no model", algorithm=AlgorithmConfig(**algorithm))
+    with pytest.raises(ConfigError, match=r"function.*(has no 'missing'|no module 'no_such_module')"):
+        make_trainer(run)
+
+
+def test_a_function_of_ones_own_sees_no_gap_and_is_not_called_for_nothing(tmp_path):
+    """A reward that failed takes a whole group away, a bound all tokens of a trajectory."""
+    algorithm = SETTINGS["custom"] | {
+        "advantage": advantages.CustomAdvantageConfig("tests.unit.learner.own_algorithm:group_means_gone"),
+        "policy_loss": policy_losses.CustomPolicyLossConfig("tests.unit.learner.own_algorithm:weighed_by_length"),
+        "correction": correction.CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN]),
+    }
+    learner = {"groups_per_step": 4, "tokens_per_microbatch": 64}
+    run = make_run(make_model(tmp_path), algorithm=AlgorithmConfig(**algorithm), learner=learner)
+    groups = make_groups(num_groups=4)
+    error = Reward(total=0.0, status="error")
+    groups[1] = [msgspec.structs.replace(member, reward=error) for member in groups[1]]
+    metrics = make_trainer(run).step(groups, learner_version=0, step=1)
+    assert 0 < metrics["learner/kept_fraction"] < 1
 
 
 def test_no_record_is_without_a_function():

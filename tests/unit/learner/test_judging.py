@@ -2,11 +2,13 @@ import msgspec
 import pytest
 import torch
 
-from buffer.trajectory import Reward
-from configs.advantages import DrGrpoConfig
+from buffer.trajectory import Reward, VersionSpan
+from configs.advantages import DrGrpoConfig, GdpoConfig, OptimalTokenBaselineConfig
 from configs.algorithm import AlgorithmConfig
-from configs.correction import CorrectionConfig
+from configs.correction import CorrectionConfig, RejectionConfig
+from configs.policy_losses import KlCovConfig, M2poConfig
 from learner.admission import admit
+from learner.choosing import choose
 from learner.judging import describe, judge
 from learner.memory import Memory
 from tests.unit.learner.builders import VOCABULARY, make_groups, make_response
@@ -99,3 +101,45 @@ def test_a_description_of_no_token_is_zeros():
 
 def test_what_is_decided_on_the_whole_batch_needs_the_start_of_the_step():
     assert AlgorithmConfig(correction=CorrectionConfig(normalise=True)).needs_start_logprobs
+
+
+def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():
+    def scored(group, index, parts):
+        return msgspec.structs.replace(make_response(group, index), reward=Reward(total=0.3, parts=parts))
+
+    groups = [
+        [scored(0, i, {"a": 0.1, "b": 0.2}) for i in range(3)],
+        [scored(1, i, {"a": 0.1, "b": i}) for i in (0, 1, 3)],
+    ]
+    found = judged(groups, advantage=GdpoConfig())
+    assert of_trajectories(found, "advantages")[:3] == [0, 0, 0]
+    assert of_trajectories(found, "advantages")[3:] != [0, 0, 0]
+
+
+def test_a_token_baseline_compares_tokens_at_the_same_place_though_older_ones_are_gone():
+    old = make_response(0, 0, reward=1.0, version_spans=[VersionSpan(4, 0), VersionSpan(6, 9)])
+    groups = [[old, make_response(0, 1, reward=0.0, version=9)]]
+    batch = admit(groups, learner_version=9, max_lags=[2], weights=[1.0], num_updates=1, vocab_size=VOCABULARY).batch
+    batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs, collisions=torch.full((6,), 0.5))
+    config = AlgorithmConfig(advantage=OptimalTokenBaselineConfig())
+    found = judge(batch, config=config, memory=Memory(), max_tokens=8).tokens.advantages
+    # The last two tokens of either have company, the first two of the young one have none.
+    assert (found[:2] > 0).all()
+    assert found[2:4].tolist() == [0, 0]
+    assert (found[4:] < 0).all()
+
+
+def test_tokens_are_chosen_among_those_that_the_correction_leaves():
+    batch = batch_of(make_groups())
+    tokens = batch.tokens
+    drift = torch.where(torch.arange(len(tokens.sequences)) % 4 == 0, 1.0, 0.01)
+    start = tokens.generator_logprobs + drift
+    batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
+    rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)])
+    masked = AlgorithmConfig(advantage=DrGrpoConfig(), masks=[M2poConfig(threshold=0.05)], correction=rejects)
+    found = judge(batch, config=masked, memory=Memory(), max_tokens=8)
+    assert choose(found, config=masked, update=0, seed=0).tokens.is_trusted.all(), "what is far is rejected already"
+    penalised = AlgorithmConfig(advantage=DrGrpoConfig(), policy_loss=KlCovConfig(share=0.5), correction=rejects)
+    chosen = choose(found, config=penalised, update=0, seed=0).tokens.is_selected
+    assert not chosen[drift == 1].any()
+    assert int(chosen.sum()) == int((drift < 1).sum()) // 2

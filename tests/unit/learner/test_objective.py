@@ -23,6 +23,8 @@ def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
     columns = {
         "sequences": torch.arange(num_tokens),
         "turns": torch.zeros(num_tokens, dtype=torch.int64),
+        "positions": torch.zeros(num_tokens, dtype=torch.int64),
+        "positions_in_turn": torch.zeros(num_tokens, dtype=torch.int64),
         "lags": torch.zeros(num_tokens, dtype=torch.int64),
         "generator_logprobs": -torch.rand(num_tokens),
         "advantages": torch.randn(num_tokens),
@@ -101,6 +103,16 @@ def test_any_split_into_microbatches_has_the_same_gradient(sizes):
         for p in places
     ]
     assert torch.allclose(torch.cat(parts), whole, atol=1e-8)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 5])
+def test_an_interpolated_proximal_policy_does_not_soften_what_is_rejected(lag):
+    tokens = make_tokens(lags=torch.full((9,), lag))
+    rejects = CorrectionConfig(reject=[RejectionConfig(over="token", low=0.9, high=1.1)])
+    drift = torch.tensor([0.15, 0.0, -0.15] * 3)
+    config = AlgorithmConfig(proximal="interpolate", correction=rejects)
+    found = gradient(config, tokens, tokens.generator_logprobs + drift)
+    assert (found != 0).tolist() == [False, True, False] * 3
 
 
 @pytest.mark.parametrize("policy_loss", [GspoConfig(), GspoConfig(form="token"), GmpoConfig(), ToprConfig()])

@@ -5,6 +5,7 @@ import torch
 
 from buffer.trajectory import Reward, VersionSpan
 from configs.algorithm import AlgorithmConfig
+from configs.correction import CorrectionConfig, RejectionConfig
 from configs.kl import AdaptiveKlConfig, KlConfig
 from configs.learner import OptimizerConfig
 from configs.policy_losses import ReinforceConfig
@@ -120,6 +121,21 @@ def test_a_batch_without_a_trainable_token_leaves_the_adaptive_kl_coefficient_al
     ]
     assert prices[:2] == [0.1, 0.1]
     assert prices[2] != 0.1
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_an_update_whose_tokens_are_all_rejected_is_measured_and_moves_nothing(tmp_path, num_updates):
+    correction = CorrectionConfig(level="none", high=None, reject=[RejectionConfig(over="token", low=50.0)])
+    algorithm = AlgorithmConfig(correction=correction, updates_per_step=num_updates)
+    trainer = make_trainer(make_run(make_model(tmp_path), algorithm=algorithm))
+    before = weights(trainer)
+    groups = make_groups()
+    metrics = trainer.step(groups, learner_version=0, step=1)
+    assert (metrics["learner/updates"], trainer.num_updates) == (0, 0)
+    assert metrics["learner/kept_fraction"] == metrics["learner/loss"] == 0
+    assert metrics["learner/tokens"] == sum(int(member.model_mask.sum()) for group in groups for member in group)
+    assert metrics["learner/mismatch_k3"] > 0
+    assert largest_difference(before, weights(trainer)) == 0
 
 
 def test_a_loss_that_is_not_finite_stops_the_step_and_moves_nothing(tmp_path):

@@ -1,0 +1,130 @@
+"""Every policy loss with every correction, proximal policy and mask that it may have: no split changes the gradient."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from buffer.trajectory import VersionSpan
+from configs import policy_losses
+from configs.advantages import DrGrpoConfig, WinRateConfig
+from configs.algorithm import AlgorithmConfig
+from configs.base import ConfigError
+from configs.correction import CorrectionConfig, LagBoundConfig, RejectionConfig
+from learner.admission import admit
+from learner.diagnostics import Tally
+from learner.objective import Objective
+from tests.unit.learner.builders import VOCABULARY, make_groups
+
+LOSSES = {
+    "ppo_clip": policy_losses.PpoClipConfig(),
+    "reinforce": policy_losses.ReinforceConfig(),
+    "unclipped": policy_losses.UnclippedConfig(),
+    "cispo": policy_losses.CispoConfig(),
+    "sapo": policy_losses.SapoConfig(),
+    "dro": policy_losses.DroConfig(),
+    "aspo": policy_losses.AspoConfig(),
+    "dppo_tv": policy_losses.DppoConfig(),
+    "dppo_kl": policy_losses.DppoConfig(divergence="kl"),
+    "topr": policy_losses.ToprConfig(),
+    "topr_token": policy_losses.ToprConfig(level="token"),
+    "gspo": policy_losses.GspoConfig(),
+    "gspo_token": policy_losses.GspoConfig(form="token"),
+    "luspo": policy_losses.GspoConfig(form="length_scaled"),
+    "gmpo": policy_losses.GmpoConfig(),
+    "vespo": policy_losses.VespoConfig(),
+    "clip_cov": policy_losses.ClipCovConfig(share=0.2, covariance_low=0.0),
+    "kl_cov": policy_losses.KlCovConfig(share=0.2),
+    "sppo": policy_losses.SppoConfig(eta=1.0),
+    "custom": policy_losses.CustomPolicyLossConfig("tests.unit.learner.own_algorithm:squashed", {"sharpness": 2.0}),
+}
+MEAN = RejectionConfig(low=0.9, high=1.2)
+CORRECTIONS = [
+    CorrectionConfig(level="none", high=None),
+    CorrectionConfig(),
+    CorrectionConfig(level="sequence", bound="mask", low=0.5, high=2.0),
+    CorrectionConfig(level="geometric", high=1.1, by_lag=[LagBoundConfig(2, low=0.9, high=1.05)]),
+    CorrectionConfig(bound="mask", low=0.7, high=1.4, veto=(0.3, 4.0)),
+    CorrectionConfig(level="sequence", normalise=True, reject=[MEAN], denominator="kept"),
+    CorrectionConfig(level="none", high=None, reject=[MEAN], rebaseline=True),
+]
+PROXIMALS = ("recompute", "reuse", "generator", "interpolate")
+MASKS = ([], [policy_losses.M2poConfig(0.01), policy_losses.OpsmConfig(0.01)])
+
+
+def make_batch(config):
+    groups = make_groups(num_groups=4)
+    for number, member in enumerate(member for group in groups for member in group):
+        member.version_spans[:] = [VersionSpan(span.first_token, 3 - number % 4) for span in member.version_spans]
+    batch = admit(
+        groups,
+        learner_version=3,
+        max_lags=[None] * 4,
+        weights=[1.0, 0.5, 1.0, 2.0],
+        num_updates=config.updates_per_step,
+        vocab_size=VOCABULARY,
+    ).batch
+    if not config.needs_start_logprobs:
+        return batch
+    return batch.with_tokens(start_logprobs=near(batch.tokens.generator_logprobs, seed=1))
+
+
+def near(logprobs, *, seed):
+    """Another policy's, not far from these."""
+    chance = torch.Generator().manual_seed(seed)
+    return logprobs + 0.25 * torch.randn(len(logprobs), generator=chance)
+
+
+def gradient(objective, tokens, logprobs, parts):
+    """Of the sum over the parts' losses, each formed by itself, places [K] each."""
+    leaf = logprobs.clone().requires_grad_()
+    entropies = torch.zeros_like(leaf)
+    losses = [
+        objective.loss(tokens.take(places), {"logprobs": leaf[places], "entropies": entropies[places]}, tally=Tally())
+        for places in parts
+    ]
+    (found,) = torch.autograd.grad(torch.stack(losses).sum(), leaf)
+    return found
+
+
+def compositions(loss):
+    """Whatever the settings allow; the others are refused when they are loaded."""
+    is_sppo = isinstance(loss, policy_losses.SppoConfig)
+    for correction, proximal, masks, updates in product(CORRECTIONS, PROXIMALS, MASKS, (1, 2)):
+        try:
+            yield AlgorithmConfig(
+                advantage=WinRateConfig() if is_sppo else DrGrpoConfig(),
+                policy_loss=loss,
+                correction=correction,
+                proximal=proximal,
+                masks=masks,
+                updates_per_step=updates,
+                aggregation="seq_mean_token_mean",
+            )
+        except ConfigError:
+            continue
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_split_changes_the_gradient_of_any_composition(name):
+    chance, num_moved, configs = torch.Generator().manual_seed(0), 0, list(compositions(LOSSES[name]))
+    for config in configs:
+        objective = Objective(config, max_tokens=9)
+        batch = objective.judge(make_batch(config))
+        start = batch.tokens.generator_logprobs if batch.tokens.start_logprobs is None else batch.tokens.start_logprobs
+        for update in range(config.updates_per_step):
+            # The first update begins at the start of the step, the second one somewhere else.
+            learner = start if update == 0 else near(start, seed=2)
+            if config.needs_current_logprobs:
+                batch = objective.choose(batch.with_tokens(current_logprobs=learner), update=update, seed=update)
+            numbers = (batch.trajectories.updates == update).nonzero().squeeze(1)
+            order = numbers[torch.randperm(len(numbers), generator=chance)]
+            shares = (order[:1], order[1:4], order[4:])
+            parts = [torch.isin(batch.tokens.sequences, share).nonzero().squeeze(1) for share in shares]
+            whole = gradient(objective, batch.tokens, learner, [torch.cat(parts).sort().values])
+            split = gradient(objective, batch.tokens, learner, parts)
+            assert whole.isfinite().all(), config
+            assert torch.allclose(split, whole, atol=1e-7), config
+            num_moved += bool((whole != 0).any())
+    assert len(configs) >= 20, "what is legal is tried"
+    assert num_moved > 0.8 * len(configs)
