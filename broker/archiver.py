@@ -98,11 +98,6 @@ class Archiver:
         """Newest step in the archive's ledger; 0 before the first."""
         return self._steps.last_step
 
-    @property
-    def num_waiting_steps(self) -> int:
-        """Steps that a checkpoint covers and that are not in the archive's ledger yet."""
-        return self._steps.num_pending
-
     def step(self) -> int:
         """Archive one shard if it is due; returns the groups taken from the store. Raises StoreUnavailable, OSError.
 
@@ -167,8 +162,6 @@ class ArchiverStatus(Record):
     """Archived since it started."""
     last_step: int = 0
     """Newest step in the archive's ledger."""
-    waiting_steps: int = 0
-    """Steps that a checkpoint covers and whose groups are not all archived."""
     reason: str = ""
     """What keeps it from archiving; empty while nothing does."""
 
@@ -258,7 +251,6 @@ class ArchiverThread:
             state=state,
             groups=self._status.groups + archiver.num_groups,
             last_step=archiver.last_step,
-            waiting_steps=archiver.num_waiting_steps,
         )
         archiver.num_groups = 0
 

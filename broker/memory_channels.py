@@ -1,8 +1,7 @@
 """Channels inside one process: deques with the contract of the ZeroMQ ones. For the serial mode and for tests.
 
 By default a `receive` does not wait: in a single thread nothing could arrive meanwhile, so `timeout_s` is ignored and
-None comes at once. `MemoryBroker(wait=...)` gives it something to do instead: `wait(is_ready, timeout_s)` returns when
-`is_ready()` or the time is up, for instance by stepping the other roles. `MemoryBroker.threaded()` waits for threads.
+None comes at once. The channels of `MemoryBroker.threaded()` wait for other threads, at most `timeout_s`.
 """
 
 import threading
@@ -13,24 +12,21 @@ from collections.abc import Callable
 from broker.channels import Frames
 from broker.errors import ChannelClosed
 
-Wait = Callable[[Callable[[], bool], float], object]
-"""(is_ready, timeout_s)."""
-
 
 class MemoryBroker:
     """The hub: at most one server, any number of clients."""
 
-    def __init__(self, *, wait: Wait | None = None) -> None:
+    def __init__(self) -> None:
         self.changed = threading.Condition()
         self.clients: dict[bytes, MemoryClientChannel] = {}
         self.listener: MemoryServerChannel | None = None
-        self._wait = wait
+        self._is_threaded = False
 
     @classmethod
     def threaded(cls) -> "MemoryBroker":
         """A hub whose channels wait for other threads, as the ZeroMQ ones do."""
         hub = cls()
-        hub._wait = hub.changed.wait_for
+        hub._is_threaded = True
         return hub
 
     def server(self) -> "MemoryServerChannel":
@@ -43,8 +39,8 @@ class MemoryBroker:
 
     def await_that(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
         """Wait as this hub waits. The caller holds `changed`."""
-        if self._wait is not None and timeout_s > 0 and not is_ready():
-            self._wait(is_ready, timeout_s)
+        if self._is_threaded:
+            self.changed.wait_for(is_ready, timeout=timeout_s)
 
 
 class MemoryServerChannel:

@@ -49,11 +49,6 @@ class StepArchiver:
         """Newest step in the archive's ledger; 0 before the first."""
         return self._ledger.last_step
 
-    @property
-    def num_pending(self) -> int:
-        """Steps that a checkpoint covers and that wait for their groups."""
-        return len(self._pending)
-
     def look(self) -> None:
         """See which steps a checkpoint covers by now. Raises StoreUnavailable."""
         pointer = self._store.run_state().checkpoint

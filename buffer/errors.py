@@ -2,7 +2,6 @@
 
 BufferFault
 ├── Refused               a record that must not enter; carries a short reason for counters
-├── ContentConflict       a trajectory id came back with other content
 ├── StaleFence            a claim was acted on after it had lapsed
 ├── StoreUnavailable      the store does not answer
 │   └── StoreCannotWrite  it answers, but takes nothing in: its disk or its memory is full, or it is a replica
@@ -24,13 +23,6 @@ class Refused(BufferFault, ValueError):
         """One word for counters, such as `nonfinite_logprob`."""
         self.detail = detail
         """What must hold and what was got."""
-
-
-class ContentConflict(Refused):
-    """A trajectory id that is already stored came back with another checksum."""
-
-    def __init__(self, trajectory_id: str) -> None:
-        super().__init__("content_conflict", f"trajectory {trajectory_id} is stored with other content")
 
 
 class StaleFence(BufferFault, RuntimeError):

@@ -31,8 +31,6 @@ class Fsyncer:
         self._sayings: deque[str] = deque()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsyncer", daemon=True)
-        self.num_syncs = 0
-        """Rounds done."""
 
     def start(self) -> None:
         """Begin."""
@@ -61,7 +59,6 @@ class Fsyncer:
         if is_new:
             for folder in {path.parent for path in paths}:
                 sync_path(folder)
-        self.num_syncs += 1
 
     def _files(self) -> list[Path]:
         """Redis 6 keeps one file, Redis 7 and Valkey keep a folder of them."""

@@ -119,7 +119,7 @@ class StepEntry(Record):
     seed: int
     """Of the run."""
     config_hash: str
-    """xxh3-64 of the run's settings, hexadecimal."""
+    """SHA-256 of the run's settings, hexadecimal."""
     group_ids: list[str]
     """In the order drawn."""
     trajectory_ids: list[list[str]]
@@ -209,7 +209,7 @@ class EvaluationResult(Record):
     """One evaluation, complete when `num_answered == num_prompts`.
 
     Example: EvaluationResult(id="final-sampled", purpose="sampled", version=120, num_prompts=512, num_answered=512,
-        num_correct=490, reward_sum=500.2)
+        num_correct=490)
     """
 
     id: str
@@ -224,8 +224,6 @@ class EvaluationResult(Record):
     """Answers in."""
     num_correct: int
     """Answers entirely right."""
-    reward_sum: float
-    """Sum of rewards."""
     num_failed: int = 0
     """Answers whose reward function failed; not correct."""
 

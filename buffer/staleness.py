@@ -22,12 +22,6 @@ def over_age_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int)
     return too_old & trajectory.model_mask
 
 
-def trajectory_lag(trajectory: Trajectory, *, learner_version: int) -> int:
-    """Lag of the oldest model-written token."""
-    versions = trajectory.token_versions()[trajectory.model_mask]
-    return int(lag(versions, learner_version).max())
-
-
 def lag_histogram(trajectories: Iterable[Trajectory], *, learner_version: int) -> dict[int, int]:
     """Lag -> number of model-written tokens, in rising order of lag."""
     counts: Counter[int] = Counter()

@@ -102,10 +102,10 @@ class Store(Protocol):
         """
         ...
 
-    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str] | None = None) -> int:
-        """Push the deadline of every lease of `owner`, or of those in `lease_ids` alone; returns how many.
+    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
+        """Push the deadline of these leases, where `owner` has them; returns how many.
 
-        Naming what the owner still works on lets a lease whose answer got lost on the way lapse by itself.
+        They are what the owner still works on: a lease whose answer got lost on the way lapses by itself.
         """
         ...
 

@@ -35,8 +35,6 @@ class Publishing:
         self._spare: Staged | None = None
         self._underway: Future[None] | None = None
         self._finished: Published | None = None
-        self.num_overtaken = 0
-        """Versions that were never sent, because the next one was there first."""
 
     def publish(self, *, version: int, step: int, weights: Iterable[tuple[str, Tensor]], canary: Canary) -> None:
         """Copy the weights after `step` and have them sent. Raises what the carrying of an earlier version raised."""
@@ -44,7 +42,6 @@ class Publishing:
         with self._lock:
             overtaken, self._waiting = self._waiting, None
             reuse, self._spare = overtaken or self._spare, None
-        self.num_overtaken += overtaken is not None
         staged = self._stager.stage(version=version, weights=weights, canary=canary, reuse=reuse)
         self._store.record_version(VersionEntry(version, step, staged.checksum))
         self._store.announce_version(version)

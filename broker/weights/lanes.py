@@ -15,7 +15,7 @@ Start = Callable[[int, Tensor], Callable[[], None]]
 
 
 class Lanes:
-    """Belongs to one thread. Memory grows to twice the largest bucket and stays until `close`."""
+    """Belongs to one thread. Its memory grows to twice the largest bucket and stays."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -43,10 +43,6 @@ class Lanes:
             with self._copying():
                 bucket.copy_(self._lane(buckets, index), non_blocking=True)
         self._finish_copies()
-
-    def close(self) -> None:
-        """Let the memory go."""
-        self._buffers = []
 
     def _upload(self, buckets: Sequence[Tensor], index: int) -> None:
         if index < len(buckets):

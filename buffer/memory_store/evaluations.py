@@ -36,6 +36,5 @@ class MemoryEvaluations(MemoryState):
                 num_prompts=stored.num_prompts,
                 num_answered=len(stored.answered),
                 num_correct=stored.num_correct,
-                reward_sum=stored.reward_sum,
                 num_failed=stored.num_failed,
             )

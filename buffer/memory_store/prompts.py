@@ -30,14 +30,12 @@ class MemoryPrompts(MemoryState):
             deadline = self._deadline(lease_s)
             return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
 
-    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str] | None = None) -> int:
+    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
         """See `Store.renew_leases`."""
         with self._changed:
             self._opened()
-            groups = self._leased_to(owner)
-            if lease_ids is not None:
-                named = map(self._leased_group, dict.fromkeys(lease_ids))
-                groups = [group for group in named if group in groups]
+            held = self._leased_to(owner)
+            groups = [group for group in map(self._leased_group, dict.fromkeys(lease_ids)) if group in held]
             for group_id in groups:
                 self._leases_holding(group_id)[group_id] = self._deadline(lease_s)
             return len(groups)

@@ -153,7 +153,6 @@ class OpenEvaluation:
     num_prompts: int
     answered: set[int] = field(default_factory=set)
     num_correct: int = 0
-    reward_sum: float = 0.0
     num_failed: int = 0
 
 

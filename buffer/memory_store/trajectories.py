@@ -100,7 +100,6 @@ class MemoryTrajectories(MemoryState):
         evaluation.answered.add(row)
         evaluation.num_failed += is_failed
         evaluation.num_correct += header.is_correct and not is_failed
-        evaluation.reward_sum += header.reward
         group = self._groups.pop(evaluation_group_id(evaluation_id, row))
         self._evaluation_leases.pop(group.id, None)
         self._evaluation_pending.pop(group.sequence, None)

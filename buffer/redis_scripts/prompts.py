@@ -87,7 +87,7 @@ return leased
 )
 
 # Atomic because a lease must not be renewed after it was given to another owner in between.
-# owner, lease_ms, lease ids... -> number renewed. RENEW_ALL_LEASES takes no ids.
+# owner, lease_ms, lease ids... -> number renewed.
 RENEW_LEASES = script(
     _LEASES_OF_KIND,
     _LEASED_GROUP,
@@ -101,14 +101,6 @@ for i = 4, #ARGV do
   end
 end
 return renewed
-""",
-)
-RENEW_ALL_LEASES = script(
-    _LEASES_OF_KIND,
-    """
-local deadline, groups = now() + tonumber(ARGV[3]), redis.call('SMEMBERS', key('leases_of:' .. ARGV[2]))
-for _, group in ipairs(groups) do redis.call('ZADD', leases_holding(group), deadline, group) end
-return #groups
 """,
 )
 

@@ -209,24 +209,23 @@ return table.concat(answers, ' ')
 )
 
 # Atomic because each row must count once, whoever answers it. The payload is not kept.
-# group, evaluation id, row, newest_version, reward, is_correct, is_failed, purpose, attempt -> a word as with INSERT,
-# ready for the last row of the evaluation.
+# group, evaluation id, row, newest_version, is_correct, is_failed, purpose, attempt -> a word as with INSERT, ready
+# for the last row of the evaluation.
 INSERT_EVALUATION = script(
     _IS_FROM_THE_FUTURE,
     """
 local group, row = ARGV[2], ARGV[4]
 local evaluation, answers = key('evaluation:' .. ARGV[3]), key('answers:' .. ARGV[3])
 local asked, answered, purpose = unpack(redis.call('HMGET', evaluation, 'num_prompts', 'num_answered', 'purpose'))
-if purpose ~= ARGV[9] then return 'unknown_group' end
+if purpose ~= ARGV[8] then return 'unknown_group' end
 if asked == answered or redis.call('SISMEMBER', answers, row) == 1 then return 'duplicate' end
 local owner, attempt = unpack(redis.call('HMGET', key('group:' .. group), 'owner', 'attempt'))
 if not attempt then return 'unknown_group' end
-if tonumber(ARGV[10]) > tonumber(attempt) then return 'unknown_lease' end
+if tonumber(ARGV[9]) > tonumber(attempt) then return 'unknown_lease' end
 if is_from_the_future(ARGV[5]) then return 'future_version' end
 redis.call('SADD', answers, row)
-redis.call('HINCRBY', evaluation, 'num_correct', ARGV[7])
-redis.call('HINCRBY', evaluation, 'num_failed', ARGV[8])
-redis.call('HINCRBYFLOAT', evaluation, 'reward_sum', ARGV[6])
+redis.call('HINCRBY', evaluation, 'num_correct', ARGV[6])
+redis.call('HINCRBY', evaluation, 'num_failed', ARGV[7])
 redis.call('ZREM', key('evaluation_leases'), group)
 redis.call('ZREM', key('evaluation_pending'), group)
 if owner then redis.call('SREM', key('leases_of:' .. owner), group) end

@@ -10,7 +10,7 @@ local id = ARGV[2]
 local evaluation = key('evaluation:' .. id)
 if redis.call('EXISTS', evaluation) == 1 then return end
 redis.call('HSET', evaluation, 'purpose', ARGV[3], 'version', ARGV[4], 'num_prompts', #ARGV - 4,
-  'num_answered', 0, 'num_correct', 0, 'reward_sum', 0, 'num_failed', 0)
+  'num_answered', 0, 'num_correct', 0, 'num_failed', 0)
 for i = 5, #ARGV do
   local group = id .. ':' .. ARGV[i]
   local sequence = redis.call('HINCRBY', key('run'), 'evaluation_sequence', 1)

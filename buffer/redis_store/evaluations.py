@@ -27,6 +27,5 @@ class RedisEvaluations(RedisDoor):
             num_prompts=int(fields["num_prompts"]),
             num_answered=int(fields["num_answered"]),
             num_correct=int(fields["num_correct"]),
-            reward_sum=float(fields["reward_sum"]),
             num_failed=int(fields["num_failed"]),
         )

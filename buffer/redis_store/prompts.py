@@ -8,7 +8,6 @@ from buffer.redis_scripts.prompts import (
     LEASE,
     REAP_GROUPS,
     REAP_LEASES,
-    RENEW_ALL_LEASES,
     RENEW_LEASES,
     RETURN_LEASES,
     RETURN_LEASES_OF,
@@ -50,12 +49,9 @@ class RedisPrompts(RedisRun):
             for group, attempt, purpose, missing in leased
         ]
 
-    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str] | None = None) -> int:
+    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
         """See `Store.renew_leases`."""
-        lease_ms = int(lease_s * 1000)
-        if lease_ids is None:
-            return self._run(RENEW_ALL_LEASES, owner, lease_ms)
-        return self._run(RENEW_LEASES, owner, lease_ms, *dict.fromkeys(lease_ids))
+        return self._run(RENEW_LEASES, owner, int(lease_s * 1000), *dict.fromkeys(lease_ids))
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
         """See `Store.return_leases`."""

@@ -83,5 +83,5 @@ def _evaluation_arguments(header: TrajectoryHeader) -> list[Any]:
     evaluation_id, _, row = header.group_id.rpartition(":")
     is_failed = header.reward_status != "ok"
     is_correct = header.is_correct and not is_failed
-    verdict = [repr(header.reward), int(is_correct), int(is_failed), header.purpose]
+    verdict = [int(is_correct), int(is_failed), header.purpose]
     return [header.group_id, evaluation_id, row, header.newest_version, *verdict, header.attempt]

@@ -167,20 +167,5 @@ def effective_sample_size(weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
     return weights.sum().square() / torch.where(spread > 0, spread, torch.ones_like(spread))
 
 
-def chi2(ratios: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """Estimate of the chi-square divergence of the proximal from the generator's policy; 0 of no ratios.
-
-    chi2 = mean(w^2) - 1, of ratios before any bound; of tokens, or of sequences given `one_per_sequence`
-
-    Source: variance of an importance weight, Kong 1992.
-    """
-    return (ratios.square() - 1).sum() / max(ratios.numel(), 1)
-
-
-def tails(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """Share of the tokens whose probability has doubled or halved: |x| > ln 2; 0 of no tokens."""
-    return (log_ratio.abs() > math.log(2)).sum() / max(log_ratio.numel(), 1)
-
-
 def _wide(logprobs: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     return logprobs if logprobs.dtype == torch.float64 else logprobs.float()

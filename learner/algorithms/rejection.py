@@ -4,8 +4,9 @@ x_t = log pi_proximal - log pi_generator, made by `importance.token_log_ratio`; 
 function returns one Bool per token, equal over a sequence unless `over` is "token"; several are combined by `&`.
 `num_kept` counts what stays, for baselines and denominators that are to be taken after rejection.
 
-A statistic is taken over "token" (each by itself), or over the sequence as "sum", "mean" or "max". Bounds may be given
-per token, as `importance.bound_by_lag` does; over a sequence they must be equal within it.
+A statistic is taken over "token" (each by itself), or over the sequence as "sum", "mean" or, of k2 and k3, "max": of a
+ratio, which has a bound on either side, that is `veto`. Bounds may be given per token, as `importance.bound_by_lag`
+does; over a sequence they must be equal within it.
 """
 
 import math
@@ -31,15 +32,13 @@ def keep_k1(
 ) -> Bool[Tensor, "N"]:
     """Keeps where the ratio proximal / generator is inside the bounds.
 
-    keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t, and for "max" `veto`
+    keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
 
     The sum is the product of ratios, and favours short sequences; the mean is their geometric mean, and does not.
 
     Source: Liu, Li et al. 2025, "When Speed Kills Stability": masked importance sampling (sum), Geo-RS (mean).
     Differs: verl compares -x with the bounds' logarithms, so asymmetric ones hold there for generator / proximal.
     """
-    if over == "max":
-        return veto(log_ratio, sequences, num_sequences=num_sequences, low=low, high=high)
     ratio = _aggregate(bounded(log_ratio.detach()), sequences, num_sequences=num_sequences, over=over).exp()
     return (ratio >= low) & (ratio <= high)
 

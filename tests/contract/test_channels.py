@@ -369,17 +369,3 @@ def test_a_single_thread_never_waits() -> None:
     assert server.receive(timeout_s=PATIENCE_S) is None
     assert client.receive(timeout_s=PATIENCE_S) is None
     assert time.monotonic() - started < 1.0
-
-
-def test_a_waiting_hook_may_run_the_other_role() -> None:
-    def step_server(is_ready: Callable[[], bool], timeout_s: float) -> None:
-        assert not is_ready()
-        received = server.receive(timeout_s=0)
-        assert received is not None
-        server.send(received[0], [b"pong"])
-        assert is_ready()
-
-    hub = MemoryBroker(wait=step_server)
-    server, client = hub.server(), hub.client()
-    client.send([b"ping"])
-    assert client.receive(timeout_s=PATIENCE_S) == [b"pong"]

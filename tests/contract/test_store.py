@@ -165,15 +165,15 @@ def test_a_returned_prompt_keeps_the_members_it_has(store):
 
 
 def test_a_lapsed_lease_is_reaped_and_a_renewed_one_is_not(store, clock):
-    lease(store, 1, owner="dead", lease_s=10)
-    lease(store, 1, owner="alive", lease_s=10)
+    (lapsed,) = lease(store, 1, owner="dead", lease_s=10)
+    (kept,) = lease(store, 1, owner="alive", lease_s=10)
     clock.now += 9
-    assert store.renew_leases(owner="alive", lease_s=10) == 1
+    assert store.renew_leases(owner="alive", lease_s=10, lease_ids=[kept.id]) == 1
     assert store.reap() == []
     clock.now += 1
     assert store.reap() == ["lease 0-0 of dead lapsed: its prompt will be leased again"]
     assert store.counts().leased == 1
-    assert store.renew_leases(owner="dead", lease_s=10) == 0
+    assert store.renew_leases(owner="dead", lease_s=10, lease_ids=[lapsed.id]) == 0
 
 
 def test_only_the_leases_named_are_renewed(store, clock):
@@ -261,9 +261,9 @@ def test_a_late_answer_ends_the_new_owners_lease(store, clock):
     (first,) = lease(store, owner="slow", lease_s=1)
     clock.now += 2
     store.reap()
-    lease(store, owner="quick")
+    (second,) = lease(store, owner="quick")
     fill(store, first)
-    assert store.renew_leases(owner="quick", lease_s=1) == 0
+    assert store.renew_leases(owner="quick", lease_s=1, lease_ids=[second.id]) == 0
     assert store.counts().leased == 0
 
 
@@ -549,7 +549,7 @@ def test_evaluation_rows_are_leased_first_and_counted_once(store):
     result = store.evaluation("at-4")
     assert result.is_complete
     assert (result.purpose, result.version, result.num_prompts, result.num_answered) == ("sampled", 4, 2, 2)
-    assert (result.num_correct, result.num_failed, result.reward_sum) == (1, 1, 1.0)
+    assert (result.num_correct, result.num_failed) == (1, 1)
     counts = store.counts()
     assert (counts.accepted, counts.duplicates, counts.leased) == (0, 0, 1), "evaluations leave the buffer alone"
 

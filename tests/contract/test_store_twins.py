@@ -148,9 +148,9 @@ class Twins(RuleBasedStateMachine):
             again = data.draw(st.lists(st.sampled_from(self.sent), max_size=4))
             self.both(lambda store: store.insert(again))
 
-    @rule(owner=OWNERS, lease_s=LEASE_S, named=st.booleans())
-    def renew(self, owner: str, lease_s: float, named: bool) -> None:
-        ids = [lease.id for lease in self.leases[-5:]] if named else None
+    @rule(owner=OWNERS, lease_s=LEASE_S, newest=st.sampled_from([5, 5, 100]))
+    def renew(self, owner: str, lease_s: float, newest: int) -> None:
+        ids = [lease.id for lease in self.leases[-newest:]]
         self.both(lambda store: store.renew_leases(owner=owner, lease_s=lease_s, lease_ids=ids))
 
     @rule(data=st.data())

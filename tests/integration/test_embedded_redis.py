@@ -55,6 +55,10 @@ def lease_groups(store: RedisStore, count: int) -> list[str]:
     return [lease.group_id for lease in store.lease(admission_limit=10**6, **asked)]
 
 
+def renew_first_attempts(store: RedisStore, groups: list[str]) -> int:
+    return store.renew_leases(owner="generator-0", lease_s=60, lease_ids=[f"{group}-0" for group in groups])
+
+
 def test_the_server_is_private_to_its_folder_and_its_user(server, folder):
     client = connect(server.url)
     assert client.config_get("port")["port"] == "0"
@@ -153,7 +157,8 @@ def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
     with running(EmbeddedRedis(folder, durability="fast", max_memory_mib=8)) as server:
         store = opened(server)
         extras = {"padding": "x" * 200_000}
-        groups = iter(lease_groups(store, 200))
+        leased = lease_groups(store, 200)
+        groups = iter(leased)
         insertions = [Insertion(outcome="inserted")]
         while all(insertion.outcome == "inserted" for insertion in insertions):
             refused_group = next(groups)
@@ -168,7 +173,7 @@ def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
             admin.set("anything", 1)
         ready = store.counts().ready
         assert ready >= 1
-        assert store.renew_leases(owner="generator-0", lease_s=60) == 200 - ready
+        assert renew_first_attempts(store, leased) == 200 - ready
         claim = store.claim(step=1, num_groups=ready, version=0, rules=DrawRules(), lease_s=60)
         store.renew_claim(claim, lease_s=60)
         store.append_metrics({"step": 1})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from buffer.staleness import lag, lag_histogram, over_age_mask, trajectory_lag
+from buffer.staleness import lag, lag_histogram, over_age_mask
 from buffer.trajectory import VersionSpan
 from tests.builders import make_trajectory
 
@@ -29,13 +29,7 @@ def test_prompt_tokens_are_never_over_age():
 def test_tokens_newer_than_the_learner_count_as_fresh():
     trajectory = make_trajectory(version_spans=[VersionSpan(6, 9)])
     assert not over_age_mask(trajectory, learner_version=5, max_lag=0).any()
-    assert trajectory_lag(trajectory, learner_version=5) == -4
-
-
-def test_a_trajectory_is_as_old_as_its_oldest_token():
-    assert trajectory_lag(make_trajectory(version_spans=MIXED), learner_version=6) == 4
-    reverted = make_trajectory(version_spans=[VersionSpan(6, 5), VersionSpan(9, 2)])
-    assert trajectory_lag(reverted, learner_version=6) == 4
+    assert lag_histogram([trajectory], learner_version=5) == {-4: 6}
 
 
 def test_the_histogram_counts_model_written_tokens_per_lag():

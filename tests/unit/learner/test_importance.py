@@ -21,8 +21,6 @@ bound_by_lag = checked(importance.bound_by_lag)
 one_per_sequence = checked(importance.one_per_sequence)
 normalise = checked(importance.normalise)
 effective_sample_size = checked(importance.effective_sample_size)
-chi2 = checked(importance.chi2)
-tails = checked(importance.tails)
 LEVELS = {name: checked(function) for name, function in importance.LEVELS.items()}
 
 LOG_RATIO = torch.tensor([math.log(2), math.log(3), math.log(0.5), 0.0])
@@ -208,24 +206,6 @@ def test_the_effective_sample_size_of_sequences_does_not_depend_on_their_lengths
     of_sequences = one_per_sequence(weights, sequences, num_sequences=2)
     assert effective_sample_size(of_sequences).item() == pytest.approx(16 / 20)
     assert effective_sample_size(weights).item() == pytest.approx(28**2 / (10 * 82))
-
-
-def test_the_chi_square_is_the_mean_square_less_one():
-    assert chi2(torch.tensor([2.0, 0.0])).item() == pytest.approx(1.0)
-    assert chi2(torch.ones(3)).item() == 0.0
-    assert chi2(torch.zeros(0)).item() == 0.0
-
-
-def test_the_expected_chi_square_is_that_of_the_policies():
-    generator, proximal = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    drawn = (proximal / generator).repeat_interleave((generator * 10).round().int())
-    assert chi2(drawn).item() == pytest.approx(float((proximal**2 / generator).sum()) - 1, abs=1e-6)
-
-
-def test_tails_are_what_doubled_or_halved():
-    log_ratio = torch.tensor([0.0, 0.6, -0.6, 0.7, -0.7])
-    assert tails(log_ratio).item() == pytest.approx(2 / 5)
-    assert tails(torch.zeros(0)).item() == 0.0
 
 
 class Enumeration:

@@ -20,7 +20,7 @@ class FakeClock:
 
 def evaluated(accuracy: float) -> dict:
     counts = {"version": 1, "num_prompts": 100, "num_answered": 100, "num_correct": round(100 * accuracy)}
-    return {p: EvaluationResult(id=p, purpose=p, reward_sum=0.0, **counts) for p in ("sampled", "greedy")}
+    return {p: EvaluationResult(id=p, purpose=p, **counts) for p in ("sampled", "greedy")}
 
 
 def train(folder: RunFolder, steps: range, *, lag: float, accuracy: dict[int, float] | None = None) -> dict:
