@@ -37,9 +37,9 @@ from buffer.chunks import chunks
 from buffer.codec import decode, encode
 from buffer.errors import Refused
 from buffer.trajectory import Record, TrajectoryHeader
+from configs.broker import LINK_SILENCE_S
 
 _HELLO_EVERY_S = 1.0
-_SILENCE_S = 8.0
 _REASON_CHARACTERS = 1000
 
 
@@ -61,8 +61,8 @@ class PeerStatus(Record):
 class Link:
     """Joined or joining. `step` belongs to one thread (LinkThread, or the serial run's), the rest to any.
 
-    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After a silence of `_SILENCE_S` it connects anew;
-    each Welcome sends the outbox again, which the store's idempotent insert makes safe.
+    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After a silence of `LINK_SILENCE_S` it connects
+    anew; each Welcome sends the outbox again, which the store's idempotent insert makes safe.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Link:
 
     def _stay_joined(self) -> None:
         now = self._clock()
-        if self.is_joined and now - self._heard_at > _SILENCE_S:
+        if self.is_joined and now - self._heard_at > LINK_SILENCE_S:
             self._welcomed.clear()
             self._channel.reconnect()
         if not self.is_joined and not self.refusal and now >= self._next_hello_at:

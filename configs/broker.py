@@ -6,6 +6,9 @@ from msgspec import Meta
 
 from configs.base import Config
 
+LINK_SILENCE_S = 8.0
+"""Silence of the broker after which a peer connects anew, seconds."""
+
 
 class BrokerConfig(Config):
     """Where the broker listens and how patient it is."""
@@ -24,8 +27,9 @@ class BrokerConfig(Config):
     credit_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
     """Bytes a generator may have sent without an acknowledgement."""
     heartbeat_s: Annotated[float, Meta(gt=0)] = 1.0
-    """Time between pings, seconds."""
+    """Time between pings, seconds; at most half of `LINK_SILENCE_S`."""
     peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
     """Silence after which a peer counts as gone, seconds."""
     lease_s: Annotated[float, Meta(gt=0)] = 30.0
-    """Time a generator has for a leased prompt before it is handed out again, seconds; pings renew it."""
+    """Time a generator has for a leased prompt before it is handed out again, seconds; pings renew it, so at
+    least three of them fit."""

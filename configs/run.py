@@ -8,7 +8,7 @@ from msgspec import Meta
 from configs.advantages import WITH_OWN_BASELINE, RemaxConfig
 from configs.algorithm import AlgorithmConfig
 from configs.base import Config, ConfigError
-from configs.broker import BrokerConfig
+from configs.broker import LINK_SILENCE_S, BrokerConfig
 from configs.buffer import BufferConfig, MemoryStoreConfig
 from configs.data import DataConfig, PrepareStep
 from configs.drawing import AccuracyConfig, ZeroSignalConfig
@@ -261,10 +261,21 @@ def _check_sharding(run: RunConfig) -> None:
 
 
 def _check_peer_patience(run: RunConfig) -> None:
-    if run.broker.peer_timeout_s < 2 * run.broker.heartbeat_s:
+    broker = run.broker
+    if broker.peer_timeout_s < 2 * broker.heartbeat_s:
         raise ConfigError(
-            f"broker.peer_timeout_s must be >= 2 x broker.heartbeat_s ({2 * run.broker.heartbeat_s}), "
-            f"got {run.broker.peer_timeout_s}: one late ping would count as a death."
+            f"broker.peer_timeout_s must be >= 2 x broker.heartbeat_s ({2 * broker.heartbeat_s}), "
+            f"got {broker.peer_timeout_s}: one late ping would count as a death."
+        )
+    if broker.heartbeat_s > LINK_SILENCE_S / 2:
+        raise ConfigError(
+            f"broker.heartbeat_s must be <= {LINK_SILENCE_S / 2:g}, half of the silence after which a peer connects "
+            f"anew, got {broker.heartbeat_s:g}: a role with nothing to say would drop its connection again and again."
+        )
+    if broker.lease_s < 3 * broker.heartbeat_s:
+        raise ConfigError(
+            f"broker.lease_s must be >= 3 x broker.heartbeat_s ({3 * broker.heartbeat_s:g}), got {broker.lease_s:g}: "
+            "pings renew leases, and those of a generator that is well would lapse in between."
         )
 
 
