@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from broker.errors import WeightTransferFault
+from broker.weights.free_memory import free_memory_bytes
 
 
 class SharedBuckets:
@@ -78,7 +78,7 @@ def _map(descriptor: int, size: int, *, is_writable: bool) -> Tensor:
 
 
 def _check_memory(num_bytes: int) -> None:
-    free = psutil.virtual_memory().available
+    free = free_memory_bytes()
     if num_bytes > free:
         raise _no_room(num_bytes, f"{free / 2**20:.0f} MiB available")
 
