@@ -24,13 +24,14 @@ class PrioritizedConfig(Config, tag="prioritized", tag_field="kind"):
 
     Source: Schaul et al., Prioritized Experience Replay, arXiv:1511.05952, section 3.3-3.4.
     Differs: the priority is the standard deviation of a group's rewards, in steps of powers of two from 1/256 up, so
-    that a group whose rewards are all equal is rare, never stuck.
+    that a group whose rewards are all equal is rare, never stuck. Weights are of a draw without repetition, and not
+    divided by the largest: with `correction=1` the expected gradient is that of a uniform draw.
     """
 
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
     """Chance is proportional to priority ** exponent; 0 = uniform."""
     correction: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """Weight is (1 / (number of groups * chance)) ** correction, divided by the largest; 0 = no weights."""
+    """Weight is (groups drawn / (ready groups * probability of being drawn)) ** correction; 0 = no weights."""
 
 
 SamplerConfig = FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig

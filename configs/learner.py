@@ -90,7 +90,7 @@ class LearnerConfig(Config):
     max_steps: Annotated[int, Meta(ge=1)] = 200
     """Steps of the whole run."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
-    """Token budget of one packed row."""
+    """Most input tokens of a microbatch, padding included."""
     stop: StopConfig | None = None
     """Early end; None = always `max_steps`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
