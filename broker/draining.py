@@ -4,8 +4,11 @@ The command leaves a request in the run's store; the broker passes it on, to a g
 """
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from broker.peers import Peer
 from broker.run_store import find_run, open_store_of
 from buffer.errors import BufferFault
 from buffer.store import Store
@@ -35,13 +38,45 @@ def drain(arguments: list[str]) -> None:
     print(f"{generator_id} has left")
 
 
-def drained_ids(requests: dict[str, str], *, now: float) -> list[str]:
-    """Whom the broker was asked to drain, by somebody who still waits for it: not one that came back since then."""
-    return [
-        subject.removeprefix(DRAIN)
-        for subject, ends_at in requests.items()
-        if subject.startswith(DRAIN) and now < float(ends_at)
-    ]
+class Drains:
+    """Whom the broker was asked to drain, until they have gone: one may come only later, and a word may get lost."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, _Asked] = {}
+
+    def take(self, requests: dict[str, str], *, now: float) -> None:
+        """Requests as they were left in the store; what nobody waits for any more is forgotten."""
+        for subject, ends_at in requests.items():
+            if subject.startswith(DRAIN):
+                self._asked[subject.removeprefix(DRAIN)] = _Asked(float(ends_at))
+        self._asked = {name: asked for name, asked in self._asked.items() if now < asked.ends_at}
+
+    @property
+    def are_none(self) -> bool:
+        """Whether nobody is to be told."""
+        return not self._asked
+
+    def due(self, generators: Iterable[Peer]) -> list[Peer]:
+        """Those that are to be told now, once more if need be; never another one that came under the same name."""
+        return [peer for peer in generators if peer.state != "draining" and self._means(peer)]
+
+    def note_told(self, peer: Peer) -> bool:
+        """It was told. Returns whether for the first time."""
+        asked = self._asked[peer.hello.peer_id]
+        is_first, asked.owner = not asked.owner, peer.owner
+        return is_first
+
+    def _means(self, peer: Peer) -> bool:
+        asked = self._asked.get(peer.hello.peer_id)
+        return asked is not None and asked.owner in ("", peer.owner)
+
+
+@dataclass
+class _Asked:
+    ends_at: float
+    """Store's clock."""
+    owner: str = ""
+    """Incarnation that was told; empty before that."""
 
 
 def _check_is_here(store: Store, generator_id: str, *, run: str) -> None:

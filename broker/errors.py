@@ -2,6 +2,7 @@
 
 BrokerFault
 ├── ChannelClosed        a channel was used after close, or its address cannot be bound or reached
+├── LinkDied             the thread that speaks with the broker ended by itself
 ├── RefusedByBroker      the broker will not have this peer; carries its sentence
 ├── WaitTimeout          a wait with a deadline ran out; says who is missing
 └── WeightTransferFault  a weight group could not be built, or a broadcast or its verification failed
@@ -14,6 +15,10 @@ class BrokerFault(Exception):
 
 class ChannelClosed(BrokerFault, ConnectionError):
     """A channel cannot be opened, or was used after it was closed."""
+
+
+class LinkDied(BrokerFault, RuntimeError):
+    """Nobody speaks with the broker any more: a bug, whose traceback is in the log; another start mends it."""
 
 
 class RefusedByBroker(BrokerFault, ValueError):

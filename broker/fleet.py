@@ -15,9 +15,13 @@ Happening = tuple[str, str]
 class Fleet:
     """Life: set_wanted -> (attend | set_wanted)* -> the launcher stops `roles`."""
 
-    def __init__(self, make: Callable[[str], RoleProcess]) -> None:
-        """`make` builds the process of a name, not started."""
+    def __init__(
+        self, make: Callable[[str], RoleProcess], *, lives_another: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`make` builds the process of a name, not started; `lives_another` tells whether the run has a generator that
+        is not kept here."""
         self._make = make
+        self._lives_another = lives_another
         self._kept: dict[str, RoleProcess] = {}
         self._leaving: dict[str, tuple[RoleProcess, float]] = {}
         self.wanted = 0
@@ -27,6 +31,11 @@ class Fleet:
     def kept(self) -> set[str]:
         """Names of those that are not leaving."""
         return set(self._kept)
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all that may be running."""
+        return {*self._kept, *self._leaving}
 
     @property
     def roles(self) -> list[RoleProcess]:
@@ -44,7 +53,7 @@ class Fleet:
         return [*((name, f"{name} is told to leave: {wanted} are wanted") for name in surplus), *self._fill_up()]
 
     def attend(self) -> list[Happening]:
-        """Look after all of them. Raises RoleDied when the last one cannot go on."""
+        """Look after all of them. Raises RoleDied when the last one of the run cannot go on."""
         happened = [happening for name in list(self._kept) for happening in self._attend(name)]
         happened += [happening for name in list(self._leaving) for happening in self._see_off(name)]
         return happened + self._fill_up()
@@ -57,7 +66,7 @@ class Fleet:
         try:
             return [(name, sentence) for sentence in role.attend()]
         except RoleDied as death:
-            if len(self._kept) == 1:
+            if len(self._kept) == 1 and not self._lives_another():
                 raise
             self._let_go(name)
             return [(name, f"{name} is given up, {self.wanted} are kept now: {str(death).splitlines()[0]}")]

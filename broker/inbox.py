@@ -1,4 +1,4 @@
-"""Inbox: what a Link received and its role has not handled yet."""
+"""Inbox: what a Link received and its role has not handled yet, and that the Link has ended."""
 
 import asyncio
 import queue
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
-from broker.errors import RefusedByBroker
+from broker.errors import LinkDied, RefusedByBroker
 from broker.messages import Message, Refuse
 
 
@@ -14,7 +14,10 @@ class Inbox(Protocol):
     """What a synchronous role reads from."""
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """The next message, or None after `timeout_s`. Raises RefusedByBroker once the broker will not have us."""
+        """The next message, or None after `timeout_s`.
+
+        Raises RefusedByBroker once the broker will not have us, LinkDied when nobody speaks with it any more.
+        """
         ...
 
 
@@ -22,11 +25,11 @@ class QueueInbox:
     """Filled by the link's thread; read by `get`, or forwarded to a listener once there is one."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._listener: Callable[[Message], None] | None = None
+        self._queue: queue.SimpleQueue[Message | LinkDied] = queue.SimpleQueue()
+        self._listener: Callable[[Message | LinkDied], None] | None = None
 
-    def put(self, message: Message) -> None:
-        """Take a message in; the Link's `on_message`."""
+    def put(self, message: Message | LinkDied) -> None:
+        """Take a message in, or the link's end; the Link's `on_message` and `on_end`."""
         if self._listener is None:
             self._queue.put(message)
         else:
@@ -37,15 +40,17 @@ class QueueInbox:
         message = self._take(timeout_s=timeout_s)
         if isinstance(message, Refuse):
             raise RefusedByBroker(message.reason)
+        if isinstance(message, LinkDied):
+            raise message
         return message
 
-    def forward_to(self, listener: Callable[[Message], None]) -> None:
+    def forward_to(self, listener: Callable[[Message | LinkDied], None]) -> None:
         """Hand everything kept, then everything new, to `listener` (on the link's thread)."""
         self._listener = listener
         while (message := self._take(timeout_s=0)) is not None:
             listener(message)
 
-    def _take(self, *, timeout_s: float) -> Message | None:
+    def _take(self, *, timeout_s: float) -> Message | LinkDied | None:
         try:
             return self._queue.get(timeout=timeout_s) if timeout_s > 0 else self._queue.get_nowait()
         except queue.Empty:

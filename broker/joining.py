@@ -91,7 +91,7 @@ def join(
     )
     inbox = QueueInbox()
     channel = ZmqClientChannel(address, max_message_bytes=max_message_bytes)
-    link = Link(channel, hello=hello, status=status, on_message=inbox.put)
+    link = Link(channel, hello=hello, status=status, on_message=inbox.put, on_end=inbox.put)
     thread = LinkThread(link)
     thread.start()
     try:

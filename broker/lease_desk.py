@@ -114,17 +114,17 @@ class LeaseDesk:
         wanted = max(1, request.max_trajectories // self._run.generators.members_per_group)
         limit = self._admission_limit(state)
         if state.phase not in ("starting", "training"):
-            return _Offer(wanted, limit)
+            return _Offer(self._shares.rows(request.peer, wanted=wanted), limit)
         if reason := weights_reason(self._run, version=request.peer.version, committed=state.version):
-            return self._none(wanted, reason)
+            return self._none(request.peer, wanted, reason)
         share = self._share(request.peer, state, limit=limit)
         if share == 0:
-            return self._none(wanted, self._slow_reason(request.peer))
+            return self._none(request.peer, wanted, self._slow_reason(request.peer))
         return _Offer(wanted if share is None else min(wanted, share), limit)
 
-    def _none(self, wanted: int, reason: str) -> _Offer:
+    def _none(self, peer: Peer, wanted: int, reason: str) -> _Offer:
         """No training prompt; rows of evaluations all the same, but while prompts wait that would come with them."""
-        return _Offer(0 if self._counted().returned else wanted, 0, reason)
+        return _Offer(0 if self._counted().returned else self._shares.rows(peer, wanted=wanted), 0, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
         """Training groups it may have; None: as many as it likes, because there are none or nobody to share with."""

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import structlog
+
 from broker.channels import ClientChannel, Frames
 from broker.clock import Clock
 from broker.envelope import RefuseEnvelope, read_envelope
-from broker.errors import ChannelClosed, RefusedByBroker
+from broker.errors import ChannelClosed, LinkDied, RefusedByBroker
 from broker.messages import (
     Ack,
     AnyMessage,
@@ -41,6 +43,8 @@ from configs.broker import LINK_SILENCE_S
 
 _HELLO_EVERY_S = 1.0
 _REASON_CHARACTERS = 1000
+
+log = structlog.get_logger(__name__)
 
 
 class PeerStatus(Record):
@@ -72,12 +76,15 @@ class Link:
         hello: Hello,
         status: Callable[[], PeerStatus],
         on_message: Callable[[Message], None],
+        on_end: Callable[[LinkDied], None] = lambda _: None,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`on_end` hears when nobody will speak for this link any more."""
         self._channel = channel
         self._hello = hello
         self._status = status
         self._on_message = on_message
+        self.on_end = on_end
         self._clock = clock
         self._heard_at = clock()
         self._next_hello_at = clock()
@@ -259,4 +266,6 @@ class LinkThread:
             self.error = refusal
             self._link.be_refused(Refuse(str(refusal)))
         except Exception as error:
-            self.error = error
+            log.error("link_died", exc_info=error)
+            self.error = LinkDied(f"the link to the broker ended: {type(error).__name__}: {error}")
+            self._link.on_end(self.error)

@@ -27,6 +27,8 @@ FETCHED = 0
 """Epoch of an update that is not broadcast: each member fetches it."""
 _MOST_LEASES = 2**16
 Sentence = Annotated[str, Meta(max_length=2**16)]
+REASON_CHARACTERS = 256
+"""Of what the store counts by; the sender cuts it."""
 """For people; long enough for an error with its trace."""
 LeaseIds = Annotated[list[Name], Meta(max_length=_MOST_LEASES)]
 """Of one peer. Bounded, because a script takes them all at once."""
@@ -204,7 +206,7 @@ class ReturnLeases(Message):
 
     lease_ids: LeaseIds
     """Their leases."""
-    reason: Annotated[str, Meta(max_length=256)]
+    reason: Annotated[str, Meta(max_length=REASON_CHARACTERS)]
     """Why; the store counts by it."""
 
 

@@ -36,6 +36,11 @@ class Snapshot(Record):
         """The newest value of a metric that not every row has."""
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
+    @property
+    def living_generators(self) -> set[str]:
+        """Names of those that the broker knows."""
+        return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
+
     def who_waits(self) -> str:
         """One sentence: which side waits for the other."""
         waiting = [

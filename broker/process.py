@@ -48,10 +48,20 @@ def die_with_launcher() -> None:
     """Have the kernel end this process when the launcher dies. Does nothing for a role started by hand."""
     if not has_launcher():
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # The launcher may have died before the line above.
-    if os.getppid() == 1:
+    die_with_parent(signal.SIGTERM)
+    # The launcher may have died before the line above; in a container it may be process 1 itself.
+    if os.getppid() == 1 and os.environ[LAUNCHER_VARIABLE] != "1":
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Have the kernel send this process that signal when its parent dies. Does nothing but on Linux."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def on_stop_signal(stop: Callable[[], None]) -> threading.Event:

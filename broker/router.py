@@ -21,7 +21,7 @@ from broker.channels import Frames, ServerChannel
 from broker.clock import Clock
 from broker.dataset import Dataset
 from broker.doorkeeper import Doorkeeper, Objection, objection_to_unreadable
-from broker.draining import drained_ids
+from broker.draining import Drains
 from broker.envelope import HelloEnvelope, nacks_of, read_envelope, read_message
 from broker.ingest import Ingest
 from broker.lease_desk import LeaseDesk
@@ -102,6 +102,7 @@ class Router:
         limit = run.broker.max_message_bytes
         self._ingest = Ingest(store, self._outage, throttle=self._throttle, max_payload_bytes=limit)
         self._desk = LeaseDesk(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
+        self._drains = Drains()
         self._departed: list[tuple[Peer, str]] = []
         self._next_ping_at = 0.0
         self._next_reap_at = 0.0
@@ -321,11 +322,11 @@ class Router:
 
     def _do_requests(self) -> None:
         requests = self._store.take_requests("broker")
-        ids = drained_ids(requests, now=self._store.now()) if requests else []
-        for peer in self._peers.generators():
-            if peer.hello.peer_id in ids:
+        if requests or not self._drains.are_none:
+            self._drains.take(requests, now=self._store.now())
+        for peer in self._drains.due(self._peers.generators()):
+            if self._send(peer.identity, Drain("asked to leave")) and self._drains.note_told(peer):
                 self._store.note_event(peer.hello.peer_id, "is told to leave, as asked")
-                self._send(peer.identity, Drain("asked to leave"))
 
     def _own_gauges(self) -> dict[str, object]:
         put_off = {f"put_off_{reason}": number for reason, number in self._ingest.put_off.items()}

@@ -107,6 +107,18 @@ class Shares:
         entry = self._generators.get(peer.owner)
         return entry.speed.pace(now=self._clock()).group_s if entry and entry.speed.is_measured else 0.0
 
+    def rows(self, peer: Peer, *, wanted: int) -> int:
+        """How many rows of an evaluation it may have of those it wants: the quickest has what it wants, the others as
+        many as they answer in the same time, so that none holds the evaluation up."""
+        speeds = {
+            o: entry.speed.pace(now=self._clock()).groups_per_s
+            for o, entry in self._generators.items()
+            if entry.speed.is_measured
+        }
+        if peer.owner not in speeds:
+            return wanted
+        return max(1, round(wanted * speeds[peer.owner] / max(speeds.values())))
+
     def of(self, peer: Peer, *, num_groups: int, oldest_version: int) -> int:
         """How many of the `num_groups` that may be leased now this generator may have.
 

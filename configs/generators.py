@@ -41,6 +41,8 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     """Prompts that begin alike are computed once; never taken from one version for another."""
     start_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
     """Longest start, seconds."""
+    stall_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    """Longest time without a step while requests are open, seconds; then the generator ends, and is started again."""
 
 
 class HfEngineConfig(Config, tag="hf", tag_field="kind"):

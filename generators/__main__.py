@@ -14,7 +14,7 @@ import msgspec
 import structlog
 
 from broker.draining import drain
-from broker.errors import BrokerFault
+from broker.errors import BrokerFault, LinkDied
 from broker.inbox import call_in
 from broker.joining import Joined, StatusBoard, join
 from broker.logs import configure_logs
@@ -26,14 +26,14 @@ from configs.model_fingerprint import check_same_model
 from configs.model_path import check_model_path
 from configs.run import RunConfig
 from generators.engines.vllm_environment import vllm_environment
-from generators.errors import GeneratorFault
+from generators.errors import EngineDied, GeneratorFault
 
 _FLUSH_S = 3.0
 
 log = structlog.get_logger(__name__)
 
 
-@fail_cleanly(BrokerFault, GeneratorFault)
+@fail_cleanly(BrokerFault, GeneratorFault, passing=(EngineDied, LinkDied))
 def main(arguments: list[str]) -> None:
     """Join, then generate until drained; or drain another one."""
     if arguments[:1] == ["drain"]:

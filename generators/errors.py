@@ -1,7 +1,8 @@
 """What can go wrong in a generator.
 
 GeneratorFault
-├── EngineFault          the engine does not start, or died
+├── EngineFault          the engine does not start, or cannot do what it was asked
+│   └── EngineDied       it is gone or stands still: a new process has a new one
 ├── PromptFault          a prompt cannot be tokenised or is too long
 └── UnverifiedWeights    weights arrived that the probe or a checksum found wrong
 """
@@ -12,7 +13,11 @@ class GeneratorFault(Exception):
 
 
 class EngineFault(GeneratorFault, RuntimeError):
-    """The engine does not start, or died; the message says what to look at."""
+    """The engine does not start, or cannot do what it was asked; the message says what to look at."""
+
+
+class EngineDied(EngineFault):
+    """The engine is gone or stands still, and this generator with it; another start mends that."""
 
 
 class PromptFault(GeneratorFault, ValueError):

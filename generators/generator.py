@@ -13,8 +13,10 @@ import time
 import structlog
 
 from broker.clock import Clock
+from broker.errors import LinkDied
 from broker.link import Link, PeerStatus
 from broker.messages import (
+    REASON_CHARACTERS,
     Drain,
     LeaseRequest,
     Member,
@@ -41,6 +43,9 @@ from generators.rewards.pool import RewardPool
 _REQUEST_LOST_AFTER_S = 5.0
 _HEALTH_EVERY_S = 1.0
 _LOOK_EVERY_S = 1.0
+_SAY_EVERY_S = 10.0
+_AT_WORK = ("ready", "updating")
+"""States in which it holds prompts."""
 
 log = structlog.get_logger(__name__)
 
@@ -74,11 +79,12 @@ class Generator:
         self._changed = asyncio.Event()
         self._work: dict[asyncio.Task[None], Prompt] = {}
         self._asked_at: float | None = None
-        self._fault: GeneratorFault | None = None
+        self._fault: Exception | None = None
         self._put_off_by = ""
         self._concurrency = Concurrency(least=self._group_size, most=run.generators.max_concurrency)
         self._load = EngineLoad()
         self._next_look_at = 0.0
+        self._next_saying_at = 0.0
         self._tokens = Rate(clock=clock)
         self._gauges: dict[str, float] = {"trajectories": 0, "rewards_failed": 0}
         self._adoption = Adoption(
@@ -87,7 +93,8 @@ class Generator:
 
     # --- the loop ------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Start the engine, then serve until drained. Raises EngineFault or GeneratorFault when it cannot go on."""
+        """Start the engine, then serve until drained. Raises EngineFault, GeneratorFault or LinkDied when it cannot go
+        on; whatever else goes wrong is a bug, and raised as it is."""
         await self._rewards.start()
         try:
             if await self._has_started():
@@ -96,7 +103,7 @@ class Generator:
             self._rewards.close()
 
     async def _has_started(self) -> bool:
-        """Start the engine; False when it was told to leave before it had. Raises EngineFault, GeneratorFault."""
+        """Start the engine; False when it was told to leave before it had. Raises what `run` does."""
         starting = asyncio.create_task(self._engine.start())
         starting.add_done_callback(lambda _: self._changed.set())
         while not starting.done() and self._state != "draining" and self._fault is None:
@@ -126,33 +133,48 @@ class Generator:
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         """What should go on until it is cancelled has ended by itself."""
-        if not task.cancelled() and (error := task.exception()):
-            fault = GeneratorFault(f"what should go on for ever has ended: {type(error).__name__}: {error}")
-            fault.__cause__ = error
-            self._fault = self._fault or fault
-            self._changed.set()
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._fail(error)
 
     async def _serve(self) -> None:
         while self._state != "draining" and self._fault is None:
             self._ask_for_prompts()
+            self._say_what_is_missing()
             self._changed.clear()
             await _wait(self._changed, timeout_s=_HEALTH_EVERY_S)
         if self._fault:
             raise self._fault
 
-    def receive(self, message: Message) -> None:
-        """Take a message from the broker."""
+    def _say_what_is_missing(self) -> None:
+        """While there is nothing to do."""
+        if self._work:
+            self._next_saying_at = self._clock() + _SAY_EVERY_S
+        elif self._clock() >= self._next_saying_at:
+            self._next_saying_at = self._clock() + _SAY_EVERY_S
+            log.info("waiting", state=self._state, reason=self._reason or "for prompts")
+
+    def _fail(self, fault: Exception) -> None:
+        """It cannot go on; the first reason counts."""
+        self._fault = self._fault or fault
+        self._changed.set()
+
+    def receive(self, message: Message | LinkDied) -> None:
+        """Take a message from the broker, or that none will come any more."""
         match message:
             case Prompts(prompts=prompts, reason=reason):
                 self._asked_at = None
-                self._reason = reason
+                if self._state in _AT_WORK:
+                    # Else its own reason says more: it will not ask before that is over.
+                    self._reason = reason
                 self._take(prompts)
             case OpenEpoch() | Update():
                 self._adoption.take(message)
             case Drain(reason=reason):
                 self.drain(reason)
             case Refuse(reason=reason):
-                self._fault = GeneratorFault(reason)
+                self._fail(GeneratorFault(reason))
+            case LinkDied():
+                self._fail(message)
             case Nack():
                 self._take_refusal(message)
         self._changed.set()
@@ -215,7 +237,7 @@ class Generator:
 
     def _take(self, prompts: list[Prompt]) -> None:
         self._put_off_by = "" if prompts else self._put_off_by
-        if prompts and self._state not in ("ready", "updating"):
+        if prompts and self._state not in _AT_WORK:
             self._return([p.lease.id for p in prompts], f"generator is {self._state}")
             return
         for prompt in prompts:
@@ -247,14 +269,12 @@ class Generator:
         error = task.exception()
         log.error("prompt_failed", prompt=prompt.uid, error=str(error))
         self._return([prompt.lease.id], str(error))
-        if isinstance(error, EngineFault):
-            self._fault = error
-        elif not isinstance(error, PromptFault):
-            self._fault = GeneratorFault(f"answering prompt {prompt.uid} failed: {type(error).__name__}: {error}")
+        if isinstance(error, Exception) and not isinstance(error, PromptFault):
+            self._fail(error)
 
     def _return(self, lease_ids: list[str], reason: str) -> None:
         if lease_ids:
-            self._link.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason))
+            self._link.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason[:REASON_CHARACTERS]))
 
     def _take_refusal(self, nack: Nack) -> None:
         """A trajectory refused for good leaves its prompt unanswered: the lease goes back now, not when it lapses."""
@@ -285,8 +305,7 @@ class Generator:
             try:
                 await self._engine.check_health()
             except EngineFault as fault:
-                self._fault = fault
-                self._changed.set()
+                self._fail(fault)
 
 
 async def _wait(event: asyncio.Event, *, timeout_s: float) -> None:

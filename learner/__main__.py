@@ -10,7 +10,7 @@ import msgspec
 import structlog
 import torch
 
-from broker.errors import BrokerFault
+from broker.errors import BrokerFault, LinkDied
 from broker.joining import Joined, StatusBoard, join
 from broker.link import PeerStatus
 from broker.logs import configure_logs
@@ -35,6 +35,7 @@ from learner.building import choose_device
 from learner.deepspeed_config import deepspeed_environment
 from learner.errors import LearnerFault
 from learner.learner import Learner
+from learner.ranks import leave_ranks
 from learner.sft_assembly import assemble_sft, check_sft
 from learner.team import Team
 from learner.torchrun import become_ranks
@@ -42,7 +43,7 @@ from learner.torchrun import become_ranks
 log = structlog.get_logger(__name__)
 
 
-@fail_cleanly(BrokerFault, BufferFault, LearnerFault, passing=(StaleFence,))
+@fail_cleanly(BrokerFault, BufferFault, LearnerFault, passing=(StaleFence, LinkDied))
 def main(overrides: list[str]) -> None:
     """Join the broker and train; as a rank above 0, follow rank 0. For mode=sft, train from a file."""
     run = load(overrides)
@@ -62,6 +63,7 @@ def main(overrides: list[str]) -> None:
         _lead(run, token=read_token(run.broker))
     else:
         _team(run).follow()
+    leave_ranks()
 
 
 def _set_environment(run: RunConfig) -> None:
@@ -120,13 +122,18 @@ def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
         link=joined.link,
         inbox=joined.inbox,
         sender=CollectiveSender(run.weights.host, device=_wire_device(run)),
-        lender=Lender(shelf := Shelf(folder.weights), StreamServer(shelf, host=run.weights.host)),
+        lender=_lender(run, folder),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
     )
     board.show(lambda: _status(learner, store))
     learner.run()
     team.dismiss()
     store.close()
+
+
+def _lender(run: RunConfig, folder: RunFolder) -> Lender:
+    shelf = Shelf(folder.weights)
+    return Lender(shelf, StreamServer(shelf, host=run.weights.host, port=run.weights.fetch_port))
 
 
 def _open_store(run: RunConfig, url: str) -> RedisStore:

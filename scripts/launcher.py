@@ -51,7 +51,8 @@ class Launcher:
         self._learner = self._role(
             "learner", ["learner", *overrides], restart="killed", restart_arguments=["resume=true"]
         )
-        self._fleet = Fleet(self._generator)
+        self._living: set[str] = set()
+        self._fleet = Fleet(self._generator, lives_another=lambda: bool(self._living - self._fleet.names))
 
     def _generator(self, name: str) -> RoleProcess:
         arguments = ["generators", "--id", name, f"broker.address={self._run.broker.address}"]
@@ -178,6 +179,7 @@ class Launcher:
         """Show the run; while its store is away, for how long. Raises StoreUnavailable when that lasts too long."""
         try:
             snapshot = monitor.look()
+            self._living = snapshot.living_generators
             self._view.show(snapshot)
             self._tell(scaling.look(store, snapshot), report)
             report.send(restarts=self._restarts(), generators_wanted=self._fleet.wanted)

@@ -27,7 +27,7 @@ class Completion(Record):
 class EngineLoad(Record):
     """How full an engine is.
 
-    Example: EngineLoad(kv_usage=0.42, num_waiting=0, num_preempted=3)
+    Example: EngineLoad(kv_usage=0.42, num_waiting=0, num_preempted=3, num_open=64, num_steps=1201)
     """
 
     kv_usage: float = 0.0
@@ -36,6 +36,10 @@ class EngineLoad(Record):
     """Requests that it has no room to begin with, those preempted included."""
     num_preempted: int = 0
     """Times a running request lost its place, and its work with it, since the start."""
+    num_open: int = 0
+    """Requests that are not answered yet."""
+    num_steps: int = 0
+    """Steps made since the start."""
 
 
 class Engine(Protocol):

@@ -6,6 +6,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import structlog
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +21,9 @@ from generators.engines.engine import Completion, EngineLoad
 from generators.engines.hf_batch import HfBatch, HfRequest
 from generators.engines.module_weights import load_into
 from generators.engines.receiving import receive
-from generators.errors import EngineFault
+from generators.errors import EngineDied, EngineFault
+
+log = structlog.get_logger(__name__)
 
 
 class HfEngine:
@@ -117,6 +120,7 @@ class HfEngine:
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_num_seqs))]
                 await self._decode_batch(batch)
         except Exception as error:
+            log.error("decoding_failed", exc_info=error)
             self._fail([*batch, *self._waiting], f"decoding failed: {type(error).__name__}: {error}")
             self._waiting.clear()
 
@@ -130,7 +134,7 @@ class HfEngine:
     def _fail(requests: list[HfRequest], sentence: str) -> None:
         for request in requests:
             if not request.answer.done():
-                request.answer.set_exception(EngineFault(sentence))
+                request.answer.set_exception(EngineDied(sentence))
 
     def _check_started(self) -> None:
         if self._model is None:

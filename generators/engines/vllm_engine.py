@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
+import structlog
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from vllm import SamplingParams
@@ -30,13 +31,15 @@ from configs.generators import VllmEngineConfig
 from configs.model import ModelConfig
 from generators.engines.end_tokens import end_token_ids
 from generators.engines.engine import Completion, EngineLoad
+from generators.engines.stall_watch import StallWatch
 from generators.engines.vllm_environment import engine_environment
 from generators.engines.vllm_load import load_of
 from generators.engines.vllm_process import check_environment, engine_arguments, one_line, start_llm, stop_llm
 from generators.engines.weight_layout import WeightLayout
-from generators.errors import EngineFault, UnverifiedWeights
+from generators.errors import EngineDied, EngineFault, UnverifiedWeights
 
 T = TypeVar("T")
+log = structlog.get_logger(__name__)
 
 _ANSWER_TIMEOUT_S = 30.0
 """Longest answer of the engine process to a small request, on top of what the request itself may take."""
@@ -57,6 +60,8 @@ class VllmEngine:
         self._num_adoptions = 0
         self._open_requests: set[str] = set()
         self._to_begin_anew: set[str] = set()
+        self._is_updating = False
+        self._stall = StallWatch(limit_s=engine.stall_timeout_s)
 
     @property
     def version(self) -> int:
@@ -133,9 +138,10 @@ class VllmEngine:
         return load_of(self._running)
 
     async def check_health(self) -> None:
-        """Raises EngineFault when the engine process is gone."""
+        """Raises EngineDied when the engine process is gone, or makes no step for long though it has requests."""
         if self._running.errored:
-            raise EngineFault("vLLM's engine process died: look at the log above")
+            raise EngineDied("vLLM's engine process died: look at the log above")
+        self._stall.look(load_of(self._running), is_paused=self._is_updating)
 
     async def stop(self) -> None:
         """End the engine process; open requests end with EngineFault."""
@@ -148,7 +154,7 @@ class VllmEngine:
     # --- weights -------------------------------------------------------------------------------------------------
     async def _update(self, update: Update, fetched: SharedBuckets | None) -> float:
         llm = self._running
-        paused_at = time.perf_counter()
+        self._is_updating, paused_at = True, time.perf_counter()
         # AsyncLLM.pause_generation would sleep 20 ms more, for the order of outputs; ours carry their versions.
         await self._answer(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         try:
@@ -157,6 +163,8 @@ class VllmEngine:
             with suppress(EngineFault):
                 await self._answer(llm.resume_generation())
             raise
+        finally:
+            self._is_updating = False
         await self._answer(llm.resume_generation())
         return time.perf_counter() - paused_at
 
@@ -237,11 +245,12 @@ class VllmEngine:
                     return output
                 self._to_begin_anew.remove(request_id)
         except EngineDeadError as error:
-            raise EngineFault("vLLM's engine process died: look at the log above") from error
+            raise EngineDied("vLLM's engine process died: look at the log above") from error
         except EngineFault:
             raise
         except Exception as error:
-            raise EngineFault(f"vLLM could not answer request {request_id}: {one_line(error)}") from error
+            log.error("request_failed", request=request_id, exc_info=error)
+            raise EngineDied(f"vLLM could not answer request {request_id}: {one_line(error)}") from error
         finally:
             self._open_requests.discard(request_id)
             self._to_begin_anew.discard(request_id)

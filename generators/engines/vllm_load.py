@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -19,16 +20,18 @@ class LoadRecorder(PrometheusStatLogger):
         self._kv_usage = 0.0
         self._num_waiting = 0
         self._num_preempted = 0
+        self._num_steps = 0
 
     @property
     def load(self) -> EngineLoad:
         """As of the newest step."""
-        return EngineLoad(self._kv_usage, self._num_waiting, self._num_preempted)
+        return EngineLoad(self._kv_usage, self._num_waiting, self._num_preempted, num_steps=self._num_steps)
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
         """Called after every step; either may be None."""
+        self._num_steps += 1
         if scheduler_stats is not None:
             self._kv_usage = scheduler_stats.kv_cache_usage
             self._num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
@@ -49,5 +52,7 @@ def load_of(llm: AsyncLLM) -> EngineLoad:
     """Of an engine started with a LoadRecorder."""
     recorder = next(each for each in llm.logger_manager.stat_loggers if isinstance(each, LoadRecorder))
     newest = recorder.load
+    if num_open := llm.output_processor.get_num_unfinished_requests():
+        return msgspec.structs.replace(newest, num_open=num_open)
     # Without requests there are no steps, and the numbers stay those of the last one.
-    return newest if llm.output_processor.has_unfinished_requests() else EngineLoad(0.0, 0, newest.num_preempted)
+    return msgspec.structs.replace(newest, kv_usage=0.0, num_waiting=0)

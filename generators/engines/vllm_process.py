@@ -17,7 +17,7 @@ from configs.generators import VllmEngineConfig
 from configs.model import ModelConfig
 from generators.engines.vllm_load import LoadRecorder
 from generators.engines.vllm_weights import BACKEND, VLLM_PROCESSES, OutcomeReport
-from generators.errors import EngineFault
+from generators.errors import EngineDied, EngineFault
 
 _STOP_GRACE_S = 1.0
 """How long the engine process may tidy up; it holds nothing worth more."""
@@ -72,7 +72,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
         return await asyncio.wait_for(asyncio.shield(starting), timeout_s)
     except TimeoutError as error:
         await _abandon(starting)
-        raise EngineFault(
+        raise EngineDied(
             f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), it did not: "
             "look at the log above, or raise the limit"
         ) from error

@@ -4,17 +4,15 @@ Consumes: a Job, then RewardInputs, from the socket that FD is. Produces: a Rewa
 Waits for: its pool. It may be killed at any moment: it holds nothing.
 """
 
-import ctypes
-import os
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 
+from broker.process import die_with_parent
 from generators.rewards.frames import FrameCutter, decode_job, decode_sample, frame
 from generators.rewards.reward import evaluate, load_reward
 
-_PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 16
 
 
@@ -42,11 +40,7 @@ def _receive(pool: socket.socket) -> Iterator[bytes]:
 def _die_with_parent() -> None:
     # A worker stuck in a reward function does not see the socket close: the kernel has to end it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    die_with_parent(signal.SIGKILL)
 
 
 if __name__ == "__main__":

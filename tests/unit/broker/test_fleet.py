@@ -26,7 +26,8 @@ class Scene:
         self.folder = folder
         self.ends: dict[str, str] = {}
         self.said: list[str] = []
-        self.fleet = Fleet(self.make)
+        self.lives_another = False
+        self.fleet = Fleet(self.make, lives_another=lambda: self.lives_another)
 
     def make(self, name: str) -> RoleProcess:
         arguments = ["ends", self.ends[name]] if name in self.ends else ["stays", str(self.folder / f"{name}.up")]
@@ -106,3 +107,11 @@ def test_the_last_one_that_cannot_start_ends_the_run(scene: Scene):
     scene.keep(1)
     with pytest.raises(RoleDied, match="generator-0"):
         scene.until(lambda: False)
+
+
+def test_the_last_one_kept_is_given_up_too_while_the_run_has_another(scene: Scene):
+    scene.ends["generator-0"] = "2"
+    scene.lives_another = True
+    scene.keep(1)
+    scene.until(lambda: scene.fleet.wanted == 0)
+    assert "generator-0 is given up, 0 are kept now" in scene.said[-1]

@@ -1,6 +1,10 @@
 """A link stays joined through losses of the broker, and delivers until acknowledged."""
 
-from broker.link import Link, PeerStatus
+import pytest
+
+from broker.errors import LinkDied
+from broker.inbox import QueueInbox
+from broker.link import Link, LinkThread, PeerStatus
 from broker.memory_channels import MemoryBroker, MemoryServerChannel
 from broker.messages import Ack, AnyMessage, Bye, Hello, Members, Nack, OpenEpoch, Ping, Pong, Put, Refuse, Welcome
 from buffer.codec import decode, encode
@@ -166,3 +170,19 @@ def test_an_order_about_weights_is_said_again_to_the_members_a_new_broker_knows(
     link.step(timeout_s=0)
     link.step(timeout_s=0)
     assert broker.receive().count(order) == 1
+
+
+def test_a_bug_on_the_links_own_thread_is_heard_by_the_role():
+    link, *_ = make_pair()
+    inbox = QueueInbox()
+    link.on_end = inbox.put
+
+    def fail(*, timeout_s: float) -> None:
+        raise IndexError("a bug")
+
+    link.step = fail  # type: ignore[method-assign]
+    thread = LinkThread(link)
+    thread.start()
+    with pytest.raises(LinkDied, match="the link to the broker ended: IndexError: a bug"):
+        inbox.get(timeout_s=10)
+    thread.stop()

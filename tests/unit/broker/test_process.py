@@ -1,5 +1,6 @@
 """How a launcher holds a role, and what a role does with signals."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -115,3 +116,35 @@ def test_a_launcher_asks_a_role_to_end_once_however_often_it_says_so(folder: Pat
     assert role.is_running
     role.stop(ends_at=0.0)
     assert not role.is_running
+
+
+ORPHAN = """
+import os, signal, sys, time
+from broker.process import die_with_launcher
+if os.fork():
+    time.sleep(float(sys.argv[1]))
+    os._exit(0)
+die_with_launcher()
+print("alive", flush=True)
+time.sleep(60)
+"""
+
+
+def in_a_container(folder: Path, *, launcher_lives_s: str) -> str:
+    """What a role says whose launcher is process 1, as in a container."""
+    (folder / "orphan.py").write_text(ORPHAN)
+    command = ["unshare", "--fork", "--pid", "--kill-child", sys.executable, "-m", "orphan", launcher_lives_s]
+    environment = os.environ | {"SLIPSTREAM_LAUNCHER_PID": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S).stdout
+
+
+def can_unshare() -> bool:
+    try:
+        return subprocess.run(["unshare", "--fork", "--pid", "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs leave to make a process namespace")
+def test_a_role_lives_though_its_launcher_is_process_1(folder: Path):
+    assert in_a_container(folder, launcher_lives_s="3") == "alive\n"

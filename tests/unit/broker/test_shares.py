@@ -224,6 +224,14 @@ def test_rows_of_evaluations_are_not_measured(scene: Scene):
     assert scene.of(second, 8) == 8
 
 
+def test_rows_of_evaluations_go_by_speed_and_nobody_is_left_without(scene: Scene):
+    fast, slow = pair(scene)
+    assert scene.shares.rows(fast, wanted=10) == 10
+    assert scene.shares.rows(slow, wanted=20) == 2
+    assert scene.shares.rows(slow, wanted=1) == 1
+    assert scene.shares.rows(scene.enter("new"), wanted=10) == 10, "not measured yet"
+
+
 def test_a_generator_on_a_new_connection_is_the_same_one(scene: Scene):
     fast, slow = pair(scene)
     again = Peer(b"anew", slow.hello, scene.clock.now, "ready", 0)

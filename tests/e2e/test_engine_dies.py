@@ -1,0 +1,49 @@
+"""vLLM's own process is killed, or stands still, under the launcher: its generator ends and is started again."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e import runs
+from tests.integration.test_roles_die import SMALL, Run, assert_all_steps_once, assert_reconciled, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+
+STEPS = 40
+SETTINGS = tuple(word for word in SMALL if not word.startswith("generators"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_task(tmp_path_factory.mktemp("engine"), warm=False)
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, "vLLM's engine process died"),
+        (signal.SIGSTOP, "the engine must make a step within generators.engine.stall_timeout_s (4 s)"),
+    ],
+)
+def test_a_dead_engine_is_replaced_with_its_generator_and_no_prompt_is_lost(
+    folder: Path, number: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = number.name.lower()
+    monkeypatch.setattr("tests.integration.test_roles_die.SMALL", SETTINGS)
+    limit = "generators.engine.stall_timeout_s=4"
+    with Run(folder, name, f"learner.max_steps={STEPS}", limit).ended_at_last() as run:
+        until(lambda: run.steps >= 3, timeout_s=180, what="steps")
+        (engine,) = [
+            p for p in run.role("generators").children(recursive=True) if "EngineCore" in " ".join(p.cmdline())
+        ]
+        os.kill(engine.pid, number)
+        assert run.await_end(timeout_s=300) == 0, run.printed[-3000:]
+    assert said in run.log("generator-0")
+    assert "generator-0 died (exit code 75)" in run.printed
+    assert not psutil.pid_exists(engine.pid)
+    assert_all_steps_once(run, STEPS)
+    assert_reconciled(run)
+    assert runs.processes_of(folder) == []
