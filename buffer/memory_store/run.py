@@ -24,9 +24,8 @@ class MemoryRun(MemoryState):
         """See `Store.open_run`."""
         with self._changed:
             if self._run is None:
-                self._run = Run(run_id, config_json, num_rows, seed, keeps_finished, group_filter)
+                self._run = Run(run_id, config_json, num_rows, seed, keeps_finished, group_filter, max_uses)
             run = self._run
-            run.max_uses = max(run.max_uses, max_uses)
             if run.id != run_id:
                 raise RunConflict(f"this store was opened for run {run.id!r}, got {run_id!r}.")
             stored = (run.config_json, run.num_rows, run.seed)

@@ -103,7 +103,7 @@ class Run:
     seed: int
     keeps_finished: bool
     group_filter: FilterConfig
-    max_uses: int = 1
+    max_uses: int
     consumed: int = 0
     """Groups trained on for the first time."""
     consumed_by_version: int = 0

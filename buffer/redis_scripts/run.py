@@ -16,9 +16,6 @@ if redis.call('EXISTS', run) == 0 then
     'ready_sequence', 0, 'evaluation_sequence', 0, 'fence', 0,
     'filter', ARGV[8], 'filter_low', ARGV[9], 'filter_high', ARGV[10])
 end
--- A resumed run may use groups more often; that some were used more often than it may now stays allowed.
-local max_uses = math.max(tonumber(ARGV[7]), tonumber(redis.call('HGET', run, 'max_uses')))
-redis.call('HSET', run, 'max_uses', max_uses)
 return redis.call('HMGET', run, 'config_json', 'num_rows', 'seed', 'layout')
 """,
     needs_run=False,

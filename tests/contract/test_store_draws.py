@@ -3,7 +3,7 @@
 import pytest
 
 from buffer.drawing import DrawRules, Shortage
-from buffer.errors import StaleFence
+from buffer.errors import RunConflict, StaleFence
 from buffer.records import Claim, LagSplit, Lease, VersionEntry
 from buffer.trajectory import Reward, VersionSpan
 from configs.buffer import DropShortConfig, RefillConfig, TrainShortConfig
@@ -53,6 +53,16 @@ def reusing(fresh_store):
     yield open_run(fresh_store, max_uses=3, keeps_finished=True)
     audit(fresh_store.counts())
     assert fresh_store.audit().is_sound
+
+
+def test_how_often_a_group_may_be_used_stays_as_the_run_was_opened_with(fresh_store):
+    once = '{"buffer": {"reuse": {"max_uses": 1}}}'
+    open_run(fresh_store, config_json=once, max_uses=1)
+    with pytest.raises(RunConflict, match=r"buffer\.reuse\.max_uses must stay 1 .* got 3"):
+        open_run(fresh_store, config_json=once.replace("1", "3"), max_uses=3)
+    make_ready(fresh_store, 1)
+    commit(fresh_store, claim(fresh_store, 1, 1))
+    assert (fresh_store.counts().used, fresh_store.counts().reusable) == (1, 0)
 
 
 TWICE = DrawRules(reuse=ReuseConfig(max_uses=3, fresh_fraction=0.5))
