@@ -7,7 +7,7 @@ import numpy as np
 
 from buffer.codec import encode
 from buffer.records import Lease
-from buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
+from buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, make_trajectory_id
 
 _PROMPT_SHARE = 8
 """One token in so many belongs to the prompt."""
@@ -42,7 +42,7 @@ def make_trajectory(lease: Lease, index: int, *, num_tokens: int, randomness: np
     num_prompt = num_tokens // _PROMPT_SHARE
     mask = np.arange(num_tokens) >= num_prompt
     return Trajectory(
-        id=f"{lease.id}-{index}",
+        id=make_trajectory_id(lease.id, index),
         group_id=lease.group_id,
         index=index,
         prompt_uid=f"benchmark/{lease.row}",

@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerBase
 
 from broker.dataset import Dataset, Row
 from buffer.records import Lease
-from buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
+from buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, make_trajectory_id
 from configs.run import RunConfig
 
 _SHARE_REPLACED = 0.2
@@ -34,7 +34,7 @@ class AnswerSheet:
         mask = np.arange(len(prompt) + len(truth)) >= len(prompt)
         sampling = self._run.generators.sampling
         return Trajectory(
-            id=f"{lease.group_id}-{lease.attempt}-{index}",
+            id=make_trajectory_id(lease.id, index),
             group_id=lease.group_id,
             index=index,
             prompt_uid=row.uid,

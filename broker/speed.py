@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from statistics import median
 
-from buffer.trajectory import Record
+from buffer.trajectory import Record, lease_of, make_trajectory_id
 
 _GROUPS_REMEMBERED = 32
 
@@ -57,12 +57,12 @@ class Speed:
         """It was handed these: lease id -> indices of the members to be made."""
         num_together = len(self._held.keys() | groups.keys())
         for lease_id, indices in groups.items():
-            members = [f"{lease_id}-{index}" for index in indices]
+            members = [make_trajectory_id(lease_id, index) for index in indices]
             self._held[lease_id] = _Held(members, leased_at=now, num_together=num_together)
 
     def accept(self, trajectory_id: str, *, now: float) -> None:
         """It arrived and is in the store; one that answers no lease held here is passed over."""
-        lease_id = trajectory_id.rpartition("-")[0]
+        lease_id = lease_of(trajectory_id)
         held = self._held.get(lease_id)
         if held is None:
             return

@@ -8,7 +8,15 @@ import numpy as np
 import xxhash
 
 from buffer.errors import Refused
-from buffer.trajectory import SCHEMA_VERSION, Purpose, Reward, Trajectory, TrajectoryHeader
+from buffer.trajectory import (
+    SCHEMA_VERSION,
+    Purpose,
+    Reward,
+    Trajectory,
+    TrajectoryHeader,
+    make_lease_id,
+    make_trajectory_id,
+)
 
 T = TypeVar("T")
 
@@ -177,10 +185,11 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
 
 
 def _check_names(header: TrajectoryHeader) -> None:
-    """Ids are made of what they stand for, so that no two trajectories of a run can share one."""
-    lease_id = f"{header.group_id}-{header.attempt}"
-    if header.attempt < 0 or header.lease_id != lease_id or header.id != f"{lease_id}-{header.index}":
-        raise Refused("id", f"{header.id} must be `{lease_id}-{header.index}` of lease `{lease_id}`")
+    """Ids are made of what they stand for."""
+    lease_id = make_lease_id(header.group_id, header.attempt)
+    trajectory_id = make_trajectory_id(lease_id, header.index)
+    if header.attempt < 0 or header.lease_id != lease_id or header.id != trajectory_id:
+        raise Refused("id", f"{header.id} must be `{trajectory_id}` of lease `{lease_id}`")
 
 
 def _check_arrays(trajectory: Trajectory) -> None:

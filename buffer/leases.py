@@ -2,7 +2,7 @@
 
 from buffer.permutation import row_of
 from buffer.records import Lease
-from buffer.trajectory import Purpose
+from buffer.trajectory import Purpose, make_lease_id
 
 
 def evaluation_group_id(evaluation_id: str, row: int) -> str:
@@ -20,7 +20,7 @@ def make_lease(group_id: str, *, attempt: int, purpose: Purpose, indices: list[i
     ordinal = int(group_id.rpartition(":")[2])
     row = ordinal if is_evaluation(group_id) else row_of(ordinal, num_rows=num_rows, seed=seed)
     return Lease(
-        id=f"{group_id}-{attempt}",
+        id=make_lease_id(group_id, attempt),
         group_id=group_id,
         purpose=purpose,
         row=row,
@@ -33,4 +33,4 @@ def make_lease(group_id: str, *, attempt: int, purpose: Purpose, indices: list[i
 def lapsed_lease_line(group_id: str, *, attempt: int, owner: str, is_quarantined: bool) -> str:
     """For the log."""
     fate = "group put into quarantine (lease_attempts)" if is_quarantined else "its prompt will be leased again"
-    return f"lease {group_id}-{attempt} of {owner} lapsed: {fate}"
+    return f"lease {make_lease_id(group_id, attempt)} of {owner} lapsed: {fate}"

@@ -17,6 +17,26 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 """A number that scripts, which know doubles alone, read as it is."""
 
 
+def make_lease_id(group_id: str, attempt: int) -> str:
+    """`<group_id>-<attempt>`."""
+    return f"{group_id}-{attempt}"
+
+
+def make_trajectory_id(lease_id: str, index: int) -> str:
+    """`<group_id>-<attempt>-<index>`: of the lease it answers, so that no two trajectories of a run can share one."""
+    return f"{lease_id}-{index}"
+
+
+def lease_of(trajectory_id: str) -> str:
+    """The id of the lease that it answers; empty where it is no trajectory's id."""
+    return trajectory_id.rpartition("-")[0]
+
+
+def group_of(lease_id: str) -> str:
+    """The id of the group that was leased; empty where it is no lease's id."""
+    return lease_id.rpartition("-")[0]
+
+
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of everything that crosses a process boundary."""
 
@@ -75,7 +95,7 @@ class TrajectoryHeader(Record):
     """
 
     id: Name
-    """Unique in the run: `<group_id>-<attempt>-<index>`."""
+    """Unique in the run, see `make_trajectory_id`."""
     group_id: Name
     """The prompt lease's group."""
     index: Count

@@ -19,7 +19,7 @@ from buffer.errors import BufferFault, StaleFence
 from buffer.records import StepEntry
 from buffer.store import Store
 from buffer.stored_run import stored_run
-from buffer.trajectory import Trajectory
+from buffer.trajectory import Trajectory, group_of, lease_of
 from configs.base import ConfigError
 from configs.exits import fail_cleanly
 
@@ -42,7 +42,7 @@ def explain_step(store: Store, step: int) -> None:
 
 def explain_trajectory(store: Store, trajectory_id: str) -> None:
     """Who made a trajectory, from what, under which weights, and which steps trained on it."""
-    group_id = trajectory_id.rsplit("-", 2)[0]
+    group_id = group_of(lease_of(trajectory_id))
     found = [member for member in _stored(store, group_id) if member.id == trajectory_id]
     steps = [entry for entry in store.ledger() if any(trajectory_id in names for names in entry.trajectory_ids)]
     if not found and not steps:

@@ -8,7 +8,16 @@ import numpy as np
 from broker.messages import Prompt
 from buffer.codec import pack
 from buffer.records import Lease
-from buffer.trajectory import Purpose, Reward, Sampling, Trajectory, TrajectoryHeader, VersionSpan
+from buffer.trajectory import (
+    Purpose,
+    Reward,
+    Sampling,
+    Trajectory,
+    TrajectoryHeader,
+    VersionSpan,
+    make_lease_id,
+    make_trajectory_id,
+)
 from configs.run import RunConfig
 
 
@@ -17,7 +26,7 @@ def make_trajectory(group_id: str = "0", index: int = 0, **overrides: Any) -> Tr
     attempt = overrides.get("attempt", 0)
     mask = np.arange(12) >= 6
     fields: dict[str, Any] = {
-        "id": f"{group_id}-{attempt}-{index}",
+        "id": make_trajectory_id(make_lease_id(group_id, attempt), index),
         "group_id": group_id,
         "index": index,
         "prompt_uid": f"test/{group_id}",
@@ -42,7 +51,7 @@ def make_packed(
 ) -> tuple[TrajectoryHeader, bytes]:
     """A trajectory as it travels."""
     trajectory = make_trajectory(group_id, index, **overrides)
-    lease_id = f"{group_id}-{trajectory.attempt}"
+    lease_id = make_lease_id(group_id, trajectory.attempt)
     return pack(trajectory, lease_id=lease_id, purpose=purpose, group_size=group_size)
 
 

@@ -15,7 +15,15 @@ from buffer.archive.stored_trajectory import StoredTrajectory
 from buffer.codec import encode, unpack
 from buffer.errors import Refused
 from buffer.records import Outcome
-from buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
+from buffer.trajectory import (
+    SCHEMA_VERSION,
+    Reward,
+    Sampling,
+    Trajectory,
+    VersionSpan,
+    make_lease_id,
+    make_trajectory_id,
+)
 from configs.base import ConfigError
 
 _ROWS_AT_ONCE = 256
@@ -127,7 +135,7 @@ def _from_line(data: bytes) -> StoredTrajectory:
     }
     first = int(arrays["model_mask"].argmax()) if line.model_mask else 0
     made = {
-        "id": line.id or f"{line.group_id}-{line.attempt}-{line.index}",
+        "id": line.id or _id_of(line),
         "version_spans": line.version_spans or [VersionSpan(first, 0)],
     }
     names = set(Trajectory.__struct_fields__) - set(arrays) - set(made)
@@ -176,12 +184,16 @@ def _placed(place: str, build: Callable[[], StoredTrajectory]) -> Placed:
 def _check(stored: StoredTrajectory) -> None:
     trajectory = unpack(encode(stored.trajectory))
     _check_numbers(trajectory, stored.steps)
-    if trajectory.id != f"{trajectory.group_id}-{trajectory.attempt}-{trajectory.index}":
+    if trajectory.id != _id_of(trajectory):
         raise ValueError(f"id must be <group_id>-<attempt>-<index>, got {trajectory.id!r}")
     if stored.place not in _OVER:
         raise ValueError(
             f"outcome must be one of {', '.join(_OVER)}, got {stored.place!r}: what a store still works on is not over"
         )
+
+
+def _id_of(made: RolloutLine | Trajectory) -> str:
+    return make_trajectory_id(make_lease_id(made.group_id, made.attempt), made.index)
 
 
 def _check_numbers(trajectory: Trajectory, steps: list[int]) -> None:

@@ -4,6 +4,7 @@ from buffer.claims import lapsed_claim_line, short_group_line
 from buffer.leases import is_evaluation, lapsed_lease_line, make_lease
 from buffer.memory_store.state import Group, MemoryState
 from buffer.records import Lease
+from buffer.trajectory import group_of, make_lease_id
 from configs.buffer import DropShortConfig, GroupDeadline, RefillConfig, TrainShortConfig
 
 
@@ -126,8 +127,9 @@ class MemoryPrompts(MemoryState):
         return [group_id for group_id in leased if self._groups[group_id].owner == owner]
 
     def _leased_group(self, lease_id: str) -> str | None:
-        group_id, _, attempt = lease_id.rpartition("-")
-        is_current = group_id in self._leases_holding(group_id) and str(self._groups[group_id].attempt) == attempt
+        group_id = group_of(lease_id)
+        is_leased = group_id in self._leases_holding(group_id)
+        is_current = is_leased and make_lease_id(group_id, self._groups[group_id].attempt) == lease_id
         return group_id if is_current else None
 
     def _return_lease(self, lease_id: str, reason: str, owner: str) -> bool:

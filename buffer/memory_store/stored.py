@@ -6,6 +6,7 @@ from buffer.codec import checksum, pack, unpack
 from buffer.drawing import Draw
 from buffer.memory_store.state import Group, Member, MemoryState
 from buffer.records import FinishedGroup
+from buffer.trajectory import make_lease_id
 
 
 class MemoryStored(MemoryState):
@@ -37,8 +38,7 @@ def _ready_group(stored: FinishedGroup, *, sequence: int) -> Group:
     group = Group(stored.id, "train", len(stored.payloads), sequence)
     for payload in stored.payloads:
         trajectory = unpack(payload)
-        header, _ = pack(
-            trajectory, lease_id=f"{stored.id}-{trajectory.attempt}", purpose="train", group_size=group.size
-        )
+        lease_id = make_lease_id(stored.id, trajectory.attempt)
+        header, _ = pack(trajectory, lease_id=lease_id, purpose="train", group_size=group.size)
         group.members[trajectory.index] = Member(trajectory.id, checksum(payload), payload, header)
     return group

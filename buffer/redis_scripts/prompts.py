@@ -34,7 +34,7 @@ end
 """
 )
 
-# "17-2" is the lease of group 17 at attempt 2; nil when that is not the lease the group has now.
+# "17-2" is the lease of group 17 at attempt 2 (`make_lease_id`); nil when that is not the lease the group has now.
 _LEASED_GROUP = """
 local function leased_group(lease)
   local group, attempt = string.match(lease, '^(.*)%-(%d+)$')

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from buffer.archive.stored_trajectory import Place, StoredTrajectory
 from buffer.codec import unpack
 from buffer.redis_store.door import RedisDoor, text
+from buffer.trajectory import group_of, lease_of
 
 _READ_AT_ONCE = 32
 """Groups whose payloads are in memory together."""
@@ -23,11 +24,11 @@ class LiveGroups(RedisDoor):
 
     def read(self, *, trajectory_id: str | None = None, place: str | None = None) -> Iterator[StoredTrajectory]:
         """Every trajectory, groups that are over first; those of one place, or of one trajectory's group."""
-        group_of = trajectory_id.rsplit("-", 2)[0] if trajectory_id else None
+        wanted = group_of(lease_of(trajectory_id)) if trajectory_id else None
         places = {
             group_id: at
             for group_id, at in self._places().items()
-            if group_of in (None, group_id) and (place is None or at in (None, place))
+            if wanted in (None, group_id) and (place is None or at in (None, place))
         }
         group_ids = list(places)
         for start in range(0, len(group_ids), _READ_AT_ONCE):

@@ -7,7 +7,7 @@ import numpy as np
 
 from broker.messages import Prompt
 from buffer.records import Lease
-from buffer.trajectory import Purpose, Reward, Sampling, Trajectory
+from buffer.trajectory import Purpose, Reward, Sampling, Trajectory, make_trajectory_id
 from configs.run import RunConfig
 from generators.agents.agent import Scorer
 from generators.agents.request_seed import request_seed
@@ -48,7 +48,7 @@ class SingleTurn:
         prompt_token_ids = self._prompting.encode(prompt)
         transcript = Transcript(prompt_token_ids)
         sampling = self._sampling(prompt.lease, index)
-        trajectory_id = f"{prompt.lease.group_id}-{prompt.lease.attempt}-{index}"
+        trajectory_id = make_trajectory_id(prompt.lease.id, index)
         completion = await self._engine.generate(prompt_token_ids, sampling, request_id=trajectory_id)
         transcript.add_completion(completion)
         return Trajectory(

@@ -1,9 +1,18 @@
-"""Which version sampled which token."""
+"""What an id is made of, and which version sampled which token."""
 
 import numpy as np
+import pytest
 
-from buffer.trajectory import VersionSpan
+from buffer.trajectory import VersionSpan, group_of, lease_of, make_lease_id, make_trajectory_id
 from tests.builders import make_trajectory
+
+
+@pytest.mark.parametrize("group_id", ["17", "step-10-3-sampled:7"])
+def test_an_id_tells_its_lease_and_its_group(group_id):
+    lease_id = make_lease_id(group_id, 2)
+    trajectory_id = make_trajectory_id(lease_id, 3)
+    assert trajectory_id == f"{group_id}-2-3"
+    assert (lease_of(trajectory_id), group_of(lease_id)) == (lease_id, group_id)
 
 
 def test_a_span_lasts_until_the_next_one_begins():
