@@ -16,7 +16,7 @@ def check_local(address: str) -> None:
         return
     raise ChannelClosed(
         "broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
-        f"got {address}: other machines may not connect while no keys are configured"
+        f"got {address}: nothing that travels is encrypted; other machines come through a tunnel (docs/scaling.md)"
     )
 
 

@@ -14,7 +14,7 @@ class BrokerConfig(Config):
     """Where the broker listens and how patient it is."""
 
     address: str = "tcp://127.0.0.1:5757"
-    """ZeroMQ endpoint it binds; loopback or ipc only, until keys are configured."""
+    """ZeroMQ endpoint it binds, loopback or ipc only; for a generator on another machine, its end of a tunnel."""
     token_file: str | None = None
     """A file with the token without which nobody may join, open to its owner alone; `SLIPSTREAM_TOKEN` in the
     environment goes before it. Without either anybody may join who reaches the address."""

@@ -21,7 +21,10 @@ class WeightsConfig(Config):
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
     """Steps per policy version."""
     host: str = "127.0.0.1"
-    """Address of the learner as generators see it; the rendezvous store listens there."""
+    """Address of the learner as generators see it, loopback only; what they rendezvous at and fetch from listens
+    there."""
+    fetch_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Where generators fetch from that do not see the run's folder; 0 takes any free port. Give one for a tunnel."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat buffer, bytes."""
     join_timeout_s: Annotated[float, Meta(gt=0)] = 20.0

@@ -50,7 +50,11 @@ class Publishing:
         self._carry()
 
     def finish(self) -> None:
-        """Block until nothing is on its way; every phase of a publish has its own deadline. Raises what it raised."""
+        """Block until nothing is on its way. Raises what it raised.
+
+        It ends by itself: a version is tried a few times, each phase of a try (group, buckets, answers) has its limit
+        in `weights`, and what is written of it has the store's patience. At most one more version waits behind it.
+        """
         if self._underway:
             wait([self._underway])
         self._raise_fault()

@@ -14,7 +14,7 @@ from learner.errors import RanksFault
 
 
 class Ranks:
-    """This process's place among the ranks. Every method but `close` is collective."""
+    """This process's place among the ranks. Every method is collective."""
 
     def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
         self._rank = rank
@@ -73,11 +73,6 @@ class Ranks:
         if self._size > 1:
             self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
-    def close(self) -> None:
-        """Leave the group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     def _flat(self, payloads: Sequence[bytes] | None, *, num_bytes: int) -> Tensor:
         if payloads is None:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -111,6 +106,15 @@ def join_ranks(*, rank: int, size: int, device: torch.device, timeout_s: float, 
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     return Ranks(rank=rank, size=size, device=device)
+
+
+def leave_ranks() -> None:
+    """Leave the default process group, as the last thing this process does.
+
+    NCCL wants it: a process that ends with its group open warns, and may hold up the ranks that have not ended yet.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _initialize(*, rank: int, size: int, device: torch.device, timeout_s: float, rendezvous: str | None) -> None:

@@ -5,7 +5,7 @@
     ReadChunk                         Chunk + bytes | Gone
 The generator asks for a few chunks ahead and for no more, which bounds the memory of both ends. Whatever goes wrong on
 the way (a chunk damaged, lost, out of order, a server that was restarted), it connects anew and asks on from the last
-good byte. Everything is on loopback while no keys are configured.
+good byte. Everything is on loopback: nothing is encrypted.
 """
 
 import threading
@@ -33,6 +33,8 @@ _MAX_READ_BYTES = 256 * 2**20
 """Of a file that is read whole: a manifest, a payload."""
 _MAX_DAMAGED = 5
 _STEP_S = 0.1
+_CLOSE_S = 5.0
+"""For the answer under way, and for what is queued to leave; a thread that takes longer ends with the process."""
 
 log = structlog.get_logger(__name__)
 
@@ -121,9 +123,9 @@ class StreamServer:
         return self._host, self._port
 
     def close(self) -> None:
-        """Stop. May be called again."""
+        """Stop. May be called again. Blocks for the answer under way, which a disk that hangs may keep for ever."""
         self._stops.set()
-        self._thread.join()
+        self._thread.join(timeout=_CLOSE_S)
 
     def _serve(self) -> None:
         while not self._stops.is_set():
@@ -341,5 +343,6 @@ def _bind(host: str, port: int) -> ZmqServerChannel:
         return ZmqServerChannel(f"tcp://{host}:{port or '*'}", max_message_bytes=_MAX_REQUEST_BYTES)
     except ChannelClosed as error:
         raise WeightTransferFault(
-            f"weights.host must be a loopback address of this machine with a free port, got {host}:{port}: {error}"
+            f"weights.host and weights.fetch_port must be a loopback address of this machine and a free port (0: any), "
+            f"got {host}:{port}: {error}"
         ) from error
