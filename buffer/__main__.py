@@ -1,4 +1,4 @@
-"""python -m buffer ls|show|stats|export|import|verify: look into a run's store, or make and read archives."""
+"""python -m buffer ls|show|stats|refused|export|import|verify: look into a run's store, or make and read archives."""
 
 from buffer.commands.app import app
 from buffer.errors import BufferFault

@@ -141,7 +141,10 @@ class Store(Protocol):
         ...
 
     def quarantine(self, reason: str, frame: bytes) -> None:
-        """Keep the (first bytes of a) refused frame for a look, capped in number; counts `refused[reason]`."""
+        """Keep the first bytes of a refused frame for `python -m buffer refused`, capped in number.
+
+        Counts `refused[reason]`.
+        """
         ...
 
     # --- batches -------------------------------------------------------------------------------------------------

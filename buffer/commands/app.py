@@ -15,6 +15,7 @@ from buffer.commands.filter_options import with_filters
 from buffer.commands.importing import import_rollouts
 from buffer.commands.listing import list_groups, list_trajectories
 from buffer.commands.printing import make_console
+from buffer.commands.refusals import as_json, list_frames
 from buffer.commands.showing import show_facts, show_stretches, show_tokens
 from buffer.commands.sources import ArchiveSource, StoreSource, open_source
 from buffer.commands.stats import Stats
@@ -34,6 +35,7 @@ TokenizerPath = Annotated[
     Path | None, typer.Option("--tokenizer", help="A tokenizer.json or its folder, instead of the run's own.")
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="At most this many trajectories.")]
+Lines = Annotated[int, typer.Option(min=1, help="At most this many lines.")]
 
 app = typer.Typer(
     name="python -m buffer",
@@ -50,7 +52,7 @@ def ls(
     where: Where,
     wanted: TrajectoryFilter,
     trajectories: Annotated[bool, typer.Option("--trajectories", "-t", help="A line each, not one per group.")] = False,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many lines.")] = 50,
+    limit: Lines = 50,
     tokenizer: TokenizerPath = None,
     run: RunName = None,
     runs_dir: RunsDir = Path("runs"),
@@ -136,6 +138,27 @@ def import_files(
     """Make an archive of rollouts in files, all of them or none."""
     done = import_rollouts(files, into, runs_dir=runs_dir)
     print(f"{done.groups} groups, {done.trajectories} trajectories in {into}")
+
+
+@app.command()
+def refused(
+    where: Where,
+    is_json: Annotated[bool, typer.Option("--json", help="A JSON object each, with all bytes that are kept.")] = False,
+    limit: Lines = 50,
+    run: RunName = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Show the newest frames that the broker turned away: why, how large they are, how they begin."""
+    with _opened(where, run, runs_dir) as source:
+        if not isinstance(source, StoreSource):
+            raise ConfigError(f"SOURCE must be a run or a server, got the archive {where}: a store alone keeps frames.")
+        frames = source.refused_frames()
+    if is_json:
+        print("".join(f"{line}\n" for line in as_json(frames[:limit])), end="")
+        return
+    make_console().print(list_frames(frames[:limit]) if frames else "nothing was refused")
+    if len(frames) > limit:
+        print(f"the newest {limit}; more with --limit")
 
 
 @app.command()

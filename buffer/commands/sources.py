@@ -102,6 +102,11 @@ class StoreSource:
             return []
         return _model_paths(config, self._run_folder)
 
+    def refused_frames(self) -> list[tuple[str, bytes]]:
+        """Reason and first bytes of what the broker turned away, newest first."""
+        self._store.run_state()
+        return self._store.quarantined_frames()
+
     def audit(self) -> Audit:
         """The books of the run."""
         return self._store.audit()

@@ -1,5 +1,6 @@
 """`python -m buffer` on the store of a run that is going on, that has ended, and that is damaged."""
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -141,6 +142,40 @@ def test_stats_say_why_groups_were_rejected_and_leave_greedy_baselines_out_of_re
     ]
     _, lines = run(capsys, "ls", *where(config), "--outcome", "rejected")
     assert [line.split()[-1] for line in lines[1:]] == ["zero_signal"] * 2
+
+
+def test_what_was_refused_is_shown_newest_first(
+    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
+):
+    assert run(capsys, "refused", *where(config)) == (0, ["nothing was refused"])
+    store.quarantine("malformed", b"\x93junk[bold]\x1b[31m")
+    store.quarantine("malformed", b"")
+    store.quarantine("frame_count", b"x" * 5000)
+    assert run(capsys, "refused", *where(config)) == (
+        0,
+        [
+            "reason bytes begins with as text",
+            f"frame_count 4096+ {' '.join(['78'] * 16)} {'x' * 64}",
+            "malformed 0",
+            "malformed 16 93 6a 75 6e 6b 5b 62 6f 6c 64 5d 1b 5b 33 31 6d .junk[bold].[31m",
+        ],
+    )
+    code, lines = run(capsys, "refused", *where(config), "--limit", "2")
+    assert (code, len(lines), lines[-1]) == (0, 4, "the newest 2; more with --limit")
+
+
+def test_what_was_refused_is_told_to_programs_with_all_that_is_kept(
+    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
+):
+    assert run(capsys, "refused", server.url, "--run", "mine", "--json") == (0, [])
+    for frame in (b"x" * 5000, b"\xffjunk"):
+        store.quarantine("malformed", frame)
+    code, lines = run(capsys, "refused", server.url, "--run", "mine", "--json")
+    assert code == 0
+    assert [json.loads(line) for line in lines] == [
+        {"reason": "malformed", "num_bytes": 5, "is_cut": False, "hex": "ff6a756e6b"},
+        {"reason": "malformed", "num_bytes": 4096, "is_cut": True, "hex": "78" * 4096},
+    ]
 
 
 def test_verify_prints_the_books(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
