@@ -60,7 +60,7 @@ class Hello(Message):
     pid: int
     """For people."""
     schema_version: int = SCHEMA_VERSION
-    """A newer one than the broker's is refused."""
+    """One that is not the broker's is refused."""
     weight_transport: Literal["", "collective", "snapshot", "delta"] = ""
     """How this generator wants its weights; empty: as the run says."""
     token: Annotated[str, Meta(max_length=1024)] = ""

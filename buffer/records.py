@@ -119,7 +119,7 @@ class StepEntry(Record):
     seed: int
     """Of the run."""
     config_hash: str
-    """SHA-256 of the run's settings, hexadecimal."""
+    """SHA-256 of the run's settings, its first 16 hexadecimal digits."""
     group_ids: list[str]
     """In the order drawn."""
     trajectory_ids: list[list[str]]

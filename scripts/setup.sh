@@ -21,7 +21,7 @@ trap 'explain' ERR
 check_machine() {
     step="find Python 3.11 or newer (set PYTHON to name another)"
     "${PYTHON:-python3}" -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "this is Python " + sys.version)'
-    command -v g++ >/dev/null || echo "warning: no g++ here: DeepSpeed compiles an operation with it at its first start." >&2
+    command -v g++ >/dev/null || echo "warning: no g++ here: generators.engine.enforce_eager=false needs it." >&2
 }
 
 make_venv() {

@@ -2,9 +2,10 @@
 
 Keys (all begin with the run's hash tag `{run}:`, so that they share a slot):
 
-    run                 hash    phase, step, version, announced_version, checkpoint, config, next_ordinal, admitted,
-                                consumed, consumed_by_version, uses, max_uses, keeps_finished, sequences,
-                                filter, filter_low, filter_high
+    run                 hash    layout, config_json, num_rows, seed, phase, detail, step, stepped_at, version,
+                                announced_version, checkpoint, fence, learner_fence, next_ordinal, admitted, consumed,
+                                consumed_by_version, uses, max_uses, keeps_finished, sequences (ready, finished,
+                                evaluation), filter, filter_low, filter_high
     counters            hash    accepted, duplicates, superseded, open_members, short_members, payload_bytes, trained,
                                 tokens accepted, superseded, wasted and trained, metrics
     refused             hash    reason -> trajectories
@@ -32,4 +33,5 @@ Keys (all begin with the run's hash tag `{run}:`, so that they share a slot):
     roles, role_times   hash    newest gauges, and when (1024)   metrics            list  newest rows
     role_marks, role_progress_times  hash  how far each role was, and when it was last farther
     events              list    what happened to roles, newest 256
+    launcher_requests, broker_requests  hash  subject -> value, until taken
 """
