@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 from broker.clock import Clock
+from broker.role_status import WaitsFor
 from broker.step_archiver import CommittedSteps, StepArchiver
 from buffer.archive.shard_writer import ShardWriter
 from buffer.books import StoreCounts
@@ -164,6 +165,8 @@ class ArchiverStatus(Record):
     """Newest step in the archive's ledger."""
     reason: str = ""
     """What keeps it from archiving; empty while nothing does."""
+    waits_for: WaitsFor = ""
+    """What it needs to go on."""
 
 
 class ArchiverThread:
@@ -258,7 +261,8 @@ class ArchiverThread:
         reason = str(fault)
         if reason != self._status.reason:
             log.warning("not_archiving", reason=reason, folder=str(self._folder))
-        self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason)
+        waits_for: WaitsFor = "disk" if isinstance(fault, OSError) else "store"
+        self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason, waits_for=waits_for)
 
     def _report(self, store: FinishedGroups) -> None:
         store.report_role(_ROLE, {"role": _ROLE} | msgspec.structs.asdict(self._status))

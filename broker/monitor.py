@@ -44,7 +44,9 @@ class Snapshot(Record):
     def who_waits(self) -> str:
         """One sentence: which side waits for the other."""
         waiting = [
-            f"{name}: {g['reason']}" for name, g in sorted(self.roles.items()) if g.get("reason") and _is_alive(g)
+            f"{name}: {g.get('reason')}"
+            for name, g in sorted(self.roles.items())
+            if g.get("waits_for") and _is_alive(g)
         ]
         return "; ".join(waiting) or "nobody"
 

@@ -15,6 +15,11 @@ LAUNCHER = "launcher"
 """Name of the launcher among the roles."""
 
 
+WaitsFor = Literal["", "groups", "evaluation", "weights", "transfer", "prompts", "store", "disk"]
+"""What a role says of itself in the gauge `waits_for`: nothing | groups to train on | answers of an evaluation | that
+weights are published | that they arrive | prompts | room in the store, or the store itself | room on the disk."""
+
+
 class RoleStatus(Record):
     """One role.
 
@@ -37,6 +42,8 @@ class RoleStatus(Record):
     """Since it last got any further, seconds; None for a role that has no such number."""
     reason: str
     """What it does, or what it waits for; of one that is gone: why."""
+    waits_for: str = ""
+    """See WaitsFor; empty when it does something, and of one that does not say."""
     host: str | None = None
     """Where it runs; None when it does not say."""
     pid: int | None = None
@@ -88,6 +95,7 @@ def _role_status(
         report_age_s=age_s,
         progress_age_s=None if progressed_at is None else max(0.0, now - progressed_at),
         reason=str(gauges.get("reason", "")),
+        waits_for=str(gauges.get("waits_for", "")) if is_here else "",
         host=gauges.get("host"),
         pid=gauges.get("pid"),
         version=version,

@@ -332,9 +332,8 @@ class Router:
         put_off = {f"put_off_{reason}": number for reason, number in self._ingest.put_off.items()}
         reason = f"trajectories are put off: {self._ingest.reason}" if self._ingest.reason else ""
         where = {"host": socket.gethostname(), "pid": os.getpid()}
-        return {
-            "role": "broker", "state": "ready", "reason": reason, "peers": len(list(self._peers)), **where, **put_off
-        }  # fmt: skip
+        waits = {"reason": reason, "waits_for": "store" if reason else ""}
+        return {"role": "broker", "state": "ready", "peers": len(list(self._peers)), **waits, **where, **put_off}
 
     def _send(self, identity: bytes, message: Message) -> bool:
         sent = self._channel.send(identity, [encode(message)])

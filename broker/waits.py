@@ -7,9 +7,16 @@ from buffer.records import RunState
 from buffer.trajectory import Record
 
 _GENERATORS, _LEARNER, _BROKER, _STORE, _DISK = "the generators", "the learner", "the broker", "the store", "the disk"
-_AWAITED_BY = {"generator": _LEARNER, "learner": _GENERATORS, "broker": _STORE, "archiver": _DISK}
-DEAD_END = "dead end: "
-"""In a learner's reason this begins why its wait will not end by itself."""
+_AWAITED: dict[str, str] = {
+    "groups": _GENERATORS,
+    "evaluation": _GENERATORS,
+    "weights": _LEARNER,
+    "transfer": _LEARNER,
+    "prompts": _LEARNER,
+    "store": _STORE,
+    "disk": _DISK,
+}
+"""WaitsFor -> who could end the wait."""
 _OVER = ("finished", "failed")
 
 
@@ -37,7 +44,7 @@ def waits_of(state: RunState, roles: list[RoleStatus], *, admission_reason: str)
 
 def dead_end_of(roles: dict[str, dict[str, Any]]) -> str:
     """Why the learner's wait will not end by itself, from what the roles told last; empty when it may."""
-    return str(roles.get("learner", {}).get("reason", "")).partition(DEAD_END)[2]
+    return str(roles.get("learner", {}).get("dead_end", ""))
 
 
 def _for_the_missing(roles: list[RoleStatus]) -> list[Wait]:
@@ -71,10 +78,6 @@ def _absence(name: str, role: RoleStatus | None) -> str:
 
 
 def _own_wait(role: RoleStatus) -> Wait | None:
-    """What a living role says it waits for; nothing when it says what it does."""
-    is_busy = role.role == "learner" and not role.reason.startswith("waiting")
-    if not role.is_alive or not role.reason or is_busy or role.state in ("starting", "draining"):
-        return None
-    is_about_store = "put off" in role.reason or "the store" in role.reason
-    for_whom = _STORE if is_about_store else _AWAITED_BY.get(role.role)
-    return Wait(role.name, for_whom, role.reason) if for_whom else None
+    """What a living role says it waits for."""
+    for_whom = _AWAITED.get(role.waits_for)
+    return Wait(role.name, for_whom, role.reason) if role.is_alive and for_whom else None

@@ -53,6 +53,8 @@ class Adoption:
         self._abandoned = Event()
         self.version = -1
         """The newest that was verified; -1 before the first."""
+        self.is_fetching = False
+        """Whether its weights are on their way, other than by broadcast."""
         self.is_verified = asyncio.Event()
         """What the engine samples from now, the probe agreed with."""
         self.gauges: dict[str, float] = {"updates": 0, "fetched_mib": 0.0}
@@ -133,7 +135,11 @@ class Adoption:
         if update is self._order:
             self._abandoned = Event()
         fetch = partial(self._fetcher.fetch, update, abandoned=self._abandoned)
-        fetched = await asyncio.get_running_loop().run_in_executor(self._fetching_thread, fetch)
+        self.is_fetching = True
+        try:
+            fetched = await asyncio.get_running_loop().run_in_executor(self._fetching_thread, fetch)
+        finally:
+            self.is_fetching = False
         self.gauges["fetched_mib"] += self._fetcher.num_bytes / 2**20
         return fetched
 

@@ -30,6 +30,7 @@ from broker.messages import (
     Update,
 )
 from broker.metrics import Rate
+from broker.role_status import WaitsFor
 from buffer.codec import pack
 from buffer.trajectory import Trajectory
 from configs.run import RunConfig
@@ -191,7 +192,7 @@ class Generator:
     def status(self) -> PeerStatus:
         """What the next Pong says; may be called from any thread."""
         gauges = (
-            self._gauges
+            dict[str, float | str](self._gauges)
             | self._adoption.gauges
             | {
                 "tokens_per_s": round(self._tokens.per_s, 1),
@@ -202,12 +203,21 @@ class Generator:
                 "preemptions": self._load.num_preempted,
                 "outbox": len(self._link.outbox),
                 "put_off": self._link.outbox.num_put_off,
+                "waits_for": self._waits_for,
             }
         )
         held = {prompt.lease.id for prompt in list(self._work.values())} | self._link.outbox.lease_ids()
         put_off_by = self._link.outbox.put_off_by
         reason = f"trajectories are put off: {put_off_by}" if put_off_by else self._reason
         return PeerStatus(self._state, self._adoption.version, reason, gauges, lease_ids=sorted(held))
+
+    @property
+    def _waits_for(self) -> WaitsFor:
+        if self._link.outbox.put_off_by:
+            return "store"
+        if self._state == "unsynced":
+            return "transfer" if self._adoption.is_fetching else "weights"
+        return "prompts" if self._state in _AT_WORK and self._reason else ""
 
     def _become(self, state: str, reason: str) -> None:
         # Draining is for good: a start or an update that was under way comes to its end after it.

@@ -144,7 +144,9 @@ def _open_store(run: RunConfig, url: str) -> RedisStore:
 def _status(learner: Learner, store: RedisStore) -> PeerStatus:
     """The learner's own, but for what its store keeps it waiting for."""
     status, reason = learner.status(), store.waiting_for
-    return msgspec.structs.replace(status, reason=reason) if reason else status
+    if not reason:
+        return status
+    return msgspec.structs.replace(status, reason=reason, gauges=status.gauges | {"waits_for": "store"})
 
 
 def _check_same_run(run: RunConfig, config_json: str) -> None:

@@ -148,7 +148,7 @@ def _all_refused(arrivals: Arrivals) -> DeadEndCause | None:
 
 
 def _store_is_full(look: RunLook) -> DeadEndCause | None:
-    put_off = look.broker.reason if look.broker and "put off" in look.broker.reason else ""
+    put_off = look.broker.reason if look.broker and look.broker.waits_for == "store" else ""
     if not (reason := look.capacity_reason or put_off):
         return None
     return DeadEndCause(

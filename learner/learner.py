@@ -79,7 +79,8 @@ class Learner:
 
     def status(self) -> PeerStatus:
         """What the next Pong says; may be called from any thread."""
-        return PeerStatus("ready", version=self._version, reason=self._reason, gauges=self._record.gauges())
+        gauges = self._record.gauges() | self._watch.gauges()
+        return PeerStatus("ready", version=self._version, reason=self._reason, gauges=gauges)
 
     # --- life ----------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -236,7 +237,8 @@ class Learner:
         wanted = self._run.claimed_groups_per_step
         what = f"the {wanted} groups of step {step}"
         missing, wanted_ready = "looking for them", wanted
-        self._watch.begin(what, timeout_s=self._run.learner.wait_timeout_s, setting="learner.wait_timeout_s")
+        limit_s = self._run.learner.wait_timeout_s
+        self._watch.begin(what, waits_for="groups", timeout_s=limit_s, setting="learner.wait_timeout_s")
         while True:
             self._reason = self._watch.look(missing)
             claim = self._store.claim(
@@ -297,7 +299,10 @@ class Learner:
 
     def _await_evaluation(self, name: str) -> dict[Purpose, EvaluationResult]:
         self._watch.begin(
-            f"the evaluation {name!r}", timeout_s=self._run.evaluation.timeout_s, setting="evaluation.timeout_s"
+            f"the evaluation {name!r}",
+            waits_for="evaluation",
+            timeout_s=self._run.evaluation.timeout_s,
+            setting="evaluation.timeout_s",
         )
         while (result := self._evaluator.result(name)) is None:
             answered = self._evaluator.num_answered(name)

@@ -22,8 +22,7 @@ class GeneratorLook:
     @property
     def is_starting(self) -> bool:
         """Whether it lives and may still come to hold weights by itself: it loads its model or fetches them."""
-        is_fetching = self.status.state == "unsynced" and self.status.reason.startswith("fetching")
-        return self.status.is_alive and (self.status.state == "starting" or is_fetching)
+        return self.status.is_alive and (self.status.state == "starting" or self.status.waits_for == "transfer")
 
     @property
     def is_holding(self) -> bool:

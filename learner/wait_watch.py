@@ -11,7 +11,7 @@ from contextlib import suppress
 import structlog
 
 from broker.clock import Clock
-from broker.waits import DEAD_END
+from broker.role_status import WaitsFor
 from buffer.codec import unpack
 from buffer.errors import BufferFault
 from buffer.records import Claim
@@ -55,11 +55,17 @@ class WaitWatch:
         self._cause: DeadEndCause | None = None
         self._look_at = clock()
         self._what = ""
+        self._waits_for: WaitsFor = ""
         self._say_at = clock()
 
-    def begin(self, what: str, *, timeout_s: float, setting: str) -> None:
+    def gauges(self) -> dict[str, str]:
+        """What the learner's Pong says of the wait under way; may be asked from any thread."""
+        cause = self._cause
+        return {"waits_for": self._waits_for, "dead_end": _sentence(cause) if cause else ""}
+
+    def begin(self, what: str, *, waits_for: WaitsFor, timeout_s: float, setting: str) -> None:
         """A wait for `what` begins, of at most `timeout_s` (which `setting` says) while it gets on."""
-        self._what = what
+        self._what, self._waits_for = what, waits_for
         self._say_at = self._clock() + _SAY_EVERY_S
         self._dead_ends.begin(timeout_s=timeout_s, setting=setting)
 
@@ -76,7 +82,7 @@ class WaitWatch:
             self._say_at = self._clock() + _SAY_EVERY_S
             self._stand_by()
             self._say(missing)
-        cause = f"; {DEAD_END}{_sentence(self._cause)}" if self._cause else ""
+        cause = f"; dead end: {_sentence(self._cause)}" if self._cause else ""
         return f"waiting for {self._what}: {missing}{cause}"
 
     def takes(self, claim: Claim) -> bool:
@@ -91,6 +97,7 @@ class WaitWatch:
 
     def end(self) -> None:
         """What was waited for is there. Rewards that do not answer may still do so: that is for the next look."""
+        self._waits_for = ""
         if self._cause and self._cause.kind != "rewards":
             self._overcome()
 

@@ -82,7 +82,7 @@ class Scaling:
         workers = [role for role in roles if role.role == "generator" and role.is_alive and role.state in _AT_WORK]
         happened = self._note_absences(roles, at_work={role.name for role in workers})
         learner = next((role for role in roles if role.role == "learner" and role.is_alive), None)
-        is_starving = learner is not None and _waits_for_groups(learner)
+        is_starving = learner is not None and learner.waits_for == "groups"
         is_training = learner is not None and (state.step > 0 or is_starving)
         if not (is_training and self._attendance.is_complete):
             # While somebody starts, the waits of the others say nothing of how many generators are needed.
@@ -126,8 +126,3 @@ class Scaling:
             ("launcher", f"{wanted} generators are wanted, not {before}: {reason}"),
             *self._fleet.set_wanted(wanted),
         ]
-
-
-def _waits_for_groups(learner: RoleStatus) -> bool:
-    """As its `_claim` says it; the answers of an evaluation are waited for in other words."""
-    return learner.reason.startswith("waiting for") and "groups of step" in learner.reason

@@ -47,7 +47,10 @@ def roles() -> dict[str, tuple[float, dict[str, Any]]]:
             {"role": "learner", "state": "ready", "version": 3, "tokens": 5.0, "reason": "training step 4"},
         ),
         "launcher": (0.1, {"role": "launcher", "state": "ready", "restarts": {"generator-0": 2}}),
-        "generator-0": (0.5, generator(version=2, tokens=9.0, tokens_per_s=5210.25, reason="pacing: wait")),
+        "generator-0": (
+            0.5,
+            generator(version=2, tokens=9.0, tokens_per_s=5210.25, reason="pacing: wait", waits_for="prompts"),
+        ),
         "generator-1": (90.0, generator(version=1)),
         "generator-2": (300.0, {"role": "generator", "state": "gone", "reason": "said bye"}),
     }

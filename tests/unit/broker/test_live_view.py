@@ -39,7 +39,10 @@ def show(*, is_terminal: bool) -> str:
         store.append_metrics(
             {"step": 3, "version": 3, "eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5, **ROW}
         )
-        store.report_role("generator-0", {"role": "generator", "state": "ready", "version": 3, "reason": "pacing"})
+        store.report_role(
+            "generator-0",
+            {"role": "generator", "state": "ready", "version": 3, "reason": "pacing", "waits_for": "prompts"},
+        )
         view.show(monitor.look())
     return output.getvalue()
 
@@ -99,8 +102,9 @@ def show_dead_end(*, is_terminal: bool) -> str:
     with view.shown():
         for missing in ("1 is ready", "2 are ready"):
             store.append_metrics({"step": 1, "version": 1, **ROW})
-            reason = f"waiting for 4 groups: {missing}; dead end: no generator is alive: start one"
-            store.report_role("learner", {"role": "learner", "state": "ready", "reason": reason})
+            waits = {"reason": f"waiting for 4 groups: {missing}", "waits_for": "groups"}
+            dead_end = {"dead_end": "no generator is alive: start one"}
+            store.report_role("learner", {"role": "learner", "state": "ready", **waits, **dead_end})
             view.show(monitor.look())
     return output.getvalue()
 

@@ -67,7 +67,9 @@ def test_generators_with_room_wait_for_the_learner_while_nothing_is_admitted():
 
 def test_a_learner_short_of_groups_waits_for_the_generators():
     reason = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
-    reported = roles() | {"learner": (0, {"role": "learner", "state": "ready", "reason": reason})}
+    reported = roles() | {
+        "learner": (0, {"role": "learner", "state": "ready", "reason": reason, "waits_for": "groups"})
+    }
     assert Wait("learner", "the generators", reason) in look(reported).waits
 
 
@@ -88,8 +90,13 @@ def test_who_is_dead_or_missing_is_waited_for():
 
 
 def test_whoever_is_kept_by_the_store_waits_for_it():
-    put_off = {"role": "broker", "state": "ready", "reason": "trajectories are put off: store_full"}
-    waiting = {"role": "learner", "state": "ready", "reason": "waiting for the store at x for 3 s of 60 s"}
+    put_off = {
+        "role": "broker",
+        "state": "ready",
+        "reason": "trajectories are put off: store_full",
+        "waits_for": "store",
+    }
+    waiting = {"role": "learner", "state": "ready", "reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
     waits = look(roles() | {"broker": (0, put_off), "learner": (0, waiting)}).waits
     assert {wait.who for wait in waits if wait.for_whom == "the store"} == {"broker", "learner"}
 

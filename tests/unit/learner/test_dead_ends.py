@@ -80,14 +80,14 @@ def test_a_dead_broker_is_told_apart_from_dead_generators(scene):
 
 # --- starting --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("state", "reason", "kind"),
+    ("state", "reason", "waits_for", "kind"),
     [
-        ("starting", "loading the model", "start"),
-        ("unsynced", "fetching version 0 from the learner", "weights"),
+        ("starting", "loading the model", "", "start"),
+        ("unsynced", "fetching version 0 from the learner", "transfer", "weights"),
     ],
 )
-def test_a_generator_that_starts_has_more_time(scene, state, reason, kind):
-    starting = make_look(make_generator(state=state, version=None, reason=reason))
+def test_a_generator_that_starts_has_more_time(scene, state, reason, waits_for, kind):
+    starting = make_look(make_generator(state=state, version=None, reason=reason, waits_for=waits_for))
     cause = scene.stay(starting, seconds=START_AFTER_S)
     assert cause.kind == kind
     assert reason in cause.what
@@ -288,7 +288,9 @@ def test_a_full_store_is_told_as_that(scene):
 
 def test_a_store_that_takes_no_writes_is_told_by_the_brokers_word(scene):
     reason = "trajectories are put off: store_cannot_write"
-    cause = scene.stay(make_look(make_generator(), broker=make_role("broker", "broker", reason=reason)))
+    cause = scene.stay(
+        make_look(make_generator(), broker=make_role("broker", "broker", reason=reason, waits_for="store"))
+    )
     assert cause.kind == "store"
     assert "store_cannot_write" in cause.what
 

@@ -37,7 +37,7 @@ class Scene:
             clock=self.clock,
         )
         self.report()
-        self.watch.begin("the 2 groups of step 1", timeout_s=1800, setting="learner.wait_timeout_s")
+        self.watch.begin("the 2 groups of step 1", waits_for="groups", timeout_s=1800, setting="learner.wait_timeout_s")
 
     def stand_by(self) -> None:
         self.stood_by += 1
@@ -92,7 +92,7 @@ def test_told_to_wait_it_shows_the_cause_and_goes_on_by_itself():
     scene = Scene(policy="wait")
     reason = scene.wait(AFTER_S + 60, state="unsynced", reason="the probe differs")
     assert reason.startswith("waiting for the 2 groups of step 1: 0 are ready; dead end: ")
-    assert "does not hold verified weights" in dead_end_of({"learner": {"reason": reason}})
+    assert "does not hold verified weights" in dead_end_of({"learner": scene.watch.gauges()})
     assert scene.wait(1, state="ready") == "waiting for the 2 groups of step 1: 0 are ready"
     told = [event.text for event in scene.store.events(limit=9) if event.role == "learner"]
     assert len(told) == 2
@@ -113,7 +113,7 @@ def test_what_comes_ends_the_dead_end_of_the_wait_for_it():
     scene = Scene(policy="wait")
     scene.wait(AFTER_S)
     scene.watch.end()
-    scene.watch.begin("the 2 groups of step 2", timeout_s=1800, setting="learner.wait_timeout_s")
+    scene.watch.begin("the 2 groups of step 2", waits_for="groups", timeout_s=1800, setting="learner.wait_timeout_s")
     assert scene.wait(1) == "waiting for the 2 groups of step 2: 0 are ready"
 
 
