@@ -7,6 +7,8 @@ Woken by: its own clock, every second.
 Invariant: the store forgets a group only after the archive has it, durably; the archive takes a group once.
 """
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -265,4 +267,5 @@ class ArchiverThread:
         self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason, waits_for=waits_for)
 
     def _report(self, store: FinishedGroups) -> None:
-        store.report_role(_ROLE, {"role": _ROLE} | msgspec.structs.asdict(self._status))
+        where = {"host": socket.gethostname(), "pid": os.getpid()}
+        store.report_role(_ROLE, {"role": _ROLE, **where} | msgspec.structs.asdict(self._status))
