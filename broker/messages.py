@@ -27,9 +27,9 @@ FETCHED = 0
 """Epoch of an update that is not broadcast: each member fetches it."""
 _MOST_LEASES = 2**16
 Sentence = Annotated[str, Meta(max_length=2**16)]
+"""For people; long enough for an error with its trace."""
 REASON_CHARACTERS = 256
 """Of what the store counts by; the sender cuts it."""
-"""For people; long enough for an error with its trace."""
 LeaseIds = Annotated[list[Name], Meta(max_length=_MOST_LEASES)]
 """Of one peer. Bounded, because a script takes them all at once."""
 Gauge = bool | int | float | Annotated[str, Meta(max_length=1024)] | None

@@ -35,7 +35,7 @@ from learner.building import choose_device
 from learner.deepspeed_config import deepspeed_environment
 from learner.errors import LearnerFault
 from learner.learner import Learner
-from learner.ranks import leave_ranks
+from learner.ranks import end_rank
 from learner.sft_assembly import assemble_sft, check_sft
 from learner.team import Team
 from learner.torchrun import become_ranks
@@ -63,7 +63,8 @@ def main(overrides: list[str]) -> None:
         _lead(run, token=read_token(run.broker))
     else:
         _team(run).follow()
-    leave_ranks()
+    if "RANK" in os.environ:
+        end_rank()
 
 
 def _set_environment(run: RunConfig) -> None:

@@ -33,7 +33,7 @@ from learner.assembly import assemble_team
 from learner.building import choose_device
 from learner.deepspeed_config import deepspeed_environment
 from learner.errors import LearnerFault, RanksFault
-from learner.ranks import leave_ranks
+from learner.ranks import end_rank
 from learner.torchrun import become_ranks
 from scripts.replay_plan import ReplayPlan, plan_replay
 from scripts.rescoring import rescore
@@ -83,7 +83,7 @@ def main(overrides: list[str]) -> None:
         _lead(run, RunFolder(run), rendezvous="env://")
     else:
         _follow(run, rank=rank)
-    leave_ranks()
+    end_rank()
 
 
 def _lead(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) -> None:
