@@ -149,7 +149,7 @@ def test_the_serial_run_says_it_in_one_sentence_too(folder: Path) -> None:
     assert_ends_with_one_sentence(done, folder, "model.path", "models/no-weights")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_reward_function_that_hangs_at_times_costs_its_trajectories_and_no_more(folder: Path) -> None:
     hanging = ("generators.reward.function=bad_rewards:hangs_at_times", "generators.reward.timeout_s=0.3")
     # Groups that wait for a hanging call are complete later than others: a longer run draws them.

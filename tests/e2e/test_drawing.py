@@ -64,8 +64,10 @@ def test_stored_rollouts_are_mixed_in(folder: Path, reused: list[dict[str, float
     ("name", "overrides"),
     [
         ("prioritized-drop", ("buffer/sampler=prioritized", "buffer.staleness.over_age=drop")),
-        ("freshest-demote", ("buffer/sampler=freshest", "buffer.staleness.over_age=demote")),
-        ("fifo-wait", ("buffer/sampler=fifo", "buffer.staleness.over_age=wait")),
+        pytest.param(
+            "freshest-demote", ("buffer/sampler=freshest", "buffer.staleness.over_age=demote"), marks=pytest.mark.long
+        ),
+        pytest.param("fifo-wait", ("buffer/sampler=fifo", "buffer.staleness.over_age=wait"), marks=pytest.mark.long),
     ],
 )
 def test_every_policy_trains_to_the_end(folder: Path, name: str, overrides: tuple[str, ...]):

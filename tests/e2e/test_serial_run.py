@@ -48,6 +48,7 @@ def test_two_runs_with_one_seed_are_equal_bit_for_bit(folder: Path, first: list[
     assert train(folder, "second") == first
 
 
+@pytest.mark.long
 def test_another_seed_gives_another_run(folder: Path, first: list[dict[str, float]]):
     assert train(folder, "third", "seed=1") != first
 
