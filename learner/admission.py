@@ -8,6 +8,7 @@ no mean.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -176,30 +177,48 @@ def _lags(trajectory: Trajectory, places: np.ndarray, *, learner_version: int) -
 
 
 def _tokens(trajectories: Sequence[Trajectory], wanted: Sequence[np.ndarray], lags: Sequence[np.ndarray]) -> Tokens:
-    pairs = list(zip(trajectories, wanted, strict=True))
-    positions = [_positions(trajectory) for trajectory in trajectories]
+    places = _places(trajectories, wanted)
     return Tokens(
-        sequences=torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor([len(places) for places in wanted])),
-        turns=_joined([_turns(t)[places] for t, places in pairs], np.int64),
-        positions=_joined([own[0][places] for own, places in zip(positions, wanted, strict=True)], np.int64),
-        positions_in_turn=_joined([own[1][places] for own, places in zip(positions, wanted, strict=True)], np.int64),
+        sequences=torch.from_numpy(places.sequences),
+        turns=torch.from_numpy(places.turns),
+        positions=torch.from_numpy(places.positions),
+        positions_in_turn=torch.from_numpy(places.positions_in_turn),
         lags=_joined(list(lags), np.int64),
-        generator_logprobs=_joined([t.generator_logprobs[places] for t, places in pairs], np.float32),
+        generator_logprobs=_joined(
+            [t.generator_logprobs[own] for t, own in zip(trajectories, wanted, strict=True)], np.float32
+        ),
     )
 
 
-def _turns(trajectory: Trajectory) -> np.ndarray:
-    """int64[T]: which run of model-written tokens a model-written token belongs to."""
-    begins = np.diff(trajectory.model_mask.astype(np.int8), prepend=0) == 1
-    return np.maximum(0, begins.cumsum() - 1)
+class _Places(NamedTuple):
+    """Columns of the same names, int64[N]."""
+
+    sequences: np.ndarray
+    turns: np.ndarray
+    positions: np.ndarray
+    positions_in_turn: np.ndarray
 
 
-def _positions(trajectory: Trajectory) -> tuple[np.ndarray, np.ndarray]:
-    """int64[T] each: which model-written token of the trajectory, and of its turn, a model-written token is."""
-    mask = trajectory.model_mask
-    written = mask.cumsum() - 1
-    before_turn = np.where(np.diff(mask.astype(np.int8), prepend=0) == 1, written, 0)
-    return written, written - np.maximum.accumulate(before_turn)
+def _places(trajectories: Sequence[Trajectory], wanted: Sequence[np.ndarray]) -> _Places:
+    """Where in what the model wrote the wanted tokens stand; of all trajectories at once, laid end to end."""
+    sequences = np.repeat(np.arange(len(wanted)), [len(own) for own in wanted])
+    if not len(sequences):
+        return _Places(sequences, sequences, sequences, sequences)
+    masks = [trajectory.model_mask for trajectory in trajectories]
+    starts = np.cumsum([0, *map(len, masks[:-1])])
+    at = np.concatenate([own + start for own, start in zip(wanted, starts, strict=True)])
+    mask = np.concatenate(masks)
+    before = np.roll(mask, 1)
+    before[starts] = False
+    begins = mask & ~before
+    written, turns = mask.cumsum(), begins.cumsum()
+    first_of_turn = written[begins]
+    return _Places(
+        sequences,
+        turns[at] - (turns - begins)[starts][sequences] - 1,
+        written[at] - (written - mask)[starts][sequences] - 1,
+        written[at] - first_of_turn[turns[at] - 1],
+    )
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> Tensor:

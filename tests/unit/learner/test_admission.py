@@ -56,6 +56,23 @@ def test_turns_are_counted_by_runs_of_model_written_tokens():
     assert batch.tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 2]
 
 
+def test_turns_and_positions_are_each_trajectorys_own():
+    ends_written, begins_written = np.array([0, 1, 1, 0, 0, 1]), np.array([1, 1, 0, 1])
+    groups = [
+        [
+            fresh(0, prompt=(4, 8), response=(2, 9, 5, 1), model_mask=ends_written.astype(bool)),
+            fresh(1, prompt=(4, 8), response=(2, 1), model_mask=begins_written.astype(bool)),
+        ],
+        [fresh(0, prompt=(4,), response=(2, 1))],
+    ]
+    tokens = admitted(groups).batch.tokens
+    # Nothing predicts the first token of a trajectory, so it is counted and not there.
+    assert tokens.sequences.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert tokens.turns.tolist() == [0, 0, 1, 0, 1, 0, 0]
+    assert tokens.positions.tolist() == [0, 1, 2, 1, 2, 0, 1]
+    assert tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 0, 0, 1]
+
+
 def test_positions_count_the_tokens_that_are_too_old_as_well():
     mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
     batch = admitted([[fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 0), VersionSpan(6, 5)])]]).batch
