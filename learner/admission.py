@@ -150,7 +150,6 @@ def _lay_out(
         parts=_wide([[t.reward.parts.get(name, float("nan")) for name in names] for t in trajectories]),
         greedy_rewards=_greedy_rewards(members),
         is_correct=torch.tensor([t.reward.is_correct for t in trajectories], dtype=torch.bool),
-        is_truncated=torch.tensor([t.stop_reason == "length" for t in trajectories], dtype=torch.bool),
         is_member=torch.tensor([t.reward.status == "ok" and not t.is_greedy for t in trajectories], dtype=torch.bool),
         lengths=torch.tensor([int(t.model_mask.sum()) for t in trajectories], dtype=torch.int64),
         num_wanted=torch.tensor([len(places) for places in wanted], dtype=torch.int64),

@@ -54,8 +54,6 @@ class Trajectories(_Columns):
     """float64, the reward of its group's greedy answer; NaN where there is none."""
     is_correct: Bool[Tensor, "B"]
     """Whether the response is entirely right."""
-    is_truncated: Bool[Tensor, "B"]
-    """Whether it was cut off at the longest length."""
     is_member: Bool[Tensor, "B"]
     """Whether it counts in its group's baseline: its reward function answered."""
     lengths: Int[Tensor, "B"]

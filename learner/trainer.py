@@ -115,26 +115,23 @@ class Trainer:
         batch = self._survey(admitted.batch.to(self._engine.device), [m for update in updates for m in update])
         batch = self._objective.judge(batch)
         scale = self._objective.learning_rate_scale(batch)
-        tally, num_before = Tally(), self.num_updates
-        found = [
-            self._update(batch, index, microbatches, tally=tally, step=step, scale=scale)
-            for index, microbatches in enumerate(updates)
-            if self._tokens_of(batch, index).any()
-        ]
+        tally = Tally()
+        found = self._go_through(batch, updates, tally=tally, step=step, scale=scale)
         norms = [norm for norm in found if norm is not None]
         metrics = tally.report(self._ranks, num_updates=len(found))
         self._onlookers.refresh_reference(self._engine, step=step)
         price = kl_coefficient(self._run.algorithm, self._objective.memory)
         if norms:
-            divergence = metrics["learner/reference_kl"]
-            self._objective.end_step(reference_kl=divergence, num_trajectories=batch.num_trajectories)
+            self._objective.end_step(
+                reference_kl=metrics["learner/reference_kl"], num_trajectories=batch.num_trajectories
+            )
         return {
             **admitted.metrics,
             **describe(batch),
             **metrics,
             **self._gradients.report(self._ranks),
             **self._teach_critic(batch, updates, step=step),
-            "learner/updates": float(self.num_updates - num_before),
+            "learner/updates": float(len(norms)),
             "learner/grad_norm": sum(norms) / max(1, len(norms)),
             "learner/learning_rate": scale * self._learning_rate(max(0, self.num_updates - 1)),
             "learner/learning_rate_scale": scale,
@@ -208,6 +205,16 @@ class Trainer:
         names: list[str],
     ) -> dict[str, Tensor]:
         return survey(batch, microbatches, measure, names=names, ranks=self._ranks)
+
+    def _go_through(
+        self, batch: Batch, updates: list[list[Microbatch]], *, tally: Tally, step: int, scale: float
+    ) -> list[float | None]:
+        """See `_update`, of each that has tokens."""
+        return [
+            self._update(batch, index, microbatches, tally=tally, step=step, scale=scale)
+            for index, microbatches in enumerate(updates)
+            if self._tokens_of(batch, index).any()
+        ]
 
     def _update(
         self, batch: Batch, index: int, microbatches: list[Microbatch], *, tally: Tally, step: int, scale: float

@@ -11,6 +11,15 @@ def tick(scene: Scene) -> None:
     scene.step()
 
 
+def asked(scene: Scene) -> Peer:
+    """One that was told to leave, once so far."""
+    peer = Peer(scene, "generator", "g0")
+    peer.receive()
+    scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
+    tick(scene)
+    return peer
+
+
 def test_the_generator_that_is_asked_to_leave_is_told_so_and_no_other(scene: Scene):
     peers = [Peer(scene, "generator", name) for name in ("g0", "g1")]
     for peer in peers:
@@ -33,10 +42,7 @@ def test_one_who_comes_later_is_told_as_well(scene: Scene):
 
 
 def test_one_who_does_not_begin_to_leave_is_told_again_until_it_does(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
-    peer.receive()
-    scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
-    tick(scene)
+    peer = asked(scene)
     tick(scene)
     assert peer.receive() == [Drain("asked to leave")] * 2
     peer.say(Pong(sent_at=0.0, state="draining", version=0, reason="", gauges={}))
@@ -46,11 +52,7 @@ def test_one_who_does_not_begin_to_leave_is_told_again_until_it_does(scene: Scen
 
 
 def test_another_one_under_the_same_name_is_not_told(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
-    peer.receive()
-    scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
-    tick(scene)
-    peer.say(Bye())
+    asked(scene).say(Bye())
     other = Peer(scene, "generator", "g0", "2")
     other.receive()
     tick(scene)
