@@ -19,27 +19,25 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from broker.errors import BrokerFault
-from broker.process import RoleDied
-from broker.run_folder import RunFolder
-from buffer.errors import BufferFault
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
-from configs.load import load, to_yaml
-from configs.run import RunConfig
-from generators.errors import GeneratorFault
-from learner.errors import LearnerFault
-from scripts.launcher import Launcher
-from scripts.plot_run import plot_run
-from scripts.preflight import check_surroundings
-from scripts.prepare import prepare
-from scripts.scale import main as scale
-from scripts.status import main as show_status
+from slipstream.broker.errors import BrokerError
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load, to_yaml
+from slipstream.configs.run import RunConfig
+from slipstream.generators.errors import GeneratorError
+from slipstream.launch.commands import drain, scale, show_status
+from slipstream.launch.launcher import Launcher
+from slipstream.launch.preflight import check_surroundings, prepare
+from slipstream.learner.errors import LearnerError
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.process import RoleDiedError
+from slipstream.runtime.run_folder import RunFolder
+from slipstream.scripts.plot_run import plot_run
 
 console = Console()
 
 
-@fail_cleanly(BrokerFault, BufferFault, GeneratorFault, LearnerFault, RoleDied)
+@fail_cleanly(BrokerError, ReplayBufferError, GeneratorError, LearnerError, RoleDiedError)
 def main(arguments: list[str]) -> None:
     """Do what the command line says."""
     if arguments[:1] in (["--help"], ["-h"]):
@@ -50,6 +48,9 @@ def main(arguments: list[str]) -> None:
         return
     if arguments[:1] == ["scale"]:
         scale(arguments[1:])
+        return
+    if arguments[:1] == ["drain"]:
+        drain(arguments[1:])
         return
     if arguments[:1] == ["--cfg"]:
         print(to_yaml(load(arguments[2:])))
@@ -64,11 +65,11 @@ def main(arguments: list[str]) -> None:
     folder.claim()
     if run.mode == "serial":
         # Imported only now: torch takes seconds to load, and a launcher does without.
-        from scripts.serial import run_serial
+        from slipstream.launch.serial import run_serial
 
         run_serial(run, folder)
     elif run.mode == "replay":
-        from scripts.replay import run_replay
+        from slipstream.launch.replay import run_replay
 
         run_replay(run, folder, overrides=arguments)
     else:
@@ -80,7 +81,7 @@ def _refuse_supervised(run: RunConfig) -> None:
     if run.mode == "sft":
         raise ConfigError(
             "mode=sft has one role and needs no launcher: start `python -m learner` with the same overrides, after "
-            "`python -m scripts.prepare` with them has made what is missing."
+            "`python -m slipstream.launch.preflight` with them has made what is missing."
         )
 
 

@@ -6,8 +6,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from configs.generators import VllmEngineConfig
-from configs.run import RunConfig
+from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.run import RunConfig
 
 
 class BareEngine:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from buffer.trajectory import Trajectory
-from configs.run import RunConfig
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.run import RunConfig
 
 
 class BareLoop:

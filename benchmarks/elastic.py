@@ -22,9 +22,9 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from broker.run_store import open_store_of
-from buffer.errors import BufferFault
-from buffer.store import Store
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis.run_store import open_store_of
+from slipstream.buffer.store import Store
 
 _LOOK_EVERY_S = 0.2
 _START_S = 180.0
@@ -78,7 +78,7 @@ class Watch:
                         number, step = due.pop(0)
                         console.print(f"step {step}: {number} generators")
                         self._scale(number)
-                except BufferFault:
+                except ReplayBufferError:
                     # The broker has not opened the run yet, or the launcher has stopped the store.
                     pass
                 time.sleep(_LOOK_EVERY_S)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
-from broker.messages import Member, OpenEpoch, Update
-from broker.weights import buckets
-from broker.weights.collective import CollectiveSender
-from configs.generators import VllmEngineConfig
-from configs.model import ModelConfig
-from generators.engines.vllm_environment import engine_environment
-from scripts.init_random_model import make_model, make_tokenizer
-from scripts.model_folder import save_model
+from slipstream.broker.messages import Member, OpenEpoch, Update
+from slipstream.broker.weights import buckets
+from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.configs.data import ModelConfig
+from slipstream.configs.generators import VllmEngineConfig
+from slipstream.generators.engines.vllm.environment import engine_environment
+from slipstream.scripts.init_random_model import make_model, make_tokenizer, save_model
 
 T = TypeVar("T")
 Tensors = list[tuple[str, Tensor]]
@@ -94,7 +93,7 @@ class EngineAndLearner:
         for name, value in engine_environment(config).items():
             set_variable(name, value)
         # vLLM reads the environment when it is imported.
-        from generators.engines.vllm_engine import VllmEngine
+        from slipstream.generators.engines.vllm.engine import VllmEngine
 
         save_model(folder, model=module, tokenizer=make_tokenizer())
         model = ModelConfig(path=str(folder), max_length=module.config.max_position_embeddings - 1)

@@ -22,16 +22,16 @@ from benchmarks.bare_engine import BareEngine
 from benchmarks.command import side_arguments
 from benchmarks.open_broker import open_broker
 from benchmarks.rounds import alternate, summarise
-from broker.dataset import Dataset
-from broker.joining import Joined, StatusBoard, join
-from broker.messages import Message
-from broker.weights.collective import CollectiveReceiver
-from buffer.trajectory import Sampling
-from configs.load import load
-from configs.run import RunConfig
-from generators.assembly import assemble
-from generators.engines.engine import Engine
-from generators.generator import Generator
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.messages import Message
+from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.weights.collective import CollectiveReceiver
+from slipstream.buffer.trajectory import Sampling
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.generators.build import assemble
+from slipstream.generators.engines.engine import Engine
+from slipstream.generators.generator import Generator
 
 _PATIENCE_S = 120.0
 _SETTLE_S = 0.5
@@ -134,7 +134,7 @@ async def _rate(total: Callable[[], float], *, seconds: float) -> float:
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------
-def _assemble(run: RunConfig) -> tuple[Joined, Generator, Engine]:
+def _assemble(run: RunConfig) -> tuple[Session, Generator, Engine]:
     board = StatusBoard()
     joined = join(
         "generator",

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import numpy as np
 
-from buffer.codec import encode
-from buffer.records import Lease
-from buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, make_trajectory_id
+from slipstream.buffer.codec import encode
+from slipstream.buffer.records import Lease
+from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, make_trajectory_id
 
 _PROMPT_SHARE = 8
 """One token in so many belongs to the prompt."""

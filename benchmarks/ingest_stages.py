@@ -6,9 +6,9 @@ import numpy as np
 
 from benchmarks.ingest_path import make_trajectory
 from benchmarks.served_run import GROUP_SIZE, ServedRun
-from buffer.codec import check_header, pack
-from buffer.open_store import connect
-from buffer.records import Lease
+from slipstream.buffer.codec import check_header, pack
+from slipstream.buffer.records import Lease
+from slipstream.buffer.redis.connect import connect
 
 _LEASE = Lease("0-0", group_id="0", purpose="train", row=0, ordinal=0, attempt=0, indices=[])
 _SECONDS = 0.3

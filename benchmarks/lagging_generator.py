@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from broker.dataset import Dataset, Row
-from buffer.trajectory import Sampling, Trajectory, VersionSpan
-from configs.run import RunConfig
-from generators.rewards.reward import RewardInput, evaluate, load_reward
-from scripts.model_folder import load_model
+from slipstream.broker.dataset import Dataset, Row
+from slipstream.buffer.trajectory import Sampling, Trajectory, VersionSpan
+from slipstream.configs.run import RunConfig
+from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
+from slipstream.scripts.init_random_model import load_model
 
 
 class Answers(NamedTuple):

@@ -16,14 +16,14 @@ import torch
 
 from benchmarks.lagging_generator import LaggingGenerator
 from benchmarks.staleness_methods import METHODS
-from buffer.trajectory import Trajectory
-from configs.algorithm import AlgorithmConfig
-from configs.convert import convert
-from configs.load import load
-from configs.run import RunConfig
-from learner.building import build_trainer
-from learner.errors import Diverged
-from learner.ranks import join_ranks
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.convert import convert
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.learner.build import build_trainer
+from slipstream.learner.errors import DivergenceError
+from slipstream.learner.ranks import join_ranks
 
 EVALUATE_EVERY = 20
 """Steps of the learner, on fresh and replayed batches, from one evaluation to the next."""
@@ -152,7 +152,7 @@ class LaggingRun:
         for step in range(1, self._plan.steps + 1):
             try:
                 self.step()
-            except Diverged:
+            except DivergenceError:
                 self.diverged = True
                 return
             if step % every == 0:

@@ -22,26 +22,24 @@ from benchmarks.bare_loop import BareLoop
 from benchmarks.command import side_arguments
 from benchmarks.rounds import alternate, summarise
 from benchmarks.trajectories import AnswerSheet
-from broker.dataset import Dataset
-from broker.run_folder import RunFolder
-from buffer.codec import pack, unpack
-from buffer.drawing import DrawRules
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.ledger import make_entry
-from buffer.open_store import open_store
-from buffer.records import Claim
-from buffer.redis_store import RedisStore
-from buffer.staleness import lag_histogram
-from buffer.trajectory import Trajectory
-from configs.load import load
-from configs.run import RunConfig
-from learner.building import build_trainer
-from learner.claim_keeper import ClaimKeeper
-from learner.publisher import Published
-from learner.ranks import join_ranks
-from learner.record import RunRecord
-from learner.staging import Staged, Stager
-from learner.trainer import Trainer
+from slipstream.broker.dataset import Dataset
+from slipstream.buffer.codec import pack, unpack
+from slipstream.buffer.records import Claim, make_entry
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.trajectory import Trajectory, lag_histogram
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.learner.build import build_trainer
+from slipstream.learner.learner import ClaimKeeper
+from slipstream.learner.metrics.log import MetricsLog
+from slipstream.learner.publishing.publisher import Published
+from slipstream.learner.publishing.staging import Staged, Stager
+from slipstream.learner.ranks import join_ranks
+from slipstream.learner.training.trainer import Trainer
+from slipstream.runtime.run_folder import RunFolder
 
 _PATIENCE_S = 60.0
 _UNLIMITED = 10**9
@@ -56,7 +54,7 @@ class LearnerStep:
         self._store = store
         self._stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
         self._staged: Staged | None = None
-        self._record = RunRecord(run, folder=folder, store=store)
+        self._record = MetricsLog(run, folder=folder, store=store)
         self._record.start_training(step=0)
         self._answers = AnswerSheet(run, AutoTokenizer.from_pretrained(run.model.path))
         self._step = 0

@@ -13,17 +13,17 @@ from pathlib import Path
 import msgspec
 import torch
 
-from broker.dataset import Dataset
-from broker.joining import StatusBoard, join
-from broker.router import Router
-from broker.weights.collective import CollectiveSender
-from broker.zmq_channels import ZmqServerChannel
-from buffer.memory_store import MemoryStore
-from configs.run import RunConfig
-from learner.building import build_trainer
-from learner.publisher import Publisher
-from learner.ranks import join_ranks
-from learner.staging import Stager
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.router import Router
+from slipstream.broker.transport.session import StatusBoard, join
+from slipstream.broker.transport.zmq_channels import ZmqServerChannel
+from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.configs.run import RunConfig
+from slipstream.learner.build import build_trainer
+from slipstream.learner.publishing.publisher import Publisher
+from slipstream.learner.publishing.staging import Stager
+from slipstream.learner.ranks import join_ranks
 
 _JOIN_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0

@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.together import run_together
-from broker.run_folder import RunFolder
-from configs.load import load, to_plain
-from configs.run import RunConfig
-from generators.engines.vllm_environment import vllm_environment
-from learner.deepspeed_config import deepspeed_environment
-from scripts.prepare import prepare
+from slipstream.configs.load import load, to_plain
+from slipstream.configs.run import RunConfig
+from slipstream.generators.engines.vllm.environment import vllm_environment
+from slipstream.launch.preflight import prepare
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+from slipstream.runtime.run_folder import RunFolder
 
 _START_S = 300.0
 _WIDE_OPEN = ["buffer.staleness.max_lag=1000000", "learner.max_steps=1000000", "learner/engine=torch"]

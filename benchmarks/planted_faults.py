@@ -36,10 +36,10 @@ from benchmarks.engine_and_learner import (
     prompt_logprobs,
     tensors_of,
 )
-from broker.messages import Adopted, Update
-from broker.weights.records import TensorSlot
-from configs.generators import VllmEngineConfig
-from generators.adoption import Adoption
+from slipstream.broker.messages import Adopted, Update
+from slipstream.broker.weights.records import TensorSlot
+from slipstream.configs.generators import VllmEngineConfig
+from slipstream.generators.weight_updates import WeightUpdates
 
 _BUCKET_BYTES = 40_000
 _STEP = 1e-5
@@ -223,7 +223,7 @@ class PlantedFaults:
         self._packed: list[Tensor] = []
         self._version = -1
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
-        self._adoption = Adoption(
+        self._adoption = WeightUpdates(
             member=MEMBER,
             link=self,  # type: ignore[arg-type]
             engine=self.rig.engine,

@@ -4,9 +4,8 @@ import time
 
 from benchmarks.ingest_path import Passage, make_payloads
 from benchmarks.served_run import ServedRun
-from buffer.chunks import MAX_BYTES, MAX_TRAJECTORIES
-from buffer.codec import unpack
-from buffer.open_store import connect
+from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, unpack
+from slipstream.buffer.redis.connect import connect
 
 
 class RawRedis:

@@ -3,8 +3,7 @@
 import time
 
 from benchmarks.ingest_path import Passage, make_payloads
-from buffer.chunks import MAX_BYTES, MAX_TRAJECTORIES
-from buffer.codec import unpack
+from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, unpack
 
 
 class RayQueue:

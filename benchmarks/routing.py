@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from broker.dataset import Dataset
-from broker.router import Router
-from broker.zmq_channels import ZmqServerChannel
-from buffer.memory_store import MemoryStore
-from configs.run import RunConfig
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.router import Router
+from slipstream.broker.transport.zmq_channels import ZmqServerChannel
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.configs.run import RunConfig
 
 
 @contextmanager

@@ -8,9 +8,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from buffer.embedded_redis import Durability, EmbeddedRedis
-from buffer.open_store import open_store
-from buffer.redis_store import RedisStore
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
 
 GROUP_SIZE = 8
 """Trajectories per group."""
@@ -63,7 +63,7 @@ class ServedRun:
             "learner.max_steps=1000000",
         ]
         with (self._folder / "broker.log").open("wb") as log:
-            self._broker = psutil.Popen([sys.executable, "-m", "broker", *settings], stdout=log, stderr=log)
+            self._broker = psutil.Popen([sys.executable, "-m", "slipstream.broker", *settings], stdout=log, stderr=log)
         self._await_broker()
         with_store = self.open_store()
         self._redis = psutil.Process(int((self._server.directory / "redis.pid").read_text()))

@@ -7,14 +7,12 @@ import numpy as np
 
 from benchmarks.ingest_path import Passage, make_trajectory
 from benchmarks.served_run import GROUP_SIZE, MAX_MESSAGE_BYTES, ServedRun
-from broker.joining import StatusBoard, join
-from broker.link import PeerStatus
-from broker.messages import LeaseRequest, Message, Nack, Prompts
-from buffer.chunks import Packed
-from buffer.codec import pack, unpack
-from buffer.drawing import DrawRules
-from buffer.ledger import make_entry
-from buffer.records import CheckpointPointer, Claim, Lease
+from slipstream.broker.messages import LeaseRequest, Message, Nack, Prompts
+from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.transport.session import StatusBoard, join
+from slipstream.buffer.codec import Packed, pack, unpack
+from slipstream.buffer.records import CheckpointPointer, Claim, Lease, make_entry
+from slipstream.buffer.sampling import DrawRules
 
 _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.002

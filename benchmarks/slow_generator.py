@@ -26,22 +26,22 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.routing import routing
-from broker.joining import Joined, StatusBoard, join
-from broker.logs import configure_logs
-from broker.messages import Adopted, Member, Update
-from buffer.codec import unpack
-from buffer.drawing import DrawRules
-from buffer.memory_store import MemoryStore
-from buffer.records import Claim, StepEntry
-from configs.generators import ScriptedEngineConfig
-from configs.load import load
-from configs.run import RunConfig
-from generators.agents.single_turn import SingleTurn
-from generators.engines.scripted_engine import ScriptedEngine
-from generators.generator import Generator
-from generators.prompting import Prompting, load_tokenizer
-from generators.rewards.pool import RewardPool
-from scripts.prepare import prepare
+from slipstream.broker.messages import Adopted, Member, Update
+from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import Claim, StepEntry
+from slipstream.buffer.sampling import DrawRules
+from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.generator import Generator
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
+from slipstream.launch.preflight import prepare
+from slipstream.runtime.logs import configure_logs
 
 _GROUPS_PER_STEP = 8
 _GROUP_SIZE = 2
@@ -100,7 +100,7 @@ class FleetRun:
             self._publish(step)
             self.publishing_s.append(time.monotonic() - used_at)
 
-    def _join(self, role: Any, name: str, board: StatusBoard) -> Joined:
+    def _join(self, role: Any, name: str, board: StatusBoard) -> Session:
         broker = self._run.broker
         limits = {"max_message_bytes": broker.max_message_bytes, "timeout_s": _PATIENCE_S}
         joined = join(role, address=broker.address, peer_id=name, status=board, **limits)
@@ -151,7 +151,7 @@ class FleetRun:
 
 
 # --- roles ---------------------------------------------------------------------------------------------------------
-def _generator(run: RunConfig, joined: Joined, *, seconds_per_token: float) -> Generator:
+def _generator(run: RunConfig, joined: Session, *, seconds_per_token: float) -> Generator:
     engine = ScriptedEngine(ScriptedEngineConfig(tokens_per_response=_TOKENS, seconds_per_token=seconds_per_token))
     reward = run.generators.reward
     pool = RewardPool(reward.function, reward.arguments, num_workers=0, timeout_s=reward.timeout_s)
@@ -159,13 +159,13 @@ def _generator(run: RunConfig, joined: Joined, *, seconds_per_token: float) -> G
         run=run,
         engine=engine,
         rewards=pool,
-        prompting=Prompting(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens),
+        prompting=PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens),
         generator_id=joined.member.peer_id,
     )
     return Generator(run=run, member=joined.member, link=joined.link, engine=engine, agent=agent, rewards=pool)
 
 
-def _serve(loop: asyncio.AbstractEventLoop, generator: Generator, joined: Joined, ready: threading.Event) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, generator: Generator, joined: Session, ready: threading.Event) -> None:
     joined.inbox.forward_to(partial(loop.call_soon_threadsafe, generator.receive))
     loop.call_soon(ready.set)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:

@@ -26,10 +26,10 @@ from benchmarks.staleness_methods import METHODS
 from benchmarks.staleness_model import model_steps
 from benchmarks.staleness_plot import plot
 from benchmarks.staleness_tables import Rows, lag_tables, replay_table
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
-from configs.load import load
-from scripts.prepare import prepare
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
+from slipstream.launch.preflight import prepare
+from slipstream.runtime.exits import fail_cleanly
 
 LAGS = (0, 1, 4, 8, 16, 32)
 LAG_STEPS, REPLAY_STEPS = 240, 120

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from configs.data import PrepareStep
-from scripts.init_random_model import VOCABULARY_SIZE, make_tokenizer
-from scripts.model_folder import save_model
+from slipstream.configs.data import PrepareStep
+from slipstream.scripts.init_random_model import VOCABULARY_SIZE, make_tokenizer, save_model
 
 _BAND = (0.03, 0.07)
 """Exact accuracy to start from: rewards differ within nearly every group."""
@@ -27,7 +26,7 @@ def model_steps(folder: Path, *, data: str) -> list[PrepareStep]:
     warm_up = [f"--model={random}", f"--data={data}", f"--out={warm}", f"--low={low}", f"--high={high}"]
     return [
         PrepareStep(creates=random, module="benchmarks.staleness_model", args=[f"--out={random}"]),
-        PrepareStep(creates=warm, module="scripts.warm_up", args=[*warm_up, "--max-seconds=600"]),
+        PrepareStep(creates=warm, module="slipstream.scripts.warm_up", args=[*warm_up, "--max-seconds=600"]),
     ]
 
 

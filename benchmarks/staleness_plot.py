@@ -11,8 +11,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from benchmarks.staleness_methods import METHODS
 from benchmarks.staleness_tables import Rows, methods_of, select
-from configs.base import ConfigError
-from scripts.plot_run import BLUE, GREEN, GREY, ORANGE, STYLE
+from slipstream.configs.base import ConfigError
+from slipstream.scripts.plot_run import BLUE, GREEN, GREY, ORANGE, STYLE
 
 _CURVES = {"none": GREY, "naive_ppo": ORANGE, "token_tis": BLUE, "decoupled_ppo": GREEN}
 _REPLAY_COLOURS = (GREY, BLUE, GREEN, ORANGE)

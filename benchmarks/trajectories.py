@@ -3,10 +3,10 @@
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from broker.dataset import Dataset, Row
-from buffer.records import Lease
-from buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, make_trajectory_id
-from configs.run import RunConfig
+from slipstream.broker.dataset import Dataset, Row
+from slipstream.buffer.records import Lease
+from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, make_trajectory_id
+from slipstream.configs.run import RunConfig
 
 _SHARE_REPLACED = 0.2
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.ingest_path import Passage, make_trajectory
-from buffer.chunks import MAX_BYTES, MAX_TRAJECTORIES
-from buffer.records import Lease
+from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES
+from slipstream.buffer.records import Lease
 
 _PARTITION = "benchmark"
 _LEASE = Lease("0-0", group_id="0", purpose="train", row=0, ordinal=0, attempt=0, indices=[])

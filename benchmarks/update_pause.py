@@ -29,21 +29,14 @@ from rich.table import Table
 from torch import Tensor
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.engine_and_learner import (
-    MEMBER,
-    PATIENCE_S,
-    EngineAndLearner,
-    announce,
-    make_module,
-    tensors_of,
-)
-from broker.messages import OpenEpoch, Update
-from broker.weights import buckets
-from broker.weights.collective import CollectiveReceiver, CollectiveSender
-from broker.weights.shared_buckets import SharedBuckets
-from buffer.trajectory import Sampling
-from configs.generators import VllmEngineConfig
-from generators.engines.vllm_load import LoadRecorder
+from benchmarks.engine_and_learner import MEMBER, PATIENCE_S, EngineAndLearner, announce, make_module, tensors_of
+from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.weights import buckets
+from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
+from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.buffer.trajectory import Sampling
+from slipstream.configs.generators import VllmEngineConfig
+from slipstream.generators.engines.vllm.load import LoadRecorder
 
 _BUCKET_BYTES = 64 << 20
 _MAX_TOKENS = 200

@@ -25,12 +25,12 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from broker.weights import delta
-from broker.weights.holding import Holding
-from broker.weights.shelf import Shelf
-from broker.weights.stream import StreamServer, WeightStream
-from configs.weights import WeightsConfig
-from learner.staging import Staged, Stager
+from slipstream.broker.weights import delta
+from slipstream.broker.weights.host_weights import HostWeights
+from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.stream import StreamServer, WeightStream
+from slipstream.configs.weights import WeightsConfig
+from slipstream.learner.publishing.staging import Staged, Stager
 
 _HEAD_WIDTH = 64
 _VOCABULARY_SIZE = 8192
@@ -146,12 +146,12 @@ def xor_size(old: Tensor, new: Tensor) -> int:
 def fetch(base: Staged, new: Staged) -> dict[str, Any]:
     """Putting and fetching a version, whole and as a delta: seconds and bytes."""
     with tempfile.TemporaryDirectory(prefix="delta-") as folder:
-        shelf = Shelf(Path(folder))
+        shelf = SnapshotStore(Path(folder))
         put_s, _ = timed(lambda: shelf.put(base.update, base.buckets))
         put_with_delta_s, _ = timed(lambda: shelf.put(new.update, new.buckets, with_delta=True))
         server = StreamServer(shelf)
         stream = WeightStream("tcp://{}:{}".format(*server.address))
-        held, empty = Holding(), Holding()
+        held, empty = HostWeights(), HostWeights()
         bring_up(held, shelf, base)
         result: dict[str, Any] = {"put_s": put_s, "put_with_delta_s": put_with_delta_s}
         for name, holding in {"delta": held, "whole": empty}.items():
@@ -163,7 +163,7 @@ def fetch(base: Staged, new: Staged) -> dict[str, Any]:
         return result
 
 
-def bring_up(holding: Holding, files: Shelf | WeightStream, staged: Staged) -> None:
+def bring_up(holding: HostWeights, files: SnapshotStore | WeightStream, staged: Staged) -> None:
     """As a generator does."""
     holding.bring_up(files, staged.version, slots=staged.update.slots, with_deltas=True, timeout_s=_PATIENCE_S)
 

@@ -27,18 +27,18 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.routing import routing
-from broker.joining import StatusBoard, join
-from broker.weights.collective import CollectiveSender
-from broker.weights.lender import Lender
-from broker.weights.shelf import Shelf
-from broker.weights.stream import StreamServer
-from buffer.memory_store import MemoryStore
-from configs.load import load
-from configs.run import RunConfig
-from learner.publisher import Publisher
-from learner.publishing import Publishing
-from learner.staging import Stager
-from scripts.prepare import prepare
+from slipstream.broker.transport.session import StatusBoard, join
+from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.stream import StreamServer
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.launch.preflight import prepare
+from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.publishing.fetches import SnapshotServer
+from slipstream.learner.publishing.publisher import Publisher
+from slipstream.learner.publishing.staging import Stager
 
 _STEP_S = 0.3
 _CALM_STEPS = 20
@@ -49,7 +49,7 @@ _CANARY = ([[1, 2, 3]], [[-1.0, -1.0]])
 console = Console(highlight=False)
 
 
-class Fleet:
+class GeneratorPool:
     """Generator processes by number; each can be killed and started again."""
 
     def __init__(self, address: str, *, count: int, logs: Path) -> None:
@@ -62,7 +62,7 @@ class Fleet:
     def start(self, number: int) -> None:
         """A new process under this number."""
         with (self._logs / f"generator-{number}.log").open("ab") as log:
-            command = [sys.executable, "-m", "generators", "--id", f"generator-{number}", self._address]
+            command = [sys.executable, "-m", "slipstream.generators", "--id", f"generator-{number}", self._address]
             self._processes[number] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill(self, number: int) -> None:
@@ -79,7 +79,7 @@ class Fleet:
 class Clocked:
     """A learner that publishes again and again, and knows how long each call kept it."""
 
-    def __init__(self, publishing: Publishing, weights: list[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, publishing: BackgroundPublisher, weights: list[tuple[str, torch.Tensor]]) -> None:
         self._publishing = publishing
         self._weights = weights
         self.version = -1
@@ -121,14 +121,14 @@ def main(arguments: argparse.Namespace) -> None:
         stack.enter_context(routing(run, store := MemoryStore()))
         # No prompts: only weights travel.
         store.set_phase("finishing")
-        fleet = Fleet(f"broker.address={run.broker.address}", count=arguments.generators, logs=folder)
+        fleet = GeneratorPool(f"broker.address={run.broker.address}", count=arguments.generators, logs=folder)
         stack.callback(fleet.close)
-        learner = _learner(run, stack, shelf=Shelf(folder / "weights"), mib=arguments.mib)
+        learner = _learner(run, stack, shelf=SnapshotStore(folder / "weights"), mib=arguments.mib)
         learner.until(arguments.generators, after_version=-1, timeout_s=_START_S)
         _show(_torment(learner, fleet, arguments), arguments)
 
 
-def _torment(learner: Clocked, fleet: Fleet, arguments: argparse.Namespace) -> dict[str, list[float]]:
+def _torment(learner: Clocked, fleet: GeneratorPool, arguments: argparse.Namespace) -> dict[str, list[float]]:
     chance, others = random.Random(arguments.seed), arguments.generators - 1
     for _ in range(_CALM_STEPS):
         learner.step()
@@ -152,7 +152,7 @@ def _torment(learner: Clocked, fleet: Fleet, arguments: argparse.Namespace) -> d
     return found
 
 
-def _kill(fleet: Fleet, victim: int, learner: Clocked, *, delay_s: float) -> float:
+def _kill(fleet: GeneratorPool, victim: int, learner: Clocked, *, delay_s: float) -> float:
     """Kill it `delay_s` from now, while the learner goes on; returns when."""
     killed_at: list[float] = []
 
@@ -167,7 +167,7 @@ def _kill(fleet: Fleet, victim: int, learner: Clocked, *, delay_s: float) -> flo
     return killed_at[0]
 
 
-def _learner(run: RunConfig, stack: ExitStack, *, shelf: Shelf, mib: int) -> Clocked:
+def _learner(run: RunConfig, stack: ExitStack, *, shelf: SnapshotStore, mib: int) -> Clocked:
     joined = join(
         "learner",
         address=run.broker.address,
@@ -178,11 +178,13 @@ def _learner(run: RunConfig, stack: ExitStack, *, shelf: Shelf, mib: int) -> Clo
     )
     stack.callback(joined.thread.stop)
     sender = CollectiveSender(run.weights.host, device="cpu")
-    lender = Lender(shelf, StreamServer(shelf, host=run.weights.host))
+    lender = SnapshotServer(shelf, StreamServer(shelf, host=run.weights.host))
     publisher = Publisher(link=joined.link, inbox=joined.inbox, sender=sender, lender=lender, config=run.weights)
     store = MemoryStore()
     store.open_run("faults", config_json="{}", num_rows=1, seed=0)
-    publishing = Publishing(publisher, Stager(run.weights, wire_dtype=torch.float32), store, in_background=True)
+    publishing = BackgroundPublisher(
+        publisher, Stager(run.weights, wire_dtype=torch.float32), store, in_background=True
+    )
     stack.callback(publishing.close)
     return Clocked(publishing, [("weights", torch.randn(mib * 2**18))])
 

@@ -9,26 +9,26 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from broker.archiver import ArchiverThread
-from broker.dataset import Dataset
-from broker.errors import BrokerFault
-from broker.logs import configure_logs
-from broker.process import die_with_launcher, has_launcher, on_stop_signal
-from broker.router import Router
-from broker.run_folder import RunFolder
-from broker.token import read_token
-from broker.zmq_channels import ZmqServerChannel
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import BufferFault, RunConflict
-from buffer.open_store import open_store
-from buffer.records import RunState
-from buffer.store_keeper import StoreKeeper
-from buffer.stored_run import store_url
-from configs.buffer import EmbeddedRedisConfig
-from configs.exits import fail_cleanly
-from configs.load import load
-from configs.model_fingerprint import fingerprint
-from configs.run import RunConfig
+from slipstream.broker.archiver import ArchiverThread
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.errors import BrokerError
+from slipstream.broker.handshake import read_token
+from slipstream.broker.router import Router
+from slipstream.broker.transport.zmq_channels import ZmqServerChannel
+from slipstream.buffer.errors import ReplayBufferError, RunConflictError
+from slipstream.buffer.records import RunState
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import store_url
+from slipstream.buffer.redis.supervisor import RedisSupervisor
+from slipstream.configs.buffer import EmbeddedRedisConfig
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.logs import configure_logs
+from slipstream.runtime.model_files import fingerprint
+from slipstream.runtime.process import die_with_launcher, has_launcher, on_stop_signal
+from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 3.0
@@ -37,7 +37,7 @@ _ANSWER_TIMEOUT_S = 3.0
 log = structlog.get_logger(__name__)
 
 
-@fail_cleanly(BrokerFault, BufferFault)
+@fail_cleanly(BrokerError, ReplayBufferError)
 def main(overrides: list[str]) -> None:
     """Run until SIGTERM or SIGINT."""
     run = load(overrides)
@@ -59,20 +59,20 @@ def main(overrides: list[str]) -> None:
             keeper.stop()
 
 
-def _keeper(run: RunConfig, folder: RunFolder) -> StoreKeeper | None:
+def _keeper(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
     """Of the embedded store, when nobody else keeps it."""
     store = run.buffer.store
     if has_launcher() or not isinstance(store, EmbeddedRedisConfig):
         return None
     server = EmbeddedRedis(folder.store, durability=store.durability, max_memory_mib=store.max_memory_mib)
-    return StoreKeeper(server, start_timeout_s=run.buffer.patience_s)
+    return RedisSupervisor(server, start_timeout_s=run.buffer.patience_s)
 
 
 def _serve(
     run: RunConfig,
     folder: RunFolder,
     channel: ZmqServerChannel,
-    keeper: StoreKeeper | None,
+    keeper: RedisSupervisor | None,
     *,
     token: str,
     train: Dataset,
@@ -105,7 +105,7 @@ def _serve(
     with closing(store), _archiving(run, folder, url):
         while not stopping.is_set():
             router.step(timeout_s=0.2)
-            for sentence in keeper.attend() if keeper else ():
+            for sentence in keeper.poll() if keeper else ():
                 log.warning(sentence)
         # A launcher starts it again, or ends the generators itself.
         if not has_launcher():
@@ -114,7 +114,7 @@ def _serve(
 
 
 def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: int) -> RunState:
-    """Begin the run, or take it up. Raises RunConflict when it is over."""
+    """Begin the run, or take it up. Raises RunConflictError when it is over."""
     patience_s = run.buffer.patience_s
     with closing(open_store(url, run.name, timeout_s=patience_s, patience_s=patience_s)) as store:
         state = store.open_run(
@@ -127,7 +127,7 @@ def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: int) -> R
             group_filter=run.buffer.filter,
         )
     if state.phase == "finished" and not run.resume:
-        raise RunConflict(
+        raise RunConflictError(
             f"run {run.name!r} must not be finished, got {state.step} steps and a summary in {RunFolder(run).path}: "
             "choose another with name=..., or train on with resume=true and a larger learner.max_steps."
         )

@@ -19,15 +19,15 @@ from typing import Any, Literal, Protocol
 import msgspec
 import structlog
 
-from broker.clock import Clock
-from broker.role_status import WaitsFor
-from broker.step_archiver import CommittedSteps, StepArchiver
-from buffer.archive.shard_writer import ShardWriter
-from buffer.books import StoreCounts
-from buffer.errors import BufferFault
-from buffer.records import FinishedGroup
-from buffer.trajectory import Record
-from configs.archive import ArchiveConfig
+from slipstream.broker.status.role_status import WaitsFor
+from slipstream.broker.step_archiver import CommittedSteps, StepArchiver
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.buffer import ArchiveConfig
+from slipstream.runtime.clock import Clock
 
 _SAMPLED_GROUPS = 8
 """Whose size stands for that of the others."""
@@ -82,7 +82,7 @@ class Archiver:
         clock: Clock = time.monotonic,
         open_writer: OpenWriter = ShardWriter,
     ) -> None:
-        """`folder` is the archive's. Raises ArchiveFault when somebody else writes there, OSError."""
+        """`folder` is the archive's. Raises ArchiveError when somebody else writes there, OSError."""
         self._store = store
         self._config = config
         self._clock = clock
@@ -102,7 +102,7 @@ class Archiver:
         return self._steps.last_step
 
     def step(self) -> int:
-        """Archive one shard if it is due; returns the groups taken from the store. Raises StoreUnavailable, OSError.
+        """Archive one shard if it is due; returns the groups taken from the store. Raises StoreUnavailableError, OSError.
 
         After a failure nothing is lost: the next step begins where this one did.
         """
@@ -220,7 +220,7 @@ class ArchiverThread:
         try:
             with closing(self._connect()) as store:
                 return self._archive_to_the_end(store)
-        except (BufferFault, OSError) as fault:
+        except (ReplayBufferError, OSError) as fault:
             self._say(fault)
             return False
 
@@ -229,7 +229,7 @@ class ArchiverThread:
             with closing(self._open(store)) as archiver:
                 self._archive(archiver, store)
             return True
-        except (BufferFault, OSError) as fault:
+        except (ReplayBufferError, OSError) as fault:
             self._say(fault)
             # The store may well be alive: it is the disk that is full, or another archiver that writes.
             self._report(store)

@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from buffer.trajectory import Record
-from configs.base import ConfigError
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import ConfigError
 
 
 class Row(Record):

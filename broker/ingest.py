@@ -6,15 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from broker.envelope import oversized
-from broker.messages import Ack, Message, Nack, Put
-from broker.outage import Outage
-from broker.throttle import Throttle
-from buffer.chunks import MAX_BYTES, MAX_TRAJECTORIES
-from buffer.codec import check_header
-from buffer.errors import Refused, StoreUnavailable
-from buffer.store import Insertion, Store
-from buffer.trajectory import TrajectoryHeader
+from slipstream.broker.messages import Ack, Message, Nack, Put, oversized
+from slipstream.broker.outage import Outage
+from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, check_header
+from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
+from slipstream.buffer.store import Insertion, Store
+from slipstream.buffer.trajectory import TrajectoryHeader
+from slipstream.runtime.logs import LogLimiter
 
 _MAX_TRAJECTORIES = 512
 _MAX_BYTES = 16 * 2**20
@@ -40,10 +38,10 @@ class Ingest:
     """
 
     def __init__(
-        self, store: Store, outage: Outage, *, throttle: Throttle | None = None, max_payload_bytes: int = 2**26
+        self, store: Store, outage: Outage, *, throttle: LogLimiter | None = None, max_payload_bytes: int = 2**26
     ) -> None:
         """`outage` is told when the store is away, `throttle` of every refusal."""
-        self._throttle = throttle or Throttle(log.warning)
+        self._throttle = throttle or LogLimiter(log.warning)
         self._max_payload_bytes = max_payload_bytes
         self._store = store
         self._outage = outage
@@ -75,7 +73,7 @@ class Ingest:
             if len(payload) > self._max_payload_bytes:
                 raise oversized(payload, max_bytes=self._max_payload_bytes)
             check_header(header, payload)
-        except Refused as refusal:
+        except RecordRefusedError as refusal:
             self._keep(refusal.reason, payload)
             return self._fatal(header, refusal.reason, detail=refusal.detail)
         except Exception:
@@ -111,7 +109,7 @@ class Ingest:
     def _settle(self, batch: list[_Arrived], result: Callable[[], list[Insertion]]) -> list[tuple[bytes, Message]]:
         try:
             insertions = result()
-        except StoreUnavailable as error:
+        except StoreUnavailableError as error:
             self._outage.note(error)
             self.reason = self._outage.reason
             return [(who, self._not_now(header)) for who, header, _ in batch]
@@ -144,7 +142,7 @@ class Ingest:
     def _keep(self, reason: str, payload: bytes) -> None:
         try:
             self._store.quarantine(reason, payload)
-        except StoreUnavailable as error:
+        except StoreUnavailableError as error:
             self._throttle.note("quarantine_failed", reason, error=str(error))
 
     def _fatal(self, header: TrajectoryHeader, reason: str, *, detail: str = "") -> Nack:

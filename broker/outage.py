@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from broker.clock import Clock
-from buffer.errors import StoreCannotWrite, StoreUnavailable
+from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
+from slipstream.runtime.clock import Clock
 
 _SAY_EVERY_S = 5.0
 
@@ -26,12 +26,12 @@ class Outage:
         """How long it has lasted; 0 while there is none."""
         return 0.0 if self._since is None else self._clock() - self._since
 
-    def note(self, error: StoreUnavailable) -> None:
+    def note(self, error: StoreUnavailableError) -> None:
         """Something could not be done."""
         now = self._clock()
         if self._since is None:
             self._since = self._say_at = now
-        self.reason = "store_cannot_write" if isinstance(error, StoreCannotWrite) else "store_unavailable"
+        self.reason = "store_cannot_write" if isinstance(error, StoreCannotWriteError) else "store_unavailable"
         if now >= self._say_at:
             self._say_at = now + _SAY_EVERY_S
             self._say(f"waiting for the store for {self.seconds:.0f} s: {error}")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from broker.clock import Clock
-from broker.messages import Gauges, Hello, Member, Members, MemberState, Pong
-from broker.weights.records import WeightTransport
+from slipstream.broker.messages import Gauges, Hello, Member, Members, MemberState, Pong
+from slipstream.broker.weights.records import WeightTransport
+from slipstream.runtime.clock import Clock
 
 
 @dataclass

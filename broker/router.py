@@ -17,20 +17,18 @@ from functools import partial
 import msgspec
 import structlog
 
-from broker.channels import Frames, ServerChannel
-from broker.clock import Clock
-from broker.dataset import Dataset
-from broker.doorkeeper import Doorkeeper, Objection, objection_to_unreadable
-from broker.draining import Drains
-from broker.envelope import HelloEnvelope, nacks_of, read_envelope, read_message
-from broker.ingest import Ingest
-from broker.lease_desk import LeaseDesk
-from broker.messages import (
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.draining import Drains
+from slipstream.broker.handshake import Handshake, Objection, objection_to_unreadable
+from slipstream.broker.ingest import Ingest
+from slipstream.broker.lease_scheduler import LeaseScheduler
+from slipstream.broker.messages import (
     Adopted,
     Bye,
     Drain,
     EpochOpened,
     Hello,
+    HelloHeader,
     LeaseRequest,
     Member,
     Members,
@@ -43,15 +41,20 @@ from broker.messages import (
     ReturnLeases,
     Update,
     Welcome,
+    decode_header,
+    nacks_of,
+    read_message,
 )
-from broker.outage import Outage
-from broker.peers import Peer, Peers
-from broker.throttle import Throttle
-from buffer.codec import encode
-from buffer.errors import Refused, StoreUnavailable
-from buffer.store import Store
-from configs.model_fingerprint import ModelFingerprint
-from configs.run import RunConfig
+from slipstream.broker.outage import Outage
+from slipstream.broker.peers import Peer, Peers
+from slipstream.broker.transport.channels import Frames, ServerChannel
+from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
+from slipstream.buffer.store import Store
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.clock import Clock
+from slipstream.runtime.logs import LogLimiter
+from slipstream.runtime.model_files import ModelFingerprint
 
 _MAX_MESSAGES_PER_STEP = 512
 _SERVE_EVERY_S = 0.02
@@ -96,12 +99,12 @@ class Router:
             transport=run.weights.transport,
             clock=clock,
         )
-        self._doorkeeper = Doorkeeper(token=token, namesake=self._place_of_namesake)
+        self._doorkeeper = Handshake(token=token, namesake=self._place_of_namesake)
         self._outage = Outage(say=log.warning, clock=clock)
-        self._throttle = Throttle(log.warning, clock=clock)
+        self._throttle = LogLimiter(log.warning, clock=clock)
         limit = run.broker.max_message_bytes
         self._ingest = Ingest(store, self._outage, throttle=self._throttle, max_payload_bytes=limit)
-        self._desk = LeaseDesk(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
+        self._desk = LeaseScheduler(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
         self._drains = Drains()
         self._departed: list[tuple[Peer, str]] = []
         self._next_ping_at = 0.0
@@ -133,7 +136,7 @@ class Router:
         """A store that is away must not end the broker: it says so, and the peers' own retries do the rest."""
         try:
             action()
-        except StoreUnavailable as error:
+        except StoreUnavailableError as error:
             self._outage.note(error)
 
     # --- receiving -----------------------------------------------------------------------------------------------
@@ -151,7 +154,7 @@ class Router:
     def _handle(self, identity: bytes, frames: Frames) -> None:
         try:
             message = read_message(frames, max_bytes=self._run.broker.max_message_bytes)
-        except Refused as refusal:
+        except RecordRefusedError as refusal:
             self._answer_unreadable(identity, frames, refusal)
             return
         peer = self._peers.get(identity)
@@ -163,10 +166,10 @@ class Router:
         else:
             self._dispatch(peer, message, frames)
 
-    def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: Refused) -> None:
+    def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: RecordRefusedError) -> None:
         """So that nobody waits for an answer that never comes. It is counted, and kept for a look."""
         self._throttle.note("frame_refused", refusal.reason, error=str(refusal))
-        hello = read_envelope(frames, HelloEnvelope)
+        hello = decode_header(frames, HelloHeader)
         if hello:
             self._turn_away(identity, hello.sender, objection_to_unreadable(hello, refusal))
         elif self._peers.get(identity):
@@ -230,7 +233,7 @@ class Router:
         """The peer first: the store may be away."""
         self._send(identity, Refuse(objection.sentence))
         if self._throttle.note("peer_refused", objection.kind, peer=peer_id, reason=objection.sentence):
-            self._store.note_event(peer_id, f"refused: {objection.sentence}")
+            self._store.record_event(peer_id, f"refused: {objection.sentence}")
 
     def _place_of_namesake(self, hello: Hello) -> str:
         """Asks the connection, too: a peer that was killed and started again need not wait for its own silence."""
@@ -259,7 +262,7 @@ class Router:
                 gone = {"role": peer.hello.role, "state": "gone", "reason": reason, **where}
                 self._store.report_role(peer.hello.peer_id, gone)
                 if reason != _GOODBYE:
-                    self._store.note_event(peer.hello.peer_id, f"{reason}; {returned} leases returned")
+                    self._store.record_event(peer.hello.peer_id, f"{reason}; {returned} leases returned")
                 log.info("peer_gone", peer=peer.hello.peer_id, reason=reason, leases_returned=returned)
             del self._departed[0]
 
@@ -300,7 +303,7 @@ class Router:
             log.warning("reaped", what=event)
         if reaped:
             # Together: the leases of a dead generator must not push everything else out of the list.
-            self._store.note_event("broker", "; ".join(reaped))
+            self._store.record_event("broker", "; ".join(reaped))
 
     def _ping_all(self, now: float) -> None:
         for peer in self._peers.take_silent():
@@ -326,7 +329,7 @@ class Router:
             self._drains.take(requests, now=self._store.now())
         for peer in self._drains.due(self._peers.generators()):
             if self._send(peer.identity, Drain("asked to leave")) and self._drains.note_told(peer):
-                self._store.note_event(peer.hello.peer_id, "is told to leave, as asked")
+                self._store.record_event(peer.hello.peer_id, "is told to leave, as asked")
 
     def _own_gauges(self) -> dict[str, object]:
         put_off = {f"put_off_{reason}": number for reason, number in self._ingest.put_off.items()}

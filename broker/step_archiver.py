@@ -13,9 +13,9 @@ from typing import Protocol
 
 import structlog
 
-from buffer.archive.ledger import LedgerWriter
-from buffer.archive.shard_writer import ShardWriter
-from buffer.records import RunState, StepEntry
+from slipstream.buffer.archive.ledger import LedgerWriter
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.records import RunState, StepEntry
 
 log = structlog.get_logger(__name__)
 
@@ -36,7 +36,7 @@ class StepArchiver:
     """Life: (look -> note_archived* -> write)*. Belongs to one thread."""
 
     def __init__(self, store: CommittedSteps, folder: Path, shards: ShardWriter) -> None:
-        """`shards` writes to the same archive. Raises ArchiveFault when its ledger is damaged, OSError."""
+        """`shards` writes to the same archive. Raises ArchiveError when its ledger is damaged, OSError."""
         self._store = store
         self._shards = shards
         self._ledger = LedgerWriter(folder)
@@ -50,7 +50,7 @@ class StepArchiver:
         return self._ledger.last_step
 
     def look(self) -> None:
-        """See which steps a checkpoint covers by now. Raises StoreUnavailable."""
+        """See which steps a checkpoint covers by now. Raises StoreUnavailableError."""
         pointer = self._store.run_state().checkpoint
         step = pointer.step if pointer else 0
         if self._covered is None or step < self._covered:

@@ -1,11 +1,11 @@
 """python -m buffer ls|show|stats|refused|export|import|verify: look into a run's store, or make and read archives."""
 
-from buffer.commands.app import app
-from buffer.errors import BufferFault
-from configs.exits import fail_cleanly
+from slipstream.buffer.cli.app import app
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.runtime.exits import fail_cleanly
 
 
-@fail_cleanly(BufferFault)
+@fail_cleanly(ReplayBufferError)
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     app(arguments)

@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from buffer.books import Audit
-from buffer.records import StepEntry
-from buffer.trajectory import Record
+from slipstream.buffer.accounting import Audit
+from slipstream.buffer.records import StepEntry
+from slipstream.buffer.trajectory import Record
 
 _NAMED_AT_MOST = 5
 """Groups named in one sentence."""

@@ -1,14 +1,15 @@
 """Records <-> bytes: MessagePack with typed validation, tensors as raw little-endian bytes with dtype and shape."""
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
 import xxhash
 
-from buffer.errors import Refused
-from buffer.trajectory import (
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.trajectory import (
     SCHEMA_VERSION,
     Purpose,
     Reward,
@@ -17,6 +18,29 @@ from buffer.trajectory import (
     make_lease_id,
     make_trajectory_id,
 )
+
+# @@ Chunks: trajectories that travel together, up to a number and a size.
+MAX_TRAJECTORIES = 64
+MAX_BYTES = 2**20
+"""Of payloads; a single larger one goes alone."""
+
+Packed = tuple[TrajectoryHeader, bytes]
+"""A trajectory's header and payload."""
+
+
+def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
+    """Cut into lists, in order: enough for what a message or a call costs to be shared, little enough to wait for."""
+    chunk: list[Packed] = []
+    size_bytes = 0
+    for header, payload in trajectories:
+        if chunk and (len(chunk) == MAX_TRAJECTORIES or size_bytes + len(payload) > MAX_BYTES):
+            yield chunk
+            chunk, size_bytes = [], 0
+        chunk.append((header, payload))
+        size_bytes += len(payload)
+    if chunk:
+        yield chunk
+
 
 T = TypeVar("T")
 
@@ -93,13 +117,13 @@ def encode(record: Any) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """MessagePack -> record. Raises Refused (`malformed`) for anything that is not exactly a `kind`."""
+    """MessagePack -> record. Raises RecordRefusedError (`malformed`) for anything that is not exactly a `kind`."""
     if kind not in _DECODERS:
         _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_refuse_extension)
     try:
         return _DECODERS[kind].decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise Refused("malformed", f"not a valid {getattr(kind, '__name__', 'message')}: {error}") from None
+        raise RecordRefusedError("malformed", f"not a valid {getattr(kind, '__name__', 'message')}: {error}") from None
 
 
 def checksum(data: bytes) -> int:
@@ -148,7 +172,7 @@ def _versions_used(trajectory: Trajectory) -> list[int]:
 
 
 def unpack(payload: bytes) -> Trajectory:
-    """Payload -> Trajectory, validated. Raises Refused with a one-word reason."""
+    """Payload -> Trajectory, validated. Raises RecordRefusedError with a one-word reason."""
     trajectory = _decode_trajectory(payload)
     _check_arrays(trajectory)
     _check_spans(trajectory)
@@ -162,24 +186,24 @@ def _decode_trajectory(payload: bytes) -> Trajectory:
     try:
         values: list[Any] = [_restore(field) if type(field) is _Array else field for field in fields]
     except ValueError as error:
-        raise Refused("malformed", f"not a valid Trajectory: {error}") from None
+        raise RecordRefusedError("malformed", f"not a valid Trajectory: {error}") from None
     return Trajectory(*values)
 
 
 def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
     """Refuse a header that does not describe its payload; returns the payload decoded."""
     if header.schema_version > SCHEMA_VERSION:
-        raise Refused("newer_schema", f"schema must be <= {SCHEMA_VERSION}, got {header.schema_version}")
+        raise RecordRefusedError("newer_schema", f"schema must be <= {SCHEMA_VERSION}, got {header.schema_version}")
     if header.payload_bytes != len(payload) or header.checksum != checksum(payload):
-        raise Refused("checksum", f"payload of {header.id} does not match its header ({len(payload)} bytes)")
+        raise RecordRefusedError("checksum", f"payload of {header.id} does not match its header ({len(payload)} bytes)")
     if not 0 <= header.index < header.group_size:
-        raise Refused("index", f"index must be in [0, {header.group_size}), got {header.index}")
+        raise RecordRefusedError("index", f"index must be in [0, {header.group_size}), got {header.index}")
     trajectory = unpack(payload)
     described = _describe(
         trajectory, payload, lease_id=header.lease_id, purpose=header.purpose, group_size=header.group_size
     )
     if described != header:
-        raise Refused("header_mismatch", f"the header of {header.id} says otherwise than its payload")
+        raise RecordRefusedError("header_mismatch", f"the header of {header.id} says otherwise than its payload")
     _check_names(header)
     return trajectory
 
@@ -189,7 +213,7 @@ def _check_names(header: TrajectoryHeader) -> None:
     lease_id = make_lease_id(header.group_id, header.attempt)
     trajectory_id = make_trajectory_id(lease_id, header.index)
     if header.attempt < 0 or header.lease_id != lease_id or header.id != trajectory_id:
-        raise Refused("id", f"{header.id} must be `{trajectory_id}` of lease `{lease_id}`")
+        raise RecordRefusedError("id", f"{header.id} must be `{trajectory_id}` of lease `{lease_id}`")
 
 
 def _check_arrays(trajectory: Trajectory) -> None:
@@ -198,12 +222,14 @@ def _check_arrays(trajectory: Trajectory) -> None:
     for name, dtype in _ARRAYS.items():
         array = getattr(trajectory, name)
         if array.dtype != dtype or array.shape != (length,):
-            raise Refused("shape", f"{name} must be {dtype.name}[{length}], got {array.dtype}{list(array.shape)}")
+            raise RecordRefusedError(
+                "shape", f"{name} must be {dtype.name}[{length}], got {array.dtype}{list(array.shape)}"
+            )
     if not np.count_nonzero(trajectory.model_mask):
-        raise Refused("empty", "a trajectory needs at least one model-written token")
+        raise RecordRefusedError("empty", "a trajectory needs at least one model-written token")
     # Bare reductions and plain numbers: an array's methods, and comparing numpy's scalars, take twice as long.
     if (smallest := int(np.minimum.reduce(trajectory.token_ids))) < 0:
-        raise Refused("token_id", f"token ids must be >= 0, got {smallest}")
+        raise RecordRefusedError("token_id", f"token ids must be >= 0, got {smallest}")
     logprobs = trajectory.generator_logprobs
     # Extremes of an array that holds a NaN are NaN, and compare false.
     smallest_logprob, largest_logprob = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
@@ -214,25 +240,27 @@ def _check_arrays(trajectory: Trajectory) -> None:
 def _refuse_logprobs(logprobs: np.ndarray) -> NoReturn:
     num_bad = np.count_nonzero(~np.isfinite(logprobs))
     if num_bad:
-        raise Refused("nonfinite_logprob", f"log-probabilities must be finite, got {num_bad} that are not")
-    raise Refused("positive_logprob", f"log-probabilities must be <= 0, got {float(logprobs.max()):.4g}")
+        raise RecordRefusedError("nonfinite_logprob", f"log-probabilities must be finite, got {num_bad} that are not")
+    raise RecordRefusedError("positive_logprob", f"log-probabilities must be <= 0, got {float(logprobs.max()):.4g}")
 
 
 def _check_spans(trajectory: Trajectory) -> None:
     starts = [span.first_token for span in trajectory.version_spans]
     if not starts or starts != sorted(set(starts)) or starts[0] < 0 or starts[-1] >= trajectory.num_tokens:
-        raise Refused("version_spans", f"spans must start in increasing order within the tokens, got {starts}")
+        raise RecordRefusedError(
+            "version_spans", f"spans must start in increasing order within the tokens, got {starts}"
+        )
     if starts[0] > trajectory.model_mask.argmax():
-        raise Refused("version_spans", f"spans must cover the first model-written token, got {starts}")
+        raise RecordRefusedError("version_spans", f"spans must cover the first model-written token, got {starts}")
     if min(span.version for span in trajectory.version_spans) < 0:
-        raise Refused("version_spans", "versions must be >= 0")
+        raise RecordRefusedError("version_spans", "versions must be >= 0")
 
 
 def _check_reward(reward: Reward) -> None:
     if not all(map(math.isfinite, (reward.total, *reward.parts.values()))):
-        raise Refused("nonfinite_reward", f"rewards must be finite, got {reward.total} {reward.parts}")
+        raise RecordRefusedError("nonfinite_reward", f"rewards must be finite, got {reward.total} {reward.parts}")
     if abs(reward.total) > _LARGEST_REWARD:
-        raise Refused("large_reward", f"rewards must be within +-{_LARGEST_REWARD:g}, got {reward.total:g}")
+        raise RecordRefusedError("large_reward", f"rewards must be within +-{_LARGEST_REWARD:g}, got {reward.total:g}")
 
 
 def _check_plain(trajectory: Trajectory) -> None:
@@ -240,12 +268,14 @@ def _check_plain(trajectory: Trajectory) -> None:
     sampling = trajectory.sampling
     for number in (sampling.top_k, sampling.max_tokens, sampling.seed, trajectory.num_turns):
         if not -_INT64 <= number < _INT64:
-            raise Refused("large_number", f"numbers must fit into 64 bits with a sign, got {number}")
+            raise RecordRefusedError("large_number", f"numbers must fit into 64 bits with a sign, got {number}")
     seconds = (trajectory.started_at, trajectory.finished_at, sampling.temperature, sampling.top_p)
     if not all(map(math.isfinite, seconds)):
-        raise Refused("nonfinite_number", f"times and sampling must be finite, got {seconds}")
+        raise RecordRefusedError("nonfinite_number", f"times and sampling must be finite, got {seconds}")
     if trajectory.extras and not _is_plain(trajectory.extras):
-        raise Refused("extras", "extras must be made of numbers, text, bytes, lists and maps with text as keys")
+        raise RecordRefusedError(
+            "extras", "extras must be made of numbers, text, bytes, lists and maps with text as keys"
+        )
 
 
 def _is_plain(value: Any) -> bool:

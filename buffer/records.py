@@ -1,8 +1,12 @@
 """What the store answers with: leases, outcomes, claims, counts, the run's state, evaluations."""
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from buffer.trajectory import Purpose, Record
+import msgspec
+
+from slipstream.buffer.codec import decode
+from slipstream.buffer.trajectory import Purpose, Record
 
 
 class Lease(Record):
@@ -236,3 +240,67 @@ class EvaluationResult(Record):
     def accuracy(self) -> float:
         """Share of answers entirely right; 0 before the first."""
         return self.num_correct / self.num_answered if self.num_answered else 0.0
+
+
+# @@ The step ledger: an entry from a claim and what was fetched for it.
+class _Named(msgspec.Struct):
+    """Reads an encoded Trajectory's id and skips the rest."""
+
+    id: str
+
+
+def make_entry(
+    claim: Claim,
+    payloads: list[list[bytes]],
+    *,
+    version: int,
+    seed: int,
+    config_hash: str,
+    mixed_group_ids: Sequence[str] = (),
+) -> StepEntry:
+    """The entry of a step that trained on `payloads`, and on archived groups, at the learner's `version`."""
+    return StepEntry(
+        step=claim.step,
+        version=version,
+        fence=claim.fence,
+        seed=seed,
+        config_hash=config_hash,
+        group_ids=claim.group_ids,
+        trajectory_ids=[[decode(payload, _Named).id for payload in group] for group in payloads],
+        weights=claim.weights,
+        reused=claim.reused,
+        mixed_group_ids=list(mixed_group_ids),
+    )
+
+
+# @@ How much the store keeps of what is only for people to look at.
+METRICS_KEPT = 1000
+"""Newest rows of metrics."""
+EVENTS_KEPT = 256
+"""Newest events."""
+EVENT_CHARACTERS_KEPT = 1000
+"""First characters of each event."""
+ROLES_KEPT = 1024
+"""Roles reported of last; living ones report every second, so that those which left long ago go first."""
+FRAMES_KEPT = 256
+"""Newest refused frames."""
+FRAME_BYTES_KEPT = 4096
+"""First bytes of each refused frame."""
+
+
+# @@ Progress of a role: the numbers among its gauges that grow with its work.
+PROGRESS_GAUGES = ("version", "tokens", "trajectories", "updates", "groups", "last_step")
+"""What a generator, the learner or the archiver gets further in; the broker and the launcher have none of them."""
+
+
+def progress_mark(gauges: dict[str, Any]) -> str:
+    """How far the gauges say the role has got, as one text; empty when they do not say.
+
+    A peer that has just joined says nothing yet (version -1 and no totals): joining again is no progress.
+
+    Example: progress_mark({"version": 3, "tokens": 512.0, "running": 7}) == "version=3 tokens=512.0"
+    """
+    known = {name: gauges[name] for name in PROGRESS_GAUGES if gauges.get(name) is not None}
+    if known.get("version") == -1 and len(known) == 1:
+        return ""
+    return " ".join(f"{name}={number}" for name, number in known.items())

@@ -9,9 +9,8 @@ the run keeps one.
 
 from typing import Any, Protocol
 
-from buffer.books import Audit, StoreCounts
-from buffer.drawing import DrawRules, Shortage
-from buffer.records import (
+from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.records import (
     Addressee,
     CheckpointPointer,
     Claim,
@@ -25,15 +24,16 @@ from buffer.records import (
     StepEntry,
     VersionEntry,
 )
-from buffer.trajectory import Purpose, TrajectoryHeader
-from configs.buffer import GroupDeadline
-from configs.drawing import KEEP_ALL, FilterConfig
+from slipstream.buffer.sampling import DrawRules, NotReady
+from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
+from slipstream.configs.buffer import GroupDeadline
+from slipstream.configs.drawing import KEEP_ALL, FilterConfig
 
 
 class Store(Protocol):
     """All operations. Synchronous; each is atomic and takes about a millisecond per hundred ids.
 
-    Time is the store's own clock. Every method raises StoreUnavailable when the store does not answer.
+    Time is the store's own clock. Every method raises StoreUnavailableError when the store does not answer.
     """
 
     # --- the run -------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class Store(Protocol):
         max_uses: int = 1,
         group_filter: FilterConfig = KEEP_ALL,
     ) -> RunState:
-        """Create the run, or find it again. Raises RunConflict when another run lives here.
+        """Create the run, or find it again. Raises RunConflictError when another run lives here.
 
         `keeps_finished`: groups that are over stay until `forget`, for an archiver. `max_uses`: steps that may train on
         one group. `group_filter`: which complete groups are rejected instead of becoming ready; the run keeps it.
@@ -56,7 +56,7 @@ class Store(Protocol):
         ...
 
     def run_state(self) -> RunState:
-        """Where the run stands. Raises RunConflict when no run was opened."""
+        """Where the run stands. Raises RunConflictError when no run was opened."""
         ...
 
     def run_config_json(self) -> str:
@@ -148,11 +148,11 @@ class Store(Protocol):
         ...
 
     # --- batches -------------------------------------------------------------------------------------------------
-    def claim(self, *, step: int, version: int, num_groups: int, rules: DrawRules, lease_s: float) -> Claim | Shortage:
+    def claim(self, *, step: int, version: int, num_groups: int, rules: DrawRules, lease_s: float) -> Claim | NotReady:
         """Take exactly `num_groups` groups for `step` of a learner at `version`, or say why that cannot be yet.
 
         Groups that are too old for it leave the queue first, as the rules say. A step has one claim: an earlier one is
-        taken back first, so that asking again after a lost answer is safe. Raises StaleFence for a committed step.
+        taken back first, so that asking again after a lost answer is safe. Raises StaleFenceError for a committed step.
         """
         ...
 
@@ -161,15 +161,15 @@ class Store(Protocol):
         ...
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
-        """Encoded trajectories of each group, by index. Raises StaleFence for a group that has none (any more)."""
+        """Encoded trajectories of each group, by index. Raises StaleFenceError for a group that has none (any more)."""
         ...
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
-        """Push the claim's deadline. Raises StaleFence."""
+        """Push the claim's deadline. Raises StaleFenceError."""
         ...
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
-        """Take groups out of a claim that the learner will not train on. Returns how many; raises StaleFence.
+        """Take groups out of a claim that the learner will not train on. Returns how many; raises StaleFenceError.
 
         Groups that are not (any more) in the claim are skipped; one that was trained on before is only let go: it will
         not be used again. Claim the step again to have it filled up.
@@ -177,7 +177,7 @@ class Store(Protocol):
         ...
 
     def commit(self, claim: Claim, entry: StepEntry) -> None:
-        """The step used these groups: they are `used`, and RunState.step is claim.step. Raises StaleFence.
+        """The step used these groups: they are `used`, and RunState.step is claim.step. Raises StaleFenceError.
 
         `entry` goes into the step ledger in the same instant. Committing the same claim again changes nothing.
         """
@@ -187,7 +187,7 @@ class Store(Protocol):
         """A durable checkpoint covers every step <= pointer.step: their groups are retired. Returns how many.
 
         Those that may be used again are not, until the run is finishing.
-        The pointer is what a resumed run starts from, so the ledger up to it holds for good. Raises StaleFence when it
+        The pointer is what a resumed run starts from, so the ledger up to it holds for good. Raises StaleFenceError when it
         covers steps that are not committed here, and when `fence` is not RunState.fence.
         """
         ...
@@ -250,11 +250,11 @@ class Store(Protocol):
     def roles(self) -> dict[str, dict[str, Any]]:
         """The newest gauges of every role that is kept, with `reported_at`, seconds of the store's clock.
 
-        A role that ever reported progress (`buffer/progress.py`) has `progressed_at` beside it: when it last made any.
+        A role that ever reported progress (`buffer/records.py`) has `progressed_at` beside it: when it last made any.
         """
         ...
 
-    def note_event(self, role_id: str, text: str) -> None:
+    def record_event(self, role_id: str, text: str) -> None:
         """Keep a sentence about something that went wrong with a role; the newest few hundred are kept."""
         ...
 

@@ -1,5 +1,7 @@
 """The wire schema: what a generator sends and the learner trains on."""
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -196,3 +198,28 @@ class Trajectory(Record):
             versions[span.first_token :] = span.version
         versions[~self.model_mask] = -1
         return versions
+
+
+# @@ How old tokens are: lag of a token = learner's version - the version that sampled it.
+def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
+    """Versions (of model-written tokens) -> lags, same shape.
+
+    Negative after the learner went back to an older checkpoint: such tokens count as fresh.
+    """
+    return learner_version - versions
+
+
+def stale_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
+    """bool[T]: true where the model wrote the token and it is older than `max_lag` versions."""
+    too_old = lag(trajectory.token_versions(), learner_version) > max_lag
+    return too_old & trajectory.model_mask
+
+
+def lag_histogram(trajectories: Iterable[Trajectory], *, learner_version: int) -> dict[int, int]:
+    """Lag -> number of model-written tokens, in rising order of lag."""
+    counts: Counter[int] = Counter()
+    for trajectory in trajectories:
+        versions = trajectory.token_versions()[trajectory.model_mask]
+        lags, tokens = np.unique(lag(versions, learner_version), return_counts=True)
+        counts.update(dict(zip(lags.tolist(), tokens.tolist(), strict=True)))
+    return dict(sorted(counts.items()))

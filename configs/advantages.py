@@ -1,4 +1,4 @@
-"""How rewards become advantages: one record per estimator of learner/estimators.py.
+"""How rewards become advantages: one record per estimator of learner/objective/advantage_registry.py.
 
 Where nothing else is said, a group of one has advantage 0: it has no baseline.
 """
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError
 
 Epsilon = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.advantages import (
+from slipstream.configs.advantages import (
     OUTSIDE_GROUP,
     WITH_CRITIC,
     AdvantageConfig,
@@ -17,12 +17,10 @@ from configs.advantages import (
     VtraceConfig,
     WinRateConfig,
 )
-from configs.base import Config, ConfigError
-from configs.correction import CorrectionConfig
-from configs.critic import CriticConfig
-from configs.distillation import DistillationConfig
-from configs.kl import KlConfig
-from configs.policy_losses import (
+from slipstream.configs.algorithm_terms import CriticConfig, DistillationConfig, KlConfig, RewardShapingConfig
+from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.correction import CorrectionConfig
+from slipstream.configs.policy_losses import (
     CHOOSING,
     WITHOUT_RATIO,
     GmpoConfig,
@@ -32,7 +30,6 @@ from configs.policy_losses import (
     PpoClipConfig,
     SppoConfig,
 )
-from configs.reward_shaping import RewardShapingConfig
 
 _COMPARES_RAW: dict[type, str] = {
     RemaxConfig: "rewards with that of a greedy answer as it came",

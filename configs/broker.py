@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from configs.base import Config
+from slipstream.configs.base import Config
 
 LINK_SILENCE_S = 8.0
 """Silence of the broker after which a peer connects anew, seconds."""

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec.inspect import ListType, LiteralType, NoneType, StructType, UnionType, type_info
 
-from configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError
 
 C = TypeVar("C", bound=Config)
 

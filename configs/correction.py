@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError
 
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -32,7 +32,7 @@ class LagBoundConfig(Config):
 
 
 class RejectionConfig(Config):
-    """Tokens or trajectories that leave the loss, `learner.algorithms.rejection`."""
+    """Tokens or trajectories that leave the loss, `slipstream.learner.algorithms.rejection`."""
 
     statistic: Literal["k1", "k2", "k3"] = "k1"
     """Of log(learner/generator) per token: itself, half its square, or ratio - 1 - log ratio."""

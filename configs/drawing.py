@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError
 
 
 class FifoConfig(Config, tag="fifo", tag_field="kind"):
@@ -113,7 +113,7 @@ class StalenessConfig(Config):
 
     max_lag: Annotated[int, Meta(ge=0)] = 4
     """Versions between the learner's and the one that sampled the token; 0 = synchronous."""
-    over_age: Literal["mask", "drop", "wait", "demote"] = "mask"
+    on_stale: Literal["mask", "drop", "wait", "demote"] = "mask"
     """What happens to older tokens. mask: they leave the loss, their trajectory's reward stays in its group's baseline.
 
     drop: a ready group that has one expires, and another prompt is admitted for it. wait: the learner takes the oldest

@@ -4,8 +4,25 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from configs.autoscale import AutoscaleConfig
-from configs.base import Config
+from slipstream.configs.base import Config
+
+
+# @@ Autoscale: how many generators a launcher keeps, by which side waits for the other.
+class AutoscaleConfig(Config):
+    """Between `min` and `max` generators, one more or less at a time."""
+
+    min: Annotated[int, Meta(ge=1)] = 1
+    """Fewest."""
+    max: Annotated[int, Meta(ge=1)] = 4
+    """Most."""
+    more_above: Annotated[float, Meta(gt=0, le=1)] = 0.3
+    """One more when the learner waits for groups for a larger share of its time."""
+    fewer_below: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """One less when the generators run a smaller share of what they could together, and one less could still run it."""
+    settle_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Time that is measured before each change, seconds; begins when the learner and all generators are at work."""
+    absent_after_s: Annotated[float, Meta(gt=0)] = 600.0
+    """A generator that is not at work for longer is waited for no more: the others are measured without it, seconds."""
 
 
 class SamplingConfig(Config):
@@ -64,7 +81,7 @@ class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):
 class RewardConfig(Config):
     """Which function scores a trajectory, and how long it may take."""
 
-    function: str = "generators.rewards.position_match:position_match"
+    function: str = "slipstream.generators.rewards.functions:position_match"
     """Dotted path `module:function`; see `generators/rewards/reward.py` for its signature."""
     arguments: dict[str, Any] = {}
     """Keyword arguments bound to it."""

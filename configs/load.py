@@ -1,21 +1,24 @@
 """From Hydra's files and a command line to one RunConfig, and back to text."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.base import ConfigError
-from configs.convert import convert, nearest
-from configs.run import RunConfig
+from slipstream.configs.base import ConfigError
+from slipstream.configs.convert import convert, nearest
+from slipstream.configs.run import RunConfig
 
 FOLDER = Path(__file__).resolve().parent
 """Where the YAML files lie."""
@@ -127,3 +130,49 @@ def _refuse_whole_node(text: str, key: str) -> None:
         raise ConfigError(
             f"`{text}`: {key} is a record, set its fields ({key}.FIELD=VALUE) or choose {', '.join(below)}."
         )
+
+
+# @@ Which file, override or default set each value of a run.
+def sources(overrides: list[str]) -> dict[str, str]:
+    """Dotted key -> `configs/x.yaml`, `override a.b=c` or `default`, for every leaf of the resolved config.
+
+    Raises ConfigError.
+    """
+    origins: dict[str, str] = {}
+    for name, values in [*_file_layers(overrides), *_override_layers(overrides)]:
+        origins.update(dict.fromkeys((key for key, _ in leaves(values)), name))
+    return {key: origins.get(key, "default") for key, _ in leaves(to_plain(load(overrides)))}
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is not itself a filled dict; a list is one leaf."""
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _file_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The chosen YAML files in the order in which they are merged."""
+    with initialize_config_dir(str(FOLDER), version_base=None):
+        loader = GlobalHydra.instance().config_loader()
+        chosen = loader.compute_defaults_list(PRIMARY, hydra_arguments(overrides), RunMode.RUN).defaults
+    for default in chosen:
+        if default.config_path and not default.config_path.startswith("hydra/"):
+            file = f"{default.config_path}.yaml"
+            values: Any = OmegaConf.to_container(OmegaConf.load(FOLDER / file), resolve=False)
+            values.pop("defaults", None)
+            yield f"configs/{file}", _nest(default.package or "", values)
+
+
+def _override_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for text, override in zip(overrides, parse(overrides), strict=True):
+        if override.type is not OverrideType.DEL and override.key_or_group not in groups():
+            yield f"override {text}", _nest(override.key_or_group, override.value())
+
+
+def _nest(package: str, value: Any) -> dict[str, Any]:
+    for name in reversed(package.split(".") if package else []):
+        value = {name: value}
+    return value

@@ -1,10 +1,10 @@
-"""Ratio and advantage -> loss of a token: one record per surrogate of learner/surrogates.py, and masks beside them."""
+"""Ratio and advantage -> loss of a token: one record per surrogate of learner/objective/loss_registry.py, and masks beside them."""
 
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from configs.base import Config
+from slipstream.configs.base import Config
 
 Positive = Annotated[float, Meta(gt=0)]
 Below1 = Annotated[float, Meta(gt=0, lt=1)]

@@ -5,20 +5,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.advantages import WITH_OWN_BASELINE, RemaxConfig
-from configs.algorithm import AlgorithmConfig
-from configs.base import Config, ConfigError
-from configs.broker import LINK_SILENCE_S, BrokerConfig
-from configs.buffer import BufferConfig, MemoryStoreConfig
-from configs.data import DataConfig, PrepareStep
-from configs.drawing import AccuracyConfig, ZeroSignalConfig
-from configs.evaluation import EvaluationConfig
-from configs.generators import GeneratorsConfig
-from configs.learner import DeepSpeedEngineConfig, LearnerConfig
-from configs.model import ModelConfig
-from configs.replay import ReplayConfig
-from configs.sft import SftConfig
-from configs.weights import WeightsConfig
+from slipstream.configs.advantages import WITH_OWN_BASELINE, RemaxConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.broker import LINK_SILENCE_S, BrokerConfig
+from slipstream.configs.buffer import BufferConfig, MemoryStoreConfig
+from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig
+from slipstream.configs.drawing import AccuracyConfig, ZeroSignalConfig
+from slipstream.configs.generators import GeneratorsConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig
+from slipstream.configs.sft import SftConfig
+from slipstream.configs.weights import WeightsConfig
 
 
 class RunConfig(Config):
@@ -222,10 +219,10 @@ def _check_filter(run: RunConfig) -> None:
 
 def _check_demotion(run: RunConfig) -> None:
     reuse, staleness = run.buffer.reuse, run.buffer.staleness
-    if staleness.over_age == "demote" and reuse.max_age is not None and reuse.max_age <= staleness.max_lag:
+    if staleness.on_stale == "demote" and reuse.max_age is not None and reuse.max_age <= staleness.max_lag:
         raise ConfigError(
-            f"buffer.reuse.max_age must be > buffer.staleness.max_lag ({staleness.max_lag}) with over_age=demote, got "
-            f"{reuse.max_age}: a demoted group would be let go at once; raise it, or choose over_age=drop."
+            f"buffer.reuse.max_age must be > buffer.staleness.max_lag ({staleness.max_lag}) with on_stale=demote, got "
+            f"{reuse.max_age}: a demoted group would be let go at once; raise it, or choose on_stale=drop."
         )
 
 

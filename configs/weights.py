@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from configs.base import Config
+from slipstream.configs.base import Config
 
 
 class WeightsConfig(Config):

@@ -1,7 +1,4 @@
-"""python -m generators [--id NAME] [broker.address=...]: start a generator; the broker tells it the rest.
-
-python -m generators drain NAME [name=RUN]: tell a generator of a run to hand back its work and leave.
-"""
+"""python -m generators [--id NAME] [broker.address=...]: start a generator; the broker tells it the rest."""
 
 import asyncio
 import os
@@ -13,32 +10,27 @@ from typing import Any
 import msgspec
 import structlog
 
-from broker.draining import drain
-from broker.errors import BrokerFault, LinkDied
-from broker.inbox import call_in
-from broker.joining import Joined, StatusBoard, join
-from broker.logs import configure_logs
-from broker.process import die_with_launcher, on_stop_signal
-from broker.token import read_token
-from configs.exits import fail_cleanly
-from configs.load import load
-from configs.model_fingerprint import check_same_model
-from configs.model_path import check_model_path
-from configs.run import RunConfig
-from generators.engines.vllm_environment import vllm_environment
-from generators.errors import EngineDied, GeneratorFault
+from slipstream.broker.errors import BrokerError, ClientDiedError
+from slipstream.broker.handshake import read_token
+from slipstream.broker.transport.inbox import call_in
+from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.generators.engines.vllm.environment import vllm_environment
+from slipstream.generators.errors import EngineDiedError, GeneratorError
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.logs import configure_logs
+from slipstream.runtime.model_files import check_model_path, check_same_model
+from slipstream.runtime.process import die_with_launcher, on_stop_signal
 
 _FLUSH_S = 3.0
 
 log = structlog.get_logger(__name__)
 
 
-@fail_cleanly(BrokerFault, GeneratorFault, passing=(EngineDied, LinkDied))
+@fail_cleanly(BrokerError, GeneratorError, passing=(EngineDiedError, ClientDiedError))
 def main(arguments: list[str]) -> None:
-    """Join, then generate until drained; or drain another one."""
-    if arguments[:1] == ["drain"]:
-        drain(arguments[1:])
-        return
+    """Join, then generate until drained."""
     peer_id, overrides = _split(arguments)
     configure_logs(peer_id)
     die_with_launcher()
@@ -59,16 +51,16 @@ def main(arguments: list[str]) -> None:
     log.info("stopped")
 
 
-async def _generate(joined: Joined, board: StatusBoard) -> None:
+async def _generate(joined: Session, board: StatusBoard) -> None:
     run = msgspec.json.decode(joined.welcome.config_json, type=RunConfig)
     log.info("joined", run=run.name)
     os.environ.update(vllm_environment(run))
     check_model_path(run.model.path)
     check_same_model(run.model.path, joined.welcome.model)
     # Imported only now: torch and vLLM read the environment that came with the config.
-    from broker.weights.collective import CollectiveReceiver
-    from generators.assembly import assemble
-    from generators.prompting import load_tokenizer
+    from slipstream.broker.weights.collective import CollectiveReceiver
+    from slipstream.generators.build import assemble
+    from slipstream.generators.tokenization import load_tokenizer
 
     generator = assemble(
         run,

@@ -1,6 +1,6 @@
 """Concurrency: how many trajectories a generator runs together, as many as its engine has room for."""
 
-from generators.engines.engine import EngineLoad
+from slipstream.generators.engines.engine import EngineLoad
 
 _ROOMY = 0.8
 """Share of the KV cache below which there is room for more: running sequences are still growing."""

@@ -12,10 +12,8 @@ import time
 
 import structlog
 
-from broker.clock import Clock
-from broker.errors import LinkDied
-from broker.link import Link, PeerStatus
-from broker.messages import (
+from slipstream.broker.errors import ClientDiedError
+from slipstream.broker.messages import (
     REASON_CHARACTERS,
     Drain,
     LeaseRequest,
@@ -29,17 +27,19 @@ from broker.messages import (
     ReturnLeases,
     Update,
 )
-from broker.metrics import Rate
-from broker.role_status import WaitsFor
-from buffer.codec import pack
-from buffer.trajectory import Trajectory
-from configs.run import RunConfig
-from generators.adoption import Adoption
-from generators.agents.agent import Agent
-from generators.concurrency import Concurrency
-from generators.engines.engine import Engine, EngineLoad
-from generators.errors import EngineFault, GeneratorFault, PromptFault
-from generators.rewards.pool import RewardPool
+from slipstream.broker.status.role_status import WaitsFor
+from slipstream.broker.transport.client import BrokerClient, PeerStatus
+from slipstream.buffer.codec import pack
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.run import RunConfig
+from slipstream.generators.agents.agent import Agent
+from slipstream.generators.concurrency import Concurrency
+from slipstream.generators.engines.engine import Engine, EngineLoad
+from slipstream.generators.errors import EngineError, GeneratorError, PromptError
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.weight_updates import WeightUpdates
+from slipstream.runtime.clock import Clock
+from slipstream.runtime.rates import Rate
 
 _REQUEST_LOST_AFTER_S = 5.0
 _HEALTH_EVERY_S = 1.0
@@ -62,7 +62,7 @@ class Generator:
         *,
         run: RunConfig,
         member: Member,
-        link: Link,
+        link: BrokerClient,
         engine: Engine,
         agent: Agent,
         rewards: RewardPool,
@@ -88,13 +88,13 @@ class Generator:
         self._next_saying_at = 0.0
         self._tokens = Rate(clock=clock)
         self._gauges: dict[str, float] = {"trajectories": 0, "rewards_failed": 0}
-        self._adoption = Adoption(
+        self._adoption = WeightUpdates(
             member=member, link=link, engine=engine, become=self._become, hand_back=self._hand_back
         )
 
     # --- the loop ------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Start the engine, then serve until drained. Raises EngineFault, GeneratorFault or LinkDied when it cannot go
+        """Start the engine, then serve until drained. Raises EngineError, GeneratorError or ClientDiedError when it cannot go
         on; whatever else goes wrong is a bug, and raised as it is."""
         await self._rewards.start()
         try:
@@ -159,7 +159,7 @@ class Generator:
         self._fault = self._fault or fault
         self._changed.set()
 
-    def receive(self, message: Message | LinkDied) -> None:
+    def receive(self, message: Message | ClientDiedError) -> None:
         """Take a message from the broker, or that none will come any more."""
         match message:
             case Prompts(prompts=prompts, reason=reason):
@@ -173,8 +173,8 @@ class Generator:
             case Drain(reason=reason):
                 self.drain(reason)
             case Refuse(reason=reason):
-                self._fail(GeneratorFault(reason))
-            case LinkDied():
+                self._fail(GeneratorError(reason))
+            case ClientDiedError():
                 self._fail(message)
             case Nack():
                 self._take_refusal(message)
@@ -279,7 +279,7 @@ class Generator:
         error = task.exception()
         log.error("prompt_failed", prompt=prompt.uid, error=str(error))
         self._return([prompt.lease.id], str(error))
-        if isinstance(error, Exception) and not isinstance(error, PromptFault):
+        if isinstance(error, Exception) and not isinstance(error, PromptError):
             self._fail(error)
 
     def _return(self, lease_ids: list[str], reason: str) -> None:
@@ -314,7 +314,7 @@ class Generator:
             await asyncio.sleep(_HEALTH_EVERY_S)
             try:
                 await self._engine.check_health()
-            except EngineFault as fault:
+            except EngineError as fault:
                 self._fail(fault)
 
 

@@ -10,40 +10,37 @@ import msgspec
 import structlog
 import torch
 
-from broker.errors import BrokerFault, LinkDied
-from broker.joining import Joined, StatusBoard, join
-from broker.link import PeerStatus
-from broker.logs import configure_logs
-from broker.process import die_with_launcher, raise_on_stop_signal
-from broker.run_folder import RunFolder
-from broker.token import read_token
-from broker.weights.collective import CollectiveSender
-from broker.weights.lender import Lender
-from broker.weights.shelf import Shelf
-from broker.weights.stream import StreamServer
-from buffer.errors import BufferFault, StaleFence
-from buffer.open_store import open_store
-from buffer.redis_store import RedisStore
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
-from configs.load import load
-from configs.model_fingerprint import check_same_model
-from configs.model_path import check_model_path
-from configs.run import RunConfig
-from learner.assembly import assemble_learner, assemble_team
-from learner.building import choose_device
-from learner.deepspeed_config import deepspeed_environment
-from learner.errors import LearnerFault
-from learner.learner import Learner
-from learner.ranks import end_rank
-from learner.sft_assembly import assemble_sft, check_sft
-from learner.team import Team
-from learner.torchrun import become_ranks
+from slipstream.broker.errors import BrokerError, ClientDiedError
+from slipstream.broker.handshake import read_token
+from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.stream import StreamServer
+from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.learner.build import build_learner, build_rank_group, choose_device
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+from slipstream.learner.errors import LearnerError
+from slipstream.learner.learner import Learner
+from slipstream.learner.publishing.fetches import SnapshotServer
+from slipstream.learner.rank_group import RankGroup
+from slipstream.learner.ranks import become_ranks, end_rank
+from slipstream.learner.sft.run import build_sft, check_sft
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.logs import configure_logs
+from slipstream.runtime.model_files import check_model_path, check_same_model
+from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
+from slipstream.runtime.run_folder import RunFolder
 
 log = structlog.get_logger(__name__)
 
 
-@fail_cleanly(BrokerFault, BufferFault, LearnerFault, passing=(StaleFence, LinkDied))
+@fail_cleanly(BrokerError, ReplayBufferError, LearnerError, passing=(StaleFenceError, ClientDiedError))
 def main(overrides: list[str]) -> None:
     """Join the broker and train; as a rank above 0, follow rank 0. For mode=sft, train from a file."""
     run = load(overrides)
@@ -52,17 +49,17 @@ def main(overrides: list[str]) -> None:
         check_sft(run)
     die_with_launcher()
     if run.learner.num_ranks > 1 and "RANK" not in os.environ:
-        become_ranks("learner", overrides, num_ranks=run.learner.num_ranks)
+        become_ranks("slipstream.learner", overrides, num_ranks=run.learner.num_ranks)
     rank = int(os.environ.get("RANK", "0"))
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
     raise_on_stop_signal()
     _set_environment(run)
     if run.mode == "sft":
-        assemble_sft(run, device=_device(run), rank=rank, rendezvous=_rendezvous(run)).run()
+        build_sft(run, device=_device(run), rank=rank, rendezvous=_rendezvous(run)).run()
     elif rank == 0:
         _lead(run, token=read_token(run.broker))
     else:
-        _team(run).follow()
+        _team(run).worker_loop()
     if "RANK" in os.environ:
         end_rank()
 
@@ -84,9 +81,9 @@ def _wire_device(run: RunConfig) -> torch.device:
     return torch.device("cpu") if run.weights.backend == "gloo" else _device(run)
 
 
-def _team(run: RunConfig) -> Team:
+def _team(run: RunConfig) -> RankGroup:
     rank = int(os.environ.get("RANK", "0"))
-    return assemble_team(run, folder=RunFolder(run), device=_device(run), rank=rank, rendezvous=_rendezvous(run))
+    return build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank, rendezvous=_rendezvous(run))
 
 
 def _rendezvous(run: RunConfig) -> str | None:
@@ -108,14 +105,14 @@ def _lead(run: RunConfig, *, token: str) -> None:
         _train(run, joined, board)
 
 
-def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
+def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
     _check_same_run(run, joined.welcome.config_json)
     check_same_model(run.model.path, joined.welcome.model)
     folder = RunFolder(run)
     folder.open()
     store = _open_store(run, joined.welcome.store_url)
     team = _team(run)
-    learner = assemble_learner(
+    learner = build_learner(
         run,
         team=team,
         store=store,
@@ -128,13 +125,13 @@ def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
     )
     board.show(lambda: _status(learner, store))
     learner.run()
-    team.dismiss()
+    team.shutdown()
     store.close()
 
 
-def _lender(run: RunConfig, folder: RunFolder) -> Lender:
-    shelf = Shelf(folder.weights)
-    return Lender(shelf, StreamServer(shelf, host=run.weights.host, port=run.weights.fetch_port))
+def _lender(run: RunConfig, folder: RunFolder) -> SnapshotServer:
+    shelf = SnapshotStore(folder.weights)
+    return SnapshotServer(shelf, StreamServer(shelf, host=run.weights.host, port=run.weights.fetch_port))
 
 
 def _open_store(run: RunConfig, url: str) -> RedisStore:

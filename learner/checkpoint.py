@@ -11,25 +11,84 @@ checkpoint covers are retired.
 <folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, where there is one
 """
 
+import random
 import shutil
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import torch
 from torch import Tensor
 
-from buffer.sync_path import sync_path
-from buffer.trajectory import Record
-from configs.learner import DeepSpeedEngineConfig
-from configs.load import config_hash
-from configs.run import RunConfig
-from learner.engine import TrainEngine
-from learner.errors import CheckpointFault, ModelFault
-from learner.model import Policy, load_policy, save_pretrained
-from learner.parameters import named_parameters
-from learner.random_state import restore_random_state, save_random_state
-from learner.ranks import Ranks
-from learner.trainer import Trainer
-from learner.value_model import load_value_model, save_value_model
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.redis.fsync import sync_path
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.learner import DeepSpeedEngineConfig
+from slipstream.configs.load import config_hash
+from slipstream.configs.run import RunConfig
+from slipstream.learner.engines.engine import TrainEngine
+from slipstream.learner.engines.optimizer import named_parameters
+from slipstream.learner.errors import CheckpointError, ModelError
+from slipstream.learner.ranks import Ranks
+from slipstream.learner.training.critic import load_value_model, save_value_model
+from slipstream.learner.training.model import Policy, load_policy, save_pretrained
+from slipstream.learner.training.trainer import Trainer
+
+
+# @@ The state of every random number generator of a rank: torch, CUDA, numpy, Python.
+class RandomState(Record):
+    """Taken between two steps."""
+
+    torch_state: np.ndarray
+    """uint8, `torch.get_rng_state`."""
+    cuda_state: np.ndarray
+    """uint8, of the current device; empty without one."""
+    numpy_keys: np.ndarray
+    """int64[624], of numpy's global generator."""
+    numpy_position: int
+    """Of numpy's global generator."""
+    numpy_gauss: tuple[int, float]
+    """Whether it holds a spare normal number, and which."""
+    python_version: int
+    """Of the state's format."""
+    python_keys: list[int]
+    """Of Python's global generator."""
+    python_gauss: float | None
+    """Its spare normal number."""
+
+
+def save_random_state(path: Path) -> None:
+    """Write the current state."""
+    _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, python_keys, python_gauss = random.getstate()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
+    state = RandomState(
+        torch_state=torch.get_rng_state().numpy(),
+        cuda_state=cuda_state.numpy(),
+        numpy_keys=np.asarray(keys).astype(np.int64),
+        numpy_position=int(position),
+        numpy_gauss=(int(has_gauss), float(gauss)),
+        python_version=version,
+        python_keys=list(python_keys),
+        python_gauss=python_gauss,
+    )
+    path.write_bytes(encode(state))
+
+
+def restore_random_state(path: Path) -> None:
+    """Take back what was saved. Raises CheckpointError."""
+    try:
+        state = decode(path.read_bytes(), RandomState)
+    except (OSError, RecordRefusedError) as error:
+        raise CheckpointError(f"{path} must be a readable part of a checkpoint, got {error}") from error
+    torch.set_rng_state(torch.from_numpy(state.torch_state.copy()))
+    if torch.cuda.is_available() and len(state.cuda_state):
+        torch.cuda.set_rng_state(torch.from_numpy(state.cuda_state.copy()))
+    keys = state.numpy_keys.astype(np.uint32)
+    np.random.set_state(("MT19937", keys, state.numpy_position, *state.numpy_gauss))
+    random.setstate((state.python_version, tuple(state.python_keys), state.python_gauss))
+
 
 _REFERENCE = "reference"
 _CRITIC = "critic"
@@ -55,7 +114,7 @@ class CheckpointState(Record):
     critic_updates: int = 0
     """Optimizer updates of the critic."""
     objective: dict[str, float] = {}
-    """What the objective carries from step to step: `Memory.save`."""
+    """What the objective carries from step to step: `ObjectiveState.save`."""
 
 
 class Checkpoints:
@@ -98,7 +157,7 @@ class Checkpoints:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def restore(self, name: str) -> CheckpointState:
-        """Put a checkpoint into the trainer. Raises CheckpointFault."""
+        """Put a checkpoint into the trainer. Raises CheckpointError."""
         place = self._folder / name
         state = _read_state(place)
         self._check_fits(place, state)
@@ -153,8 +212,8 @@ class Checkpoints:
         config = msgspec.structs.replace(self._run.model, path=str(folder / "model"))
         try:
             weights = dict(load_value_model(config, device=critic.engine.device).weights())
-        except ModelFault as fault:
-            raise CheckpointFault(
+        except ModelError as fault:
+            raise CheckpointError(
                 f"{folder} must hold the critic that algorithm.advantage needs, got: {fault} Resume with the advantage "
                 "it was written with, or start a new run."
             ) from fault
@@ -178,7 +237,7 @@ class Checkpoints:
         wanted = {"learner/engine": _engine_name(self._run), "learner.num_ranks": self._ranks.size}
         found = {"learner/engine": state.engine, "learner.num_ranks": state.num_ranks}
         if wanted != found:
-            raise CheckpointFault(
+            raise CheckpointError(
                 f"{place} must have been written with {wanted}, got {found}: resume with those settings, or start a "
                 f"new run with model.path={place / 'model'}."
             )
@@ -213,7 +272,7 @@ def _read_state(place: Path) -> CheckpointState:
     try:
         return msgspec.json.decode((place / "state.json").read_bytes(), type=CheckpointState)
     except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointFault(
+        raise CheckpointError(
             f"{place} must be a whole checkpoint, got {error}: put it back, or start a new run with model.path= one of "
             "the others beside it."
         ) from error

@@ -2,9 +2,9 @@
 
 import itertools
 
-from buffer.store import EvaluationResult, Store
-from buffer.trajectory import Purpose
-from configs.evaluation import EvaluationConfig
+from slipstream.buffer.store import EvaluationResult, Store
+from slipstream.buffer.trajectory import Purpose
+from slipstream.configs.learner import EvaluationConfig
 
 PURPOSES: tuple[Purpose, ...] = ("sampled", "greedy")
 """Temperature 1 and temperature 0."""

@@ -8,33 +8,64 @@ Woken by: the store's bell.
 Invariant: a group is committed exactly once per surviving lineage of weights; what a checkpoint does not cover returns.
 """
 
+import threading
 import time
 from collections.abc import Callable
+from types import TracebackType
+from typing import Self
 
 import structlog
 
-from broker.clock import Clock
-from broker.link import PeerStatus
-from buffer.archive.rollouts import Rollouts
-from buffer.drawing import DrawRules
-from buffer.errors import BufferFault, RunConflict
-from buffer.ledger import make_entry
-from buffer.records import Claim, EvaluationResult, RunState, StepEntry
-from buffer.store import Store
-from buffer.trajectory import Purpose
-from configs.load import config_hash
-from configs.run import RunConfig
-from learner.claim_keeper import ClaimKeeper
-from learner.errors import DeadEnd, LearnerFault
-from learner.evaluator import Evaluator
-from learner.publishing import Publishing
-from learner.record import RunRecord
-from learner.team import Team
-from learner.wait_watch import WaitWatch
-
-_LOOK_EVERY_S = 0.2
+from slipstream.broker.transport.client import PeerStatus
+from slipstream.buffer.archive.rollouts import Rollouts
+from slipstream.buffer.errors import ReplayBufferError, RunConflictError
+from slipstream.buffer.records import Claim, EvaluationResult, RunState, StepEntry, make_entry
+from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.store import Store
+from slipstream.buffer.trajectory import Purpose
+from slipstream.configs.load import config_hash
+from slipstream.configs.run import RunConfig
+from slipstream.learner.errors import DeadEndError, LearnerError
+from slipstream.learner.evaluator import Evaluator
+from slipstream.learner.metrics.log import MetricsLog
+from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.rank_group import RankGroup
+from slipstream.learner.stall.detector import StallDetector
+from slipstream.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
+
+
+# @@ ClaimKeeper: renews a claim while its step runs, so that a slow step is not taken for a dead learner.
+class ClaimKeeper:
+    """Context around a step. A claim that lapsed nevertheless is refused at commit, by its fence."""
+
+    def __init__(self, store: Store, claim: Claim, *, lease_s: float) -> None:
+        self._store = store
+        self._claim = claim
+        self._lease_s = lease_s
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="claim-keeper", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join(timeout=1.0)
+
+    def _renew(self) -> None:
+        while not self._done.wait(self._lease_s / 3):
+            try:
+                self._store.renew_claim(self._claim, lease_s=self._lease_s)
+            except ReplayBufferError as fault:
+                log.warning("claim_not_renewed", step=self._claim.step, error=str(fault))
+
+
+_LOOK_EVERY_S = 0.2
 
 
 class Learner:
@@ -45,9 +76,9 @@ class Learner:
         *,
         run: RunConfig,
         store: Store,
-        team: Team,
-        publishing: Publishing,
-        record: RunRecord,
+        team: RankGroup,
+        publishing: BackgroundPublisher,
+        record: MetricsLog,
         wait: Callable[[int, float], object],
         rollouts: Rollouts | None = None,
         clock: Clock = time.monotonic,
@@ -65,8 +96,8 @@ class Learner:
         self._rollouts = rollouts
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation)
-        self._watch = WaitWatch(
-            run=run, store=store, who_is_missing=self._who_is_missing, stand_by=team.stand_by, clock=clock
+        self._watch = StallDetector(
+            run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=team.keep_alive, clock=clock
         )
         self._config_hash = config_hash(run)
         self._rules = DrawRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
@@ -84,20 +115,20 @@ class Learner:
 
     # --- life ----------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Train from the newest checkpoint (or the beginning) to the end. Raises DeadEnd, with all steps saved."""
+        """Train from the newest checkpoint (or the beginning) to the end. Raises DeadEndError, with all steps saved."""
         try:
             self._begin()
             while self._step < self._run.learner.max_steps and not self._is_good_enough:
                 self._train_one_step()
             self._finish()
-        except DeadEnd as dead_end:
+        except DeadEndError as dead_end:
             self._give_up(dead_end)
             raise
 
     def _begin(self) -> None:
         state = self._store.run_state()
         if state.step > 0 and not self._run.resume:
-            raise RunConflict(
+            raise RunConflictError(
                 f"run {self._run.name!r} must be new, got {state.step} committed steps in its store: "
                 "go on with it with resume=true, or choose another name."
             )
@@ -122,15 +153,15 @@ class Learner:
             self._check_new()
 
     def _check_new(self) -> None:
-        """A store that never saw a version stands beside no files of a run. Raises RunConflict."""
+        """A store that never saw a version stands beside no files of a run. Raises RunConflictError."""
         folder = self._record.folder
         if names := self._team.checkpoint_names():
-            raise RunConflict(
+            raise RunConflictError(
                 f"the store must know the checkpoint of run {self._run.name!r}, got an empty store beside {names[-1]}: "
                 f"its state was lost; start another run with model.path={folder.checkpoints / names[-1] / 'model'}."
             )
         if self._run.mode != "replay" and any(folder.archive.glob("shard-*")):
-            raise RunConflict(
+            raise RunConflictError(
                 f"the store must know the groups of run {self._run.name!r} that are in {folder.archive}, got an empty "
                 "store: its state was lost; start another run."
             )
@@ -151,7 +182,7 @@ class Learner:
         self._reason = "finished"
         log.info("finished", step=self._step, version=self._version)
 
-    def _give_up(self, dead_end: DeadEnd) -> None:
+    def _give_up(self, dead_end: DeadEndError) -> None:
         """Save what was trained, and say why the run ends here; a fault in doing so must not hide the dead end."""
         try:
             covered = self._store.run_state().checkpoint
@@ -161,7 +192,7 @@ class Learner:
                     self._version += 1
                 self._checkpoint()
             self._store.set_phase("failed", detail=str(dead_end))
-        except (BufferFault, LearnerFault, OSError) as fault:
+        except (ReplayBufferError, LearnerError, OSError) as fault:
             log.warning("not_saved", error=str(fault))
 
     # --- one step ------------------------------------------------------------------------------------------------

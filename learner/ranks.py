@@ -13,7 +13,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.errors import RanksFault
+from slipstream.learner.errors import RankGroupError
+from slipstream.runtime.exits import TRY_AGAIN
+
+
+# @@ torchrun: a learner of several ranks as one process that its launcher can judge by its exit code.
+def become_ranks(module: str, arguments: Sequence[str], *, num_ranks: int) -> NoReturn:
+    """Start `python -m module arguments` as so many ranks, with a rendezvous; all end when one does.
+
+    Ends with the exit code of the rank that failed first; with 75, which asks for another start, when it was killed.
+    torchrun itself says 1 whatever happened.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    ranks = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
+    try:
+        torchrun.run(torchrun.parse_args([*ranks, "-m", module, *arguments]))
+    except ChildFailedError as failed:
+        _, failure = failed.get_first_failure()
+        raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
+    except SignalException as told:
+        raise SystemExit(128 + int(told.sigval)) from None
+    raise SystemExit(0)
 
 
 class Ranks:
@@ -92,7 +115,7 @@ class Ranks:
         try:
             call()  # type: ignore[operator]
         except RuntimeError as error:
-            raise RanksFault(
+            raise RankGroupError(
                 f"all {self._size} learner ranks must be alive to {what}, rank {self._rank} could not: {error}"
             ) from error
 
@@ -102,10 +125,10 @@ def join_ranks(*, rank: int, size: int, device: torch.device, timeout_s: float, 
 
     `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have come, at most
     `timeout_s`, which also bounds every later collective: it must exceed the longest wait of rank 0 for a batch.
-    Raises RanksFault.
+    Raises RankGroupError.
     """
     if size > 1 and rendezvous is None:
-        raise RanksFault(f"{size} learner ranks need a rendezvous (tcp://host:port or file:///path), got none.")
+        raise RankGroupError(f"{size} learner ranks need a rendezvous (tcp://host:port or file:///path), got none.")
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     return Ranks(rank=rank, size=size, device=device)
@@ -136,6 +159,6 @@ def _initialize(*, rank: int, size: int, device: torch.device, timeout_s: float,
             **where,
         )
     except (RuntimeError, ValueError, OSError) as error:
-        raise RanksFault(
+        raise RankGroupError(
             f"{size} learner ranks must meet at {rendezvous} within {timeout_s} s, rank {rank} could not: {error}"
         ) from error

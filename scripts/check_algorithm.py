@@ -1,4 +1,4 @@
-"""`python -m scripts.check_algorithm policy_loss my_module:my_loss [beta=0.1 ...]`: is it fit to train with?
+"""`python -m slipstream.scripts.check_algorithm policy_loss my_module:my_loss [beta=0.1 ...]`: is it fit to train with?
 
 Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs what the built-in ones are held to; a property that
 some sound methods lack is shown as a note. Exit codes: 0 when all that must hold does, 1 when something does not, 2 for
@@ -15,10 +15,10 @@ import yaml
 from rich.table import Table
 from torch import Tensor
 
-from buffer.commands.printing import make_console
-from configs.base import ConfigError
-from configs.dotted import load_function
-from configs.exits import fail_cleanly
+from slipstream.buffer.cli.show import make_console
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.import_path import load_function
 
 _TOLERANCE = 1e-5
 
@@ -136,7 +136,7 @@ def _show(findings: list[Finding], *, title: str) -> None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m scripts.check_algorithm")
+    parser = argparse.ArgumentParser(prog="python -m slipstream.scripts.check_algorithm")
     parser.add_argument("kind", choices=("advantage", "policy_loss"))
     parser.add_argument("function", help="module:function")
     parser.add_argument("argument", nargs="*", help="name=value, passed by keyword")

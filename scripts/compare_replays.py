@@ -1,6 +1,6 @@
 """Compares algorithms on the same data: replays a stored run under several settings, curves side by side.
 
-    python -m scripts.compare_replays runs/mine/archive --out runs/losses \
+    python -m slipstream.scripts.compare_replays runs/mine/archive --out runs/losses \
         --replay algorithm/policy_loss=ppo_clip --replay algorithm/policy_loss=reinforce \
         --all learner.max_steps=60 algorithm.updates_per_step=4 algorithm.proximal=recompute
 
@@ -20,13 +20,13 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.table import Table
 
-from buffer.commands.printing import add_row, make_console, make_table
-from buffer.trajectory import Record
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
-from scripts.plot_run import BLUE, GREEN, GREY, ORANGE, STYLE, Rows, read_metrics, running_mean
+from slipstream.buffer.cli.show import add_row, make_console, make_table
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.scripts.plot_run import BLUE, GREEN, GREY, ORANGE, STYLE, Rows, read_metrics, running_mean
 
-_LAUNCHER = Path(__file__).parents[1] / "run_async.py"
+_LAUNCHER = Path(__file__).resolve().parents[1] / "run_async.py"
 _COLOURS = (BLUE, ORANGE, GREEN, GREY)
 _PANELS = {
     "eval/accuracy_sampled": "Held-out accuracy, sampled",

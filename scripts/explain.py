@@ -1,8 +1,8 @@
 """Where a step, a trajectory or a policy version came from: the chain from the step ledger down to seeds and rewards.
 
-    python -m scripts.explain runs/digits_cpu step 12
-    python -m scripts.explain runs/digits_cpu trajectory 380-0-3
-    python -m scripts.explain runs/digits_cpu version 12
+    python -m slipstream.scripts.explain runs/digits_cpu step 12
+    python -m slipstream.scripts.explain runs/digits_cpu trajectory 380-0-3
+    python -m slipstream.scripts.explain runs/digits_cpu version 12
 
 Works on a run that is going on and on one that is over, from its store alone.
 """
@@ -14,14 +14,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from buffer.codec import unpack
-from buffer.errors import BufferFault, StaleFence
-from buffer.records import StepEntry
-from buffer.store import Store
-from buffer.stored_run import stored_run
-from buffer.trajectory import Trajectory, group_of, lease_of
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
+from slipstream.buffer.records import StepEntry
+from slipstream.buffer.redis.run_store import stored_run
+from slipstream.buffer.store import Store
+from slipstream.buffer.trajectory import Trajectory, group_of, lease_of
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.exits import fail_cleanly
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -130,12 +130,12 @@ def _oldest(trajectory: Trajectory) -> int:
 def _stored(store: Store, group_id: str) -> list[Trajectory]:
     try:
         (payloads,) = store.fetch([group_id])
-    except StaleFence:
+    except StaleFenceError:
         return []
     return [unpack(payload) for payload in payloads]
 
 
-@fail_cleanly(BufferFault)
+@fail_cleanly(ReplayBufferError)
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

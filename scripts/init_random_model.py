@@ -1,20 +1,48 @@
 """Makes a randomly initialised Qwen2 model with a character tokenizer, in transformers format.
 
-    python -m scripts.init_random_model --layers=4 --width=128 --out=models/digits-random
+    python -m slipstream.scripts.init_random_model --layers=4 --width=128 --out=models/digits-random
 
 Heads are 64 wide, embeddings are not tied: any engine that knows Qwen2 loads it.
 """
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
 from transformers.utils.logging import disable_progress_bar
 
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
-from scripts.model_folder import save_model
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.exits import fail_cleanly
+
+
+# @@ Model folders in transformers format: read with one sentence when something is missing, written whole or not.
+def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write model and tokenizer; a folder that was there is replaced."""
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Read model (float32) and tokenizer. Raises ConfigError."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} must be a model in transformers format, but has no config.json.")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(folder)
+
 
 HEAD_WIDTH = 32
 CHARACTERS = "0123456789+="

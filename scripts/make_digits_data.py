@@ -1,6 +1,6 @@
 """Makes prompts of a task that a tiny model learns in minutes: reversing digits, or adding two-digit numbers.
 
-    python -m scripts.make_digits_data --task=reverse --digits=5 --out=data/digits
+    python -m slipstream.scripts.make_digits_data --task=reverse --digits=5 --out=data/digits
 
 Training and held-out prompts never overlap; the same seed gives the same files.
 """
@@ -8,10 +8,48 @@ Training and held-out prompts never overlap; the same seed gives the same files.
 import argparse
 import random
 from pathlib import Path
+from typing import Any
 
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
-from scripts.prompt_file import make_row, write_pair
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.exits import fail_cleanly
+
+# @@ Prompt files: Parquet in the verl-compatible form, as `slipstream.broker.dataset` reads them.
+HELDOUT = "heldout.parquet"
+"""Written last: its presence says that both files are whole."""
+TRAIN = "train.parquet"
+
+
+def make_row(
+    prompt: str | list[dict[str, str]], *, ground_truth: str, data_source: str, index: int, split: str
+) -> dict[str, Any]:
+    """One row.
+
+    Example: {"data_source": "digits/reverse", "prompt": "48213=", "reward_model": {"style": "rule",
+        "ground_truth": "31284"}, "extra_info": {"index": 17, "split": "train"}}
+    """
+    return {
+        "data_source": data_source,
+        "prompt": prompt,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"index": index, "split": split},
+    }
+
+
+def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
+    """Write `train.parquet`, then `heldout.parquet`; either exists whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / TRAIN, train)
+    _write(folder / HELDOUT, heldout)
+    print(f"{folder}: {len(train)} prompts to train on, {len(heldout)} held out")
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    unfinished = path.with_suffix(".tmp")
+    pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
+    unfinished.replace(path)
 
 
 def reverse(number: int, digits: int) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Makes prompt files of GSM8K, grade-school maths, from a folder on this machine or from the Hugging Face hub.
 
-    python -m scripts.make_gsm8k_data --out=data/gsm8k
-    python -m scripts.make_gsm8k_data --source=path/to/gsm8k --out=data/gsm8k
+    python -m slipstream.scripts.make_gsm8k_data --out=data/gsm8k
+    python -m slipstream.scripts.make_gsm8k_data --source=path/to/gsm8k --out=data/gsm8k
 
 A folder holds train and test files, as `train*.parquet` and `test*.parquet` or `train.jsonl` and `test.jsonl`, with
 the columns `question` and `answer`.
@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
-from scripts.prompt_file import make_row, write_pair
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.scripts.make_digits_data import make_row, write_pair
 
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."

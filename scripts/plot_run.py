@@ -1,6 +1,6 @@
 """Plots a run: reads `metrics.jsonl` of a run folder, writes `curve.png` beside it.
 
-python -m scripts.plot_run runs/digits_cpu
+python -m slipstream.scripts.plot_run runs/digits_cpu
 """
 
 import json
@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.exits import fail_cleanly
 
 Rows = list[dict[str, Any]]
 """One flat dict per step."""
@@ -150,7 +150,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line: the run folder."""
     folders = sys.argv[1:] if arguments is None else arguments
     if len(folders) != 1:
-        raise ConfigError(f"one run folder must be named, as in `python -m scripts.plot_run runs/NAME`, got {folders}.")
+        raise ConfigError(
+            f"one run folder must be named, as in `python -m slipstream.scripts.plot_run runs/NAME`, got {folders}."
+        )
     print(plot_run(Path(folders[0])))
 
 

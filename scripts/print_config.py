@@ -1,15 +1,14 @@
 """Prints the resolved config of a run, where each value comes from, or what the numbers add up to.
 
-python -m scripts.print_config experiment=gsm8k_8gpu --arithmetic
+python -m slipstream.scripts.print_config experiment=gsm8k_8gpu --arithmetic
 """
 
 import argparse
 
-from configs.exits import fail_cleanly
-from configs.generators import VllmEngineConfig
-from configs.load import config_hash, load, to_plain, to_yaml
-from configs.run import RunConfig
-from configs.sources import leaves, sources
+from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.load import config_hash, leaves, load, sources, to_plain, to_yaml
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.exits import fail_cleanly
 
 
 def arithmetic(config: RunConfig) -> dict[str, str]:

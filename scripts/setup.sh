@@ -92,7 +92,7 @@ load_once() {
     [ "$1" = gpu ] || export DS_ACCELERATOR=cpu
     "$python" -c "import vllm.v1.engine.async_llm" >"$venv/load.log" 2>&1 &
     local vllm=$!
-    "$python" -c "import deepspeed, transformers.models.qwen2.modeling_qwen2, buffer.store, zmq, redis" \
+    "$python" -c "import deepspeed, transformers.models.qwen2.modeling_qwen2, slipstream.buffer.store, zmq, redis" \
         >"$venv/load_learner.log" 2>&1 || { tail -n 5 "$venv/load_learner.log" >&2; false; }
     wait $vllm || { tail -n 5 "$venv/load.log" >&2; false; }
 }

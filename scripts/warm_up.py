@@ -1,6 +1,6 @@
 """Warms a model up by supervised steps until it is right now and then: a policy that reinforcement can take further.
 
-    python -m scripts.warm_up --model=models/digits-random --data=data/digits --out=models/digits-warm
+    python -m slipstream.scripts.warm_up --model=models/digits-random --data=data/digits --out=models/digits-warm
 
 Training stops as soon as the exact accuracy (whole answer and end token right, sampled at temperature 1) on held-out
 prompts lies in the band; when a step overshoots it, the weights go back to the last evaluation and the steps get
@@ -23,10 +23,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from configs.base import ConfigError
-from configs.exits import fail_cleanly
-from scripts.model_folder import load_model, save_model
-from scripts.prompt_file import HELDOUT, TRAIN
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.scripts.init_random_model import load_model, save_model
+from slipstream.scripts.make_digits_data import HELDOUT, TRAIN
 
 IGNORED = -100
 """Label of a position that is not learnt from, as transformers has it."""
@@ -56,7 +56,9 @@ class Budget(NamedTuple):
 def read_problems(path: Path, *, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
     """Token ids of a prompt file. Raises ConfigError when it is missing or the tokenizer does not know a character."""
     if not path.is_file():
-        raise ConfigError(f"{path} must be a prompt file, but there is none: make it with scripts.make_digits_data.")
+        raise ConfigError(
+            f"{path} must be a prompt file, but there is none: make it with slipstream.scripts.make_digits_data."
+        )
     table = pq.read_table(path, columns=["prompt", "reward_model"])
     return [_tokenise(row["prompt"], row["reward_model"]["ground_truth"], tokenizer) for row in table.to_pylist()]
 

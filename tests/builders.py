@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from broker.messages import Prompt
-from buffer.codec import pack
-from buffer.records import Lease
-from buffer.trajectory import (
+from slipstream.broker.messages import Prompt
+from slipstream.buffer.codec import pack
+from slipstream.buffer.records import Lease
+from slipstream.buffer.trajectory import (
     Purpose,
     Reward,
     Sampling,
@@ -18,7 +18,7 @@ from buffer.trajectory import (
     make_lease_id,
     make_trajectory_id,
 )
-from configs.run import RunConfig
+from slipstream.configs.run import RunConfig
 
 
 def make_trajectory(group_id: str = "0", index: int = 0, **overrides: Any) -> Trajectory:

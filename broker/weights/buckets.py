@@ -11,8 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from broker.errors import WeightTransferFault
-from broker.weights.records import TensorSlot
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights.records import TensorSlot
 
 ALIGNMENT_BYTES = 64
 """Every tensor starts at a multiple of this, so that any dtype may be viewed in place."""
@@ -25,7 +25,7 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
     """Lay tensors out in the given order. Returns their slots and the size of each bucket, bytes.
 
     A bucket is closed when the next tensor would take it beyond `bucket_bytes`; a larger tensor has one to itself.
-    Raises WeightTransferFault when a name comes twice.
+    Raises WeightTransferError when a name comes twice.
     """
     slots: list[TensorSlot] = []
     sizes: list[int] = []
@@ -65,7 +65,7 @@ def pack(
 ) -> list[Tensor]:
     """Copy tensors into their slots, cast to the slots' dtypes. Takes any order; every slot must be filled once.
 
-    `reuse` are buckets of an earlier call, written over. Raises WeightTransferFault.
+    `reuse` are buckets of an earlier call, written over. Raises WeightTransferError.
     """
     buckets = allocate(sizes, reuse=reuse, is_pinned=is_pinned)
     open_slots = {slot.name: slot for slot in slots}
@@ -73,17 +73,17 @@ def pack(
         slot = open_slots.pop(name, None)
         if slot is None or list(tensor.shape) != slot.shape:
             planned = "no (further) place" if slot is None else f"shape {slot.shape}"
-            raise WeightTransferFault(
+            raise WeightTransferError(
                 f"tensor {name} must match the plan, which has {planned} for it, got shape {list(tensor.shape)}"
             )
         _view(buckets[slot.bucket], slot).copy_(tensor)
     if open_slots:
-        raise WeightTransferFault(f"every planned tensor must be packed: {_first(open_slots)} not given")
+        raise WeightTransferError(f"every planned tensor must be packed: {_first(open_slots)} not given")
     return buckets
 
 
 def unpack(buckets: Sequence[Tensor], slots: Sequence[TensorSlot]) -> list[tuple[str, Tensor]]:
-    """Named tensors in the order of `slots`, as views into the buckets. Raises WeightTransferFault for a bad slot."""
+    """Named tensors in the order of `slots`, as views into the buckets. Raises WeightTransferError for a bad slot."""
     return [(slot.name, _view(_bucket_of(buckets, slot), slot)) for slot in slots]
 
 
@@ -98,12 +98,12 @@ def combine(checksums: Sequence[int]) -> str:
 
 
 def verify(buckets: Sequence[Tensor], *, expected: Sequence[int]) -> None:
-    """Raises WeightTransferFault, naming the bucket, unless the checksums are those expected."""
+    """Raises WeightTransferError, naming the bucket, unless the checksums are those expected."""
     if len(buckets) != len(expected):
-        raise WeightTransferFault(f"there must be one checksum per bucket ({len(buckets)}), got {len(expected)}")
+        raise WeightTransferError(f"there must be one checksum per bucket ({len(buckets)}), got {len(expected)}")
     for index, (got, wanted) in enumerate(zip(checksums(buckets), expected, strict=True)):
         if got != wanted:
-            raise WeightTransferFault(
+            raise WeightTransferError(
                 f"bucket {index} of {len(buckets)} must have checksum {wanted:#018x}, got {got:#018x}: "
                 "what arrived is not what was sent; nothing was loaded"
             )
@@ -120,7 +120,7 @@ def _aligned(offset: int) -> int:
 
 def _bucket_of(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
     if not 0 <= slot.bucket < len(buckets):
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"tensor {slot.name} must lie in one of {len(buckets)} buckets, got bucket {slot.bucket}"
         )
     return buckets[slot.bucket]
@@ -130,7 +130,7 @@ def _view(bucket: Tensor, slot: TensorSlot) -> Tensor:
     dtype = _dtype_of(slot)
     end = slot.offset + math.prod(slot.shape) * dtype.itemsize
     if slot.offset < 0 or slot.offset % ALIGNMENT_BYTES or min(slot.shape, default=0) < 0 or end > bucket.numel():
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"tensor {slot.name} must start at a multiple of {ALIGNMENT_BYTES} and end within bucket {slot.bucket} "
             f"({bucket.numel()} bytes), got bytes {slot.offset} to {end}"
         )
@@ -140,7 +140,7 @@ def _view(bucket: Tensor, slot: TensorSlot) -> Tensor:
 def _dtype_of(slot: TensorSlot) -> torch.dtype:
     dtype = getattr(torch, slot.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightTransferFault(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")
+        raise WeightTransferError(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")
     return dtype
 
 
@@ -148,7 +148,7 @@ def _check_names(slots: Sequence[TensorSlot]) -> None:
     seen: set[str] = set()
     repeated = {slot.name for slot in slots if slot.name in seen or seen.add(slot.name)}  # type: ignore[func-returns-value]
     if repeated:
-        raise WeightTransferFault(f"tensor names must be unique, got twice: {_first(repeated)}")
+        raise WeightTransferError(f"tensor names must be unique, got twice: {_first(repeated)}")
 
 
 def _first(names: Iterable[str]) -> str:

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from broker.errors import WeightTransferFault
-from broker.messages import OpenEpoch
-from broker.weights import buckets as flat
-from broker.weights import rendezvous
-from broker.weights.lanes import Lanes
-from broker.weights.records import TensorSlot
-from broker.weights.rendezvous import SENDER_RANK, Seat, seconds_left
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import OpenEpoch
+from slipstream.broker.weights import buckets as flat
+from slipstream.broker.weights import rendezvous
+from slipstream.broker.weights.double_buffer import DoubleBuffer
+from slipstream.broker.weights.records import TensorSlot
+from slipstream.broker.weights.rendezvous import SENDER_RANK, Seat, seconds_left
 
 _PIECE_BYTES = 1024 * 1024
 """Gloo sees at once that a peer is gone, except while it is writing to it: what it writes must fit the kernel's buffer,
@@ -52,7 +52,7 @@ class CollectiveSender:
     """The learner's end: rank 0, and owner of the rendezvous store. Fulfils WeightSender; belongs to one thread."""
 
     def __init__(self, host: str, *, device: str | torch.device, port: int = 0) -> None:
-        """Listen on `host` (IPv4 address or name of this machine) at `port`, 0 for any. Raises WeightTransferFault."""
+        """Listen on `host` (IPv4 address or name of this machine) at `port`, 0 for any. Raises WeightTransferError."""
         self._device = torch.device(device)
         self._host = host
         self._store: dist.TCPStore | None = rendezvous.listen(host, port=port)
@@ -69,12 +69,12 @@ class CollectiveSender:
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
         """Tear the previous group down, build this one. Blocks until all are in, at most `timeout_s`.
 
-        Without members there is no group and `broadcast` does nothing. Raises WeightTransferFault, naming the missing.
+        Without members there is no group and `broadcast` does nothing. Raises WeightTransferError, naming the missing.
         """
         self._is_aborted.clear()
         self._leave()
         if self._store is None:
-            raise WeightTransferFault(f"weight epoch {epoch} must be opened before close(): this sender is closed")
+            raise WeightTransferError(f"weight epoch {epoch} must be opened before close(): this sender is closed")
         if num_members > 0:
             seat = Seat(epoch, SENDER_RANK, num_members + 1)
             self._group = _Group(
@@ -88,14 +88,14 @@ class CollectiveSender:
         self._num_members = num_members
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Send uint8 buckets in order, each within `timeout_s`. Raises WeightTransferFault; the group is then gone."""
+        """Send uint8 buckets in order, each within `timeout_s`. Raises WeightTransferError; the group is then gone."""
         if self._num_members == 0:
             return
         group = _opened(self._group)
         self._is_aborted.clear()
         try:
             group.send(buckets, timeout_s=timeout_s)
-        except WeightTransferFault:
+        except WeightTransferError:
             self._leave()
             raise
 
@@ -130,7 +130,7 @@ class CollectiveReceiver:
         self._staging: list[Tensor] = []
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Leave the previous group, join this one. Blocks until all are in, or time is up and WeightTransferFault."""
+        """Leave the previous group, join this one. Blocks until all are in, or time is up and WeightTransferError."""
         self._leave()
         wire_device = torch.device("cpu") if opening.backend == "gloo" else self._device
         seat = Seat(opening.epoch, rank, len(opening.members) + 1)
@@ -145,13 +145,13 @@ class CollectiveReceiver:
     ) -> list[tuple[str, Tensor]]:
         """Receive all buckets, verify, return named views; `timeout_s` bounds each bucket.
 
-        Raises WeightTransferFault. When only checksums or layout were wrong the group stays; else it is gone.
+        Raises WeightTransferError. When only checksums or layout were wrong the group stays; else it is gone.
         """
         group = _opened(self._group)
         self._staging = flat.allocate(bucket_bytes, reuse=self._staging, is_pinned=self._device.type == "cuda")
         try:
             group.receive(self._staging, timeout_s=timeout_s)
-        except WeightTransferFault:
+        except WeightTransferError:
             self._leave()
             raise
         flat.verify(self._staging, expected=checksums)
@@ -190,7 +190,7 @@ class _Group:
         is_aborted: Event | None = None,
     ) -> None:
         self._seat = seat
-        self._lanes = Lanes(device) if device.type == "cuda" else None
+        self._lanes = DoubleBuffer(device) if device.type == "cuda" else None
         deadline = time.monotonic() + timeout_s
         prefixed = dist.PrefixStore(f"weights/epoch-{seat.epoch}", store)
         with _phase(seat, "gather"):
@@ -203,19 +203,19 @@ class _Group:
         try:
             with _phase(seat, "probe"):
                 self._begin(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s=seconds_left(deadline))()
-        except WeightTransferFault:
+        except WeightTransferError:
             self.close()
             raise
 
     def send(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
-        """Host buckets from rank 0 to the others, in order, each within `timeout_s`. Raises WeightTransferFault."""
+        """Host buckets from rank 0 to the others, in order, each within `timeout_s`. Raises WeightTransferError."""
         if self._lanes:
             self._lanes.send(buckets, partial(self._start, of=len(buckets), timeout_s=timeout_s))
         else:
             self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
     def receive(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
-        """The other end of `send`, into host buckets of the same sizes. Raises WeightTransferFault."""
+        """The other end of `send`, into host buckets of the same sizes. Raises WeightTransferError."""
         if self._lanes:
             self._lanes.receive(buckets, partial(self._start, of=len(buckets), timeout_s=timeout_s))
         else:
@@ -286,7 +286,7 @@ def _build_nccl(store: dist.Store, seat: Seat) -> _Backend:
 
 def _opened(group: _Group | None) -> _Group:
     if group is None:
-        raise WeightTransferFault("a weight epoch must be open before weights travel: call open_epoch first")
+        raise WeightTransferError("a weight epoch must be open before weights travel: call open_epoch first")
     return group
 
 
@@ -299,6 +299,6 @@ def _phase(seat: Seat, phase: str) -> Iterator[None]:
     try:
         yield
     except FAILURES as error:
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"weight epoch {seat.epoch}, rank {seat.rank} of {seat.num_ranks}: {phase} failed: {error}"
         ) from error

@@ -22,9 +22,9 @@ import xxhash
 from msgspec import Meta
 from torch import Tensor
 
-from broker.errors import WeightTransferFault
-from broker.weights.records import TensorSlot
-from buffer.trajectory import Record
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights.records import TensorSlot
+from slipstream.buffer.trajectory import Record
 
 BLOCK_ELEMENTS = 2**20
 _WIDTHS = (8, 4, 2, 1)
@@ -87,9 +87,9 @@ class Delta(Record):
         return sum(bucket.size_bytes for bucket in self.buckets)
 
     def check_base(self, held_checksum: str) -> None:
-        """Raises WeightTransferFault unless these are the weights it starts from."""
+        """Raises WeightTransferError unless these are the weights it starts from."""
         if held_checksum != self.base_checksum:
-            raise WeightTransferFault(
+            raise WeightTransferError(
                 f"the delta to version {self.version} must be applied to version {self.base_version} with checksum "
                 f"{self.base_checksum}, got weights with checksum {held_checksum or '(none held)'}: take the snapshot"
             )
@@ -104,7 +104,7 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
     """What makes `new` of `base`, uint8 on the CPU with elements of `width` bytes; and its payload (empty: full)."""
     before, after = _elements(base, width), _elements(new, width)
     if len(before) != len(after):
-        raise WeightTransferFault(f"both versions of a bucket must have one size, got {base.numel()} and {new.numel()}")
+        raise WeightTransferError(f"both versions of a bucket must have one size, got {base.numel()} and {new.numel()}")
     blocks: list[Block] = []
     parts: list[bytes] = []
     for start in range(0, len(after), BLOCK_ELEMENTS):
@@ -118,9 +118,9 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
 
 
 def apply(delta: BucketDelta, payload: bytes, *, onto: Tensor) -> None:
-    """Change a uint8 bucket on the CPU in place. Raises WeightTransferFault; the bucket may then be half changed."""
+    """Change a uint8 bucket on the CPU in place. Raises WeightTransferError; the bucket may then be half changed."""
     if len(payload) != delta.size_bytes or xxhash.xxh3_64_intdigest(payload) != delta.checksum:
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"a delta must arrive as it was sent ({delta.size_bytes} bytes with checksum {delta.checksum:#018x}), "
             f"got {len(payload)} bytes with checksum {xxhash.xxh3_64_intdigest(payload):#018x}"
         )
@@ -196,8 +196,8 @@ def _decompress(part: bytes, *, size_bytes: int) -> Bytes:
     try:
         return np.frombuffer(_codec().decompress(part, decompressed_size=size_bytes), dtype=np.uint8)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise WeightTransferFault(f"a delta must be readable, got bytes that zstd refuses: {error}") from error
+        raise WeightTransferError(f"a delta must be readable, got bytes that zstd refuses: {error}") from error
 
 
-def _damaged(wanted: str, got: str) -> WeightTransferFault:
-    return WeightTransferFault(f"a delta must have {wanted}, got {got}: it is damaged or of another model")
+def _damaged(wanted: str, got: str) -> WeightTransferError:
+    return WeightTransferError(f"a delta must have {wanted}, got {got}: it is damaged or of another model")

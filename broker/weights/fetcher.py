@@ -11,16 +11,16 @@ from threading import Event
 
 import structlog
 
-from broker.clock import Deadline
-from broker.errors import WeightTransferFault
-from broker.messages import Update
-from broker.weights import buckets as flat
-from broker.weights import snapshot
-from broker.weights.holding import Holding
-from broker.weights.records import Source
-from broker.weights.shared_buckets import SharedBuckets
-from broker.weights.shelf import Shelf, WeightFiles
-from broker.weights.stream import WeightStream
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import Update
+from slipstream.broker.weights import buckets as flat
+from slipstream.broker.weights import snapshot
+from slipstream.broker.weights.host_weights import HostWeights
+from slipstream.broker.weights.records import Source
+from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.snapshot_store import SnapshotStore, WeightFiles
+from slipstream.broker.weights.stream import WeightStream
+from slipstream.runtime.clock import Deadline
 
 _LOOK_EVERY_S = 0.05
 """Between two looks whether a version has come."""
@@ -36,7 +36,7 @@ class Fetcher:
     def __init__(self) -> None:
         self._stream: WeightStream | None = None
         self._address = ""
-        self._holding = Holding()
+        self._holding = HostWeights()
 
     @property
     def num_bytes(self) -> int:
@@ -46,18 +46,18 @@ class Fetcher:
     def fetch(self, update: Update, *, abandoned: Event) -> SharedBuckets:
         """The version of an update that has a source, verified; good until the next call.
 
-        `update.timeout_s` bounds it all; soon after `abandoned` is set it ends. Raises WeightTransferFault.
+        `update.timeout_s` bounds it all; soon after `abandoned` is set it ends. Raises WeightTransferError.
         """
         assert update.source is not None, "what is broadcast cannot be fetched"
         deadline = Deadline(update.timeout_s, what=f"version {update.version}")
         try:
             self._bring_up(update, self._sources(update.source, abandoned), deadline)
-        except WeightTransferFault as fault:
-            raise WeightTransferFault(f"version {update.version} could not be fetched: {fault}") from fault
+        except WeightTransferError as fault:
+            raise WeightTransferError(f"version {update.version} could not be fetched: {fault}") from fault
         buckets = self._holding.buckets
         assert buckets is not None, "what was brought up is held"
         if buckets.sizes != update.bucket_bytes:
-            raise WeightTransferFault(
+            raise WeightTransferError(
                 f"buckets must have the announced sizes {update.bucket_bytes}, got {buckets.sizes}"
             )
         return buckets
@@ -79,7 +79,7 @@ class Fetcher:
             self._stream, self._address = WeightStream(address), address
         self._stream.abandoned = abandoned
         folder = Path(source.folder)
-        return [Shelf(folder), self._stream] if _is_visible(folder) else [self._stream]
+        return [SnapshotStore(folder), self._stream] if _is_visible(folder) else [self._stream]
 
     def _disconnect(self) -> None:
         if self._stream:
@@ -96,17 +96,17 @@ class Fetcher:
             time.sleep(_LOOK_EVERY_S)
 
     def _has_come(self, wanted: str, update: Update, sources: list[WeightFiles], deadline: Deadline) -> bool:
-        """Take the version from the first that has it whole; False when none has it. Raises WeightTransferFault."""
-        fault: WeightTransferFault | None = None
+        """Take the version from the first that has it whole; False when none has it. Raises WeightTransferError."""
+        fault: WeightTransferError | None = None
         for files in sources:
             try:
                 version = files.find(wanted, timeout_s=max(_LAST_WORD_S, deadline.left_s))
                 if version is not None:
                     self._take(files, version, update, deadline)
                     return True
-            except (WeightTransferFault, OSError) as error:
+            except (WeightTransferError, OSError) as error:
                 log.warning("weights_not_read", source=type(files).__name__, reason=str(error))
-                fault = error if isinstance(error, WeightTransferFault) else WeightTransferFault(str(error))
+                fault = error if isinstance(error, WeightTransferError) else WeightTransferError(str(error))
         if fault:
             raise fault
         return False
@@ -124,16 +124,16 @@ def _is_visible(folder: Path) -> bool:
         return False
 
 
-def _not_there(update: Update, files: WeightFiles) -> WeightTransferFault:
+def _not_there(update: Update, files: WeightFiles) -> WeightTransferError:
     """Says how the newest version differs from the one that was announced."""
     after, checksums = f"within {update.timeout_s:g} s", update.checksums
     newest = files.newest(timeout_s=_LAST_WORD_S)
     if newest is None:
-        return WeightTransferFault(f"it must be there {after}, got none at all")
+        return WeightTransferError(f"it must be there {after}, got none at all")
     manifest = snapshot.parse_manifest(files.read(newest, snapshot.MANIFEST, timeout_s=_LAST_WORD_S))
     pairs = list(zip_longest(manifest.checksums, checksums, fillvalue=0))
     index = next((index for index, (got, wanted) in enumerate(pairs) if got != wanted), 0)
-    return WeightTransferFault(
+    return WeightTransferError(
         f"bucket {index} of {len(checksums)} must have checksum {pairs[index][1]:#018x} {after}, got "
         f"{pairs[index][0]:#018x} in version {newest}, the newest there; nothing was loaded"
     )

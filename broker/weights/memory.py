@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from broker.errors import WeightTransferFault
-from broker.messages import OpenEpoch
-from broker.weights import buckets as flat
-from broker.weights.records import TensorSlot
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import OpenEpoch
+from slipstream.broker.weights import buckets as flat
+from slipstream.broker.weights.records import TensorSlot
 
 
 class MemoryWeights:
@@ -27,9 +27,9 @@ class MemoryWeights:
         self.buckets: list[Tensor] = []
 
     def await_that(self, reached: Callable[[], bool], *, timeout_s: float, waited_for: str) -> None:
-        """Wait for a state of this record. The caller holds `changed`. Raises WeightTransferFault."""
+        """Wait for a state of this record. The caller holds `changed`. Raises WeightTransferError."""
         if not self.changed.wait_for(reached, timeout_s):
-            raise WeightTransferFault(f"{waited_for} must come within {timeout_s:g} s, got nothing from the learner")
+            raise WeightTransferError(f"{waited_for} must come within {timeout_s:g} s, got nothing from the learner")
 
 
 class MemorySender:
@@ -53,9 +53,9 @@ class MemorySender:
         self._is_open = True
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Hand over a copy: the caller may write over `buckets`. Raises WeightTransferFault without an epoch."""
+        """Hand over a copy: the caller may write over `buckets`. Raises WeightTransferError without an epoch."""
         if not self._is_open:
-            raise WeightTransferFault("a weight epoch must be open before weights travel: call open_epoch first")
+            raise WeightTransferError("a weight epoch must be open before weights travel: call open_epoch first")
         with self._weights.changed:
             self._weights.buckets = [bucket.clone() for bucket in buckets] if self._weights.num_members else []
             self._weights.num_broadcasts += 1
@@ -81,13 +81,13 @@ class MemoryReceiver:
         self._num_received = 0
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the epoch once the sender opened it. Raises WeightTransferFault."""
+        """Join the epoch once the sender opened it. Raises WeightTransferError."""
         shared = self._weights
         with shared.changed:
             waited_for = f"weight epoch {opening.epoch}"
             shared.await_that(lambda: shared.epoch == opening.epoch, timeout_s=opening.timeout_s, waited_for=waited_for)
             if not 1 <= rank <= shared.num_members:
-                raise WeightTransferFault(
+                raise WeightTransferError(
                     f"a rank of weight epoch {opening.epoch} must be in 1..{shared.num_members}, got {rank}"
                 )
         self._epoch, self._num_received = opening.epoch, 0
@@ -95,10 +95,10 @@ class MemoryReceiver:
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
-        """The next broadcast's tensors, verified; waits at most `timeout_s` per bucket. Raises WeightTransferFault."""
+        """The next broadcast's tensors, verified; waits at most `timeout_s` per bucket. Raises WeightTransferError."""
         buckets = self._next_buckets(deadline=time.monotonic() + timeout_s * max(len(bucket_bytes), 1))
         if (sizes := [bucket.numel() for bucket in buckets]) != bucket_bytes:
-            raise WeightTransferFault(f"buckets must have the announced sizes {bucket_bytes}, got {sizes}")
+            raise WeightTransferError(f"buckets must have the announced sizes {bucket_bytes}, got {sizes}")
         flat.verify(buckets, expected=checksums)
         return flat.unpack(buckets, slots)
 
@@ -110,7 +110,7 @@ class MemoryReceiver:
         shared = self._weights
         with shared.changed:
             if self._epoch is None or self._epoch != shared.epoch:
-                raise WeightTransferFault(
+                raise WeightTransferError(
                     f"a weight epoch must be open before weights travel: joined {self._epoch}, open is {shared.epoch}"
                 )
             shared.await_that(
@@ -119,6 +119,6 @@ class MemoryReceiver:
                 waited_for=f"a broadcast in weight epoch {self._epoch}",
             )
             if shared.epoch != self._epoch:
-                raise WeightTransferFault(f"weight epoch {self._epoch} was closed by the learner during a broadcast")
+                raise WeightTransferError(f"weight epoch {self._epoch} was closed by the learner during a broadcast")
             self._num_received = shared.num_broadcasts
             return shared.buckets

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from buffer.trajectory import Record
+from slipstream.buffer.trajectory import Record
 
 WeightTransport = Literal["collective", "snapshot", "delta", "memory"]
 """How new weights come to a generator: see configs/weights.py."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from broker.errors import WeightTransferFault
+from slipstream.broker.errors import WeightTransferError
 
 SENDER_RANK = 0
 STORE_TIMEOUT_S = 10.0
@@ -34,7 +34,7 @@ class Seat(NamedTuple):
 def listen(host: str, *, port: int) -> dist.TCPStore:
     """A store on this address alone (given only a port, torch would listen on every interface); port 0 takes any.
 
-    Raises WeightTransferFault.
+    Raises WeightTransferError.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -43,7 +43,7 @@ def listen(host: str, *, port: int) -> dist.TCPStore:
         listener.listen(128)
     except OSError as error:
         listener.close()
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"weights.host must be an address of this machine with a free port, got {host}:{port}: {error}"
         ) from error
     bound_port = listener.getsockname()[1]

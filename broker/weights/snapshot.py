@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from broker.errors import WeightTransferFault
-from broker.messages import Update
-from broker.weights import buckets as flat
-from broker.weights.records import TensorSlot
-from buffer.sync_path import sync_path
-from buffer.trajectory import Record
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import Update
+from slipstream.broker.weights import buckets as flat
+from slipstream.broker.weights.records import TensorSlot
+from slipstream.buffer.redis.fsync import sync_path
+from slipstream.buffer.trajectory import Record
 
 MANIFEST = "manifest.json"
 _FOLDER = re.compile(r"version-(\d{8,})")
@@ -70,7 +70,7 @@ def versions(folder: Path) -> list[int]:
 def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: Iterable[tuple[str, bytes]] = ()) -> None:
     """Write a snapshot, and `more` files (name, content) beside it, as folder `path`; what was there is replaced.
 
-    Raises WeightTransferFault when the disk has no room or the folder cannot be written; nothing is left behind then.
+    Raises WeightTransferError when the disk has no room or the folder cannot be written; nothing is left behind then.
     """
     unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
     try:
@@ -85,7 +85,7 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
         _put_in_place(unfinished, path)
     except (OSError, MemoryError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"the snapshot of version {manifest.version} ({sum(manifest.bucket_bytes) / 2**20:.0f} MiB) must fit into "
             f"{path.parent}, which has {_free(path.parent)} free, got {error or 'no memory'}: free some space there, "
             "keep fewer versions, or choose another folder"
@@ -93,22 +93,22 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the snapshot at `path` holds. Raises WeightTransferFault."""
+    """What the snapshot at `path` holds. Raises WeightTransferError."""
     try:
         return parse_manifest((path / MANIFEST).read_bytes())
     except OSError as error:
-        raise WeightTransferFault(f"a snapshot must be at {path} with its {MANIFEST}, got {error}") from error
+        raise WeightTransferError(f"a snapshot must be at {path} with its {MANIFEST}, got {error}") from error
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """Raises WeightTransferFault when it is damaged or does not agree with itself."""
+    """Raises WeightTransferError when it is damaged or does not agree with itself."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
         own_checksum = flat.combine(manifest.checksums)
     except (msgspec.DecodeError, OverflowError) as error:
-        raise WeightTransferFault(f"the {MANIFEST} of a snapshot must be readable, got {error}") from error
+        raise WeightTransferError(f"the {MANIFEST} of a snapshot must be readable, got {error}") from error
     if own_checksum != manifest.checksum or len(manifest.checksums) != len(manifest.bucket_bytes):
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"the {MANIFEST} of version {manifest.version} must have one checksum for each of its "
             f"{len(manifest.bucket_bytes)} buckets, {manifest.checksum} together, got {len(manifest.checksums)}, "
             f"{own_checksum} together: it is damaged"
@@ -117,12 +117,12 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def check_layout(manifest: Manifest, slots: Sequence[TensorSlot]) -> None:
-    """Raises WeightTransferFault, naming a tensor, unless the snapshot's names, shapes and dtypes are these."""
+    """Raises WeightTransferError, naming a tensor, unless the snapshot's names, shapes and dtypes are these."""
     held = {slot.name: (slot.shape, slot.dtype) for slot in manifest.slots}
     wanted = {slot.name: (slot.shape, slot.dtype) for slot in slots}
     wrong = sorted(name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name))
     if wrong:
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"version {manifest.version} must hold the model's {len(wanted)} tensors: {wrong[0]} must be "
             f"{_in_words(wanted.get(wrong[0]))}, got {_in_words(held.get(wrong[0]))} ({len(wrong)} tensors differ): "
             "it is of another model"
@@ -130,23 +130,23 @@ def check_layout(manifest: Manifest, slots: Sequence[TensorSlot]) -> None:
 
 
 def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
-    """A bucket as a view of its file, not verified; writes do not reach the file. Raises WeightTransferFault."""
+    """A bucket as a view of its file, not verified; writes do not reach the file. Raises WeightTransferError."""
     name, size = path / bucket_name(index), manifest.bucket_bytes[index]
     try:
         with name.open("rb") as file:
             if (got := os.fstat(file.fileno()).st_size) != size:
-                raise WeightTransferFault(f"{name} must have {size} bytes, got {got}: the snapshot is damaged")
+                raise WeightTransferError(f"{name} must have {size} bytes, got {got}: the snapshot is damaged")
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else bytearray()
     except (OSError, MemoryError) as error:
-        raise WeightTransferFault(f"the snapshot must have its file {name}, got {error}") from error
+        raise WeightTransferError(f"the snapshot must have its file {name}, got {error}") from error
     return torch.from_numpy(np.frombuffer(mapped, dtype=np.uint8))
 
 
 def check_bucket(manifest: Manifest, index: int, bucket: Tensor) -> None:
-    """Raises WeightTransferFault unless these are the bytes of the manifest's bucket `index`."""
+    """Raises WeightTransferError unless these are the bytes of the manifest's bucket `index`."""
     got, wanted = flat.checksums([bucket])[0], manifest.checksums[index]
     if got != wanted:
-        raise WeightTransferFault(
+        raise WeightTransferError(
             f"bucket {index} of {len(manifest.checksums)} of version {manifest.version} must have checksum "
             f"{wanted:#018x}, got {got:#018x}: it is damaged; nothing was loaded"
         )

@@ -18,12 +18,12 @@ import structlog
 import xxhash
 from msgspec import Meta
 
-from broker.channels import ClientChannel, Frames
-from broker.clock import Deadline
-from broker.errors import ChannelClosed, WeightTransferFault
-from broker.weights.shelf import Shelf, check_size
-from broker.zmq_channels import ZmqClientChannel, ZmqServerChannel
-from buffer.trajectory import Name, Record
+from slipstream.broker.errors import ChannelClosedError, WeightTransferError
+from slipstream.broker.transport.channels import ClientChannel, Frames
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel
+from slipstream.broker.weights.snapshot_store import SnapshotStore, check_size
+from slipstream.buffer.trajectory import Name, Record
+from slipstream.runtime.clock import Deadline
 
 CHUNK_BYTES = 256 * 1024
 CHUNKS_AHEAD = 8
@@ -108,8 +108,8 @@ T = TypeVar("T")
 class StreamServer:
     """Lends out a shelf, from a thread of its own. Whoever has a shelf may have a server."""
 
-    def __init__(self, shelf: Shelf, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen on `host` at `port`, 0 for any. Raises WeightTransferFault."""
+    def __init__(self, shelf: SnapshotStore, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen on `host` at `port`, 0 for any. Raises WeightTransferError."""
         self._shelf = shelf
         self._channel = _bind(host, port)
         self._host, self._port = host, int(self._channel.address.rpartition(":")[2])
@@ -145,7 +145,7 @@ class StreamServer:
                 return self._chunk(request)
             newest, version = self._shelf.newest(), self._shelf.find(request.checksum)
             return [msgspec.msgpack.encode(Found(request.checksum, version, newest))]
-        except (WeightTransferFault, OSError) as fault:
+        except (WeightTransferError, OSError) as fault:
             if isinstance(request, Find):
                 log.warning("shelf_not_read", reason=str(fault))
                 return None
@@ -172,20 +172,20 @@ class WeightStream:
         self._channel = channel or ZmqClientChannel(address, max_message_bytes=CHUNK_BYTES + _HEADER_BYTES)
         self._stall_s = stall_s
         self.abandoned = threading.Event()
-        """Another thread sets it: what is waited for ends soon, with WeightTransferFault."""
+        """Another thread sets it: what is waited for ends soon, with WeightTransferError."""
         self.num_resumed = 0
         """Times it had to connect anew."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
-        """The version with this checksum; None when it is not there. Raises WeightTransferFault."""
+        """The version with this checksum; None when it is not there. Raises WeightTransferError."""
         return self._look(checksum, timeout_s=timeout_s).version
 
     def newest(self, *, timeout_s: float) -> int | None:
-        """The newest version. Raises WeightTransferFault."""
+        """The newest version. Raises WeightTransferError."""
         return self._look("", timeout_s=timeout_s).newest
 
     def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
-        """A whole file. Raises WeightTransferFault."""
+        """A whole file. Raises WeightTransferError."""
         deadline = Deadline(timeout_s, what=name)
         size = self._size(version, name, timeout_s=timeout_s)
         if size > _MAX_READ_BYTES:
@@ -195,12 +195,12 @@ class WeightStream:
         return bytes(content)
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float) -> None:
-        """A whole file of this very size. Raises WeightTransferFault."""
+        """A whole file of this very size. Raises WeightTransferError."""
         transfer = _Transfer(version, name, into)
         deadline = Deadline(timeout_s, what=name)
         try:
             self._carry_on(transfer, deadline)
-        except WeightTransferFault:
+        except WeightTransferError:
             # What is still on its way must not be taken for an answer to what is asked next.
             self._channel.reconnect()
             raise
@@ -210,11 +210,11 @@ class WeightStream:
         self._channel.close()
 
     def _receive(self, *, stall_s: float, deadline: Deadline) -> Frames | None:
-        """What comes next; None when nothing has for `stall_s`. Raises WeightTransferFault when abandoned."""
+        """What comes next; None when nothing has for `stall_s`. Raises WeightTransferError when abandoned."""
         ends_at = time.monotonic() + min(stall_s, deadline.left_s)
         while True:
             if self.abandoned.is_set():
-                raise WeightTransferFault("the fetching of these weights was given up: others are wanted now")
+                raise WeightTransferError("the fetching of these weights was given up: others are wanted now")
             left_s = max(0.0, ends_at - time.monotonic())
             frames = self._channel.receive(timeout_s=min(_STEP_S, left_s))
             if frames is not None or left_s == 0.0:
@@ -246,7 +246,7 @@ class WeightStream:
             if isinstance(answer, Found) or (answer.version, answer.name) != (version, name):
                 return None
             if isinstance(answer, Gone):
-                raise WeightTransferFault(answer.reason)
+                raise WeightTransferError(answer.reason)
             return answer.file_bytes
 
         return self._ask(ReadChunk(version, name, offset=0, num_bytes=0), read, timeout_s=timeout_s)
@@ -260,7 +260,7 @@ class WeightStream:
             if frames and (answer := _decode(frames)) and (found := read(answer)) is not None:
                 return found
             if deadline.is_over:
-                raise WeightTransferFault(
+                raise WeightTransferError(
                     f"the weight server at {self._address} must answer within {timeout_s:g} s, got nothing: "
                     "is the learner alive, and is this its address?"
                 )
@@ -276,9 +276,9 @@ class WeightStream:
         self._channel.reconnect()
         transfer.rewind()
 
-    def _unfinished(self, transfer: "_Transfer", num_damaged: int) -> WeightTransferFault:
+    def _unfinished(self, transfer: "_Transfer", num_damaged: int) -> WeightTransferError:
         reason = f"{num_damaged} damaged chunks in a row" if num_damaged else "nothing more in time"
-        return WeightTransferFault(
+        return WeightTransferError(
             f"{transfer.name} of version {transfer.version} must come from the weight server at {self._address}, got "
             f"{transfer.num_good} of {len(transfer.into)} bytes, then {reason}; nothing was loaded"
         )
@@ -310,10 +310,10 @@ class _Transfer:
         self._num_asked = self.num_good
 
     def take(self, frames: Frames) -> bool:
-        """Keep the next chunk; False for anything else. Raises WeightTransferFault when there will be no more."""
+        """Keep the next chunk; False for anything else. Raises WeightTransferError when there will be no more."""
         answer = _decode(frames)
         if isinstance(answer, Gone) and (answer.version, answer.name) == (self.version, self.name):
-            raise WeightTransferFault(answer.reason)
+            raise WeightTransferError(answer.reason)
         if not isinstance(answer, Chunk) or len(frames) != 2:
             return False
         check_size(self.version, self.name, wanted=len(self.into), got=answer.file_bytes)
@@ -341,8 +341,8 @@ def _decode(frames: Frames) -> Answer | None:
 def _bind(host: str, port: int) -> ZmqServerChannel:
     try:
         return ZmqServerChannel(f"tcp://{host}:{port or '*'}", max_message_bytes=_MAX_REQUEST_BYTES)
-    except ChannelClosed as error:
-        raise WeightTransferFault(
+    except ChannelClosedError as error:
+        raise WeightTransferError(
             f"weights.host and weights.fetch_port must be a loopback address of this machine and a free port (0: any), "
             f"got {host}:{port}: {error}"
         ) from error

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from buffer.archive.stored_trajectory import StoredTrajectory
-from buffer.codec import encode, unpack
-from buffer.records import FinishedGroup
-from buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.buffer.codec import encode, unpack
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
 
 ARCHIVE_SCHEMA = 1
 """Raised with every change of the columns that a reader of the previous ones would misread."""
@@ -80,7 +80,7 @@ _REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is
 def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
     """One row per payload, groups in the order given, `archived_at` in seconds since 1970.
 
-    Raises Refused for a payload that is no trajectory, and as `tabulate` does.
+    Raises RecordRefusedError for a payload that is no trajectory, and as `tabulate` does.
     """
     return tabulate(
         [

@@ -4,15 +4,64 @@ A line is a step whose groups are all archived and that a durable checkpoint cov
 without its last seconds may have a step done anew: its second line holds, and what stood after the first does not.
 """
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import xxhash
 
-from buffer.archive.errors import ArchiveFault
-from buffer.archive.line_file import LineFile, read_lines
-from buffer.records import StepEntry
-from buffer.trajectory import Record
+from slipstream.buffer.errors import ArchiveError
+from slipstream.buffer.records import StepEntry
+from slipstream.buffer.trajectory import Record
+
+# @@ Files of the archive that hold a JSON line for each thing and are only ever appended to.
+T = TypeVar("T")
+
+
+def read_lines(path: Path, parse: Callable[[bytes], T | None], *, rule: str) -> tuple[list[T], int]:
+    """(what the lines hold, bytes of the lines it stands in); a last line that a crash cut short is left out.
+
+    `parse` gives None for a line that is damaged. Raises ArchiveError (what a line must do is its `rule`).
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    found = [parse(line) if line.endswith(b"\n") else None for line in lines]
+    if found and found[-1] is None:
+        found, lines = found[:-1], lines[:-1]
+    if None in found:
+        number = found.index(None)
+        raise ArchiveError(
+            f"line {number + 1} of {path} must {rule}, got {lines[number][:80]!r}: only a last line can be cut short "
+            "by a crash; restore the file from a copy."
+        )
+    return [thing for thing in found if thing is not None], sum(map(len, lines))
+
+
+class LineFile:
+    """Such a file as its one writer holds it.
+
+    Invariant: a line is whole and durable, or the next append (or the next start) drops it.
+    """
+
+    def __init__(self, path: Path, *, good_bytes: int) -> None:
+        """Make it where it is missing; `good_bytes` are those of its whole lines."""
+        self._path = path
+        self._good_bytes = good_bytes
+        path.touch()
+
+    def append(self, lines: list[bytes]) -> None:
+        """Add lines, given without their ends; durable when this returns. Raises OSError, and can be called again."""
+        data = b"".join(line + b"\n" for line in lines)
+        with self._path.open("r+b") as file:
+            # An append that failed for want of space may have left a part of its lines.
+            file.truncate(self._good_bytes)
+            file.seek(self._good_bytes)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._good_bytes += len(data)
+
 
 LEDGER = "ledger.jsonl"
 """Its name in the archive's folder."""
@@ -38,7 +87,7 @@ class _Schema(msgspec.Struct):
 
 
 def read_ledger(folder: Path) -> list[StepEntry]:
-    """The steps in order; none where the archive has no ledger. Raises ArchiveFault."""
+    """The steps in order; none where the archive has no ledger. Raises ArchiveError."""
     return list(_parse(folder / LEDGER)[0].values())
 
 
@@ -46,7 +95,7 @@ class LedgerWriter:
     """The ledger as its one writer holds it."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ArchiveFault when it is damaged, OSError."""
+        """Raises ArchiveError when it is damaged, OSError."""
         self._entries, good_bytes = _parse(folder / LEDGER)
         self._file = LineFile(folder / LEDGER, good_bytes=good_bytes)
 
@@ -92,7 +141,7 @@ def _parse_line(line: bytes, path: Path) -> StepEntry | None:
     try:
         schema = msgspec.json.decode(line, type=_Schema).schema
         if schema > LEDGER_SCHEMA:
-            raise ArchiveFault(
+            raise ArchiveError(
                 f"{path} must have schema <= {LEDGER_SCHEMA}, got {schema}: read it with the Slipstream that wrote it."
             )
         told = msgspec.json.decode(line, type=LedgerLine)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from buffer.archive.errors import ArchiveFault
-from buffer.archive.line_file import LineFile, read_lines
-from buffer.trajectory import Record
+from slipstream.buffer.archive.ledger import LineFile, read_lines
+from slipstream.buffer.errors import ArchiveError
+from slipstream.buffer.trajectory import Record
 
 MANIFEST = "manifest.jsonl"
 """Its name in the archive's folder."""
@@ -51,7 +51,7 @@ def shard_number(name: str) -> int | None:
 
 
 def read_manifest(folder: Path) -> list[ShardEntry]:
-    """The shards in order; a last line that a crash cut short is left out. Raises ArchiveFault."""
+    """The shards in order; a last line that a crash cut short is left out. Raises ArchiveError."""
     return _parse(folder)[0]
 
 
@@ -59,7 +59,7 @@ class Manifest:
     """The manifest as its one writer holds it."""
 
     def __init__(self, folder: Path) -> None:
-        """Make it where it is missing. Raises ArchiveFault when it is damaged."""
+        """Make it where it is missing. Raises ArchiveError when it is damaged."""
         path = folder / MANIFEST
         path.touch()
         self.shards, good_bytes = _parse(folder)
@@ -80,7 +80,7 @@ def _parse(folder: Path) -> tuple[list[ShardEntry], int]:
     """(shards, bytes of the lines they stand in)."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ArchiveFault(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
+        raise ArchiveError(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
     return read_lines(path, _parse_line, rule="name a shard")
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from buffer.archive.archive import Archive
-from buffer.archive.errors import ArchiveFault
-from buffer.archive.manifest import ShardEntry
-from buffer.archive.shard_reader import TRAINABLE, read_shard, trainable_groups_of
-from buffer.codec import encode
-from buffer.trajectory import Trajectory
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.manifest import ShardEntry
+from slipstream.buffer.archive.shard_reader import TRAINABLE, read_shard, trainable_groups_of
+from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import ArchiveError
+from slipstream.buffer.trajectory import Trajectory
 
 _STREAM = 3
 """Keeps these draws apart from the samplers', which start from the same seed."""
@@ -28,14 +28,14 @@ class Rollouts:
     """
 
     def __init__(self, folder: Path, *, seed: int) -> None:
-        """Read which groups there are. Raises ArchiveFault when there are none, or a shard is damaged."""
+        """Read which groups there are. Raises ArchiveError when there are none, or a shard is damaged."""
         self._folder = folder
         self._seed = seed
         self._shards = Archive(folder).shards
         self._group_ids = [trainable_groups_of(folder, shard) for shard in self._shards]
         self._loaded: tuple[str, dict[str, list[bytes]]] = ("", {})
         if not self.num_groups:
-            raise ArchiveFault(f"the archive {folder} must hold groups to train on, got none: name another.")
+            raise ArchiveError(f"the archive {folder} must hold groups to train on, got none: name another.")
 
     @property
     def num_groups(self) -> int:

@@ -1,4 +1,4 @@
-"""One shard: opened, checked against its line in the manifest, read. Whatever is wrong with it becomes ShardRefused."""
+"""One shard: opened, checked against its line in the manifest, read. Whatever is wrong with it becomes ShardError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import xxhash
 
-from buffer.archive.columns import SCHEMA, from_batch, newer_schema
-from buffer.archive.errors import ShardRefused
-from buffer.archive.manifest import ShardEntry
-from buffer.archive.stored_trajectory import StoredTrajectory
+from slipstream.buffer.archive.columns import SCHEMA, from_batch, newer_schema
+from slipstream.buffer.archive.manifest import ShardEntry
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.buffer.errors import ShardError
 
 TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected"])
 """Groups that may be trained on: neither harmful nor without anything to learn from."""
@@ -21,7 +21,7 @@ _BATCH_ROWS = 256
 
 
 def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None = None) -> Iterator[StoredTrajectory]:
-    """Trajectories of a shard in order, those alone of which `where` (over its columns) holds. Raises ShardRefused."""
+    """Trajectories of a shard in order, those alone of which `where` (over its columns) holds. Raises ShardError."""
     with _refusing(shard):
         for batch in _open(folder, shard).to_batches(
             columns=SCHEMA.names, filter=where, batch_size=_BATCH_ROWS, use_threads=False
@@ -30,33 +30,33 @@ def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None =
 
 
 def group_ids_of(folder: Path, shard: ShardEntry) -> set[str]:
-    """The groups in a shard. Raises ShardRefused."""
+    """The groups in a shard. Raises ShardError."""
     with _refusing(shard):
         return set(_open(folder, shard).to_table(columns=["group_id"])["group_id"].to_pylist())
 
 
 def trainable_groups_of(folder: Path, shard: ShardEntry) -> list[str]:
-    """The groups in a shard that are `TRAINABLE`, in order. Raises ShardRefused."""
+    """The groups in a shard that are `TRAINABLE`, in order. Raises ShardError."""
     with _refusing(shard):
         table = _open(folder, shard).to_table(columns=["group_id"], filter=TRAINABLE)
         return list(dict.fromkeys(table["group_id"].to_pylist()))
 
 
 def trajectory_ids_of(folder: Path, shard: ShardEntry) -> list[str]:
-    """The trajectories in a shard, in order. Raises ShardRefused."""
+    """The trajectories in a shard, in order. Raises ShardError."""
     with _refusing(shard):
         return _open(folder, shard).to_table(columns=["id"])["id"].to_pylist()
 
 
 def check_shard(folder: Path, shard: ShardEntry) -> None:
-    """Read the whole file. Raises ShardRefused unless it is byte for byte what the manifest tells of."""
+    """Read the whole file. Raises ShardError unless it is byte for byte what the manifest tells of."""
     with _refusing(shard):
         dataset = _open(folder, shard)
         checksum = xxhash.xxh3_64_hexdigest((folder / shard.file).read_bytes())
         if checksum != shard.checksum:
-            raise ShardRefused(shard.file, f"must have checksum {shard.checksum}, got {checksum}: {_ADVICE}")
+            raise ShardError(shard.file, f"must have checksum {shard.checksum}, got {checksum}: {_ADVICE}")
         if (rows := dataset.count_rows()) != shard.rows:
-            raise ShardRefused(shard.file, f"must hold {shard.rows} trajectories, got {rows}: {_ADVICE}")
+            raise ShardError(shard.file, f"must hold {shard.rows} trajectories, got {rows}: {_ADVICE}")
 
 
 _ADVICE = "it is damaged; restore it from a copy. The other shards can be read."
@@ -65,14 +65,14 @@ _ADVICE = "it is damaged; restore it from a copy. The other shards can be read."
 def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
     path = folder / shard.file
     if not path.is_file():
-        raise ShardRefused(shard.file, f"must lie in {folder}, but there is no such file: restore it from a copy.")
+        raise ShardError(shard.file, f"must lie in {folder}, but there is no such file: restore it from a copy.")
     if (size := path.stat().st_size) != shard.bytes:
-        raise ShardRefused(shard.file, f"must have {shard.bytes} bytes, as the manifest says, got {size}: {_ADVICE}")
+        raise ShardError(shard.file, f"must have {shard.bytes} bytes, as the manifest says, got {size}: {_ADVICE}")
     dataset = ds.dataset(str(path), format="parquet")
     if reason := newer_schema(dataset.schema):
-        raise ShardRefused(shard.file, f"{reason}.")
+        raise ShardError(shard.file, f"{reason}.")
     if missing := sorted(set(SCHEMA.names) - set(dataset.schema.names)):
-        raise ShardRefused(shard.file, f"must have the columns of an archive, but lacks {', '.join(missing)}.")
+        raise ShardError(shard.file, f"must have the columns of an archive, but lacks {', '.join(missing)}.")
     return dataset
 
 
@@ -83,4 +83,4 @@ def _refusing(shard: ShardEntry) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ShardRefused(shard.file, f"cannot be read ({reason}): {_ADVICE}") from None
+        raise ShardError(shard.file, f"cannot be read ({reason}): {_ADVICE}") from None

@@ -19,15 +19,32 @@ import pyarrow.parquet as pq
 import structlog
 import xxhash
 
-from buffer.archive.columns import SCHEMA, to_table
-from buffer.archive.errors import ArchiveFault, ShardRefused
-from buffer.archive.manifest import MANIFEST, Manifest, ShardEntry, shard_name, shard_number
-from buffer.archive.set_aside import aside_path, groups_aside
-from buffer.archive.shard_reader import group_ids_of
-from buffer.codec import encode
-from buffer.errors import Refused
-from buffer.records import FinishedGroup
-from buffer.sync_path import sync_path
+from slipstream.buffer.archive.columns import SCHEMA, to_table
+from slipstream.buffer.archive.manifest import MANIFEST, Manifest, ShardEntry, shard_name, shard_number
+from slipstream.buffer.archive.shard_reader import group_ids_of
+from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import ArchiveError, RecordRefusedError, ShardError
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.redis.fsync import sync_path
+
+log = structlog.get_logger(__name__)
+
+# @@ What no column can hold: groups of an archive that lie beside its shards, as MessagePack of FinishedGroup.
+SET_ASIDE = "set_aside"
+"""Their folder in the archive's."""
+_PREFIX, _SUFFIX = "group-", ".msgpack"
+
+
+def aside_path(archive: Path, group_id: str) -> Path:
+    """Where a group lies, or would."""
+    return archive / SET_ASIDE / f"{_PREFIX}{group_id}{_SUFFIX}"
+
+
+def groups_aside(archive: Path) -> set[str]:
+    """All that lie there."""
+    files = (archive / SET_ASIDE).glob(f"{_PREFIX}*{_SUFFIX}")
+    return {file.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for file in files}
+
 
 _ROWS_PER_ROW_GROUP = 1024
 _REMEMBERED_SHARDS = 16
@@ -36,8 +53,6 @@ _LOGPROBS = "generator_logprobs.list.element"
 """All different, so a dictionary would only be in the way; but their exponents, apart from the rest, compress well."""
 _REPETITIVE = ["token_ids.list.element", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason"]
 _REPETITIVE += ["reward_status", "outcome", "reason"]
-
-log = structlog.get_logger(__name__)
 
 
 class ShardWriter:
@@ -49,7 +64,7 @@ class ShardWriter:
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
         """Make the folder where it is missing, and clear away what a crash has left.
 
-        `clock` gives seconds since 1970. Raises ArchiveFault when somebody else writes here, or when shards are there
+        `clock` gives seconds since 1970. Raises ArchiveError when somebody else writes here, or when shards are there
         that no crash explains; OSError.
         """
         self._folder = folder
@@ -110,14 +125,14 @@ class ShardWriter:
     def _recover(self) -> Manifest:
         found = {file.name for file in self._folder.iterdir() if shard_number(file.name) is not None}
         if found and not (self._folder / MANIFEST).exists():
-            raise ArchiveFault(
+            raise ArchiveError(
                 f"{self._folder} must have a {MANIFEST} beside its {len(found)} shards, but has none: restore it, or "
                 "move the shards away."
             )
         manifest = Manifest(self._folder)
         orphans = found - {shard.file for shard in manifest.shards}
         if orphans - {shard_name(manifest.next_number)}:
-            raise ArchiveFault(
+            raise ArchiveError(
                 f"{self._folder / MANIFEST} must name every shard but the one after its last "
                 f"({shard_name(manifest.next_number)}), got others too: {', '.join(sorted(orphans))}. A crash leaves "
                 "one at most: restore the manifest, or move these shards away."
@@ -131,7 +146,7 @@ class ShardWriter:
     def _groups_in(self, shard: ShardEntry) -> set[str]:
         try:
             return group_ids_of(self._folder, shard)
-        except ShardRefused as refused:
+        except ShardError as refused:
             log.warning("shard_refused", reason=str(refused))
             return set()
 
@@ -139,7 +154,7 @@ class ShardWriter:
         """(table, the groups in it): one bad group costs its own place, not the shard."""
         try:
             return to_table(groups, archived_at=archived_at), groups
-        except (Refused, pa.ArrowException, OverflowError) as error:
+        except (RecordRefusedError, pa.ArrowException, OverflowError) as error:
             if len(groups) == 1:
                 self._set_aside(groups[0], error)
                 return SCHEMA.empty_table(), []
@@ -188,5 +203,5 @@ def _lock(folder: Path) -> io.TextIOWrapper:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ArchiveFault(f"{folder} must have one writer, but another process writes there: stop it first.") from None
+        raise ArchiveError(f"{folder} must have one writer, but another process writes there: stop it first.") from None
     return lock

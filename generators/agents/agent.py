@@ -2,16 +2,16 @@
 
 from typing import Protocol
 
-from broker.messages import Prompt
-from buffer.trajectory import Reward, Trajectory
-from generators.rewards.reward import RewardInput
+from slipstream.broker.messages import Prompt
+from slipstream.buffer.trajectory import Reward, Trajectory
+from slipstream.generators.rewards.reward import RewardInput
 
 
 class Agent(Protocol):
     """From a leased prompt to a scored trajectory. Many calls run side by side on one loop."""
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Member `index` of the prompt's group. Raises PromptFault, EngineFault. Cancelling it aborts the request."""
+        """Member `index` of the prompt's group. Raises PromptError, EngineError. Cancelling it aborts the request."""
         ...
 
 

@@ -4,17 +4,25 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import xxhash
 
-from broker.messages import Prompt
-from buffer.records import Lease
-from buffer.trajectory import Purpose, Reward, Sampling, Trajectory, make_trajectory_id
-from configs.run import RunConfig
-from generators.agents.agent import Scorer
-from generators.agents.request_seed import request_seed
-from generators.agents.transcript import Transcript
-from generators.engines.engine import Completion, Engine
-from generators.prompting import Prompting
-from generators.rewards.reward import RewardInput
+from slipstream.broker.messages import Prompt
+from slipstream.buffer.records import Lease
+from slipstream.buffer.trajectory import Purpose, Reward, Sampling, Trajectory, make_trajectory_id
+from slipstream.configs.run import RunConfig
+from slipstream.generators.agents.agent import Scorer
+from slipstream.generators.agents.transcript import Transcript
+from slipstream.generators.engines.engine import Completion, Engine
+from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.tokenization import PromptEncoder
+
+
+# @@ request_seed: every request draws from a stream of its own.
+def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int) -> int:
+    """63 bits, the same on every machine. Members of a group differ, and so does a prompt that is leased again."""
+    key = f"{run_seed}/{group_id}/{attempt}/{index}"
+    return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
+
 
 _TEMPERATURES: dict[Purpose, float] = {"sampled": 1.0, "greedy": 0.0}
 
@@ -31,7 +39,7 @@ class SingleTurn:
         run: RunConfig,
         engine: Engine,
         rewards: Scorer,
-        prompting: Prompting,
+        prompting: PromptEncoder,
         generator_id: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -43,7 +51,7 @@ class SingleTurn:
         self._clock = clock
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Member `index` of the prompt's group. Raises PromptFault and EngineFault."""
+        """Member `index` of the prompt's group. Raises PromptError and EngineError."""
         started_at = self._clock()
         prompt_token_ids = self._prompting.encode(prompt)
         transcript = Transcript(prompt_token_ids)

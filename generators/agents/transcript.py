@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from buffer.trajectory import VersionSpan
-from generators.engines.engine import Completion
+from slipstream.buffer.trajectory import VersionSpan
+from slipstream.generators.engines.engine import Completion
 
 
 class Transcript:

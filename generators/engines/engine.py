@@ -1,10 +1,18 @@
 """Engine: the protocol vLLM, transformers and the scripted engine fulfil."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
-from broker.messages import OpenEpoch, Update
-from broker.weights.shared_buckets import SharedBuckets
-from buffer.trajectory import Record, Sampling, VersionSpan
+from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.buffer.trajectory import Record, Sampling, VersionSpan
+
+
+# @@ end_token_ids: which tokens end a response.
+def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
+    """The tokenizer's end token and those of the checkpoint's generation config; both engines stop at the same ones."""
+    listed = getattr(generation_config, "eos_token_id", None)
+    listed = listed if isinstance(listed, list) else [listed]
+    return sorted({token_id for token_id in [tokenizer.eos_token_id, *listed] if token_id is not None})
 
 
 class Completion(Record):
@@ -54,11 +62,11 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load the model. Raises EngineFault."""
+        """Load the model. Raises EngineError."""
         ...
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """One response. Keeps going across updates. Cancelling the task aborts the request. Raises EngineFault."""
+        """One response. Keeps going across updates. Cancelling the task aborts the request. Raises EngineError."""
         ...
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -66,14 +74,14 @@ class Engine(Protocol):
         ...
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group. Raises WeightTransferFault."""
+        """Join the weight group. Raises WeightTransferError."""
         ...
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
         """Pause keeping requests, receive, verify checksums, load, switch version, resume. Returns the pause, seconds.
 
-        `fetched`: its bytes, where they were not broadcast. Raises WeightTransferFault while the old version is
-        still in and generation has resumed, UnverifiedWeights when the new one was loaded, but not whole.
+        `fetched`: its bytes, where they were not broadcast. Raises WeightTransferError while the old version is
+        still in and generation has resumed, UnverifiedWeightsError when the new one was loaded, but not whole.
         """
         ...
 
@@ -82,7 +90,7 @@ class Engine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Raises EngineFault when the engine is dead."""
+        """Raises EngineError when the engine is dead."""
         ...
 
     async def stop(self) -> None:

@@ -3,27 +3,154 @@
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import structlog
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from broker.messages import OpenEpoch, Update
-from broker.weights.shared_buckets import SharedBuckets
-from broker.weights.transport import WeightReceiver
-from buffer.trajectory import Sampling
-from configs.generators import HfEngineConfig
-from configs.model import ModelConfig
-from generators.engines.end_tokens import end_token_ids
-from generators.engines.engine import Completion, EngineLoad
-from generators.engines.hf_batch import HfBatch, HfRequest
-from generators.engines.module_weights import load_into
-from generators.engines.receiving import receive
-from generators.errors import EngineDied, EngineFault
+from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.buffer.trajectory import Sampling, VersionSpan
+from slipstream.configs.data import ModelConfig
+from slipstream.configs.generators import HfEngineConfig
+from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
+from slipstream.generators.engines.weight_layout import load_into, receive
+from slipstream.generators.errors import EngineDiedError, EngineError
 
 log = structlog.get_logger(__name__)
+
+
+# @@ Token sampling: logits -> token and its log-probability, as vLLM's sampler does it.
+#
+# temperature, then top-k, then top-p; the log-probability is that of the distribution left over. Temperature 0 takes the
+# likeliest token and reports its log-probability at temperature 1, unfiltered.
+def draw_uniforms(sampling: Sampling) -> Tensor:
+    """float64[max_tokens] in [0, 1): all the chance a request needs, from its own seed, whatever it is batched with."""
+    generator = torch.Generator().manual_seed(sampling.seed)
+    return torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64)
+
+
+def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """float[B, V] logits, one Sampling and one number in [0, 1) per row -> int64[B] tokens, float32[B] log-probs."""
+    is_greedy = torch.tensor([s.temperature == 0 for s in samplings])
+    temperatures = torch.tensor([s.temperature or 1.0 for s in samplings])
+    logits = logits.float() / temperatures[:, None]
+    for row, sampling in enumerate(samplings):
+        if not is_greedy[row] and (sampling.top_k > 0 or sampling.top_p < 1):
+            logits[row] = _filtered(logits[row], sampling)
+    logprobs = logits.log_softmax(-1)
+    tokens = torch.where(is_greedy, logprobs.argmax(-1), _invert_cdf(logprobs, uniforms))
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
+
+
+def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    if 0 < sampling.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        logits = logits.masked_fill(~_nucleus(logits, sampling.top_p), -torch.inf)
+    return logits
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """The smallest set of likeliest tokens that holds at least `top_p` of the mass."""
+    ordered, order = logits.softmax(-1).sort(descending=True)
+    mass_before = ordered.cumsum(-1) - ordered
+    kept = torch.zeros_like(logits, dtype=torch.bool)
+    kept[order] = mass_before < top_p
+    return kept
+
+
+def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    # float64, scaled to what the sum really is, and kept below it by one rounding step: a token of probability zero can
+    # then never be hit.
+    cdf = logprobs.double().exp().cumsum(-1)
+    targets = uniforms.clamp(max=1 - 2**-52)[:, None] * cdf[:, -1:]
+    return torch.searchsorted(cdf, targets, right=True)[:, 0]
+
+
+# @@ HfBatch: requests decoded together by a transformers model, with a KV cache and left padding.
+class HfRequest:
+    """A prompt, how to sample after it, and what was sampled so far."""
+
+    def __init__(self, prompt_token_ids: list[int], sampling: Sampling) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling = sampling
+        self.uniforms = draw_uniforms(sampling)
+        self.token_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.version_spans: list[VersionSpan] = []
+        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+
+    def append(self, token_id: int, logprob: float, *, version: int, end_token_ids: Sequence[int]) -> None:
+        """One sampled token; ends the request when it is an end token or the last one allowed."""
+        if not self.version_spans or self.version_spans[-1].version != version:
+            self.version_spans.append(VersionSpan(len(self.token_ids), version))
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        is_stopped = token_id in end_token_ids
+        if is_stopped or len(self.token_ids) == self.sampling.max_tokens:
+            reason = "stop" if is_stopped else "length"
+            self.answer.set_result(Completion(self.token_ids, self.logprobs, self.version_spans, reason))
+
+
+class HfBatch:
+    """Life: step until `is_done`. Between steps the model's weights may change; the KV cache is kept."""
+
+    def __init__(self, requests: list[HfRequest], *, pad_token_id: int, device: torch.device) -> None:
+        self._requests = requests
+        self._cache = DynamicCache()
+        longest = max(len(request.prompt_token_ids) for request in requests)
+        padding = [longest - len(request.prompt_token_ids) for request in requests]
+        rows = [[pad_token_id] * n + r.prompt_token_ids for n, r in zip(padding, requests, strict=True)]
+        self._input_ids = torch.tensor(rows, device=device)
+        self._mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every request is answered or abandoned."""
+        return not self._requests
+
+    @torch.inference_mode()
+    def step(self, model: Any, *, version: int, end_token_ids: Sequence[int]) -> None:
+        """Sample one token for every open request."""
+        self._keep_open_requests()
+        if self.is_done:
+            return
+        samplings = [request.sampling for request in self._requests]
+        uniforms = torch.stack([request.uniforms[len(request.token_ids)] for request in self._requests])
+        tokens, logprobs = sample(self._next_logits(model), samplings, uniforms)
+        for request, token, logprob in zip(self._requests, tokens.tolist(), logprobs.tolist(), strict=True):
+            request.append(token, logprob, version=version, end_token_ids=end_token_ids)
+        self._input_ids = tokens[:, None].to(self._mask.device)
+        self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
+        self._keep_open_requests()
+
+    def _next_logits(self, model: Any) -> Tensor:
+        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :]
+        output = model(
+            input_ids=self._input_ids,
+            attention_mask=self._mask,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].cpu()
+
+    def _keep_open_requests(self) -> None:
+        open_rows = [row for row, request in enumerate(self._requests) if not request.answer.done()]
+        if len(open_rows) == len(self._requests):
+            return
+        self._requests = [self._requests[row] for row in open_rows]
+        index = torch.tensor(open_rows, dtype=torch.long, device=self._mask.device)
+        self._input_ids, self._mask = self._input_ids[index], self._mask[index]
+        if self._requests and self._cache.get_seq_length():
+            self._cache.batch_select_indices(index)
 
 
 class HfEngine:
@@ -51,21 +178,21 @@ class HfEngine:
         return self._version
 
     async def start(self) -> None:
-        """Load model and tokenizer. Raises EngineFault."""
+        """Load model and tokenizer. Raises EngineError."""
         path, trust = self._config.path, self._config.trust_remote_code
         try:
             dtype = getattr(torch, self._config.dtype)
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
         except (OSError, ValueError) as error:
-            raise EngineFault(f"model.path must hold a transformers checkpoint, got {path!r}: {error}") from error
+            raise EngineError(f"model.path must hold a transformers checkpoint, got {path!r}: {error}") from error
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = model.to(device).eval().requires_grad_(False)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)
         self._pad_token_id = tokenizer.pad_token_id or 0
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """One response. Raises EngineFault."""
+        """One response. Raises EngineError."""
         self._check_started()
         request = HfRequest(prompt_token_ids, sampling)
         self._waiting.append(request)
@@ -82,12 +209,12 @@ class HfEngine:
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group. Raises WeightTransferFault."""
+        """Join the weight group. Raises WeightTransferError."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._receiver_thread, lambda: self._receiver.open_epoch(opening, rank=rank))
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Receive beside decoding, load between two steps. Returns the pause, seconds. Raises WeightTransferFault."""
+        """Receive beside decoding, load between two steps. Returns the pause, seconds. Raises WeightTransferError."""
         self._check_started()
         loop = asyncio.get_running_loop()
         tensors = await loop.run_in_executor(self._receiver_thread, lambda: receive(self._receiver, update, fetched))
@@ -101,7 +228,7 @@ class HfEngine:
         return EngineLoad()
 
     async def check_health(self) -> None:
-        """Raises EngineFault before `start`; this engine lives as long as its process."""
+        """Raises EngineError before `start`; this engine lives as long as its process."""
         self._check_started()
 
     async def stop(self) -> None:
@@ -134,8 +261,8 @@ class HfEngine:
     def _fail(requests: list[HfRequest], sentence: str) -> None:
         for request in requests:
             if not request.answer.done():
-                request.answer.set_exception(EngineDied(sentence))
+                request.answer.set_exception(EngineDiedError(sentence))
 
     def _check_started(self) -> None:
         if self._model is None:
-            raise EngineFault("the engine must be started before it is used: call start() first")
+            raise EngineError("the engine must be started before it is used: call start() first")

@@ -5,13 +5,13 @@ import math
 import random
 import time
 
-from broker.messages import OpenEpoch, Update
-from broker.weights.shared_buckets import SharedBuckets
-from broker.weights.transport import WeightReceiver
-from buffer.trajectory import Sampling, VersionSpan
-from configs.generators import ScriptedEngineConfig
-from generators.engines.engine import Completion, EngineLoad
-from generators.engines.receiving import receive
+from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.buffer.trajectory import Sampling, VersionSpan
+from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.generators.engines.engine import Completion, EngineLoad
+from slipstream.generators.engines.weight_layout import receive
 
 END_TOKEN_ID = 1
 """Ends every response that is not cut off."""
@@ -56,12 +56,12 @@ class ScriptedEngine:
         return self._canaries.get(tuple(token_ids), uniform)
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group, if there is a receiver. Raises WeightTransferFault."""
+        """Join the weight group, if there is a receiver. Raises WeightTransferError."""
         if self._receiver is not None:
             await asyncio.to_thread(self._receiver.open_epoch, opening, rank=rank)
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Receive and verify, if there is a receiver; then take the version. Raises WeightTransferFault."""
+        """Receive and verify, if there is a receiver; then take the version. Raises WeightTransferError."""
         started_at = time.perf_counter()
         if self._receiver is not None:
             await asyncio.to_thread(receive, self._receiver, update, fetched)

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from buffer.trajectory import Record, Reward
-from configs.dotted import load_function
+from slipstream.buffer.trajectory import Record, Reward
+from slipstream.runtime.import_path import load_function
 
 RewardFunction = Callable[..., Any]
 """RewardInput -> Reward, number, or dict with the fields of Reward. A number v means Reward(v, is_correct=v >= 1)."""

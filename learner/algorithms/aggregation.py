@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from learner.algorithms import segments
+from slipstream.learner.algorithms import segments
 
 
 def token_mean(num_tokens: Int[Tensor, "B"]) -> Float[Tensor, "B"]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from learner.algorithms import importance, kl
+from slipstream.learner.algorithms import importance, kl
 
 
 def teacher_advantages(

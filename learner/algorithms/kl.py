@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from learner.algorithms.importance import token_log_ratio, token_ratio
+from slipstream.learner.algorithms.importance import token_log_ratio, token_ratio
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from learner.algorithms import kl
+from slipstream.learner.algorithms import kl
 
 _CHUNK_ELEMENTS = 1 << 24
 

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from learner.algorithms import segments
-from learner.algorithms.importance import Bound, bounded
+from slipstream.learner.algorithms import segments
+from slipstream.learner.algorithms.importance import Bound, bounded
 
 _OVER: dict[str, Callable[..., Tensor]] = {"sum": segments.sums, "mean": segments.means, "max": segments.maxima}
 
@@ -36,7 +36,7 @@ def keep_k1(
 
     The sum is the product of ratios, and favours short sequences; the mean is their geometric mean, and does not.
 
-    Source: Liu, Li et al. 2025, "When Speed Kills Stability": masked importance sampling (sum), Geo-RS (mean).
+    Source: Liu, Li et al. 2025, "When Throughput Kills Stability": masked importance sampling (sum), Geo-RS (mean).
     Differs: verl compares -x with the bounds' logarithms, so asymmetric ones hold there for generator / proximal.
     """
     ratio = _aggregate(bounded(log_ratio.detach()), sequences, num_sequences=num_sequences, over=over).exp()
@@ -76,7 +76,7 @@ def veto(
 
     keep iff for all t: low <= exp(x_t) <= high
 
-    Source: Liu, Li et al. 2025, "When Speed Kills Stability" (one token of a tiny ratio condemns its sequence).
+    Source: Liu, Li et al. 2025, "When Throughput Kills Stability" (one token of a tiny ratio condemns its sequence).
     """
     ratio = bounded(log_ratio.detach()).exp()
     is_outside = ((ratio < low) | (ratio > high)).to(ratio.dtype)

@@ -4,9 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from learner.algorithms import segments
-from learner.algorithms.advantages import grpo
-from learner.algorithms.whitening import whiten
+from slipstream.learner.algorithms import segments
+from slipstream.learner.algorithms.advantages import grpo, whiten
 
 
 def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: int) -> Float[Tensor, "B"]:

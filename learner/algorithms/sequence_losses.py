@@ -8,9 +8,26 @@ aggregations have, the sum is the paper's. Advantages are equal within a sequenc
 from jaxtyping import Float, Int
 from torch import Tensor, full_like, where
 
-from learner.algorithms import segments
-from learner.algorithms.importance import LOG_RATIO_BOUND
-from learner.algorithms.policy_losses import ppo_clip
+from slipstream.learner.algorithms import segments
+from slipstream.learner.algorithms.importance import LOG_RATIO_BOUND
+from slipstream.learner.algorithms.policy_losses import ppo_clip
+
+
+# @@ Preference: losses from which of several answers wins, one number per whole sequence, lower is better.
+#
+# A sequence is never cut between microbatches here: its loss is not a sum over its tokens.
+def sppo(log_ratio: Float[Tensor, "B"], win_rates: Float[Tensor, "B"], *, eta: float) -> Float[Tensor, "B"]:
+    """Squared distance of a sequence's log-ratio from where its win rate wants it.
+
+    loss = (log pi_learner(y) - log pi_k(y) - eta * (P(y beats pi_k) - 1/2))^2
+
+    `log_ratio` is the sum over the sequence's tokens, pi_k the policy that wrote it, P - 1/2 what `advantages.win_rate`
+    says. Win rates of 1 for the chosen and
+    0 for the rejected answer of a pair are the hard form, with eta = 1 / beta.
+
+    Source: SPPO, arXiv:2405.00675, algorithm 1.
+    """
+    return (log_ratio - eta * (win_rates.detach() - 0.5)).square()
 
 
 def gspo(

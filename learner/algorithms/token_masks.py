@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from learner.algorithms import segments
+from slipstream.learner.algorithms import segments
 
 
 def m2po_mask(log_ratio: Float[Tensor, "N"], advantages: Float[Tensor, "N"], *, threshold: float) -> Bool[Tensor, "N"]:

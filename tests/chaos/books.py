@@ -3,11 +3,11 @@
 from collections import Counter
 from pathlib import Path
 
-from buffer.archive.archive import Archive, ArchiveCheck
-from buffer.archive.trajectory_filter import TrajectoryFilter
-from buffer.books import Audit, StoreCounts
-from buffer.records import StepEntry
-from buffer.trajectory import Record
+from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.archive.archive import Archive, ArchiveCheck
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.records import StepEntry
+from slipstream.buffer.trajectory import Record
 from tests.chaos import lineage
 from tests.chaos.lineage import Sample, Trained
 
@@ -33,7 +33,7 @@ class Books(Record):
 
 
 def read_archive(folder: Path) -> tuple[list[Sample], ArchiveCheck]:
-    """The retired samples of an archive, and its own check. Raises ArchiveFault."""
+    """The retired samples of an archive, and its own check. Raises ArchiveError."""
     archive = Archive(folder)
     retired = (stored.trajectory for stored in archive.read(TrajectoryFilter(outcome="retired")))
     return lineage.samples_of([list(retired)]), archive.check()

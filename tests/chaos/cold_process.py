@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from broker.process import LAUNCHER_VARIABLE
+from slipstream.runtime.process import LAUNCHER_VARIABLE
 from tests.chaos.warm_process import last_line
 
 _ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.errors import BufferFault
+from slipstream.buffer.errors import ReplayBufferError
 from tests.chaos.books import Books, find_faults
 from tests.chaos.harness import Harness
 from tests.chaos.pace import PACES
@@ -72,7 +72,7 @@ def _live_through(
         late = [str(error)]
     try:
         books = harness.books()
-    except BufferFault as fault:
+    except ReplayBufferError as fault:
         return None, [*late, str(fault)]
     return books, [*late, *harness.crashes, *find_faults(books, steps=stage.steps, wanted=stage.wanted)]
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from buffer.errors import BufferFault
+from slipstream.buffer.errors import ReplayBufferError
 from tests.chaos import lineage
 from tests.chaos.books import Books, read_archive
 from tests.chaos.cold_process import ColdProcess
@@ -114,7 +114,7 @@ class Harness:
     def _is_archived(self) -> bool:
         try:
             return self.watch.store.counts().unarchived == 0
-        except BufferFault:
+        except ReplayBufferError:
             return False
 
     def _last_words(self) -> str:
@@ -135,7 +135,7 @@ class Harness:
 
     def _attend(self) -> None:
         for role in self.roles.values():
-            role.attend(time.monotonic())
+            role.poll(time.monotonic())
         if time.monotonic() < self._next_look_at or self.roles["store"].is_stopped:
             return
         self._next_look_at = time.monotonic() + _LOOK_EVERY_S
@@ -148,13 +148,15 @@ class Harness:
     def _cast(self, num_generators: int) -> Iterator[Role]:
         stage = self._stage
         yield Role("store", StoreProcess(stage.store), newborn=(0,))
-        yield Role("broker", self._process("broker", "broker.__main__", stage.settings))
+        yield Role("broker", self._process("broker", "slipstream.broker.__main__", stage.settings))
         learner = self._process("learner", "tests.chaos.scripted_learner", stage.settings)
         yield Role("learner", learner, may_finish=True)
         for number in range(num_generators):
             name = f"generator-{number}"
             arguments = ["--id", name, stage.address]
-            generator = self._process(name, "generators.__main__", arguments, is_cold=stage.pace.has_cold_generators)
+            generator = self._process(
+                name, "slipstream.generators.__main__", arguments, is_cold=stage.pace.has_cold_generators
+            )
             yield Role(name, generator, newborn=(0,))
 
     def _process(self, name: str, module: str, arguments: list[str], *, is_cold: bool = False) -> Process:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from buffer.permutation import row_of
-from buffer.trajectory import Record, Trajectory
+from slipstream.buffer.samplers import row_of
+from slipstream.buffer.trajectory import Record, Trajectory
 
 FILE = "lineage.json"
 """In a checkpoint's folder."""

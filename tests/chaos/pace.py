@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from buffer.trajectory import Record
+from slipstream.buffer.trajectory import Record
 
 EngineKind = Literal["scripted", "vllm"]
 

@@ -98,7 +98,7 @@ class Role:
         if strike.blow == "terminate" and self.is_stopped:
             self._go_on(now)
 
-    def attend(self, now: float) -> None:
+    def poll(self, now: float) -> None:
         """Let it go on, end it for good, or start it again, whatever is due."""
         if self._go_on_at is not None and now >= self._go_on_at:
             self._go_on(now)

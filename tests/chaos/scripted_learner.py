@@ -1,6 +1,6 @@
 """python -m tests.chaos.scripted_learner [overrides]: the learner with everything real but the step itself.
 
-Learner, Team, Checkpoints, Publishing and the broadcast are those of `python -m learner`; the trainer sleeps instead of
+Learner, RankGroup, Checkpoints, Publishing and the broadcast are those of `python -m learner`; the trainer sleeps instead of
 computing, keeps the lineage of its weights, and moves one weight so that every version differs.
 """
 
@@ -14,26 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from broker.errors import BrokerFault
-from broker.joining import Joined, StatusBoard, join
-from broker.logs import configure_logs
-from broker.process import die_with_launcher, raise_on_stop_signal
-from broker.run_folder import RunFolder
-from broker.weights.collective import CollectiveSender
-from buffer.errors import BufferFault
-from buffer.open_store import open_store
-from buffer.trajectory import Trajectory
-from configs.exits import fail_cleanly
-from configs.load import load
-from configs.run import RunConfig
-from learner.assembly import assemble_learner
-from learner.checkpoint import Checkpoints
-from learner.errors import LearnerFault
-from learner.model import load_policy
-from learner.ranks import Ranks
-from learner.team import Team
-from learner.torch_engine import TorchEngine
-from learner.trainer import Trainer
+from slipstream.broker.errors import BrokerError
+from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.learner.build import build_learner
+from slipstream.learner.checkpoint import Checkpoints
+from slipstream.learner.engines.torch_engine import TorchEngine
+from slipstream.learner.errors import LearnerError
+from slipstream.learner.rank_group import RankGroup
+from slipstream.learner.ranks import Ranks
+from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.trainer import Trainer
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.logs import configure_logs
+from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
+from slipstream.runtime.run_folder import RunFolder
 from tests.chaos.lineage import Trained, read, samples_of, write
 from tests.chaos.stage import HOLD_FILE, MEAN_STEP_S
 
@@ -94,7 +94,7 @@ class ScriptedTrainer(Trainer):
         next(self.engine.model.parameters()).view(-1)[0] += 2**-10
 
 
-@fail_cleanly(BrokerFault, BufferFault, LearnerFault)
+@fail_cleanly(BrokerError, ReplayBufferError, LearnerError)
 def main(overrides: list[str]) -> None:
     """Join the broker and train."""
     run = load(overrides)
@@ -117,12 +117,12 @@ def main(overrides: list[str]) -> None:
         joined.thread.stop()
 
 
-def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
+def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
     folder = RunFolder(run)
     folder.open()
     url, attempts, patience_s = joined.welcome.store_url, run.buffer.max_attempts, run.buffer.patience_s
     store = open_store(url, run.name, timeout_s=patience_s, patience_s=patience_s, max_attempts=attempts)
-    learner = assemble_learner(
+    learner = build_learner(
         run,
         team=_make_team(run, folder),
         store=store,
@@ -137,14 +137,14 @@ def _train(run: RunConfig, joined: Joined, board: StatusBoard) -> None:
     store.close()
 
 
-def _make_team(run: RunConfig, folder: RunFolder) -> Team:
+def _make_team(run: RunConfig, folder: RunFolder) -> RankGroup:
     device = torch.device("cpu")
     torch.manual_seed(run.seed)
     ranks = Ranks(rank=0, size=1, device=device)
     engine = LineageEngine(load_policy(run.model, device=device), optimizer=run.learner.optimizer, device=device)
     trainer = ScriptedTrainer(run, engine=engine, ranks=ranks)
     checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks)
-    return Team(run=run, trainer=trainer, ranks=ranks, checkpoints=checkpoints)
+    return RankGroup(run=run, trainer=trainer, ranks=ranks, checkpoints=checkpoints)
 
 
 if __name__ == "__main__":

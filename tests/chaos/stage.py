@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from buffer.embedded_redis import EmbeddedRedis
+from slipstream.buffer.redis.embedded import EmbeddedRedis
 from tests.chaos import lineage
 from tests.chaos.lineage import Sample
 from tests.chaos.pace import Pace
@@ -102,8 +102,8 @@ class Stage:
         """Make task, model and folders. Raises RuntimeError with the end of the log when that fails."""
         self.logs.mkdir(parents=True)
         data = ["--task=reverse", "--digits=5", f"--train-rows={NUM_ROWS}", "--heldout-rows=16", "--out=data"]
-        self._make("scripts.make_digits_data", data)
-        self._make("scripts.init_random_model", ["--layers=1", "--width=32", "--out=models/tiny"])
+        self._make("slipstream.scripts.make_digits_data", data)
+        self._make("slipstream.scripts.init_random_model", ["--layers=1", "--width=32", "--out=models/tiny"])
 
     def _make(self, module: str, arguments: list[str]) -> None:
         maker = WarmProcess(module, arguments, cwd=self.folder, log=self.logs / "stage.log")

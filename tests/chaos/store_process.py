@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import psutil
 
-from buffer.embedded_redis import EmbeddedRedis
+from slipstream.buffer.redis.embedded import EmbeddedRedis
 from tests.chaos.warm_process import last_line
 
 
@@ -33,7 +33,7 @@ class StoreProcess:
         return last_line(self._server.log_path)
 
     def start(self) -> None:
-        """Block until it has loaded its data and answers. Raises StoreUnavailable."""
+        """Block until it has loaded its data and answers. Raises StoreUnavailableError."""
         self._server.start()
         assert self._server.pid is not None
         self._process = psutil.Process(self._server.pid)

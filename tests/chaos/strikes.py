@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 from typing import Literal
 
-from buffer.trajectory import Record
+from slipstream.buffer.trajectory import Record
 
 Blow = Literal["kill", "terminate", "stop"]
 """SIGKILL | SIGTERM | SIGSTOP, and SIGCONT a while later."""

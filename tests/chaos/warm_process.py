@@ -12,22 +12,22 @@ import sys
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-from broker.process import LAUNCHER_VARIABLE
+from slipstream.runtime.process import LAUNCHER_VARIABLE
 
 _PRELOADED = [
-    "broker.__main__",
-    "broker.weights.collective",
-    "generators.__main__",
-    "generators.assembly",
-    "learner.assembly",
-    "scripts.init_random_model",
+    "slipstream.broker.__main__",
+    "slipstream.broker.weights.collective",
+    "slipstream.generators.__main__",
+    "slipstream.generators.build",
+    "slipstream.learner.build",
+    "slipstream.scripts.init_random_model",
     "tests.chaos.command",
     "tests.chaos.scripted_learner",
 ]
 
 
 class WarmProcess:
-    """One process at a time; `start` again after its end. `module` is the one with `main`, as `generators.__main__`."""
+    """One process at a time; `start` again after its end. `module` is the one with `main`, as `slipstream.generators.__main__`."""
 
     def __init__(self, module: str, arguments: list[str], *, cwd: Path, log: Path) -> None:
         self._target = (module, arguments, cwd, log)

@@ -1,8 +1,8 @@
 """Watch: what each role has done so far, read from the store as anybody may."""
 
-from buffer.errors import BufferFault
-from buffer.open_store import open_store
-from buffer.redis_store import RedisStore
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.store import RedisStore
 from tests.chaos.recovery import Work
 
 
@@ -22,7 +22,7 @@ class Watch:
         """Work by role name; `pids` are those of the newest processes."""
         try:
             return self._read(pids)
-        except BufferFault:
+        except ReplayBufferError:
             return {}
 
     def _read(self, pids: dict[str, int]) -> dict[str, Work]:

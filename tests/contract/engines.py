@@ -11,15 +11,15 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from broker.messages import Member, OpenEpoch, Update
-from broker.weights import buckets
-from broker.weights.collective import CollectiveReceiver, CollectiveSender
-from buffer.trajectory import Sampling
-from configs.generators import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
-from configs.model import ModelConfig
-from generators.engines.engine import Completion, Engine
-from generators.engines.hf_engine import HfEngine
-from generators.engines.scripted_engine import ScriptedEngine
+from slipstream.broker.messages import Member, OpenEpoch, Update
+from slipstream.broker.weights import buckets
+from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
+from slipstream.buffer.trajectory import Sampling
+from slipstream.configs.data import ModelConfig
+from slipstream.configs.generators import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
+from slipstream.generators.engines.engine import Completion, Engine
+from slipstream.generators.engines.hf_engine import HfEngine
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from tests.tiny_model import make_tiny_model, make_tiny_module
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def make_engine(kind: str, folder: Path, *, vllm: VllmEngineConfig) -> Engine:
         return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01), receiver=receiver)
     if kind == "hf":
         return HfEngine(model, HfEngineConfig(), receiver=receiver)
-    from generators.engines.vllm_engine import VllmEngine
+    from slipstream.generators.engines.vllm.engine import VllmEngine
 
     return VllmEngine(model, vllm, seed=0)
 

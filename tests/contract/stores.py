@@ -8,14 +8,14 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from buffer.books import StoreCounts
-from buffer.drawing import DrawRules
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.memory_store import MemoryStore
-from buffer.open_store import connect
-from buffer.records import CheckpointPointer, Claim, Lease, StepEntry
-from buffer.redis_store import RedisStore
-from buffer.trajectory import Sampling
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import CheckpointPointer, Claim, Lease, StepEntry
+from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.trajectory import Sampling
 from tests.builders import make_packed
 
 GROUP_SIZE = 2

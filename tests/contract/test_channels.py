@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.channels import ClientChannel, Frames, ServerChannel
-from broker.errors import ChannelClosed
-from broker.memory_channels import MemoryBroker
-from broker.zmq_channels import HIGH_WATER_MARK, ZmqClientChannel, ZmqServerChannel
+from slipstream.broker.errors import ChannelClosedError
+from slipstream.broker.transport.channels import ClientChannel, Frames, ServerChannel
+from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.broker.transport.zmq_channels import HIGH_WATER_MARK, ZmqClientChannel, ZmqServerChannel
 
 PATIENCE_S = 10.0
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -255,20 +255,20 @@ def test_a_closed_channel_says_so(wire: Wire) -> None:
     for channel in (client, server):
         channel.close()
         channel.close()
-    with pytest.raises(ChannelClosed, match="after close"):
+    with pytest.raises(ChannelClosedError, match="after close"):
         client.send([b"x"])
-    with pytest.raises(ChannelClosed, match="after close"):
+    with pytest.raises(ChannelClosedError, match="after close"):
         client.receive(timeout_s=0)
-    with pytest.raises(ChannelClosed, match="after close"):
+    with pytest.raises(ChannelClosedError, match="after close"):
         server.receive(timeout_s=0)
-    with pytest.raises(ChannelClosed, match="after close"):
+    with pytest.raises(ChannelClosedError, match="after close"):
         server.send(identity, [b"x"])
     client.wake()
 
 
 def test_a_second_server_is_refused(wire: Wire) -> None:
     server, client, _ = joined(wire)
-    with pytest.raises(ChannelClosed):
+    with pytest.raises(ChannelClosedError):
         wire.server()
     client.send([b"still here"])
     assert arrived(server, client)[1] == [b"still here"]
@@ -311,7 +311,7 @@ def test_an_address_in_use_is_named(kind: str, tmp_path: Path) -> None:
     wire = ZmqWire(f"ipc://{tmp_path}/broker.sock" if kind == "ipc" else "tcp://127.0.0.1:0")
     wire.server()
     with pytest.raises(
-        ChannelClosed, match=f"must be free to bind, got {re.escape(wire.address)}: .*; stop the broker"
+        ChannelClosedError, match=f"must be free to bind, got {re.escape(wire.address)}: .*; stop the broker"
     ):
         wire.server()
     wire.close()
@@ -327,12 +327,12 @@ def test_a_path_left_behind_by_a_dead_broker_is_free(sockets: ZmqWire) -> None:
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:5757", "tcp://*:5757", "tcp://10.1.2.3:5757", "tcp://example:1"])
 def test_other_machines_are_kept_out(address: str) -> None:
-    with pytest.raises(ChannelClosed, match="must be a loopback or ipc endpoint"):
+    with pytest.raises(ChannelClosedError, match="must be a loopback or ipc endpoint"):
         ZmqServerChannel(address, max_message_bytes=MAX_MESSAGE_BYTES)
 
 
 def test_an_address_that_is_none_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ChannelClosed, match="must be a ZeroMQ endpoint, got nonsense"):
+    with pytest.raises(ChannelClosedError, match="must be a ZeroMQ endpoint, got nonsense"):
         ZmqClientChannel("nonsense", max_message_bytes=MAX_MESSAGE_BYTES)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from broker.errors import WeightTransferFault
-from buffer.trajectory import VersionSpan
-from generators.engines.engine import EngineLoad
-from generators.engines.vllm_environment import engine_environment
+from slipstream.broker.errors import WeightTransferError
+from slipstream.buffer.trajectory import VersionSpan
+from slipstream.generators.engines.engine import EngineLoad
+from slipstream.generators.engines.vllm.environment import engine_environment
 from tests.contract.engines import (
     END,
     VLLM_CONFIG,
@@ -211,7 +211,7 @@ def test_many_updates_in_a_row_over_several_epochs(rig: Rig):
 
 def test_a_corrupted_broadcast_is_refused_and_the_old_version_stays(rig: Rig):
     before = rig.engine.version
-    with pytest.raises(WeightTransferFault, match="checksum"):
+    with pytest.raises(WeightTransferError, match="checksum"):
         rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1, is_spoilt=True))
     assert rig.engine.version == before
     (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))

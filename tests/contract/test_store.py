@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from buffer.codec import unpack
-from buffer.drawing import DrawRules, Shortage
-from buffer.errors import RunConflict, StaleFence
-from buffer.permutation import row_of
-from buffer.records import CheckpointPointer, Insertion, Lease, MetricsRows
-from buffer.trajectory import Reward, VersionSpan
-from configs.drawing import UniformConfig
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.errors import RunConflictError, StaleFenceError
+from slipstream.buffer.records import CheckpointPointer, Insertion, Lease, MetricsRows
+from slipstream.buffer.samplers import row_of
+from slipstream.buffer.sampling import DrawRules, NotReady
+from slipstream.buffer.trajectory import Reward, VersionSpan
+from slipstream.configs.drawing import UniformConfig
 from tests.builders import make_packed
 from tests.contract.stores import (
     GROUP_SIZE,
@@ -42,11 +42,11 @@ def refused(reason: str) -> Insertion:
 # --- the run ---------------------------------------------------------------------------------------------------------
 def test_a_store_without_a_run_says_so(fresh_store):
     for use in (fresh_store.run_state, fresh_store.run_config_json, fresh_store.counts, fresh_store.reap):
-        with pytest.raises(RunConflict, match="must be opened"):
+        with pytest.raises(RunConflictError, match="must be opened"):
             use()
-    with pytest.raises(RunConflict, match="must be opened"):
+    with pytest.raises(RunConflictError, match="must be opened"):
         lease(fresh_store)
-    with pytest.raises(RunConflict, match="must be opened"):
+    with pytest.raises(RunConflictError, match="must be opened"):
         fresh_store.insert([make_packed("0", 0)])
 
 
@@ -65,9 +65,9 @@ def test_opening_the_same_run_again_finds_it_where_it_stands(store):
 
 def test_a_changed_config_is_refused_by_the_name_of_its_first_key(fresh_store):
     open_run(fresh_store, config_json='{"learner": {"groups_per_step": 8}, "seed": 1}')
-    with pytest.raises(RunConflict, match=r"learner\.groups_per_step must stay 8 .* got 16"):
+    with pytest.raises(RunConflictError, match=r"learner\.groups_per_step must stay 8 .* got 16"):
         open_run(fresh_store, config_json='{"learner": {"groups_per_step": 16}, "seed": 1}')
-    with pytest.raises(RunConflict, match="num_rows must stay 7"):
+    with pytest.raises(RunConflictError, match="num_rows must stay 7"):
         open_run(fresh_store, config_json='{"learner": {"groups_per_step": 8}, "seed": 1}', num_rows=8)
 
 
@@ -79,7 +79,7 @@ def test_how_a_run_ends_may_change_when_it_is_resumed(fresh_store):
 
 
 def test_another_runs_name_is_refused(store):
-    with pytest.raises(RunConflict, match="was opened for run"):
+    with pytest.raises(RunConflictError, match="was opened for run"):
         store.open_run("somebody-else", config_json="{}", num_rows=NUM_ROWS, seed=SEED)
 
 
@@ -344,7 +344,7 @@ def test_refused_frames_are_kept_short_few_and_counted(store):
 # --- batches ---------------------------------------------------------------------------------------------------------
 def test_a_claim_is_whole_or_none(store):
     make_ready(store, 3)
-    assert store.claim(step=1, version=0, num_groups=4, rules=OLDEST_FIRST, lease_s=60) == Shortage(
+    assert store.claim(step=1, version=0, num_groups=4, rules=OLDEST_FIRST, lease_s=60) == NotReady(
         "3 of 4 groups are ready", ready_wanted=4
     )
     assert store.counts().ready == 3
@@ -376,7 +376,7 @@ def test_fetch_gives_each_groups_members_by_index(store):
 
 
 def test_fetching_what_is_gone_says_so(store):
-    with pytest.raises(StaleFence, match="group 5 must be stored"):
+    with pytest.raises(StaleFenceError, match="group 5 must be stored"):
         store.fetch(["5"])
 
 
@@ -397,11 +397,11 @@ def test_a_lapsed_claim_is_fenced_off_and_its_groups_come_back_in_order(store, c
     clock.now += 10
     assert store.reap() == ["claim of step 1 lapsed: 2 groups are ready again"]
     for act in (lambda each: commit(store, each), lambda each: store.renew_claim(each, lease_s=1)):
-        with pytest.raises(StaleFence, match="step 1 with fence 1"):
+        with pytest.raises(StaleFenceError, match="step 1 with fence 1"):
             act(old)
     new = claim(store, 1, 3)
     assert (new.group_ids, new.fence) == (["0", "1", "2"], 2)
-    with pytest.raises(StaleFence):
+    with pytest.raises(StaleFenceError):
         commit(store, old)
     commit(store, new)
 
@@ -422,7 +422,7 @@ def test_asking_again_for_a_step_takes_its_earlier_claim_back(store):
     again = claim(store, 1, 2)
     assert again.group_ids == lost.group_ids
     assert again.fence > lost.fence
-    with pytest.raises(StaleFence):
+    with pytest.raises(StaleFenceError):
         commit(store, lost)
     assert store.counts().claimed == 2
 
@@ -455,7 +455,7 @@ def test_retire_covers_steps_up_to_the_checkpoint(store):
     assert checkpoint(store, 2) == 0
     counts = store.counts()
     assert (counts.used, counts.outcomes, counts.accepted) == (1, {"retired": 2}, 6)
-    with pytest.raises(StaleFence):
+    with pytest.raises(StaleFenceError):
         store.fetch(["0"])
     assert len(store.fetch(["2"])[0]) == GROUP_SIZE
 
@@ -479,7 +479,7 @@ def test_a_commit_after_a_roll_back_is_stale(store):
     taken = claim(store, 1, 1)
     commit(store, taken)
     store.roll_back(to_step=0, to_version=0)
-    with pytest.raises(StaleFence):
+    with pytest.raises(StaleFenceError):
         commit(store, taken)
 
 
@@ -490,7 +490,7 @@ def test_only_the_learner_that_went_on_declares_checkpoints(store):
     store.roll_back(to_step=0, to_version=0)
     commit(store, claim(store, 1, 1))
     pointer = CheckpointPointer(1, 1, "step-00000001")
-    with pytest.raises(StaleFence, match="another learner has gone on"):
+    with pytest.raises(StaleFenceError, match="another learner has gone on"):
         store.checkpoint(pointer, fence=taken.fence)
     assert store.run_state().checkpoint is None
     assert store.counts().used == 1, "not retired either"
@@ -501,7 +501,7 @@ def test_after_a_roll_back_a_checkpoint_needs_no_step(store):
     before = store.run_state().fence
     store.roll_back(to_step=0, to_version=0)
     pointer = CheckpointPointer(0, 0, "step-00000000")
-    with pytest.raises(StaleFence):
+    with pytest.raises(StaleFenceError):
         store.checkpoint(pointer, fence=before)
     store.checkpoint(pointer, fence=store.run_state().fence)
     assert store.run_state().checkpoint == pointer
@@ -626,11 +626,11 @@ def test_the_ledger_grows_with_commits_and_goes_back_with_a_roll_back(store):
 def test_steps_are_committed_one_after_the_other(store):
     make_ready(store, 2)
     ahead = claim(store, 2, 1)
-    with pytest.raises(StaleFence, match="got step 2 after step 0"):
+    with pytest.raises(StaleFenceError, match="got step 2 after step 0"):
         commit(store, ahead)
     commit(store, claim(store, 1, 1))
     commit(store, ahead)
-    with pytest.raises(StaleFence, match="got step 2 with step 2 the last one committed"):
+    with pytest.raises(StaleFenceError, match="got step 2 with step 2 the last one committed"):
         claim(store, 2, 1)
 
 
@@ -641,7 +641,7 @@ def test_a_checkpoint_is_what_a_resumed_run_starts_from(store):
     checkpoint(store, 1)
     commit(store, claim(store, 2, 1))
     assert store.run_state().checkpoint == CheckpointPointer(1, 1, "step-00000001")
-    with pytest.raises(StaleFence, match=r"got step 3 .* with step 2 the last one committed"):
+    with pytest.raises(StaleFenceError, match=r"got step 3 .* with step 2 the last one committed"):
         checkpoint(store, 3)
     store.roll_back(to_step=1, to_version=1)
     assert store.run_state().checkpoint == CheckpointPointer(1, 1, "step-00000001")
@@ -656,7 +656,7 @@ def test_a_rejected_group_leaves_the_claim_and_gives_its_admission_back(store):
     assert counts.reasons == {"rejected: unfit": 1}
     again = claim(store, 1, 2)
     assert again.group_ids == [second, third]
-    with pytest.raises(StaleFence):
+    with pytest.raises(StaleFenceError):
         store.reject(taken, group_ids=[second], reason="unfit")
     assert store.audit().rejected == GROUP_SIZE
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from buffer.drawing import DrawRules, Shortage
-from buffer.errors import RunConflict, StaleFence
-from buffer.records import Claim, LagSplit, Lease, VersionEntry
-from buffer.trajectory import Reward, VersionSpan
-from configs.buffer import DropShortConfig, RefillConfig, TrainShortConfig
-from configs.drawing import FreshestConfig, PrioritizedConfig, ReuseConfig, StalenessConfig
+from slipstream.buffer.errors import RunConflictError, StaleFenceError
+from slipstream.buffer.records import Claim, LagSplit, Lease, VersionEntry
+from slipstream.buffer.sampling import DrawRules, NotReady
+from slipstream.buffer.trajectory import Reward, VersionSpan
+from slipstream.configs.buffer import DropShortConfig, RefillConfig, TrainShortConfig
+from slipstream.configs.drawing import FreshestConfig, PrioritizedConfig, ReuseConfig, StalenessConfig
 from tests.contract.stores import (
     GROUP_SIZE,
     AnyStore,
@@ -23,11 +23,11 @@ from tests.contract.stores import (
 )
 
 
-def over_age(policy: str, *, max_lag: int = 1, **reuse: object) -> DrawRules:
+def on_stale(policy: str, *, max_lag: int = 1, **reuse: object) -> DrawRules:
     return DrawRules(reuse=ReuseConfig(**reuse), staleness=StalenessConfig(max_lag, policy))
 
 
-def ask(store: AnyStore, rules: DrawRules, *, step: int, version: int, count: int) -> Claim | Shortage:
+def ask(store: AnyStore, rules: DrawRules, *, step: int, version: int, count: int) -> Claim | NotReady:
     return store.claim(step=step, version=version, num_groups=count, rules=rules, lease_s=60)
 
 
@@ -58,7 +58,7 @@ def reusing(fresh_store):
 def test_how_often_a_group_may_be_used_stays_as_the_run_was_opened_with(fresh_store):
     once = '{"buffer": {"reuse": {"max_uses": 1}}}'
     open_run(fresh_store, config_json=once, max_uses=1)
-    with pytest.raises(RunConflict, match=r"buffer\.reuse\.max_uses must stay 1 .* got 3"):
+    with pytest.raises(RunConflictError, match=r"buffer\.reuse\.max_uses must stay 1 .* got 3"):
         open_run(fresh_store, config_json=once.replace("1", "3"), max_uses=3)
     make_ready(fresh_store, 1)
     commit(fresh_store, claim(fresh_store, 1, 1))
@@ -91,7 +91,7 @@ def test_a_used_group_is_drawn_again_until_it_has_had_its_uses(reusing):
     for step in (1, 2, 3):
         assert sorted(take_step(reusing, step, 2, TWICE).group_ids) == ["0", "1"]
     assert (reusing.counts().used, reusing.counts().reusable) == (2, 0)
-    assert ask(reusing, TWICE, step=4, version=3, count=1) == Shortage("0 of 1 groups are ready", ready_wanted=1)
+    assert ask(reusing, TWICE, step=4, version=3, count=1) == NotReady("0 of 1 groups are ready", ready_wanted=1)
     assert checkpoint(reusing, 3) == 2
     assert [group.steps for group in reusing.finished(limit=9)] == [[1, 2, 3], [1, 2, 3]]
 
@@ -171,10 +171,10 @@ def test_what_was_consumed_counts_from_the_version_it_is_in(store):
 # --- over age --------------------------------------------------------------------------------------------------------
 def test_dropped_groups_expire_and_give_their_admission_back(store):
     make_ready(store, 3)
-    found = ask(store, over_age("drop"), step=1, version=2, count=2)
-    assert found == Shortage("0 of 2 groups are ready", ready_wanted=2)
+    found = ask(store, on_stale("drop"), step=1, version=2, count=2)
+    assert found == NotReady("0 of 2 groups are ready", ready_wanted=2)
     counts = store.counts()
-    assert (counts.admitted, counts.reasons) == (0, {"expired: over_age": 3})
+    assert (counts.admitted, counts.reasons) == (0, {"expired: on_stale": 3})
     assert counts.waste_fraction == 1.0
     assert store.audit().expired == 3 * GROUP_SIZE
 
@@ -184,7 +184,7 @@ def test_a_demoted_group_only_fills_up(store):
     old, new = lease(store, 2)
     fill_with(store, old, version=0)
     fill_with(store, new, version=2)
-    rules = over_age("demote")
+    rules = on_stale("demote")
     taken = ask(store, rules, step=1, version=2, count=2)
     assert isinstance(taken, Claim)
     assert (taken.group_ids, taken.reused) == ([new.group_id, old.group_id], [False, True])
@@ -198,21 +198,21 @@ def test_a_demoted_group_only_fills_up(store):
 
 def test_a_demoted_group_is_let_go_when_even_that_is_too_old(store):
     make_ready(store, 1)
-    rules = over_age("demote", max_age=3)
+    rules = on_stale("demote", max_age=3)
     for version, found in ((2, "1 may be used again"), (4, "0 of 2 groups are ready")):
         shortage = ask(store, rules, step=1, version=version, count=2)
-        assert isinstance(shortage, Shortage)
+        assert isinstance(shortage, NotReady)
         assert found in shortage.reason
-    assert store.counts().reasons == {"expired: over_age": 1}
+    assert store.counts().reasons == {"expired: on_stale": 1}
     assert store.counts().admitted == 0
 
 
 def test_a_claim_with_a_demoted_group_that_fails_puts_it_back_where_it_was(store):
     make_ready(store, 1)
-    assert isinstance(ask(store, over_age("demote"), step=1, version=2, count=1), Claim)
+    assert isinstance(ask(store, on_stale("demote"), step=1, version=2, count=1), Claim)
     store.roll_back(to_step=0, to_version=0)
     assert (store.counts().demoted, store.counts().ready) == (1, 0)
-    assert isinstance(ask(store, over_age("demote"), step=1, version=2, count=1), Claim)
+    assert isinstance(ask(store, on_stale("demote"), step=1, version=2, count=1), Claim)
 
 
 def test_a_demoted_group_is_there_for_a_run_that_is_trained_on(store):
@@ -220,7 +220,7 @@ def test_a_demoted_group_is_there_for_a_run_that_is_trained_on(store):
     (new,) = lease(store, 1)
     store.announce_version(2)
     fill_with(store, new, version=2)
-    first = ask(store, over_age("demote"), step=1, version=2, count=1)
+    first = ask(store, on_stale("demote"), step=1, version=2, count=1)
     assert isinstance(first, Claim)
     assert first.group_ids == [new.group_id]
     commit(store, first)
@@ -228,7 +228,7 @@ def test_a_demoted_group_is_there_for_a_run_that_is_trained_on(store):
     checkpoint(store, 1)
     store.set_phase("training")
     assert store.counts().demoted == 1
-    again = ask(store, over_age("demote"), step=2, version=2, count=1)
+    again = ask(store, on_stale("demote"), step=2, version=2, count=1)
     assert isinstance(again, Claim)
     assert again.reused == [True]
 
@@ -236,11 +236,11 @@ def test_a_demoted_group_is_there_for_a_run_that_is_trained_on(store):
 def test_under_wait_a_step_waits_for_the_prompts_it_would_make_too_old(store):
     make_ready(store, 1)
     (running,) = lease(store, 1)
-    waiting = ask(store, over_age("wait"), step=2, version=1, count=1)
-    assert isinstance(waiting, Shortage)
+    waiting = ask(store, on_stale("wait"), step=2, version=1, count=1)
+    assert isinstance(waiting, NotReady)
     assert "a prompt under way since version 0" in waiting.reason
     fill(store, running)
-    assert isinstance(ask(store, over_age("wait"), step=2, version=1, count=1), Claim)
+    assert isinstance(ask(store, on_stale("wait"), step=2, version=1, count=1), Claim)
 
 
 # --- groups short of members -----------------------------------------------------------------------------------------
@@ -336,5 +336,5 @@ def test_stored_bytes_are_those_of_the_payloads_that_are_there(fresh_store):
 def test_a_step_that_was_committed_is_not_claimed_again_whatever_the_rules(reusing):
     make_ready(reusing, 1)
     take_step(reusing, 1, 1, TWICE)
-    with pytest.raises(StaleFence, match="got step 1"):
+    with pytest.raises(StaleFenceError, match="got step 1"):
         claim(reusing, 1, 1, rules=TWICE)

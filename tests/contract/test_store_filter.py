@@ -2,12 +2,12 @@
 
 import pytest
 
-from buffer.books import StoreCounts
-from buffer.drawing import DrawRules
-from buffer.records import Insertion, Lease
-from buffer.trajectory import Reward
-from configs.buffer import DropShortConfig, TrainShortConfig
-from configs.drawing import AccuracyConfig, FilterConfig, KeepAllConfig, PrioritizedConfig, ZeroSignalConfig
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.records import Insertion, Lease
+from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.buffer import DropShortConfig, TrainShortConfig
+from slipstream.configs.drawing import AccuracyConfig, FilterConfig, KeepAllConfig, PrioritizedConfig, ZeroSignalConfig
 from tests.contract.stores import GREEDY, AnyStore, answer, claim, commit, make_memory_store, open_run
 
 SIZE = 3

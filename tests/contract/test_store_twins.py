@@ -8,12 +8,12 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from buffer.drawing import DrawRules
-from buffer.errors import StaleFence
-from buffer.records import Claim, Lease, VersionEntry
-from buffer.trajectory import Reward, VersionSpan
-from configs.buffer import DropShortConfig, RefillConfig, TrainShortConfig
-from configs.drawing import (
+from slipstream.buffer.errors import StaleFenceError
+from slipstream.buffer.records import Claim, Lease, VersionEntry
+from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.trajectory import Reward, VersionSpan
+from slipstream.configs.buffer import DropShortConfig, RefillConfig, TrainShortConfig
+from slipstream.configs.drawing import (
     AccuracyConfig,
     FifoConfig,
     FreshestConfig,
@@ -53,7 +53,7 @@ RULES = st.builds(
     staleness=st.builds(
         StalenessConfig,
         max_lag=st.sampled_from([0, 1, 2]),
-        over_age=st.sampled_from(["mask", "drop", "wait", "demote"]),
+        on_stale=st.sampled_from(["mask", "drop", "wait", "demote"]),
     ),
 )
 # One member is enough here: groups of two are never short otherwise.
@@ -280,7 +280,7 @@ class Twins(RuleBasedStateMachine):
 def _outcome(operation: Callable[[Any], Any], store: Any) -> Any:
     try:
         return operation(store)
-    except StaleFence as error:
+    except StaleFenceError as error:
         return str(error)
 
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from buffer.errors import RunConflict
-from buffer.limits import ROLES_KEPT
-from buffer.records import Event
-from buffer.trajectory import VersionSpan
+from slipstream.buffer.errors import RunConflictError
+from slipstream.buffer.records import ROLES_KEPT, Event
+from slipstream.buffer.trajectory import VersionSpan
 from tests.contract.stores import answer, claim, commit, lease, make_ready
 
 
@@ -70,9 +69,9 @@ def test_the_run_tells_when_its_newest_step_was_committed(store, clock):
 # --- events ----------------------------------------------------------------------------------------------------------
 def test_the_newest_events_are_kept_in_order_and_short(store, clock):
     for number in range(300):
-        store.note_event("generator-0", f"died {number}")
+        store.record_event("generator-0", f"died {number}")
     clock.now += 1.5
-    store.note_event("learner", "ü" * 5000)
+    store.record_event("learner", "ü" * 5000)
     *_, before, last = store.events(limit=3)
     assert before == Event(1000.0, "generator-0", "died 299")
     assert last == Event(1001.5, "learner", "ü" * 1000)
@@ -82,8 +81,8 @@ def test_the_newest_events_are_kept_in_order_and_short(store, clock):
 
 def test_nothing_is_noted_of_a_run_that_was_not_opened(fresh_store):
     assert fresh_store.events(limit=9) == []
-    with pytest.raises(RunConflict):
-        fresh_store.note_event("learner", "evicted")
+    with pytest.raises(RunConflictError):
+        fresh_store.record_event("learner", "evicted")
 
 
 # --- the queue by age ------------------------------------------------------------------------------------------------

@@ -5,14 +5,14 @@ import itertools
 import pytest
 import torch
 
-from configs.advantages import GaeConfig
-from configs.algorithm import AlgorithmConfig
-from configs.critic import CriticConfig, CriticOptimizerConfig
-from configs.learner import OptimizerConfig, TorchEngineConfig
-from learner.canary import canary_logprobs
-from learner.collate import Layout, collate
-from learner.errors import Diverged
-from learner.gradient_memory import GradientMemory
+from slipstream.configs.advantages import GaeConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import CriticConfig, CriticOptimizerConfig
+from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.errors import DivergenceError
+from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
+from slipstream.learner.publishing.staging import canary_logprobs
 from tests.unit.learner.builders import (
     make_alone,
     make_groups,
@@ -120,7 +120,7 @@ def test_the_cosine_of_consecutive_gradients_is_that_of_the_whole_ones(tmp_path,
         return torch.cat(gradients)
 
     twin, used = make_engine(tmp_path, TorchEngineConfig()), make_engine(tmp_path, engine)
-    memory = GradientMemory(used.optimizer, seed=0)
+    memory = GradientSimilarity(used.optimizer, seed=0)
     for seed in range(3):
         accumulate(used, make_microbatches(seed))
         used.step(learning_rate=0.0)
@@ -147,7 +147,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, engine):
     engine = make_engine(tmp_path, engine)
     before = copied(engine)
     accumulate(engine, make_microbatches(), factor=float("inf"))
-    with pytest.raises(Diverged, match="gradient norm must be finite"):
+    with pytest.raises(DivergenceError, match="gradient norm must be finite"):
         engine.step(learning_rate=1e-3)
     assert largest_difference(before, copied(engine)) == 0
 

@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from broker.errors import WeightTransferFault
-from broker.messages import Member, OpenEpoch
-from broker.weights import buckets
-from broker.weights.collective import CollectiveReceiver, CollectiveSender
-from broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
-from broker.weights.transport import WeightReceiver, WeightSender
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import Member, OpenEpoch
+from slipstream.broker.weights import buckets
+from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
+from slipstream.broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
+from slipstream.broker.weights.transport import WeightReceiver, WeightSender
 
 PATIENCE_S = 10.0
 HOST = "127.0.0.1"
 Named = list[tuple[str, Tensor]]
 
 
-class Fleet:
+class GeneratorPool:
     """A sender and receivers, each of which lives on a thread of its own."""
 
     def __init__(self, sender: WeightSender, receivers: list[WeightReceiver]) -> None:
@@ -74,23 +74,23 @@ class Fleet:
 NUM_RECEIVERS = 3
 
 
-def make_fleet(kind: str) -> Fleet:
+def make_fleet(kind: str) -> GeneratorPool:
     if kind == "gloo":
         sender = CollectiveSender(HOST, device="cpu")
-        return Fleet(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
+        return GeneratorPool(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
     weights = MemoryWeights()
-    return Fleet(MemorySender(weights), [MemoryReceiver(weights) for _ in range(NUM_RECEIVERS)])
+    return GeneratorPool(MemorySender(weights), [MemoryReceiver(weights) for _ in range(NUM_RECEIVERS)])
 
 
 @pytest.fixture(params=["memory", "gloo"])
-def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest) -> Iterator[GeneratorPool]:
     opened = make_fleet(request.param)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def gloo() -> Iterator[Fleet]:
+def gloo() -> Iterator[GeneratorPool]:
     opened = make_fleet("gloo")
     yield opened
     opened.close()
@@ -116,125 +116,125 @@ def assert_same(received: Named, sent: Named) -> None:
 
 
 # --- all transports --------------------------------------------------------------------------------------------------
-def test_weights_arrive_bit_for_bit(fleet: Fleet) -> None:
+def test_weights_arrive_bit_for_bit(fleet: GeneratorPool) -> None:
     fleet.open_epoch(1, members=[0, 1, 2])
     for received in fleet.update(make_weights(), members=[0, 1, 2]):
         assert_same(received, make_weights())
 
 
-def test_an_epoch_carries_many_updates(fleet: Fleet) -> None:
+def test_an_epoch_carries_many_updates(fleet: GeneratorPool) -> None:
     fleet.open_epoch(1, members=[0, 1])
     for seed in range(5):
         for received in fleet.update(make_weights(seed), members=[0, 1]):
             assert_same(received, make_weights(seed))
 
 
-def test_membership_changes_from_epoch_to_epoch(fleet: Fleet) -> None:
+def test_membership_changes_from_epoch_to_epoch(fleet: GeneratorPool) -> None:
     for epoch, members in enumerate([[0], [0, 1, 2], [2, 1], [1], [0, 2]]):
         fleet.open_epoch(epoch, members=members)
         for received in fleet.update(make_weights(epoch), members=members):
             assert_same(received, make_weights(epoch))
 
 
-def test_without_members_nothing_is_sent_and_nobody_is_waited_for(fleet: Fleet) -> None:
+def test_without_members_nothing_is_sent_and_nobody_is_waited_for(fleet: GeneratorPool) -> None:
     fleet.sender.open_epoch(1, num_members=0, timeout_s=PATIENCE_S)
     assert fleet.update(make_weights(), members=[]) == []
     fleet.open_epoch(2, members=[0])
     assert_same(fleet.update(make_weights(), members=[0])[0], make_weights())
 
 
-def test_a_wrong_checksum_is_refused_and_the_epoch_goes_on(fleet: Fleet) -> None:
+def test_a_wrong_checksum_is_refused_and_the_epoch_goes_on(fleet: GeneratorPool) -> None:
     fleet.open_epoch(1, members=[0])
     slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in make_weights()], bucket_bytes=256)
     sums = buckets.checksums(buckets.pack(make_weights(), slots, sizes=sizes))
     sums[1] ^= 1
-    with pytest.raises(WeightTransferFault, match=f"bucket 1 of {len(sums)} must have checksum .* nothing was loaded"):
+    with pytest.raises(WeightTransferError, match=f"bucket 1 of {len(sums)} must have checksum .* nothing was loaded"):
         fleet.update(make_weights(), members=[0], checksums=sums, timeout_s=2.0)
     assert_same(fleet.update(make_weights(), members=[0])[0], make_weights())
 
 
-def test_weights_do_not_travel_without_an_epoch(fleet: Fleet) -> None:
-    with pytest.raises(WeightTransferFault, match="must be open"):
+def test_weights_do_not_travel_without_an_epoch(fleet: GeneratorPool) -> None:
+    with pytest.raises(WeightTransferError, match="must be open"):
         fleet.sender.broadcast([], timeout_s=1.0)
-    with pytest.raises(WeightTransferFault, match="must be open"):
+    with pytest.raises(WeightTransferError, match="must be open"):
         fleet.receivers[0].receive([], bucket_bytes=[], checksums=[], timeout_s=1.0)
 
 
-def test_after_close_no_weights_travel(fleet: Fleet) -> None:
+def test_after_close_no_weights_travel(fleet: GeneratorPool) -> None:
     fleet.open_epoch(1, members=[0])
     fleet.close()
     fleet.close()
-    with pytest.raises(WeightTransferFault, match="must be open"):
+    with pytest.raises(WeightTransferError, match="must be open"):
         fleet.sender.broadcast([], timeout_s=1.0)
-    with pytest.raises(WeightTransferFault, match="must be open"):
+    with pytest.raises(WeightTransferError, match="must be open"):
         fleet.receivers[0].receive([], bucket_bytes=[], checksums=[], timeout_s=1.0)
 
 
-def test_a_receiver_does_not_wait_for_ever_for_an_epoch(fleet: Fleet) -> None:
+def test_a_receiver_does_not_wait_for_ever_for_an_epoch(fleet: GeneratorPool) -> None:
     started = time.monotonic()
-    with pytest.raises(WeightTransferFault, match="weight epoch 7"):
+    with pytest.raises(WeightTransferError, match="weight epoch 7"):
         fleet.receivers[0].open_epoch(fleet.opening(7, num_members=1, timeout_s=0.3), rank=1)
     assert time.monotonic() - started < 3.0
 
 
-def test_a_receiver_does_not_wait_for_ever_for_a_broadcast(fleet: Fleet) -> None:
+def test_a_receiver_does_not_wait_for_ever_for_a_broadcast(fleet: GeneratorPool) -> None:
     fleet.open_epoch(1, members=[0])
     started = time.monotonic()
-    with pytest.raises(WeightTransferFault, match="weight epoch 1"):
+    with pytest.raises(WeightTransferError, match="weight epoch 1"):
         fleet.receivers[0].receive([], bucket_bytes=[64], checksums=[0], timeout_s=0.3)
     assert time.monotonic() - started < 3.0
 
 
 # --- process groups --------------------------------------------------------------------------------------------------
-def test_a_missing_member_is_named_to_all_who_came(gloo: Fleet) -> None:
+def test_a_missing_member_is_named_to_all_who_came(gloo: GeneratorPool) -> None:
     opening = gloo.opening(1, num_members=3, timeout_s=PATIENCE_S)
     with ThreadPoolExecutor() as threads:
         joins = [threads.submit(gloo.receivers[i].open_epoch, opening, rank=rank) for i, rank in enumerate([1, 3])]
         started = time.monotonic()
-        with pytest.raises(WeightTransferFault, match="epoch 1, rank 0 of 4: gather failed: rank 2 did not arrive"):
+        with pytest.raises(WeightTransferError, match="epoch 1, rank 0 of 4: gather failed: rank 2 did not arrive"):
             gloo.sender.open_epoch(1, num_members=3, timeout_s=0.5)
         for join in joins:
-            with pytest.raises(WeightTransferFault, match="rank 2 did not arrive"):
+            with pytest.raises(WeightTransferError, match="rank 2 did not arrive"):
                 join.result(PATIENCE_S)
     assert time.monotonic() - started < 3.0
     gloo.open_epoch(2, members=[0, 2])
     assert_same(gloo.update(make_weights(), members=[0, 2])[1], make_weights())
 
 
-def test_a_member_that_comes_too_late_learns_it_at_once(gloo: Fleet) -> None:
-    with pytest.raises(WeightTransferFault):
+def test_a_member_that_comes_too_late_learns_it_at_once(gloo: GeneratorPool) -> None:
+    with pytest.raises(WeightTransferError):
         gloo.sender.open_epoch(1, num_members=1, timeout_s=0.1)
     started = time.monotonic()
-    with pytest.raises(WeightTransferFault, match="rank 1 did not arrive in time"):
+    with pytest.raises(WeightTransferError, match="rank 1 did not arrive in time"):
         gloo.receivers[0].open_epoch(gloo.opening(1, num_members=1), rank=1)
     assert time.monotonic() - started < 3.0
 
 
-def test_a_learner_that_is_gone_is_told_at_once(gloo: Fleet) -> None:
+def test_a_learner_that_is_gone_is_told_at_once(gloo: GeneratorPool) -> None:
     opening = gloo.opening(1, num_members=1)
     gloo.sender.close()
     started = time.monotonic()
-    with pytest.raises(WeightTransferFault, match=r"reach the learner's rendezvous store at 127\.0\.0\.1"):
+    with pytest.raises(WeightTransferError, match=r"reach the learner's rendezvous store at 127\.0\.0\.1"):
         gloo.receivers[0].open_epoch(opening, rank=1)
     assert time.monotonic() - started < 3.0
 
 
-def test_a_member_that_leaves_fails_the_broadcast_for_all(gloo: Fleet) -> None:
+def test_a_member_that_leaves_fails_the_broadcast_for_all(gloo: GeneratorPool) -> None:
     gloo.open_epoch(1, members=[0, 1])
     gloo.receivers[1].close()
     started = time.monotonic()
-    with pytest.raises(WeightTransferFault, match=r"epoch 1, rank 0 of 3: broadcast of bucket \d+ of 64"):
+    with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 3: broadcast of bucket \d+ of 64"):
         gloo.sender.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)] * 64, timeout_s=PATIENCE_S)
-    with pytest.raises(WeightTransferFault, match="epoch 1, rank 1 of 3: broadcast of bucket"):
+    with pytest.raises(WeightTransferError, match="epoch 1, rank 1 of 3: broadcast of bucket"):
         gloo.receivers[0].receive([], bucket_bytes=[1 << 20] * 64, checksums=[0] * 64, timeout_s=PATIENCE_S)
     assert time.monotonic() - started < PATIENCE_S / 2
-    with pytest.raises(WeightTransferFault, match="must be open"):
+    with pytest.raises(WeightTransferError, match="must be open"):
         gloo.sender.broadcast([], timeout_s=1.0)
     gloo.open_epoch(2, members=[0])
     assert_same(gloo.update(make_weights(), members=[0])[0], make_weights())
 
 
-def test_the_rendezvous_listens_on_its_host_alone(gloo: Fleet) -> None:
+def test_the_rendezvous_listens_on_its_host_alone(gloo: GeneratorPool) -> None:
     address = gloo.sender.address
     listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert (HOST, address[1]) in listening
@@ -245,18 +245,18 @@ def test_the_rendezvous_listens_on_its_host_alone(gloo: Fleet) -> None:
 def test_a_port_in_use_is_named() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(WeightTransferFault, match=f"must be an address of this machine .*{port}"):
+        with pytest.raises(WeightTransferError, match=f"must be an address of this machine .*{port}"):
             CollectiveSender(HOST, device="cpu", port=port)
 
 
-def test_staging_memory_is_used_again(gloo: Fleet) -> None:
+def test_staging_memory_is_used_again(gloo: GeneratorPool) -> None:
     gloo.open_epoch(1, members=[0])
     first = gloo.update(make_weights(1), members=[0])[0]
     second = gloo.update(make_weights(2), members=[0])[0]
     assert [t.data_ptr() for _, t in first] == [t.data_ptr() for _, t in second]
 
 
-def test_torchs_default_group_is_left_alone(gloo: Fleet, tmp_path: Path) -> None:
+def test_torchs_default_group_is_left_alone(gloo: GeneratorPool, tmp_path: Path) -> None:
     # Tests of the training engines in the same process may have made one already, and keep it.
     is_ours = not dist.is_initialized()
     if is_ours:
@@ -275,7 +275,7 @@ def test_torchs_default_group_is_left_alone(gloo: Fleet, tmp_path: Path) -> None
             dist.destroy_process_group()
 
 
-def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(gloo: Fleet) -> None:
+def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(gloo: GeneratorPool) -> None:
     process = psutil.Process()
 
     def rounds(first: int, count: int) -> tuple[int, int]:

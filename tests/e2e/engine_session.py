@@ -8,14 +8,14 @@ import sys
 
 import psutil
 
-from configs.model import ModelConfig
-from generators.engines.vllm_environment import engine_environment
+from slipstream.configs.data import ModelConfig
+from slipstream.generators.engines.vllm.environment import engine_environment
 from tests.contract.engines import VLLM_CONFIG, make_sampling
 
 
 async def main(folder: str) -> None:
     """Say which processes there are, then answer one request per line of input."""
-    from generators.engines.vllm_engine import VllmEngine
+    from slipstream.generators.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(ModelConfig(path=folder), VLLM_CONFIG, seed=0)
     await engine.start()

@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 def make_task(folder: Path, *, warm: bool) -> Path:
     """Data and model of the default task, made by the project's own scripts. Returns `folder`."""
-    run_script(folder, "scripts.make_digits_data", "--task=reverse", "--digits=5", "--out=data/digits")
-    run_script(folder, "scripts.init_random_model", "--out=models/digits-random")
+    run_script(folder, "slipstream.scripts.make_digits_data", "--task=reverse", "--digits=5", "--out=data/digits")
+    run_script(folder, "slipstream.scripts.init_random_model", "--out=models/digits-random")
     if warm:
         arguments = ("--model=models/digits-random", "--data=data/digits", "--out=models/digits-warm")
-        run_script(folder, "scripts.warm_up", *arguments)
+        run_script(folder, "slipstream.scripts.warm_up", *arguments)
     return folder
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.archive.archive import Archive
+from slipstream.buffer.archive.archive import Archive
 from tests.e2e import runs
 
 pytestmark = pytest.mark.slow
@@ -63,11 +63,11 @@ def test_stored_rollouts_are_mixed_in(folder: Path, reused: list[dict[str, float
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("prioritized-drop", ("buffer/sampler=prioritized", "buffer.staleness.over_age=drop")),
+        ("prioritized-drop", ("buffer/sampler=prioritized", "buffer.staleness.on_stale=drop")),
         pytest.param(
-            "freshest-demote", ("buffer/sampler=freshest", "buffer.staleness.over_age=demote"), marks=pytest.mark.long
+            "freshest-demote", ("buffer/sampler=freshest", "buffer.staleness.on_stale=demote"), marks=pytest.mark.long
         ),
-        pytest.param("fifo-wait", ("buffer/sampler=fifo", "buffer.staleness.over_age=wait"), marks=pytest.mark.long),
+        pytest.param("fifo-wait", ("buffer/sampler=fifo", "buffer.staleness.on_stale=wait"), marks=pytest.mark.long),
     ],
 )
 def test_every_policy_trains_to_the_end(folder: Path, name: str, overrides: tuple[str, ...]):

@@ -12,10 +12,10 @@ from transformers import Qwen2ForCausalLM
 from vllm import SamplingParams
 
 from benchmarks.engine_and_learner import EngineAndLearner, make_module, prompt_logprobs
-from broker.errors import WeightTransferFault
-from buffer.trajectory import Sampling, VersionSpan
-from configs.generators import VllmEngineConfig
-from generators.engines.engine import Completion
+from slipstream.broker.errors import WeightTransferError
+from slipstream.buffer.trajectory import Sampling, VersionSpan
+from slipstream.configs.generators import VllmEngineConfig
+from slipstream.generators.engines.engine import Completion
 
 pytestmark = pytest.mark.slow
 
@@ -162,7 +162,7 @@ def test_an_update_that_is_refused_leaves_requests_and_their_kv_alone(scene: Sce
     async def scenario() -> list[Completion]:
         running = [asyncio.create_task(scene.generate(seed)) for seed in range(12)]
         await scene.until_running()
-        with pytest.raises(WeightTransferFault, match="checksum"):
+        with pytest.raises(WeightTransferError, match="checksum"):
             await scene.publish(make_version(7), is_spoilt=True)
         return await asyncio.gather(*running)
 

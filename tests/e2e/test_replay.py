@@ -77,9 +77,9 @@ def test_two_ranks_make_the_weights_of_one(folder: Path):
 
 def test_the_same_reward_function_changes_nothing_and_another_does(folder: Path):
     first = runs.metrics(folder, "first")
-    same = "replay.rescore=generators.rewards.position_match:position_match"
+    same = "replay.rescore=slipstream.generators.rewards.functions:position_match"
     assert losses(replay(folder, "same", same)) == losses(first)
-    other = replay(folder, "exact", "replay.rescore=generators.rewards.exact_match:exact_match")
+    other = replay(folder, "exact", "replay.rescore=slipstream.generators.rewards.functions:exact_match")
     assert [row["learner/reward_mean"] for row in other] != [row["learner/reward_mean"] for row in first]
 
 

@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from broker.errors import WeightTransferFault
-from configs.generators import VllmEngineConfig
-from configs.model import ModelConfig
-from generators.engines.vllm_environment import engine_environment
-from generators.errors import EngineFault, UnverifiedWeights
+from slipstream.broker.errors import WeightTransferError
+from slipstream.configs.data import ModelConfig
+from slipstream.configs.generators import VllmEngineConfig
+from slipstream.generators.engines.vllm.environment import engine_environment
+from slipstream.generators.errors import EngineError, UnverifiedWeightsError
 from tests.contract.engines import VLLM_CONFIG, Rig, engine_processes, make_sampling, reference_logits
 from tests.tiny_model import make_tiny_model, make_tiny_module
 
@@ -67,7 +67,7 @@ def test_a_broadcast_that_never_comes_leaves_the_old_version_and_decoding_goes_o
 
     async def scenario() -> None:
         running = asyncio.create_task(tied.generate([PROMPT] * 4, [make_sampling(s, max_tokens=90) for s in range(4)]))
-        with pytest.raises(WeightTransferFault, match="weight epoch"):
+        with pytest.raises(WeightTransferError, match="weight epoch"):
             await tied.update_without_sender(version=before + 1, timeout_s=0.5)
         assert len(await running) == 4
 
@@ -89,7 +89,7 @@ def test_an_update_that_vllm_answers_too_late_does_not_block_the_next(tied: Rig,
 
     with monkeypatch.context() as patch:
         patch.setattr(llm, "update_weights", late)
-        with pytest.raises(UnverifiedWeights, match="it was not: vLLM's engine process must answer"):
+        with pytest.raises(UnverifiedWeightsError, match="it was not: vLLM's engine process must answer"):
             tied.run(tied.publish(make_tiny_module(seed=10, is_tied=True), version=version))
     tied.run(tied.publish(make_tiny_module(seed=11, is_tied=True), version=version + 1))
     assert probe_diff(tied) < 1e-4
@@ -132,8 +132,8 @@ def test_a_dead_engine_process_is_a_fault_for_every_open_request(tied: Rig):
     outcomes = tied.run(scenario())
     faults = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert faults
-    assert all(isinstance(fault, EngineFault) for fault in faults)
-    with pytest.raises(EngineFault, match="engine process died"):
+    assert all(isinstance(fault, EngineError) for fault in faults)
+    with pytest.raises(EngineError, match="engine process died"):
         tied.run(tied.engine.check_health())
     started = time.monotonic()
     tied.run(tied.engine.stop())
@@ -141,19 +141,19 @@ def test_a_dead_engine_process_is_a_fault_for_every_open_request(tied: Rig):
 
 
 def test_a_start_that_takes_too_long_is_given_up_and_leaves_no_process(tmp_path: Path, environment: None):
-    with pytest.raises(EngineFault, match=r"within generators.engine.start_timeout_s \(3 s\)"):
+    with pytest.raises(EngineError, match=r"within generators.engine.start_timeout_s \(3 s\)"):
         start_engine(make_tiny_model(tmp_path), start_timeout_s=3.0)
     assert engine_processes() == []
 
 
 def test_a_folder_without_a_model_is_told_in_one_sentence(tmp_path: Path, environment: None):
-    with pytest.raises(EngineFault, match=r"model\.path must hold a transformers checkpoint"):
+    with pytest.raises(EngineError, match=r"model\.path must hold a transformers checkpoint"):
         start_engine(tmp_path)
 
 
 def test_the_environment_must_be_set_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
-    with pytest.raises(EngineFault, match="environment must hold what vllm_environment"):
+    with pytest.raises(EngineError, match="environment must hold what vllm_environment"):
         start_engine(tmp_path)
 
 
@@ -182,7 +182,7 @@ def test_ctrl_c_is_left_to_the_role_and_a_killed_role_takes_its_engine_along(tmp
 
 
 def start_engine(folder: Path, *, start_timeout_s: float = 200.0) -> None:
-    from generators.engines.vllm_engine import VllmEngine
+    from slipstream.generators.engines.vllm.engine import VllmEngine
 
     config = VllmEngineConfig(max_num_seqs=64, start_timeout_s=start_timeout_s)
     asyncio.run(VllmEngine(ModelConfig(path=str(folder)), config, seed=0).start())
@@ -202,7 +202,7 @@ def test_an_engine_of_two_workers_takes_part_in_broadcasts_as_one(
         for version in range(3):
             rig.run(rig.publish(make_tiny_module(seed=version + 1, is_tied=is_tied), version=version))
             assert probe_diff(rig) < 1e-4
-        with pytest.raises(WeightTransferFault, match="checksum"):
+        with pytest.raises(WeightTransferError, match="checksum"):
             rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3, is_spoilt=True))
         assert probe_diff(rig) < 1e-4
         rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3))

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import zmq
 
-from broker.channels import Frames
-from broker.envelope import UNREADABLE
-from broker.messages import Ack, AnyMessage, Bye, Hello, Message, Nack, Put
-from buffer.codec import decode, encode
-from buffer.errors import Refused
-from buffer.trajectory import SCHEMA_VERSION
+from slipstream.broker.messages import UNREADABLE, Ack, AnyMessage, Bye, Hello, Message, Nack, Put
+from slipstream.broker.transport.channels import Frames
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.trajectory import SCHEMA_VERSION
 from tests.builders import make_packed
 from tests.hostile.target import MAX_MESSAGE_BYTES
 
@@ -85,7 +84,7 @@ class Attacker:
     def _foresee(self, frames: Frames) -> None:
         try:
             message = _read_as_broker(frames)
-        except Refused as refusal:
+        except RecordRefusedError as refusal:
             self.kinds[refusal.reason] += 1
             self.must_be_refused += 1
             return
@@ -123,10 +122,10 @@ class Attacker:
 
 
 def _read_as_broker(frames: Frames) -> Message:
-    """Raises Refused where the whole message must be refused."""
+    """Raises RecordRefusedError where the whole message must be refused."""
     if len(frames[0]) > MAX_MESSAGE_BYTES:
-        raise Refused("oversized", "")
+        raise RecordRefusedError("oversized", "")
     message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
     if len(frames) > 1 and not isinstance(message, Put):
-        raise Refused("frame_count", "")
+        raise RecordRefusedError("frame_count", "")
     return message

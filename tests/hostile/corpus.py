@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from broker.channels import Frames
-from broker.messages import (
+from slipstream.broker.messages import (
     Adopted,
     Bye,
     EpochOpened,
@@ -21,10 +20,10 @@ from broker.messages import (
     ReturnLeases,
     Update,
 )
-from broker.weights.records import TensorSlot
-from buffer.chunks import Packed
-from buffer.codec import encode, pack
-from buffer.trajectory import VersionSpan
+from slipstream.broker.transport.channels import Frames
+from slipstream.broker.weights.records import TensorSlot
+from slipstream.buffer.codec import Packed, encode, pack
+from slipstream.buffer.trajectory import VersionSpan
 from tests.builders import make_packed, make_trajectory
 from tests.hostile.target import GROUP_SIZE
 

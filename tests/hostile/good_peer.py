@@ -3,10 +3,10 @@
 import time
 from collections import deque
 
-from broker.link import Link, PeerStatus
-from broker.messages import Hello, LeaseRequest, Message, Nack, Prompts
-from broker.zmq_channels import ZmqClientChannel
-from buffer.chunks import Packed
+from slipstream.broker.messages import Hello, LeaseRequest, Message, Nack, Prompts
+from slipstream.broker.transport.client import BrokerClient, PeerStatus
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel
+from slipstream.buffer.codec import Packed
 from tests.builders import make_packed
 from tests.hostile.target import GROUP_SIZE, MAX_MESSAGE_BYTES, NUM_GROUPS
 
@@ -19,7 +19,7 @@ class GoodPeer:
     def __init__(self, address: str) -> None:
         hello = Hello("generator", "good", "good-1", "here", 1)
         channel = ZmqClientChannel(address, max_message_bytes=MAX_MESSAGE_BYTES)
-        self._link = Link(channel, hello=hello, status=self._status, on_message=self._hear)
+        self._link = BrokerClient(channel, hello=hello, status=self._status, on_message=self._hear)
         self._owed: deque[Packed] = deque()
         self._leases: list[str] = []
         self._nacks: list[Nack] = []

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from broker.channels import Frames
-from buffer.codec import checksum
+from slipstream.broker.transport.channels import Frames
+from slipstream.buffer.codec import checksum
 from tests.hostile.target import MAX_MESSAGE_BYTES
 
 _ODD_VALUES: list[Any] = [

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from buffer.books import StoreCounts
-from buffer.chunks import Packed
-from buffer.limits import FRAMES_KEPT
-from buffer.memory_store import MemoryStore
-from buffer.redis_store import RedisStore
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.codec import Packed
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import FRAMES_KEPT
+from slipstream.buffer.redis.store import RedisStore
 from tests.hostile.attacker import Attacker
 from tests.hostile.corpus import some_valid
 from tests.hostile.good_peer import GoodPeer

@@ -8,12 +8,12 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.open_store import connect, open_store
-from buffer.redis_store import RedisStore
+from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
 
 NUM_GROUPS = 64
-"""Admitted from the start; nobody consumes, so never more."""
+"""BuiltBatch from the start; nobody consumes, so never more."""
 GROUP_SIZE = 8
 """Trajectories per group."""
 MAX_MESSAGE_BYTES = 65_536

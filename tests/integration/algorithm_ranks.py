@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from learner.building import build_trainer
-from learner.deepspeed_config import deepspeed_environment
-from learner.ranks import end_rank, join_ranks
+from slipstream.learner.build import build_trainer
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+from slipstream.learner.ranks import end_rank, join_ranks
 from tests.unit.learner.builders import CPU, make_groups, weights, zero
 from tests.unit.learner.test_every_algorithm import make_algorithm_run
 

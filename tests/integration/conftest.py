@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker.run_folder import RunFolder
-from buffer.embedded_redis import EmbeddedRedis
-from configs.run import RunConfig
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from buffer.codec import pack, unpack
-from buffer.trajectory import Trajectory
-from configs.advantages import GaeConfig, GrpoConfig
-from configs.algorithm import AlgorithmConfig
-from learner.building import build_trainer
-from learner.checkpoint import Checkpoints, save_model
-from learner.deepspeed_config import deepspeed_environment
-from learner.ranks import Ranks, end_rank, join_ranks
+from slipstream.buffer.codec import pack, unpack
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.advantages import GaeConfig, GrpoConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.learner.build import build_trainer
+from slipstream.learner.checkpoint import Checkpoints, save_model
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+from slipstream.learner.ranks import Ranks, end_rank, join_ranks
 from tests.unit.learner.builders import CPU, make_groups, make_run, zero
 
 TIMEOUT_S = 60.0

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.messages import OpenEpoch
-from broker.role_status import role_statuses
-from buffer.trajectory import Sampling
-from configs.generators import ScriptedEngineConfig
-from generators.engines.engine import Completion, EngineLoad
+from slipstream.broker.messages import OpenEpoch
+from slipstream.broker.status.role_status import role_statuses
+from slipstream.buffer.trajectory import Sampling
+from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.generators.engines.engine import Completion, EngineLoad
 from tests.integration.test_broker_and_generator import CANARY, FakeEngine, Scene, make_generator, make_update, play
 
 

@@ -11,16 +11,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.archiver import ArchiverThread
-from buffer.archive.archive import Archive
-from buffer.archive.manifest import ShardEntry
-from buffer.archive.shard_writer import ShardWriter
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import StoreUnavailable
-from buffer.open_store import connect
-from buffer.records import FinishedGroup
-from buffer.redis_store import RedisStore
-from configs.archive import ArchiveConfig
+from slipstream.broker.archiver import ArchiverThread
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.manifest import ShardEntry
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.buffer import ArchiveConfig
 from tests.contract.stores import checkpoint, claim, commit, make_ready, open_run
 
 CONFIG = ArchiveConfig(groups_per_shard=4, flush_s=0.2)
@@ -175,5 +175,5 @@ def test_stopping_ends_also_when_the_store_is_gone(server: EmbeddedRedis, store:
     server.stop()
     archiver = start_archiver(server, tmp_path)
     assert archiver.stop(timeout_s=10)
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         store.counts()

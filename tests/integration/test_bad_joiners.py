@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.open_store import open_store
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
 from tests.e2e import runs
 from tests.integration.test_roles_die import SMALL, Run, until
 
@@ -26,9 +26,9 @@ TOKEN, OTHER_TOKEN = "the-token-of-this-run", "the-token-of-another-run"
 DEADLINE_S = 120.0
 NEWER = """
 import sys
-import buffer.trajectory
-buffer.trajectory.SCHEMA_VERSION += 1
-from generators.__main__ import main
+import slipstream.buffer.trajectory
+slipstream.buffer.trajectory.SCHEMA_VERSION += 1
+from slipstream.generators.__main__ import main
 main(sys.argv[1:])
 """
 

@@ -10,19 +10,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from broker.dataset import Dataset
-from broker.memory_channels import MemoryBroker
-from broker.messages import Adopted, Drain, EpochOpened, Member, Message, OpenEpoch, Refuse, Update
-from broker.router import Router
-from buffer.trajectory import Reward
-from configs.generators import ScriptedEngineConfig
-from generators.agents.single_turn import SingleTurn
-from generators.engines.scripted_engine import ScriptedEngine
-from generators.errors import GeneratorFault
-from generators.generator import Generator
-from generators.prompting import Prompting
-from generators.rewards.pool import RewardPool
-from scripts.serial import SerialPeer, TurnClock
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.messages import Adopted, Drain, EpochOpened, Member, Message, OpenEpoch, Refuse, Update
+from slipstream.broker.router import Router
+from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.errors import GeneratorError
+from slipstream.generators.generator import Generator
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.tokenization import PromptEncoder
+from slipstream.launch.serial import SerialPeer, TurnClock
 from tests.builders import make_run
 from tests.contract.stores import AnyStore, make_memory_store, open_run
 from tests.tiny_model import make_tokenizer
@@ -93,7 +93,7 @@ def make_generator(scene: Scene) -> Generator:
         run=scene.run,
         engine=scene.engine,
         rewards=pool,
-        prompting=Prompting(make_tokenizer(), max_prompt_tokens=16),
+        prompting=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
         generator_id="generator-0",
     )
     generator = Generator(
@@ -269,7 +269,7 @@ def test_a_generator_that_is_told_to_go_while_it_loads_does_not_wait_for_the_mod
         await asyncio.wait_for(running, 5)
 
     if is_refused:
-        with pytest.raises(GeneratorFault, match="another model"):
+        with pytest.raises(GeneratorError, match="another model"):
             asyncio.run(live())
     else:
         asyncio.run(live())

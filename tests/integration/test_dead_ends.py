@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import RunConflict
-from buffer.open_store import open_store
-from buffer.records import CheckpointPointer, Event, RunState
+from slipstream.buffer.errors import RunConflictError
+from slipstream.buffer.records import CheckpointPointer, Event, RunState
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
 from tests.e2e import runs
 from tests.integration.test_roles_die import SMALL, Run, assert_all_steps_once, left_behind, until
 
@@ -37,8 +37,8 @@ def is_slow_for_half(sample):
 
 FAULTY = """
 import sys
-from generators.__main__ import main
-from generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.__main__ import main
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
 async def wrong(self, token_ids): return [-9.0] * (len(token_ids) - 1)
 ScriptedEngine.prompt_logprobs = wrong
 main(sys.argv[1:])
@@ -158,7 +158,7 @@ class Hands:
     def look(self) -> tuple[RunState, dict[str, dict], list[Event]]:
         """What the store says; of a run that the broker has not opened yet, nothing."""
         store = open_store(EmbeddedRedis(self.path / "store").url, self._name, timeout_s=10)
-        with closing(store), suppress(RunConflict):
+        with closing(store), suppress(RunConflictError):
             return store.run_state(), store.roles(), store.events(limit=99)
         return RunState(self._name, "starting", 0, 0, 0), {}, []
 

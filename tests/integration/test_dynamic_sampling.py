@@ -4,15 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from broker.messages import OpenEpoch
-from buffer.codec import unpack
-from buffer.drawing import DrawRules
-from buffer.ledger import make_entry
-from buffer.records import Claim
-from buffer.trajectory import Reward, Trajectory
-from learner.admission import admit
-from learner.dead_ends import DeadEnds
-from learner.run_look import look_at
+from slipstream.broker.messages import OpenEpoch
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.records import Claim, make_entry
+from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.trajectory import Reward, Trajectory
+from slipstream.learner.batching.build_batch import admit
+from slipstream.learner.stall.detector import DeadEndDetector
+from slipstream.learner.stall.progress import look_at
 from tests.contract.stores import make_memory_store, make_redis_store
 from tests.integration.test_broker_and_generator import CANARY, Scene, make_update, play
 
@@ -97,7 +96,7 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_that_says_so(tmp_path
     scene = Scene(
         tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", buffer={"filter": accuracy}, learner=learner
     )
-    dead_ends = DeadEnds(scene.run, clock=scene.clock)
+    dead_ends = DeadEndDetector(scene.run, clock=scene.clock)
     dead_ends.begin(timeout_s=10_000, setting="learner.wait_timeout_s")
     causes = []
 

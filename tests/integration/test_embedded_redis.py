@@ -12,13 +12,12 @@ import psutil
 import pytest
 import redis
 
-from buffer.drawing import DrawRules
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import StoreUnavailable
-from buffer.ledger import make_entry
-from buffer.open_store import PASSWORD_VARIABLE, connect, open_store
-from buffer.records import CheckpointPointer, Insertion
-from buffer.redis_store import RedisStore
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.buffer.records import CheckpointPointer, Insertion, make_entry
+from slipstream.buffer.redis.connect import PASSWORD_VARIABLE, connect, open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.sampling import DrawRules
 from tests.builders import make_packed
 
 GROUP_SIZE = 4
@@ -80,7 +79,7 @@ def test_a_second_start_adopts_the_running_server_and_may_stop_it(server, folder
     second.stop()
     assert not process.is_running()
     server.stop()
-    with pytest.raises(StoreUnavailable, match="no store answered"):
+    with pytest.raises(StoreUnavailableError, match="no store answered"):
         open_store(server.url, "run", timeout_s=0)
 
 
@@ -131,7 +130,7 @@ def insert_until_it_dies(store: RedisStore, groups: list[str], *, kill: Callable
                 acknowledged.append(packed)
                 if len(acknowledged) == 100:
                     enough.set()
-    except StoreUnavailable:
+    except StoreUnavailableError:
         pass
     killer.join(timeout=30)
     return acknowledged
@@ -205,7 +204,7 @@ def test_a_directory_with_odd_characters_is_fine(tmp_path):
 def test_a_server_that_cannot_start_says_why(folder):
     folder.mkdir()
     (folder / "appendonly.aof").write_text("not an append-only file\n")
-    with pytest.raises(StoreUnavailable, match=r"died at its start; the end of .*redis\.log: .*Bad file format"):
+    with pytest.raises(StoreUnavailableError, match=r"died at its start; the end of .*redis\.log: .*Bad file format"):
         EmbeddedRedis(folder).start(timeout_s=20)
 
 
@@ -216,18 +215,20 @@ def test_stopping_what_was_never_started_does_nothing(folder):
 # --- open_store ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("url", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
 def test_a_store_nobody_serves_is_named_with_what_to_do(url):
-    with pytest.raises(StoreUnavailable, match=r"no store answered at .* within 0\.2 s .*start the run's broker"):
+    with pytest.raises(StoreUnavailableError, match=r"no store answered at .* within 0\.2 s .*start the run's broker"):
         open_store(url, "run", timeout_s=0.2)
 
 
 def test_an_address_that_is_none_is_refused():
-    with pytest.raises(StoreUnavailable, match="must be a redis://, rediss:// or unix:// address, got 'localhost'"):
+    with pytest.raises(
+        StoreUnavailableError, match="must be a redis://, rediss:// or unix:// address, got 'localhost'"
+    ):
         open_store("localhost", "run", timeout_s=0)
 
 
 def test_a_server_that_may_evict_is_refused(server):
     connect(server.url).config_set("maxmemory-policy", "allkeys-lru")
-    with pytest.raises(StoreUnavailable, match=r"maxmemory-policy .* must be noeviction, got allkeys-lru"):
+    with pytest.raises(StoreUnavailableError, match=r"maxmemory-policy .* must be noeviction, got allkeys-lru"):
         open_store(server.url, "run", timeout_s=5)
     connect(server.url).config_set("maxmemory", 0)
     open_store(server.url, "run", timeout_s=5).close()
@@ -237,7 +238,7 @@ def test_the_password_comes_from_the_environment(server, monkeypatch):
     admin = connect(server.url)
     admin.ping()
     admin.config_set("requirepass", "secret")
-    with pytest.raises(StoreUnavailable, match="refused the connection"):
+    with pytest.raises(StoreUnavailableError, match="refused the connection"):
         open_store(server.url, "run", timeout_s=5)
     monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
     store = open_store(server.url, "run", timeout_s=5)

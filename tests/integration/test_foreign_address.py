@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from broker.errors import RefusedByBroker, WaitTimeout
-from broker.joining import StatusBoard, join
-from buffer.embedded_redis import EmbeddedRedis
+from slipstream.broker.errors import RefusedByBrokerError
+from slipstream.broker.transport.session import StatusBoard, join
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.runtime.clock import WaitTimeoutError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -111,7 +112,7 @@ def try_to_join(address: str) -> None:
 def test_whoever_listens_there_the_wait_ends_in_time_and_says_for_what(
     folder: Path, other: Callable[[Path], AbstractContextManager[str]], missing: str
 ) -> None:
-    with other(folder) as address, pytest.raises(WaitTimeout) as caught:
+    with other(folder) as address, pytest.raises(WaitTimeoutError) as caught:
         try_to_join(address)
     assert f"waited {TIMEOUT_S:g} s for the welcome of the broker at {address}; missing: {missing}" in str(caught.value)
 
@@ -126,7 +127,7 @@ def test_an_answer_in_another_language_ends_the_wait_at_once(folder: Path) -> No
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(RefusedByBroker, match="must speak this version's language"):
+        with pytest.raises(RefusedByBrokerError, match="must speak this version's language"):
             try_to_join(f"ipc://{folder}/other.sock")
         thread.join()
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.run_store import open_store_of
-from buffer.books import StoreCounts
-from buffer.errors import BufferFault
-from buffer.store import Store
-from configs.base import ConfigError
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis.run_store import open_store_of
+from slipstream.buffer.store import Store
+from slipstream.configs.base import ConfigError
 from tests.e2e import runs
 from tests.integration.test_roles_die import SMALL, end, start_role, until
 
@@ -51,7 +51,7 @@ def is_at_work(folder: Path) -> bool:
     try:
         with looking(folder) as store:
             return store.roles().get("first", {}).get("running", 0) > 0 and store.run_state().step > 0
-    except (BufferFault, ConfigError):
+    except (ReplayBufferError, ConfigError):
         # The broker has not begun the run yet.
         return False
 

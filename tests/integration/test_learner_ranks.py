@@ -97,4 +97,4 @@ def test_a_rank_that_dies_is_an_error_of_the_others_not_a_silent_wait(tmp_path):
         second.kill()
         second.communicate()
     assert first.returncode != 0
-    assert "RanksFault" in output
+    assert "RankGroupError" in output

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from buffer.books import Audit, StoreCounts
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.open_store import open_store
-from buffer.records import RunState
+from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.records import RunState
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
 from tests.e2e import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

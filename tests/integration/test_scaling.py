@@ -47,7 +47,7 @@ class Run:
         # Another directory on the path is what a module started by hand from elsewhere needs.
         environment = os.environ | {"PYTHONPATH": str(runs.ROOT)}
         return subprocess.run(
-            [sys.executable, "-m", "generators", "drain", name, "name=scaled"],
+            [sys.executable, "run_async.py", "drain", name, "name=scaled"],
             cwd=self.folder, capture_output=True, text=True, timeout=90, check=False, env=environment,
         )  # fmt: skip
 

@@ -33,7 +33,7 @@ TWO_RANKS = ("learner.num_ranks=2", "learner/engine=deepspeed_zero2", "learner.t
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("sft")
     make_tiny_model(made / "tiny")
-    runs.run_script(made, "scripts.make_digits_data", "--task=reverse", "--digits=5", "--out=data/digits")
+    runs.run_script(made, "slipstream.scripts.make_digits_data", "--task=reverse", "--digits=5", "--out=data/digits")
     return made
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.weights import snapshot
-from broker.weights.holding import Holding
-from broker.weights.shelf import Shelf
+from slipstream.broker.weights import snapshot
+from slipstream.broker.weights.host_weights import HostWeights
+from slipstream.broker.weights.snapshot_store import SnapshotStore
 from tests.unit.broker.weight_versions import make_slots, make_version
 
 ROOT = Path(__file__).parents[2]
@@ -19,9 +19,9 @@ PATIENCE_S = 60.0
 WRITER = f"""
 import itertools, sys
 from pathlib import Path
-from broker.weights.shelf import Shelf
+from slipstream.broker.weights.snapshot_store import SnapshotStore
 from tests.unit.broker.weight_versions import make_version
-shelf = Shelf(Path(sys.argv[1]), num_kept={NUM_KEPT})
+shelf = SnapshotStore(Path(sys.argv[1]), num_kept={NUM_KEPT})
 for version in itertools.count(int(sys.argv[2])):
     shelf.put(*make_version(version, moved=version % 1000, num_columns={COLUMNS}), with_delta=True)
     print(version, flush=True)
@@ -47,10 +47,10 @@ def test_every_version_is_whole_however_often_the_writer_is_killed(tmp_path: Pat
     for _ in range(5):
         kill_after(folder, first=first, num_versions=2, delay_s=chance.uniform(0, 0.05))
         for version in snapshot.versions(folder)[-NUM_KEPT:]:
-            Holding().bring_up(Shelf(folder), version, slots=slots, with_deltas=False, timeout_s=PATIENCE_S)
-        newest = Shelf(folder).newest()
+            HostWeights().bring_up(SnapshotStore(folder), version, slots=slots, with_deltas=False, timeout_s=PATIENCE_S)
+        newest = SnapshotStore(folder).newest()
         assert newest is not None
         assert newest >= first + 1
         first = newest + 1
-    Shelf(folder).put(*make_version(first, num_columns=COLUMNS), with_delta=True)
+    SnapshotStore(folder).put(*make_version(first, num_columns=COLUMNS), with_delta=True)
     assert list(folder.glob(".version-*")) == []

@@ -7,22 +7,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.dataset import Dataset
-from broker.joining import StatusBoard
-from broker.link import Link
-from broker.memory_channels import MemoryBroker
-from broker.messages import Adopted, Hello, Member, Message
-from broker.router import Router
-from buffer.codec import unpack
-from buffer.drawing import DrawRules
-from buffer.memory_store import MemoryStore
-from buffer.records import Claim, StepEntry
-from configs.generators import ScriptedEngineConfig
-from generators.agents.single_turn import SingleTurn
-from generators.engines.scripted_engine import ScriptedEngine
-from generators.generator import Generator
-from generators.prompting import Prompting
-from generators.rewards.pool import RewardPool
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.messages import Adopted, Hello, Member, Message
+from slipstream.broker.router import Router
+from slipstream.broker.transport.client import BrokerClient
+from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.broker.transport.session import StatusBoard
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import Claim, StepEntry
+from slipstream.buffer.sampling import DrawRules
+from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.generator import Generator
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_run
 from tests.integration.simulated_time import SimulatedLoop, simulate
 from tests.integration.test_broker_and_generator import make_update, write_rows
@@ -44,7 +44,9 @@ class SimulatedPeer:
         self.board = StatusBoard()
         self.received: deque[Message] = deque()
         hello = Hello(role, name, "1", "here", 1)
-        self.link = Link(hub.client(), hello=hello, status=self.board, on_message=self.received.append, clock=loop.time)
+        self.link = BrokerClient(
+            hub.client(), hello=hello, status=self.board, on_message=self.received.append, clock=loop.time
+        )
 
 
 class SimulatedRun:
@@ -82,7 +84,7 @@ class SimulatedRun:
             run=self.run,
             engine=engine,
             rewards=pool,
-            prompting=Prompting(make_tokenizer(), max_prompt_tokens=16),
+            prompting=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
             generator_id=peer.member.peer_id,
         )
         parts = {"engine": engine, "agent": agent, "rewards": pool}

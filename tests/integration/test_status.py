@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.run_folder import RunFolder
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.open_store import connect
-from buffer.redis_store import RedisStore
-from configs.run import RunConfig
+from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 from tests.contract.stores import lease, make_ready, open_run
 
@@ -45,7 +45,7 @@ def store(server: EmbeddedRedis, config: RunConfig) -> Iterator[RedisStore]:
     make_ready(filled, 3)
     lease(filled, 1)
     filled.report_role("generator-0", {"role": "generator", "state": "ready", "version": 0, "tokens": 5.0})
-    filled.note_event("generator-0", "died (signal SIGKILL); restarting in 1 s")
+    filled.record_event("generator-0", "died (signal SIGKILL); restarting in 1 s")
     now[0] = time.time()
     filled.report_role("broker", {"role": "broker", "state": "ready"})
     filled.report_role("learner", {"role": "learner", "state": "ready", "reason": "training step 1"})

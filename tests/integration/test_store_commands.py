@@ -9,15 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from broker.run_folder import RunFolder
-from buffer.__main__ import main
-from buffer.drawing import DrawRules
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.open_store import connect
-from buffer.redis_store import RedisStore
-from buffer.trajectory import Reward
-from configs.drawing import ReuseConfig, StalenessConfig, ZeroSignalConfig
-from configs.run import RunConfig
+from slipstream.buffer.__main__ import main
+from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.drawing import ReuseConfig, StalenessConfig, ZeroSignalConfig
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, lease, make_ready, open_run
 
@@ -203,7 +203,7 @@ def test_verify_of_a_store_that_lost_something_ends_with_exit_code_1(
 def test_groups_used_again_and_demoted_ones_are_listed_with_all_their_steps(
     server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ):
-    demoting = DrawRules(reuse=ReuseConfig(max_uses=2), staleness=StalenessConfig(max_lag=0, over_age="demote"))
+    demoting = DrawRules(reuse=ReuseConfig(max_uses=2), staleness=StalenessConfig(max_lag=0, on_stale="demote"))
     opened = RedisStore(connect(server.url), "mine")
     open_run(opened, config_json=msgspec.json.encode(config).decode(), max_uses=2)
     make_ready(opened, 1)

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from buffer.chunks import Packed
-from buffer.embedded_redis import Durability, EmbeddedRedis
-from buffer.errors import StoreUnavailable
-from buffer.open_store import open_store
-from buffer.redis_store import RedisStore
-from buffer.store_keeper import StoreKeeper
+from slipstream.buffer.codec import Packed
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.redis.supervisor import RedisSupervisor
 from tests.builders import make_packed
 from tests.e2e import runs
 from tests.integration.test_roles_die import SMALL, Run, assert_reconciled, end, has_stepped, start_role, until
@@ -61,7 +61,7 @@ class Inserter:
         asked = {"owner": self._owner, "max_groups": GROUPS_AT_ONCE, "group_size": GROUP_SIZE, "lease_s": 600.0}
         try:
             return [lease.group_id for lease in self._store.lease(admission_limit=10**9, **asked)]
-        except StoreUnavailable:
+        except StoreUnavailableError:
             return []
 
     def _insert_group(self, group_id: str) -> None:
@@ -70,7 +70,7 @@ class Inserter:
         while not self._stopping.is_set():
             try:
                 outcomes = {insertion.outcome for insertion in self._store.insert(batch)}
-            except StoreUnavailable:
+            except StoreUnavailableError:
                 continue
             assert outcomes <= {"inserted", "duplicate"}, outcomes
             self.acknowledged += batch
@@ -78,9 +78,9 @@ class Inserter:
 
 
 @contextmanager
-def kept(folder: Path, durability: Durability) -> Iterator[tuple[EmbeddedRedis, StoreKeeper]]:
+def kept(folder: Path, durability: Durability) -> Iterator[tuple[EmbeddedRedis, RedisSupervisor]]:
     server = EmbeddedRedis(folder, durability=durability, max_memory_mib=2048)
-    keeper = StoreKeeper(server, start_timeout_s=30)
+    keeper = RedisSupervisor(server, start_timeout_s=30)
     keeper.start()
     try:
         yield server, keeper
@@ -97,7 +97,7 @@ def opened(url: str, *, patience_s: float = 0.0) -> RedisStore:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("durability", ["standard", "strict"])
 def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_path, durability, monkeypatch):
-    monkeypatch.setattr("buffer.store_keeper._WITHIN_S", 0.0)  # here, dying often is what is wanted
+    monkeypatch.setattr("slipstream.buffer.redis.supervisor._WITHIN_S", 0.0)  # here, dying often is what is wanted
     instants = random.Random(SEED)
     with kept(tmp_path / "store", durability) as (server, keeper):
         store = opened(keeper.url, patience_s=30)

@@ -8,16 +8,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.ingest import Ingest
-from broker.messages import Ack, Nack, Put
-from broker.outage import Outage
-from buffer.chunks import Packed
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import StoreCannotWrite, StoreUnavailable
-from buffer.open_store import connect, open_store
-from buffer.redis_binary import find_redis_binary
-from buffer.redis_store import RedisStore
-from buffer.store_keeper import StoreKeeper
+from slipstream.broker.ingest import Ingest
+from slipstream.broker.messages import Ack, Nack, Put
+from slipstream.broker.outage import Outage
+from slipstream.buffer.codec import Packed
+from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis, find_redis_binary
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.redis.supervisor import RedisSupervisor
 from tests.builders import make_packed
 
 GROUP_SIZE = 4
@@ -75,7 +74,7 @@ def make_batches(store: RedisStore, count: int) -> list[list[Packed]]:
 def fill_disk_and_notice(server: EmbeddedRedis, store: RedisStore) -> None:
     batches = make_batches(store, 200)
     fill_disk(server)
-    with pytest.raises(StoreCannotWrite, match="No space left"):
+    with pytest.raises(StoreCannotWriteError, match="No space left"):
         store.insert([packed for batch in batches for packed in batch])
 
 
@@ -133,7 +132,7 @@ def test_a_role_with_patience_waits_for_room_and_says_so(server, store):
 def test_patience_with_a_full_disk_ends_with_one_sentence(server, store):
     fill_disk_and_notice(server, store)
     impatient = open_store(server.url, "run", timeout_s=10, patience_s=0.3)
-    with pytest.raises(StoreCannotWrite, match=r"takes no writes, also not within 0\.3 s .*make room on its disk"):
+    with pytest.raises(StoreCannotWriteError, match=r"takes no writes, also not within 0\.3 s .*make room on its disk"):
         impatient.set_phase("training")
     limit_files(server, NO_LIMIT)
 
@@ -143,7 +142,7 @@ def test_a_replica_is_told_apart_from_a_store_that_is_away(server, store):
     (batch,) = make_batches(store, 1)
     admin.replicaof("127.0.0.1", 1)
     try:
-        with pytest.raises(StoreCannotWrite, match="name a primary"):
+        with pytest.raises(StoreCannotWriteError, match="name a primary"):
             store.set_phase("training")
         ingest = Ingest(store, Outage(say=lambda sentence: None))
         assert {answer.reason for answer in put(ingest, batch)} == {"store_cannot_write"}
@@ -154,20 +153,20 @@ def test_a_replica_is_told_apart_from_a_store_that_is_away(server, store):
 @pytest.mark.usefixtures("limitable")
 def test_a_strict_store_ends_at_a_full_disk_having_acknowledged_only_what_is_on_it(tmp_path):
     server = EmbeddedRedis(tmp_path / "store", durability="strict", max_memory_mib=64)
-    keeper = StoreKeeper(server, start_timeout_s=20)
+    keeper = RedisSupervisor(server, start_timeout_s=20)
     keeper.start()
     try:
         store, patient = opened(server), opened(server, patience_s=20)
         batches, acknowledged = make_batches(store, 200), []
         fill_disk(server)
-        with contextlib.suppress(StoreUnavailable):
+        with contextlib.suppress(StoreUnavailableError):
             for batch in batches:
                 store.insert(batch)
                 acknowledged += batch
         assert 0 < len(acknowledged) < 200 * GROUP_SIZE
         # The keeper's next server has no limit: there is room again.
         assert {insertion.outcome for insertion in patient.insert(acknowledged)} == {"duplicate"}
-        died = keeper.attend()[0]
+        died = keeper.poll()[0]
         assert "exit code 1, last line of its log: " in died
         assert "Can't recover from AOF write error" in died
         assert patient.audit().is_sound

@@ -7,11 +7,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import StoreLost, StoreUnavailable
-from buffer.open_store import connect, open_store
-from buffer.redis_store import RedisStore
-from buffer.store_keeper import StoreKeeper
+from slipstream.buffer.errors import StoreLostError, StoreUnavailableError
+from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.redis.supervisor import RedisSupervisor
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def server(folder: Path) -> EmbeddedRedis:
 
 
 @pytest.fixture
-def keeper(server: EmbeddedRedis) -> Iterator[StoreKeeper]:
-    keeper = StoreKeeper(server, start_timeout_s=20)
+def keeper(server: EmbeddedRedis) -> Iterator[RedisSupervisor]:
+    keeper = RedisSupervisor(server, start_timeout_s=20)
     keeper.start()
     yield keeper
     keeper.stop()
@@ -62,22 +62,22 @@ def test_a_killed_store_is_back_within_moments_and_a_patient_client_notices_a_de
     assert took_s < 10
     assert server.pid != first
     until(lambda: keeper.num_restarts == 1)
-    died, back = keeper.attend()
+    died, back = keeper.poll()
     assert died == "the store died (signal SIGKILL); starting it again"
     assert back.startswith("the store is back after ")
     assert back.endswith("restart 1)")
-    assert keeper.attend() == [], "said once"
+    assert keeper.poll() == [], "said once"
 
 
 def test_a_store_that_another_process_started_is_kept_as_well(server, folder):
     # Its parent is not the keeper's process, so nobody but the keeper's look tells of its end.
     server.start(timeout_s=20)
-    keeper = StoreKeeper(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)
+    keeper = RedisSupervisor(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)
     keeper.start()
     try:
         kill(server)
         until(lambda: keeper.num_restarts == 1)
-        assert "the store died" in keeper.attend()[0]
+        assert "the store died" in keeper.poll()[0]
         assert opened(keeper.url).counts().accepted == 0
     finally:
         keeper.stop()
@@ -85,10 +85,10 @@ def test_a_store_that_another_process_started_is_kept_as_well(server, folder):
 
 def test_a_store_that_keeps_nothing_ends_the_run_with_one_sentence(folder):
     server = EmbeddedRedis(folder, durability="fast", max_memory_mib=64)
-    keeper = StoreKeeper(server, start_timeout_s=20)
+    keeper = RedisSupervisor(server, start_timeout_s=20)
     keeper.start()
     kill(server)
-    with pytest.raises(StoreLost, match=r"the store died \(.*\) and buffer\.store\.durability=fast keeps nothing"):
+    with pytest.raises(StoreLostError, match=r"the store died \(.*\) and buffer\.store\.durability=fast keeps nothing"):
         until(keeper.attend)
     keeper.stop()
     assert not server.is_alive
@@ -98,8 +98,10 @@ def test_a_store_that_dies_again_and_again_is_given_up_with_the_end_of_its_log(s
     (folder / "appendonly.aof").write_text("not an append-only file\n")
     kill(server)
     said: list[str] = []
-    with pytest.raises(StoreLost, match=r"died 5 times within 60 s and is given up .*redis\.log: .*Bad file format"):
-        until(lambda: said.extend(keeper.attend()))
+    with pytest.raises(
+        StoreLostError, match=r"died 5 times within 60 s and is given up .*redis\.log: .*Bad file format"
+    ):
+        until(lambda: said.extend(keeper.poll()))
     assert any("died at its start" in sentence for sentence in said)
 
 
@@ -146,7 +148,7 @@ def test_a_suspended_store_holds_up_an_impatient_client_now_and_then_only(server
     process.suspend()
     started_at = time.monotonic()
     for _ in range(20):
-        with pytest.raises(StoreUnavailable, match="does not answer"):
+        with pytest.raises(StoreUnavailableError, match="does not answer"):
             store.counts()
     assert time.monotonic() - started_at < 0.9
     process.resume()
@@ -154,7 +156,7 @@ def test_a_suspended_store_holds_up_an_impatient_client_now_and_then_only(server
     def answers() -> bool:
         try:
             return store.counts().accepted == 0
-        except StoreUnavailable:
+        except StoreUnavailableError:
             return False
 
     until(answers)

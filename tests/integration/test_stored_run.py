@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from buffer.embedded_redis import EmbeddedRedis
-from buffer.errors import RunConflict, StoreUnavailable
-from buffer.open_store import connect, open_store
-from buffer.stored_run import stored_run
-from configs.base import ConfigError
-from configs.load import load
+from slipstream.buffer.errors import RunConflictError, StoreUnavailableError
+from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import stored_run
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
 
 
 def make_run_folder(folder: Path) -> EmbeddedRedis:
@@ -32,7 +32,7 @@ def test_a_run_that_is_over_is_looked_into_and_left_as_it_was(tmp_path):
     for _ in range(2):
         with stored_run(tmp_path / "run") as store:
             assert store.run_state().phase == "starting"
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         open_store(server.url, "looked-into", timeout_s=0)
 
 
@@ -52,7 +52,7 @@ def test_a_run_stored_by_another_version_is_refused_by_name(tmp_path):
     server = make_run_folder(tmp_path / "run")
     try:
         connect(server.url).hset("{looked-into}:run", "layout", 1)
-        with pytest.raises(RunConflict, match="stored with key layout 1"), stored_run(tmp_path / "run"):
+        with pytest.raises(RunConflictError, match="stored with key layout 1"), stored_run(tmp_path / "run"):
             pass
     finally:
         server.stop()

@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from broker.errors import WeightTransferFault
-from broker.messages import Update
-from broker.weights.fetcher import Fetcher
-from broker.weights.lender import Lender
-from broker.weights.records import Source
-from broker.weights.shelf import Shelf
-from broker.weights.stream import StreamServer
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import Update
+from slipstream.broker.weights.fetcher import Fetcher
+from slipstream.broker.weights.records import Source
+from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.stream import StreamServer
+from slipstream.learner.publishing.fetches import SnapshotServer
 from tests.unit.broker.weight_versions import make_version
 
 PATIENCE_S = 20.0
@@ -26,14 +26,14 @@ class Scene:
     """A learner that lends versions of which each has moved a hundred weights further; generators to fetch them."""
 
     def __init__(self, folder: Path) -> None:
-        self.shelf = Shelf(folder)
+        self.shelf = SnapshotStore(folder)
         self.start()
         self.with_deltas = True
         self._fetchers: list[Fetcher] = []
 
     def start(self, *, port: int = 0) -> None:
         self.server = StreamServer(self.shelf, port=port)
-        self.lender = Lender(self.shelf, self.server)
+        self.lender = SnapshotServer(self.shelf, self.server)
 
     def publish(self, *versions: int, keeping: tuple[int, ...] = ()) -> None:
         for version in versions:
@@ -97,7 +97,7 @@ def test_a_version_that_somebody_still_fetches_is_kept(scene: Scene) -> None:
     scene.publish(*range(2, 30), keeping=(1,))
     assert scene.fetch(scene.join(), 1) > NUM_BYTES
     scene.publish(30)
-    with pytest.raises(WeightTransferFault, match="in version 30, the newest there"):
+    with pytest.raises(WeightTransferError, match="in version 30, the newest there"):
         scene.join().fetch(scene.order(1, timeout_s=0.3), abandoned=Event())
 
 
@@ -138,9 +138,9 @@ def test_fetching_that_is_abandoned_ends_soon_and_the_next_one_works(scene: Scen
         underway = thread.submit(fetcher.fetch, nobody, abandoned=abandoned)
         assert not wait([underway], timeout=0.3).done
         abandoned.set()
-        with pytest.raises(WeightTransferFault, match="was given up"):
+        with pytest.raises(WeightTransferError, match="was given up"):
             underway.result(timeout=PATIENCE_S)
-    with pytest.raises(WeightTransferFault, match="was given up"):
+    with pytest.raises(WeightTransferError, match="was given up"):
         fetcher.fetch(nobody, abandoned=abandoned)
     assert scene.fetch(fetcher, 1) > NUM_BYTES
 
@@ -153,7 +153,7 @@ def test_a_folder_that_is_shared_is_read_without_the_server(scene: Scene) -> Non
 
 def test_a_damaged_file_in_the_shared_folder_is_replaced_by_the_stream(scene: Scene, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    Shelf(seen).put(*make_version(1, moved=100))
+    SnapshotStore(seen).put(*make_version(1, moved=100))
     path = seen / "version-00000001" / "bucket-0001.bin"
     path.write_bytes(bytes(path.stat().st_size))
     scene.publish(1)
@@ -162,7 +162,7 @@ def test_a_damaged_file_in_the_shared_folder_is_replaced_by_the_stream(scene: Sc
 
 def test_a_shared_folder_of_another_run_is_not_taken(scene: Scene, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
-    Shelf(seen).put(*make_version(1, seed=5))
+    SnapshotStore(seen).put(*make_version(1, seed=5))
     scene.publish(1)
     assert scene.fetch(scene.join(), 1, folder=seen) > NUM_BYTES
 
@@ -172,7 +172,7 @@ def test_a_version_of_another_model_is_refused_with_the_reason(scene: Scene) -> 
     order = scene.order(1)
     fetcher = scene.join()
     with pytest.raises(
-        WeightTransferFault, match=r"version 1 could not be fetched: version 1 must hold the model's 2 tensors: lm_head"
+        WeightTransferError, match=r"version 1 could not be fetched: version 1 must hold the model's 2 tensors: lm_head"
     ):
         fetcher.fetch(msgspec.structs.replace(order, slots=order.slots[:-1]), abandoned=Event())
     assert scene.fetch(fetcher, 1) > NUM_BYTES
@@ -180,10 +180,10 @@ def test_a_version_of_another_model_is_refused_with_the_reason(scene: Scene) -> 
 
 def test_a_version_that_does_not_come_is_one_clear_error_in_time(scene: Scene) -> None:
     fetcher = scene.join()
-    with pytest.raises(WeightTransferFault, match=r"within 0\.3 s, got none at all"):
+    with pytest.raises(WeightTransferError, match=r"within 0\.3 s, got none at all"):
         fetcher.fetch(scene.order(1, timeout_s=0.3), abandoned=Event())
     scene.publish(1)
-    with pytest.raises(WeightTransferFault, match=r"in version 1, the newest there; nothing was loaded"):
+    with pytest.raises(WeightTransferError, match=r"in version 1, the newest there; nothing was loaded"):
         fetcher.fetch(scene.order(2, timeout_s=0.3), abandoned=Event())
     scene.publish(2)
     assert scene.fetch(fetcher, 2) > NUM_BYTES

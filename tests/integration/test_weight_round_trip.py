@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from broker.errors import WeightTransferFault
-from broker.messages import Member, OpenEpoch
-from broker.weights import buckets
-from broker.weights.collective import CollectiveReceiver, CollectiveSender
-from broker.weights.records import TensorSlot
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import Member, OpenEpoch
+from slipstream.broker.weights import buckets
+from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
+from slipstream.broker.weights.records import TensorSlot
 
 START_S = 60.0
 PATIENCE_S = 10.0
@@ -48,7 +48,7 @@ def serve_member(commands: Connection) -> None:
             return
         try:
             commands.send_bytes(_obey(receiver, kind, body))
-        except WeightTransferFault as fault:
+        except WeightTransferError as fault:
             commands.send_bytes(b"fault " + str(fault).encode())
 
 
@@ -160,7 +160,7 @@ def assert_fault_within(limit_s: float, learner: Learner, on_the_way: list[Tenso
     """The sender, and the first and last member, who live on, all learn of it."""
     started = time.monotonic()
     # The fault and its traceback stay alive while the members are waited for, as they do in a future.
-    with pytest.raises(WeightTransferFault, match=r"epoch 1, rank 0 of 4: broadcast of bucket \d+ of 8 \(") as fault:
+    with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 4: broadcast of bucket \d+ of 8 \(") as fault:
         learner.sender.broadcast(on_the_way, timeout_s=timeout_s)
     for member in (learner.members[0], learner.members[2]):
         assert member.answer().startswith(b"fault weight epoch 1, rank ")

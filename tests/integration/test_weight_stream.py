@@ -9,12 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from broker.channels import Frames
-from broker.errors import WeightTransferFault
-from broker.weights.holding import Holding
-from broker.weights.shelf import Shelf
-from broker.weights.stream import CHUNK_BYTES, CHUNKS_AHEAD, StreamServer, WeightStream
-from broker.zmq_channels import ZmqClientChannel
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.transport.channels import Frames
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel
+from slipstream.broker.weights.host_weights import HostWeights
+from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.stream import CHUNK_BYTES, CHUNKS_AHEAD, StreamServer, WeightStream
 from tests.unit.broker.weight_versions import make_slots, make_version
 
 PATIENCE_S = 20.0
@@ -68,14 +68,14 @@ def untouched(_number: int, frames: Frames) -> Frames:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    filled = Shelf(tmp_path / "weights")
+def shelf(tmp_path: Path) -> SnapshotStore:
+    filled = SnapshotStore(tmp_path / "weights")
     filled.put(*make_version(12, num_columns=COLUMNS))
     return filled
 
 
 @pytest.fixture
-def server(shelf: Shelf) -> Iterator[StreamServer]:
+def server(shelf: SnapshotStore) -> Iterator[StreamServer]:
     lending = StreamServer(shelf)
     yield lending
     lending.close()
@@ -91,7 +91,7 @@ def fetch_over(server: StreamServer, meddle: Meddle) -> tuple[WeightStream, Medd
     channel = Meddler(address_of(server), meddle)
     stream = WeightStream(address_of(server), channel=channel, stall_s=STALL_S)
     update, packed = make_version(12, num_columns=COLUMNS)
-    holding = Holding()
+    holding = HostWeights()
     try:
         holding.bring_up(stream, 12, slots=update.slots, with_deltas=False, timeout_s=PATIENCE_S)
     finally:
@@ -128,7 +128,7 @@ def test_what_was_lost_is_asked_for_again_from_the_last_good_byte(server: Stream
     assert channel.num_sent <= 3 * BUCKET_BYTES // CHUNK_BYTES + 2 + CHUNKS_AHEAD
 
 
-def test_a_server_that_is_replaced_on_the_way_goes_unnoticed_but_for_the_wait(shelf: Shelf) -> None:
+def test_a_server_that_is_replaced_on_the_way_goes_unnoticed_but_for_the_wait(shelf: SnapshotStore) -> None:
     servers = [StreamServer(shelf)]
     port = servers[0].address[1]
 
@@ -148,7 +148,7 @@ def test_a_server_that_is_replaced_on_the_way_goes_unnoticed_but_for_the_wait(sh
 
 def test_a_line_that_damages_everything_is_given_up(server: StreamServer) -> None:
     started = time.monotonic()
-    with pytest.raises(WeightTransferFault, match=r"bucket-0000\.bin .* got 0 of 4194304 bytes, then 6 damaged chunks"):
+    with pytest.raises(WeightTransferError, match=r"bucket-0000\.bin .* got 0 of 4194304 bytes, then 6 damaged chunks"):
         fetch_over(server, lambda number, frames: frames if number <= 2 else [frames[0], bytes(10)])
     assert time.monotonic() - started < PATIENCE_S / 2
 
@@ -161,7 +161,7 @@ def test_a_server_that_falls_silent_is_given_up_in_time(server: StreamServer) ->
     )
     into = memoryview(bytearray(BUCKET_BYTES))
     started = time.monotonic()
-    with pytest.raises(WeightTransferFault, match=r"got 2359296 of 4194304 bytes, then nothing more in time"):
+    with pytest.raises(WeightTransferError, match=r"got 2359296 of 4194304 bytes, then nothing more in time"):
         stream.read_into(12, "bucket-0000.bin", into, timeout_s=1.0)
     assert time.monotonic() - started < 5.0
     stream.close()
@@ -172,7 +172,7 @@ def test_nobody_there_is_one_clear_error_in_time() -> None:
         port = taken.getsockname()[1]
     stream = WeightStream(f"tcp://127.0.0.1:{port}")
     started = time.monotonic()
-    with pytest.raises(WeightTransferFault, match=f"127.0.0.1:{port} must answer within 0.5 s, got nothing"):
+    with pytest.raises(WeightTransferError, match=f"127.0.0.1:{port} must answer within 0.5 s, got nothing"):
         stream.find("ab", timeout_s=0.5)
     assert time.monotonic() - started < 5.0
     stream.close()
@@ -180,11 +180,11 @@ def test_nobody_there_is_one_clear_error_in_time() -> None:
 
 def test_after_a_fault_the_stream_goes_on(server: StreamServer) -> None:
     stream = WeightStream(address_of(server), stall_s=STALL_S)
-    with pytest.raises(WeightTransferFault, match=r"must have 10 bytes, got 4194304"):
+    with pytest.raises(WeightTransferError, match=r"must have 10 bytes, got 4194304"):
         stream.read_into(12, "bucket-0000.bin", memoryview(bytearray(10)), timeout_s=PATIENCE_S)
-    with pytest.raises(WeightTransferFault, match=r"must be on the shelf"):
+    with pytest.raises(WeightTransferError, match=r"must be on the shelf"):
         stream.read(11, "manifest.json", timeout_s=PATIENCE_S)
-    with pytest.raises(WeightTransferFault, match="must be asked for"):
+    with pytest.raises(WeightTransferError, match="must be asked for"):
         stream.read(12, "../../secret", timeout_s=PATIENCE_S)
     assert b'"version":12' in stream.read(12, "manifest.json", timeout_s=PATIENCE_S)
     stream.close()
@@ -201,20 +201,20 @@ def test_a_server_outlives_nonsense(server: StreamServer) -> None:
     fetch_over(server, untouched)
 
 
-def test_a_port_in_use_is_named(server: StreamServer, shelf: Shelf) -> None:
+def test_a_port_in_use_is_named(server: StreamServer, shelf: SnapshotStore) -> None:
     port = server.address[1]
-    with pytest.raises(WeightTransferFault, match=f"must be a loopback address .* got 127.0.0.1:{port}"):
+    with pytest.raises(WeightTransferError, match=f"must be a loopback address .* got 127.0.0.1:{port}"):
         StreamServer(shelf, port=port)
 
 
-def test_other_machines_are_not_listened_to(shelf: Shelf) -> None:
-    with pytest.raises(WeightTransferFault, match=r"must be a loopback address .* got 0\.0\.0\.0"):
+def test_other_machines_are_not_listened_to(shelf: SnapshotStore) -> None:
+    with pytest.raises(WeightTransferError, match=r"must be a loopback address .* got 0\.0\.0\.0"):
         StreamServer(shelf, host="0.0.0.0")
 
 
 def test_a_peer_that_has_the_version_may_lend_it_out(server: StreamServer, tmp_path: Path) -> None:
     update, _ = make_version(12, num_columns=COLUMNS)
-    holding, own = Holding(), Shelf(tmp_path / "peer")
+    holding, own = HostWeights(), SnapshotStore(tmp_path / "peer")
     stream = WeightStream(address_of(server))
     holding.bring_up(stream, 12, slots=make_slots(num_columns=COLUMNS)[0], with_deltas=False, timeout_s=PATIENCE_S)
     stream.close()

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.base import ConfigError
-from configs.load import FOLDER, groups, load
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import FOLDER, groups, load
 
 VARIANTS = {group: options for group, options in groups().items() if "/" in group}
 NEEDED = {

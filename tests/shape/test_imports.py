@@ -8,21 +8,21 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_TORCH = [
-    "configs.load",
-    "configs.sources",
-    "configs.exits",
-    "buffer.trajectory",
-    "buffer.codec",
-    "buffer.store",
-    "buffer.memory_store",
-    "buffer.redis_store",
-    "broker.messages",
-    "broker.dataset",
-    "broker.router",
-    "scripts.prepare",
-    "scripts.print_config",
-    "scripts.plot_run",
-    "scripts.status",
+    "slipstream.configs.load",
+    "slipstream.configs.load",
+    "slipstream.runtime.exits",
+    "slipstream.buffer.trajectory",
+    "slipstream.buffer.codec",
+    "slipstream.buffer.store",
+    "slipstream.buffer.memory.store",
+    "slipstream.buffer.redis.store",
+    "slipstream.broker.messages",
+    "slipstream.broker.dataset",
+    "slipstream.broker.router",
+    "slipstream.launch.preflight",
+    "slipstream.scripts.print_config",
+    "slipstream.scripts.plot_run",
+    "slipstream.launch.commands",
 ]
 
 

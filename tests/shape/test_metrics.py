@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.critic_diagnostics import CRITIC_METRICS
-from learner.diagnostics import METRICS, RANGES
-from learner.record import ROW_KEYS, SUMMARY_KEYS
+from slipstream.learner.metrics.log import ROW_KEYS, SUMMARY_KEYS
+from slipstream.learner.metrics.step_metrics import METRICS, RANGES
+from slipstream.learner.training.critic import CRITIC_METRICS
 
 ROWS = dict(re.findall(r"^\| `([^`]+)` \|(.*)$", (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(), re.M))
 

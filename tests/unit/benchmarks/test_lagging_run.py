@@ -15,11 +15,10 @@ from benchmarks.staleness import make_plans
 from benchmarks.staleness_methods import METHODS
 from benchmarks.staleness_model import make_model
 from benchmarks.staleness_tables import final_cell, seconds_cell
-from buffer.trajectory import Trajectory
-from configs.data import DataConfig
-from scripts.init_random_model import make_tokenizer
-from scripts.make_digits_data import make_files
-from scripts.model_folder import save_model
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.data import DataConfig
+from slipstream.scripts.init_random_model import make_tokenizer, save_model
+from slipstream.scripts.make_digits_data import make_files
 
 LAG = 2
 

@@ -6,19 +6,13 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from broker.dataset import Dataset
-from broker.memory_channels import MemoryBroker
-from broker.messages import (
-    AnyMessage,
-    Hello,
-    LeaseRequest,
-    Ping,
-    Prompts,
-)
-from broker.router import Router
-from buffer.codec import decode, encode
-from buffer.memory_store import MemoryStore
-from configs.model_fingerprint import ModelFingerprint
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Prompts
+from slipstream.broker.router import Router
+from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
 
 

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from broker.monitor import Monitor
-from broker.status import RunStatus, make_status
-from buffer.memory_store import MemoryStore
-from buffer.records import Event
-from configs.run import RunConfig
+from slipstream.broker.status.monitor import Monitor
+from slipstream.broker.status.status import RunStatus, make_status
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import Event
+from slipstream.configs.run import RunConfig
 from tests.builders import make_run
 
 NOW = 1000.0

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from broker.archiver import Archiver
-from buffer.archive.archive import Archive
-from buffer.books import StoreCounts
-from buffer.errors import StoreUnavailable
-from buffer.memory_store import MemoryStore
-from buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
-from configs.archive import ArchiveConfig
+from slipstream.broker.archiver import Archiver
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
+from slipstream.configs.buffer import ArchiveConfig
 from tests.unit.buffer.archive.finished import make_finished
 from tests.unit.buffer.archive.test_ledger import make_step
 
@@ -84,7 +84,7 @@ class FinishedOnly:
     def _answer(self, operation: str) -> None:
         self.events.append(operation)
         if self.broken == operation:
-            raise StoreUnavailable("the store does not answer")
+            raise StoreUnavailableError("the store does not answer")
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_at_the_end_everything_is_archived(archiver, store, tmp_path):
 def test_a_store_that_fails_costs_nothing(archiver, store, tmp_path, operation):
     store.finish(0, 1, 2)
     store.broken = operation
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         archiver.step()
     assert [group.id for group in store.groups] == ["0", "1", "2"]
     store.broken = ""
@@ -166,7 +166,7 @@ def test_a_store_that_fails_costs_nothing(archiver, store, tmp_path, operation):
 def test_groups_that_come_again_after_a_crash_are_forgotten_not_archived_again(archiver, store, clock, tmp_path):
     store.finish(0, 1, 2)
     store.broken = "forget"
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         archiver.step()
     archiver.close()
     store.broken = ""
@@ -217,7 +217,7 @@ def test_an_archiver_that_starts_again_goes_on_with_the_ledger(archiver, store, 
     archiver.flush()
     store.train(2, 1, 2)
     store.broken = "forget"
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(StoreUnavailableError):
         archiver.flush()
     archiver.close()
     store.broken = ""

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from broker.dataset import Dataset, Row
-from configs.base import ConfigError
+from slipstream.broker.dataset import Dataset, Row
+from slipstream.configs.base import ConfigError
 
 ROW: dict[str, Any] = {
     "data_source": "digits/reverse",
@@ -119,5 +119,5 @@ def test_a_row_without_a_value_is_named(tmp_path: Path, broken: dict[str, Any], 
 
 
 def test_the_dataset_loads_without_torch() -> None:
-    program = "import broker.dataset, sys; sys.exit('torch' in sys.modules)"
+    program = "import slipstream.broker.dataset, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0

@@ -1,7 +1,7 @@
 """An outage is told when it begins, now and then while it lasts, and when it is over."""
 
-from broker.outage import Outage
-from buffer.errors import StoreCannotWrite, StoreUnavailable
+from slipstream.broker.outage import Outage
+from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 
 
 class Scene:
@@ -10,7 +10,7 @@ class Scene:
         self.said: list[str] = []
         self.outage = Outage(say=self.said.append, clock=lambda: self.now)
 
-    def fail(self, error: StoreUnavailable, *, at: float) -> None:
+    def fail(self, error: StoreUnavailableError, *, at: float) -> None:
         self.now = at
         self.outage.note(error)
 
@@ -18,7 +18,7 @@ class Scene:
 def test_a_thousand_failures_are_a_few_lines():
     scene = Scene()
     for number in range(1000):
-        scene.fail(StoreUnavailable("it does not answer"), at=100 + number / 100)
+        scene.fail(StoreUnavailableError("it does not answer"), at=100 + number / 100)
     assert scene.said == [f"waiting for the store for {s} s: it does not answer" for s in (0, 5)]
     assert scene.outage.reason == "store_unavailable"
     assert round(scene.outage.seconds) == 10
@@ -27,12 +27,12 @@ def test_a_thousand_failures_are_a_few_lines():
 def test_its_end_is_told_once_and_the_next_one_begins_anew():
     scene = Scene()
     scene.outage.end()
-    scene.fail(StoreCannotWrite("its disk is full"), at=101)
+    scene.fail(StoreCannotWriteError("its disk is full"), at=101)
     assert scene.outage.reason == "store_cannot_write"
     scene.now = 103
     scene.outage.end()
     scene.outage.end()
-    scene.fail(StoreUnavailable("gone"), at=104)
+    scene.fail(StoreUnavailableError("gone"), at=104)
     assert scene.outage.seconds == 0
     assert scene.said == [
         "waiting for the store for 0 s: its disk is full",

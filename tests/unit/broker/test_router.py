@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from broker.messages import (
+from slipstream.broker.messages import (
     Ack,
     Bye,
     Hello,

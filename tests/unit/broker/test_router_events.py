@@ -1,6 +1,6 @@
 """What the broker tells the store of peers that leave and of prompts that come back, for people to read."""
 
-from broker.messages import Bye
+from slipstream.broker.messages import Bye
 from tests.unit.broker.router_scene import Peer
 
 

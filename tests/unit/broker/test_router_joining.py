@@ -7,14 +7,13 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from broker.envelope import UNREADABLE
-from broker.errors import RefusedByBroker
-from broker.inbox import QueueInbox
-from broker.link import Link, LinkThread, PeerStatus
-from broker.messages import Bye, Hello, Message, Nack, Put, Refuse, Welcome
-from buffer.codec import decode, encode
-from buffer.trajectory import SCHEMA_VERSION
-from configs.model_fingerprint import ModelFingerprint
+from slipstream.broker.errors import RefusedByBrokerError
+from slipstream.broker.messages import UNREADABLE, Bye, Hello, Message, Nack, Put, Refuse, Welcome
+from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
+from slipstream.broker.transport.inbox import QueueInbox
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.trajectory import SCHEMA_VERSION
+from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_packed
 from tests.unit.broker.router_scene import Peer, Scene, lease
 
@@ -200,13 +199,13 @@ def test_the_welcome_says_what_the_model_is(tmp_path):
 def test_an_answer_of_unknown_shape_ends_with_a_sentence(scene, answer, sentence):
     server = scene.hub.listener
     inbox = QueueInbox()
-    link = Link(scene.hub.client(), hello=HELLO, status=lambda: PeerStatus("starting"), on_message=inbox.put)
+    link = BrokerClient(scene.hub.client(), hello=HELLO, status=lambda: PeerStatus("starting"), on_message=inbox.put)
     link.step(timeout_s=0)
     identity, _ = server.receive(timeout_s=0)
     server.send(identity, [encode(answer)])
-    thread = LinkThread(link)
+    thread = BrokerClientThread(link)
     thread.start()
-    with pytest.raises(RefusedByBroker, match=sentence) as caught:
+    with pytest.raises(RefusedByBrokerError, match=sentence) as caught:
         inbox.get(timeout_s=20)
     thread.stop()
     assert link.refusal == str(caught.value)

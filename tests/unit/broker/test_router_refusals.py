@@ -2,8 +2,8 @@
 
 import pytest
 
-from broker import ingest
-from broker.messages import (
+from slipstream.broker import ingest
+from slipstream.broker.messages import (
     Ack,
     EpochOpened,
     LeaseRequest,
@@ -15,8 +15,8 @@ from broker.messages import (
     Put,
     ReturnLeases,
 )
-from buffer.codec import encode
-from buffer.trajectory import TrajectoryHeader
+from slipstream.buffer.codec import encode
+from slipstream.buffer.trajectory import TrajectoryHeader
 from tests.builders import make_packed
 from tests.unit.broker.router_scene import Peer, Scene, lease
 

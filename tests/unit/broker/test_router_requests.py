@@ -1,6 +1,6 @@
 """What the broker does with requests that were left for it in the store."""
 
-from broker.messages import Bye, Drain, Pong
+from slipstream.broker.messages import Bye, Drain, Pong
 from tests.unit.broker.router_scene import Peer, Scene
 
 DRAIN_G0 = "drain/g0"

@@ -5,20 +5,20 @@ from typing import Any
 
 import pytest
 
-from broker.messages import Ack, AnyMessage, LeaseRequest, Nack, Ping, Pong, Prompts, Put
-from buffer.codec import decode
-from buffer.errors import StoreCannotWrite, StoreUnavailable
-from buffer.memory_store import MemoryStore
+from slipstream.broker.messages import Ack, AnyMessage, LeaseRequest, Nack, Ping, Pong, Prompts, Put
+from slipstream.buffer.codec import decode
+from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.memory.store import MemoryStore
 from tests.builders import make_packed
 from tests.unit.broker.router_scene import Peer, Scene, lease
 
-AWAY = StoreUnavailable("it does not answer")
+AWAY = StoreUnavailableError("it does not answer")
 
 
 class ShakyStore(MemoryStore):
     """While `fault` is set, every operation raises it."""
 
-    fault: StoreUnavailable | None = None
+    fault: StoreUnavailableError | None = None
 
     def __getattribute__(self, name: str) -> Any:
         fault = object.__getattribute__(self, "fault")
@@ -61,7 +61,7 @@ def test_every_peer_is_pinged(scene: Scene):
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(AWAY, "store_unavailable"), (StoreCannotWrite("its disk is full"), "store_cannot_write")],
+    [(AWAY, "store_unavailable"), (StoreCannotWriteError("its disk is full"), "store_cannot_write")],
 )
 def test_trajectories_are_put_off_and_taken_later_and_the_number_is_told(scene: Scene, fault, reason):
     peer = join(scene, "g0")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from broker.speed import Pace, Speed
+from slipstream.broker.fair_share import Pace, Throughput
 
 TYPICAL = Pace(group_s=3.0, groups_per_s=2.0, in_flight=0)
 
@@ -12,14 +12,14 @@ def groups(*numbers: int) -> dict[str, list[int]]:
     return {f"{number}-0": [0, 1] for number in numbers}
 
 
-def bring(speed: Speed, *numbers: int, now: float) -> None:
+def bring(speed: Throughput, *numbers: int, now: float) -> None:
     for number in numbers:
         speed.accept(f"{number}-0-0", now=now)
         speed.accept(f"{number}-0-1", now=now)
 
 
 def test_groups_that_run_together_share_the_time_they_take():
-    speed = Speed()
+    speed = Throughput()
     speed.lease(groups(0, 1, 2, 3), now=10.0)
     bring(speed, 0, 1, 2, 3, now=12.0)
     # Four in two seconds.
@@ -27,7 +27,7 @@ def test_groups_that_run_together_share_the_time_they_take():
 
 
 def test_a_steady_flow_measures_like_a_burst():
-    speed = Speed()
+    speed = Throughput()
     speed.lease(groups(0), now=0.0)
     speed.lease(groups(1), now=1.0)
     for number in range(2, 40):
@@ -38,7 +38,7 @@ def test_a_steady_flow_measures_like_a_burst():
 
 
 def test_idle_time_does_not_count():
-    speed = Speed()
+    speed = Throughput()
     for start in (0.0, 1000.0):
         speed.lease(groups(int(start)), now=start)
         bring(speed, int(start), now=start + 0.5)
@@ -46,7 +46,7 @@ def test_idle_time_does_not_count():
 
 
 def test_a_group_is_back_with_its_last_member_and_a_repeat_changes_nothing():
-    speed = Speed()
+    speed = Throughput()
     speed.lease({"7-2": [1, 3]}, now=0.0)
     for _ in range(3):
         speed.accept("7-2-1", now=1.0)
@@ -58,14 +58,14 @@ def test_a_group_is_back_with_its_last_member_and_a_repeat_changes_nothing():
 
 @pytest.mark.parametrize("stranger", ["8-2-1", "7-1-1", "", "-", "x-y-z", "7-2"])
 def test_what_answers_no_lease_is_passed_over(stranger: str):
-    speed = Speed()
+    speed = Throughput()
     speed.lease({"7-2": [1]}, now=0.0)
     speed.accept(stranger, now=1.0)
     assert (speed.in_flight, speed.is_measured) == (1, False)
 
 
 def test_one_long_response_does_not_make_a_generator_slow():
-    speed = Speed()
+    speed = Throughput()
     for number in range(9):
         speed.lease(groups(number), now=0.0)
         bring(speed, number, now=100.0 if number == 4 else 1.0)
@@ -73,7 +73,7 @@ def test_one_long_response_does_not_make_a_generator_slow():
 
 
 def test_only_the_newest_groups_count():
-    speed = Speed()
+    speed = Throughput()
     for number in range(64):
         speed.lease(groups(number), now=0.0)
         bring(speed, number, now=10.0 if number < 32 else 2.0)
@@ -81,7 +81,7 @@ def test_only_the_newest_groups_count():
 
 
 def test_one_that_was_never_measured_counts_as_typical_and_gets_slower_while_nothing_comes_back():
-    speed = Speed()
+    speed = Throughput()
     assert speed.pace(now=0.0, typical=TYPICAL) == TYPICAL
     speed.lease(groups(0, 1), now=0.0)
     assert speed.pace(now=2.0, typical=TYPICAL) == Pace(3.0, 2.0, 2)
@@ -89,7 +89,7 @@ def test_one_that_was_never_measured_counts_as_typical_and_gets_slower_while_not
 
 
 def test_one_that_hangs_gets_slower_with_every_second():
-    speed = Speed()
+    speed = Throughput()
     speed.lease(groups(0), now=0.0)
     bring(speed, 0, now=1.0)
     speed.lease(groups(1, 2, 3), now=1.0)
@@ -98,7 +98,7 @@ def test_one_that_hangs_gets_slower_with_every_second():
 
 
 def test_leases_its_holder_does_not_name_are_not_held_once_they_are_old():
-    speed = Speed()
+    speed = Throughput()
     speed.lease(groups(0, 1), now=0.0)
     speed.lease(groups(2), now=5.0)
     speed.keep(["1-0"], leased_before=5.0)
@@ -108,7 +108,7 @@ def test_leases_its_holder_does_not_name_are_not_held_once_they_are_old():
 
 
 def test_measured_anew_the_next_group_replaces_all_before():
-    speed = Speed()
+    speed = Throughput()
     for number in range(20):
         speed.lease(groups(number), now=0.0)
         bring(speed, number, now=10.0)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.token import VARIABLE, read_token, token_objection
-from configs.base import ConfigError
-from configs.broker import BrokerConfig
+from slipstream.broker.handshake import VARIABLE, read_token, token_objection
+from slipstream.configs.base import ConfigError
+from slipstream.configs.broker import BrokerConfig
 
 SECRET = "kept-to-ourselves"
 

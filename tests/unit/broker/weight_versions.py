@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from broker.messages import Update
-from broker.weights import buckets
-from broker.weights.records import TensorSlot
+from slipstream.broker.messages import Update
+from slipstream.broker.weights import buckets
+from slipstream.broker.weights.records import TensorSlot
 
 NAMES = ("embed.weight", "norm.weight", "lm_head.weight")
 BUCKET_BYTES = 32 * 1024

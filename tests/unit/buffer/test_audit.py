@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from buffer.audit import Snapshot, audit
-from buffer.records import StepEntry
+from slipstream.buffer.audit import Snapshot, audit
+from slipstream.buffer.records import StepEntry
 
 
 def entry(step: int, *groups: str) -> StepEntry:

@@ -1,6 +1,6 @@
 """Trajectories are cut into lists that are worth a message and not too long to wait for."""
 
-from buffer.chunks import MAX_BYTES, MAX_TRAJECTORIES, chunks
+from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, chunks
 from tests.builders import make_packed
 
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.codec import check_header, checksum, decode, encode, pack, unpack
-from buffer.errors import Refused
-from buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, TrajectoryHeader, VersionSpan
+from slipstream.buffer.codec import check_header, checksum, decode, encode, pack, unpack
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, TrajectoryHeader, VersionSpan
 from tests.builders import make_packed, make_trajectory
 
 
 def reason_of(payload: bytes) -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RecordRefusedError) as caught:
         unpack(payload)
     return caught.value.reason
 
@@ -193,7 +193,7 @@ def test_an_empty_trajectory_is_refused():
 )
 def test_a_header_that_says_otherwise_than_its_payload_is_refused(changes, reason):
     header, payload = make_packed()
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RecordRefusedError) as caught:
         check_header(msgspec.structs.replace(header, **changes), payload)
     assert caught.value.reason == reason
 
@@ -201,7 +201,7 @@ def test_a_header_that_says_otherwise_than_its_payload_is_refused(changes, reaso
 @pytest.mark.parametrize("changes", [{"lease_id": "0-1"}, {"lease_id": ""}])
 def test_a_lease_that_is_not_named_after_group_and_attempt_is_refused(changes):
     header, payload = make_packed()
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RecordRefusedError) as caught:
         check_header(msgspec.structs.replace(header, **changes), payload)
     assert caught.value.reason == "id"
 
@@ -209,7 +209,7 @@ def test_a_lease_that_is_not_named_after_group_and_attempt_is_refused(changes):
 @pytest.mark.parametrize("changes", [{"id": "another"}, {"attempt": -1}])
 def test_a_trajectory_that_is_not_named_after_its_place_is_refused(changes):
     header, payload = make_packed(**changes)
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RecordRefusedError) as caught:
         check_header(header, payload)
     assert caught.value.reason == "id"
 
@@ -238,11 +238,11 @@ def test_a_changed_byte_never_raises_anything_but_refused(place, value):
     changed[place % len(payload)] = value
     if bytes(changed) == payload:
         return
-    with pytest.raises(Refused, match="checksum"):
+    with pytest.raises(RecordRefusedError, match="checksum"):
         check_header(header, bytes(changed))
     try:
         unpack(bytes(changed))
-    except Refused:
+    except RecordRefusedError:
         return
 
 
@@ -250,5 +250,5 @@ def test_packing_relies_on_no_shape():
     header, payload = pack(
         make_trajectory(model_mask=np.ones(3, dtype=bool)), lease_id="0-0", purpose="train", group_size=2
     )
-    with pytest.raises(Refused, match="shape"):
+    with pytest.raises(RecordRefusedError, match="shape"):
         check_header(header, payload)

@@ -1,8 +1,8 @@
 """Prompt leases as both stores make them."""
 
-from buffer.leases import evaluation_group_id, lapsed_lease_line, make_lease
-from buffer.permutation import row_of
-from buffer.records import Lease
+from slipstream.buffer.records import Lease
+from slipstream.buffer.samplers import row_of
+from slipstream.buffer.transitions import evaluation_group_id, lapsed_lease_line, make_lease
 
 
 def test_a_training_lease_names_the_row_its_ordinal_stands_for():

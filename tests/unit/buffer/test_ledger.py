@@ -1,7 +1,6 @@
 """An entry of the step ledger."""
 
-from buffer.ledger import make_entry
-from buffer.records import Claim, StepEntry
+from slipstream.buffer.records import Claim, StepEntry, make_entry
 from tests.builders import make_packed
 
 

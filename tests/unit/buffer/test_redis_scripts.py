@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from buffer.redis_scripts import batches, finished, prompts, run, trajectories, watching
+from slipstream.buffer.redis.scripts import batches, finished, prompts, run, trajectories, watching
 
 MODULES = [run, prompts, trajectories, batches, finished, watching]
 NAMED = [(module, name) for module in MODULES for name in vars(module) if re.fullmatch(r"[A-Z][A-Z_]+", name)]

@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from buffer.samplers import Candidate, draw_fresh, draw_reused, inclusion_probabilities, priority
-from configs.drawing import FifoConfig, FreshestConfig, PrioritizedConfig, UniformConfig
+from slipstream.buffer.samplers import Candidate, draw_fresh, draw_reused, inclusion_probabilities, priority
+from slipstream.configs.drawing import FifoConfig, FreshestConfig, PrioritizedConfig, UniformConfig
 
 
 def candidate(number: int, *, oldest_version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)) -> Candidate:

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from buffer.staleness import lag, lag_histogram, over_age_mask
-from buffer.trajectory import VersionSpan
+from slipstream.buffer.trajectory import VersionSpan, lag, lag_histogram, stale_mask
 from tests.builders import make_trajectory
 
 MIXED = [VersionSpan(6, 2), VersionSpan(9, 5)]
@@ -16,19 +15,19 @@ def test_lag_is_the_learners_version_less_the_tokens():
 
 @pytest.mark.parametrize(("max_lag", "num_too_old"), [(0, 6), (1, 3), (3, 3), (4, 0)])
 def test_only_model_written_tokens_beyond_the_bound_are_over_age(max_lag, num_too_old):
-    mask = over_age_mask(make_trajectory(version_spans=MIXED), learner_version=6, max_lag=max_lag)
+    mask = stale_mask(make_trajectory(version_spans=MIXED), learner_version=6, max_lag=max_lag)
     assert mask.tolist() == [False] * 6 + [i < num_too_old for i in range(6)]
     assert mask.dtype == np.bool_
 
 
 def test_prompt_tokens_are_never_over_age():
-    mask = over_age_mask(make_trajectory(), learner_version=100, max_lag=0)
+    mask = stale_mask(make_trajectory(), learner_version=100, max_lag=0)
     assert mask.tolist() == [False] * 6 + [True] * 6
 
 
 def test_tokens_newer_than_the_learner_count_as_fresh():
     trajectory = make_trajectory(version_spans=[VersionSpan(6, 9)])
-    assert not over_age_mask(trajectory, learner_version=5, max_lag=0).any()
+    assert not stale_mask(trajectory, learner_version=5, max_lag=0).any()
     assert lag_histogram([trajectory], learner_version=5) == {-4: 6}
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from buffer.trajectory import VersionSpan, group_of, lease_of, make_lease_id, make_trajectory_id
+from slipstream.buffer.trajectory import VersionSpan, group_of, lease_of, make_lease_id, make_trajectory_id
 from tests.builders import make_trajectory
 
 

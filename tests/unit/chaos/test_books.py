@@ -4,9 +4,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from buffer.archive.archive import ArchiveCheck
-from buffer.books import Audit, StoreCounts
-from buffer.records import StepEntry
+from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.archive.archive import ArchiveCheck
+from slipstream.buffer.records import StepEntry
 from tests.chaos import lineage
 from tests.chaos.books import Books, find_faults
 from tests.chaos.lineage import Sample, Trained

@@ -46,7 +46,7 @@ def test_a_killed_role_is_started_again_and_its_recovery_is_timed(role: Role, pr
     role.strike(make_strike("kill"), 1.0)
     role.look((7,), 1.1)
     process.exit_code = -signal.SIGKILL
-    role.attend(1.2)
+    role.poll(1.2)
     role.look((1,), 3.0)
     assert process.events == ["start", "SIGKILL", "start"]
     assert role.recovery.seconds == [2.0]
@@ -55,9 +55,9 @@ def test_a_killed_role_is_started_again_and_its_recovery_is_timed(role: Role, pr
 
 def test_a_stopped_role_goes_on_after_its_time(role: Role, process: ListedProcess) -> None:
     role.strike(make_strike("stop", stopped_s=2.0), 1.0)
-    role.attend(2.9)
+    role.poll(2.9)
     assert process.events == ["start", "SIGSTOP"]
-    role.attend(3.0)
+    role.poll(3.0)
     assert process.events == ["start", "SIGSTOP", "SIGCONT"]
     assert role.recovery.is_down
 
@@ -70,8 +70,8 @@ def test_a_stopped_role_that_is_terminated_goes_on_so_that_it_hears_it(role: Rol
 
 def test_a_role_deaf_to_sigterm_is_killed_and_that_is_a_bug(role: Role, process: ListedProcess) -> None:
     role.strike(make_strike("terminate"), 1.0)
-    role.attend(60.0)
-    role.attend(60.1)
+    role.poll(60.0)
+    role.poll(60.1)
     assert process.events == ["start", "SIGTERM", "SIGKILL"]
     assert list(role.crashes.values()) == [1]
 
@@ -79,16 +79,16 @@ def test_a_role_deaf_to_sigterm_is_killed_and_that_is_a_bug(role: Role, process:
 def test_a_role_stopped_while_it_ends_has_the_longer(role: Role, process: ListedProcess) -> None:
     role.strike(make_strike("terminate"), 1.0)
     role.strike(make_strike("stop", stopped_s=5.0), 2.0)
-    role.attend(17.0)
+    role.poll(17.0)
     assert process.events == ["start", "SIGTERM", "SIGSTOP", "SIGCONT"]
     assert not role.crashes
 
 
 def test_an_end_nobody_asked_for_is_counted_once_with_its_last_words(role: Role, process: ListedProcess) -> None:
     process.exit_code = 2
-    role.attend(0.1)
-    role.attend(0.2)
-    role.attend(1.0)
+    role.poll(0.1)
+    role.poll(0.2)
+    role.poll(1.0)
     assert role.own_ends == {"said last": 1}
     assert not role.crashes
     assert process.events == ["start", "start"]
@@ -97,7 +97,7 @@ def test_an_end_nobody_asked_for_is_counted_once_with_its_last_words(role: Role,
 def test_an_uncaught_exception_is_a_crash_even_after_a_sigterm(role: Role, process: ListedProcess) -> None:
     role.strike(make_strike("terminate"), 1.0)
     process.exit_code = 1
-    role.attend(1.1)
+    role.poll(1.1)
     assert list(role.crashes) == ["generator-0 must not end with exit code 1, said: said last"]
 
 
@@ -105,6 +105,6 @@ def test_only_a_role_that_may_finish_is_not_started_again_when_it_ends_well(proc
     learner = Role("learner", process, may_finish=True)
     learner.start(0.0)
     process.exit_code = 0
-    learner.attend(9.0)
+    learner.poll(9.0)
     assert learner.has_finished
     assert process.events == ["start"]

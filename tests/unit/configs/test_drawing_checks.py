@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from configs.base import ConfigError
-from configs.drawing import ReuseConfig
+from slipstream.configs.base import ConfigError
+from slipstream.configs.drawing import ReuseConfig
 from tests.builders import make_run
 
 OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
@@ -28,8 +28,8 @@ STEPS_OF_FOUR = {"groups_per_step": 4, "max_steps": 10, "checkpoint": {"every_st
             r"must be >= 104 = 20 used groups .* \+ 80 kept for reuse \+ 4 .* got 100",
         ),
         (
-            {"staleness": {"max_lag": 3, "over_age": "demote"}, "reuse": {"max_age": 3}},
-            r"reuse\.max_age must be > buffer\.staleness\.max_lag \(3\) with over_age=demote, got 3",
+            {"staleness": {"max_lag": 3, "on_stale": "demote"}, "reuse": {"max_age": 3}},
+            r"reuse\.max_age must be > buffer\.staleness\.max_lag \(3\) with on_stale=demote, got 3",
         ),
         ({"mix": {"archive": "there", "fraction": 0.1}}, r"mix\.fraction must leave at least one group .* got 0\.1 of"),
     ],

@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs.base import ConfigError
-from configs.load import load
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
 
 
 @pytest.mark.parametrize(

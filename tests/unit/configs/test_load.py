@@ -5,14 +5,13 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.base import ConfigError
-from configs.buffer import EmbeddedRedisConfig, MemoryStoreConfig, RedisConfig
-from configs.convert import convert
-from configs.generators import HfEngineConfig, VllmEngineConfig
-from configs.learner import TorchEngineConfig
-from configs.load import config_hash, load, to_plain, to_yaml
-from configs.run import RunConfig
-from configs.sources import sources
+from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import EmbeddedRedisConfig, MemoryStoreConfig, RedisConfig
+from slipstream.configs.convert import convert
+from slipstream.configs.generators import HfEngineConfig, VllmEngineConfig
+from slipstream.configs.learner import TorchEngineConfig
+from slipstream.configs.load import config_hash, load, sources, to_plain, to_yaml
+from slipstream.configs.run import RunConfig
 
 
 def refusal(*overrides: str) -> str:

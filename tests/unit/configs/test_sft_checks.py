@@ -2,8 +2,8 @@
 
 import pytest
 
-from configs.base import ConfigError
-from configs.load import load
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
 
 
 def test_supervised_training_needs_a_file_and_nothing_of_the_generators() -> None:

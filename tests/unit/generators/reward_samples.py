@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from generators.rewards.reward import RewardInput
+from slipstream.generators.rewards.reward import RewardInput
 
 NOT_A_FUNCTION = 3
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from generators.concurrency import Concurrency
-from generators.engines.engine import EngineLoad
+from slipstream.generators.concurrency import Concurrency
+from slipstream.generators.engines.engine import EngineLoad
 
 
 def limits(loads: Iterable[EngineLoad], *, least: int = 8, most: int = 64, running: int | None = None) -> list[int]:

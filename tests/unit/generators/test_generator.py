@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from broker.errors import LinkDied
-from broker.link import PeerStatus
-from broker.messages import AnyMessage, Member, Message, Nack, Prompt, Prompts, Refuse, ReturnLeases
-from broker.outbox import Outbox
-from buffer.codec import decode, encode
-from buffer.records import Lease
-from configs.generators import ScriptedEngineConfig
-from generators.engines.scripted_engine import ScriptedEngine
-from generators.errors import EngineDied, EngineFault, GeneratorFault, PromptFault
-from generators.generator import Generator
-from generators.rewards.pool import RewardPool
+from slipstream.broker.errors import ClientDiedError
+from slipstream.broker.messages import AnyMessage, Member, Message, Nack, Prompt, Prompts, Refuse, ReturnLeases
+from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.transport.outbox import Outbox
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.records import Lease
+from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.errors import EngineDiedError, EngineError, GeneratorError, PromptError
+from slipstream.generators.generator import Generator
+from slipstream.generators.rewards.pool import RewardPool
 from tests.builders import make_run
 
 LEASE = Lease("3-0", "3", "train", 3, 3, 0, [0, 1])
@@ -56,7 +56,7 @@ class Scene:
             member=Member("g", "1"),
             link=self.link,  # type: ignore[arg-type]
             engine=ScriptedEngine(ScriptedEngineConfig()),
-            agent=FakeAgent(fault or PromptFault("too long")),
+            agent=FakeAgent(fault or PromptError("too long")),
             rewards=RewardPool("tests.unit.generators.reward_samples:by_response", {}, num_workers=0, timeout_s=1.0),
         )
 
@@ -68,7 +68,7 @@ class Scene:
         """What it handed back last."""
         return [message for message in self.link.sent if isinstance(message, ReturnLeases)][-1]
 
-    async def live(self, *messages: Message | LinkDied) -> None:
+    async def live(self, *messages: Message | ClientDiedError) -> None:
         """Until it ends by itself; it hears these as soon as it has started."""
         running = asyncio.create_task(self.generator.run())
         # The scripted engine starts at once.
@@ -96,7 +96,9 @@ def test_a_long_reason_is_cut_and_the_lease_handed_back_all_the_same():
     assert len(scene.hand_back().reason) == 256
 
 
-@pytest.mark.parametrize("fault", [KeyError("a bug"), EngineDied("the engine is gone"), EngineFault("out of range")])
+@pytest.mark.parametrize(
+    "fault", [KeyError("a bug"), EngineDiedError("the engine is gone"), EngineError("out of range")]
+)
 def test_what_an_agent_cannot_mend_ends_the_generator_as_it_is(fault: Exception):
     scene = Scene(fault)
     with pytest.raises(type(fault), match=str(fault)):
@@ -105,10 +107,10 @@ def test_what_an_agent_cannot_mend_ends_the_generator_as_it_is(fault: Exception)
 
 
 def test_a_link_that_died_ends_it_so_that_it_is_started_again():
-    with pytest.raises(LinkDied, match="KeyError"):
-        asyncio.run(Scene().live(LinkDied("the link to the broker ended: KeyError: 1")))
+    with pytest.raises(ClientDiedError, match="KeyError"):
+        asyncio.run(Scene().live(ClientDiedError("the link to the broker ended: KeyError: 1")))
 
 
 def test_a_broker_that_will_not_have_it_ends_it_for_good():
-    with pytest.raises(GeneratorFault, match="another model"):
+    with pytest.raises(GeneratorError, match="another model"):
         asyncio.run(Scene().live(Refuse("another model")))

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 import psutil
 import pytest
 
-from buffer.trajectory import Reward
-from configs.base import ConfigError
-from generators.rewards.pool import RewardPool
-from generators.rewards.reward import RewardInput
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
 
 FUNCTION = "tests.unit.generators.reward_samples:by_response"
 
@@ -160,8 +160,8 @@ def test_a_function_that_cannot_be_loaded_is_told_at_once():
 
 _PARENT = """
 import asyncio, sys
-from generators.rewards.pool import RewardPool
-from generators.rewards.reward import RewardInput
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
 
 async def main():
     pool = RewardPool("tests.unit.generators.reward_samples:by_response", {}, num_workers=1, timeout_s=60)

@@ -1,11 +1,9 @@
 import pytest
 
-from buffer.trajectory import Reward
-from configs.base import ConfigError
-from generators.rewards.exact_match import exact_match
-from generators.rewards.math_answer import math_answer
-from generators.rewards.position_match import position_match
-from generators.rewards.reward import RewardInput, evaluate, load_reward
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.generators.rewards.functions import exact_match, math_answer, position_match
+from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
 
 SAMPLES = "tests.unit.generators.reward_samples"
 

@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from buffer.trajectory import Reward, Trajectory, VersionSpan
-from configs.data import DataConfig
-from configs.learner import DeepSpeedEngineConfig, LearnerConfig, TorchEngineConfig
-from configs.model import ModelConfig
-from configs.run import RunConfig
-from learner.building import build_trainer
-from learner.deepspeed_config import deepspeed_environment
-from learner.diagnostics import BY_LAG, TOKEN_METRICS
-from learner.microbatch import Sample
-from learner.model import Policy
-from learner.ranks import Ranks, join_ranks
-from learner.token_statistics import LAG_BUCKETS
-from learner.trainer import Trainer
+from slipstream.buffer.trajectory import Reward, Trajectory, VersionSpan
+from slipstream.configs.data import DataConfig, ModelConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, LearnerConfig, TorchEngineConfig
+from slipstream.configs.run import RunConfig
+from slipstream.learner.batching.microbatch import Sample
+from slipstream.learner.build import build_trainer
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+from slipstream.learner.metrics.step_metrics import BY_LAG, TOKEN_METRICS
+from slipstream.learner.metrics.token_stats import LAG_BUCKETS
+from slipstream.learner.ranks import Ranks, join_ranks
+from slipstream.learner.training.model import Policy
+from slipstream.learner.training.trainer import Trainer
 from tests.builders import make_trajectory
 from tests.tiny_model import CHARACTERS, make_tiny_model, make_tiny_module
 
@@ -143,7 +142,7 @@ def zero(stage: int) -> DeepSpeedEngineConfig:
 
 
 def documented(metrics: dict[str, float]) -> set[str]:
-    """The keys of `learner.diagnostics.METRICS` that say what these are; fails on one of a lag that has none."""
+    """The keys of `slipstream.learner.metrics.step_metrics.METRICS` that say what these are; fails on one of a lag that has none."""
     return {_entry(key) for key in metrics}
 
 

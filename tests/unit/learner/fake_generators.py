@@ -4,12 +4,12 @@ from collections import deque
 
 import torch
 
-from broker.errors import WeightTransferFault
-from broker.messages import Adopted, EpochOpened, Member, Members, MemberState, OpenEpoch, Update
-from broker.weights.records import Source
-from configs.weights import WeightsConfig
-from learner.publisher import Publisher
-from learner.staging import Staged, Stager
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import Adopted, EpochOpened, Member, Members, MemberState, OpenEpoch, Update
+from slipstream.broker.weights.records import Source
+from slipstream.configs.weights import WeightsConfig
+from slipstream.learner.publishing.publisher import Publisher
+from slipstream.learner.publishing.staging import Staged, Stager
 
 WEIGHTS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3))]
 CANARY = ([[1, 2, 3]], [[-1.0, -2.0]])
@@ -24,7 +24,7 @@ class FakeClock:
 
 
 class FakeGenerators:
-    """Link, inbox and sender at once: answers orders as its members are told to behave."""
+    """BrokerClient, inbox and sender at once: answers orders as its members are told to behave."""
 
     address = ("127.0.0.1", 1)
 
@@ -79,7 +79,7 @@ class FakeGenerators:
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
         self.opened_with.append(num_members)
         if self.fails_to_open or "silent" in self.members.values():
-            raise WeightTransferFault("rank 1 did not arrive in time")
+            raise WeightTransferError("rank 1 did not arrive in time")
 
     def broadcast(self, buckets, *, timeout_s: float) -> None:
         self.broadcasts += 1
@@ -104,7 +104,7 @@ class FakeLender:
 
     def lend(self, update, buckets, *, with_delta: bool = False, keeping=()) -> Source:
         if self.fault:
-            raise WeightTransferFault(self.fault)
+            raise WeightTransferError(self.fault)
         self.lent.append((update.version, with_delta, sorted(keeping)))
         return Source("127.0.0.1", 2, "/weights", has_deltas=with_delta)
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import msgspec
 
-from broker.role_status import RoleStatus
-from buffer.books import StoreCounts
-from buffer.memory_store import MemoryStore
-from learner.run_look import GeneratorLook, RunLook
+from slipstream.broker.status.role_status import RoleStatus
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.learner.stall.progress import GeneratorProgress, RunProgress
 
 
 class FakeClock:
@@ -37,9 +37,9 @@ def make_role(name: str, role: str = "generator", **overrides: Any) -> RoleStatu
 
 def make_generator(
     name: str = "generator-0", *, trajectories: int = 0, rewards_failed: int = 0, **overrides: Any
-) -> GeneratorLook:
+) -> GeneratorProgress:
     """One that lives, holds version 0 and has had a reward for every trajectory."""
-    return GeneratorLook(make_role(name, rewards_failed=rewards_failed, **overrides), trajectories)
+    return GeneratorProgress(make_role(name, rewards_failed=rewards_failed, **overrides), trajectories)
 
 
 def make_counts(**overrides: Any) -> StoreCounts:
@@ -50,15 +50,15 @@ def make_counts(**overrides: Any) -> StoreCounts:
 
 
 def make_look(
-    *generators: GeneratorLook,
+    *generators: GeneratorProgress,
     version: int = 0,
     broker: RoleStatus | None = None,
     capacity_reason: str = "",
     answered: int | None = None,
     **counts: Any,
-) -> RunLook:
+) -> RunProgress:
     """The broker lives, unless told otherwise."""
-    return RunLook(
+    return RunProgress(
         make_counts(**counts),
         version,
         generators=generators,

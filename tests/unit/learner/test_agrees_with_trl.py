@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from buffer.trajectory import Reward, VersionSpan
-from configs.advantages import DrGrpoConfig, GrpoConfig, RlooConfig
-from configs.algorithm import AlgorithmConfig
-from configs.correction import CorrectionConfig
-from configs.kl import KlConfig
-from configs.policy_losses import (
+from slipstream.buffer.trajectory import Reward, VersionSpan
+from slipstream.configs.advantages import DrGrpoConfig, GrpoConfig, RlooConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import KlConfig, RewardShapingConfig
+from slipstream.configs.correction import CorrectionConfig
+from slipstream.configs.policy_losses import (
     CispoConfig,
     GmpoConfig,
     GspoConfig,
@@ -26,12 +26,11 @@ from configs.policy_losses import (
     SapoConfig,
     VespoConfig,
 )
-from configs.reward_shaping import RewardShapingConfig
-from learner.admission import admit
-from learner.algorithms import advantages, distillation, kl
-from learner.algorithms.whitening import whiten
-from learner.diagnostics import Tally
-from learner.objective import Objective
+from slipstream.learner.algorithms import advantages, distillation, kl
+from slipstream.learner.algorithms.advantages import whiten
+from slipstream.learner.batching.build_batch import build_batch
+from slipstream.learner.metrics.step_metrics import StepMetrics
+from slipstream.learner.objective.objective import Objective
 from tests.builders import make_trajectory
 from tests.unit.learner.builders import VOCABULARY
 
@@ -80,7 +79,7 @@ def make_batch(config, *, rewards=BATCH["rewards"], **columns):
     known = {name: column(values) for name, values in (BATCH | columns).items() if name.endswith("logprobs")}
     logprobs = known["generator_logprobs"].split(LENGTHS)
     members = [make_member(index, rewards[index], logprobs[index].tolist()) for index in range(NUM_SEQUENCES)]
-    batch = admit(
+    batch = build_batch(
         [members[start : start + SIZE] for start in range(0, NUM_SEQUENCES, SIZE)],
         learner_version=0,
         max_lags=[None] * (NUM_SEQUENCES // SIZE),
@@ -107,7 +106,7 @@ def ours(config, **columns):
     learner = column((BATCH | columns)["learner_logprobs"]).requires_grad_()
     entropies = column(BATCH["entropies"]).requires_grad_()
     measured = {"logprobs": learner[is_in], "entropies": entropies[is_in]}
-    loss = objective.loss(batch.tokens, measured, tally=Tally())
+    loss = objective.loss(batch.tokens, measured, tally=StepMetrics())
     return loss, *torch.autograd.grad(loss, [learner, entropies])
 
 

@@ -5,15 +5,15 @@ from itertools import product
 import pytest
 import torch
 
-from buffer.trajectory import VersionSpan
-from configs import policy_losses
-from configs.advantages import DrGrpoConfig, WinRateConfig
-from configs.algorithm import AlgorithmConfig
-from configs.base import ConfigError
-from configs.correction import CorrectionConfig, LagBoundConfig, RejectionConfig
-from learner.admission import admit
-from learner.diagnostics import Tally
-from learner.objective import Objective
+from slipstream.buffer.trajectory import VersionSpan
+from slipstream.configs import policy_losses
+from slipstream.configs.advantages import DrGrpoConfig, WinRateConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.base import ConfigError
+from slipstream.configs.correction import CorrectionConfig, LagBoundConfig, RejectionConfig
+from slipstream.learner.batching.build_batch import build_batch
+from slipstream.learner.metrics.step_metrics import StepMetrics
+from slipstream.learner.objective.objective import Objective
 from tests.unit.learner.builders import VOCABULARY, make_groups
 
 LOSSES = {
@@ -58,7 +58,7 @@ def make_batch(config):
     groups = make_groups(num_groups=4)
     for number, member in enumerate(member for group in groups for member in group):
         member.version_spans[:] = [VersionSpan(span.first_token, 3 - number % 4) for span in member.version_spans]
-    batch = admit(
+    batch = build_batch(
         groups,
         learner_version=3,
         max_lags=[None] * 4,
@@ -82,7 +82,9 @@ def gradient(objective, tokens, logprobs, parts):
     leaf = logprobs.clone().requires_grad_()
     entropies = torch.zeros_like(leaf)
     losses = [
-        objective.loss(tokens.take(places), {"logprobs": leaf[places], "entropies": entropies[places]}, tally=Tally())
+        objective.loss(
+            tokens.take(places), {"logprobs": leaf[places], "entropies": entropies[places]}, tally=StepMetrics()
+        )
         for places in parts
     ]
     (found,) = torch.autograd.grad(torch.stack(losses).sum(), leaf)

@@ -5,19 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
-from learner.checkpoint import Checkpoints
-from learner.errors import CheckpointFault
-from learner.random_state import restore_random_state, save_random_state
-from tests.unit.learner.builders import (
-    make_alone,
-    make_groups,
-    make_model,
-    make_run,
-    make_trainer,
-    weights,
-    zero,
-)
+from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
+from slipstream.learner.checkpoint import Checkpoints, restore_random_state, save_random_state
+from slipstream.learner.errors import CheckpointError
+from tests.unit.learner.builders import make_alone, make_groups, make_model, make_run, make_trainer, weights, zero
 
 ENGINES = [TorchEngineConfig(), zero(0), zero(1), zero(2), zero(3)]
 
@@ -65,7 +56,7 @@ def test_random_number_generators_go_on_where_they_were(tmp_path):
 
 def test_a_checkpoint_that_is_gone_is_named(tmp_path):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    with pytest.raises(CheckpointFault, match="step-00000004 must be a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="step-00000004 must be a whole checkpoint"):
         checkpoints.restore("step-00000004")
 
 
@@ -97,7 +88,7 @@ def test_a_checkpoint_of_another_engine_is_refused_in_one_sentence(tmp_path):
     _, checkpoints = make_checkpoints(make_run(path), tmp_path)
     checkpoints.save(step=1, version=1)
     _, other = make_checkpoints(make_run(path, learner={"engine": zero(2)}), tmp_path)
-    with pytest.raises(CheckpointFault, match=r"must have been written with .*zero-2.*, got .*torch") as caught:
+    with pytest.raises(CheckpointError, match=r"must have been written with .*zero-2.*, got .*torch") as caught:
         other.restore("step-00000001")
     assert "\n" not in str(caught.value)
 
@@ -106,7 +97,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     checkpoints.save(step=1, version=1)
     _, tied = make_checkpoints(make_run(make_model(tmp_path, is_tied=True)), tmp_path)
-    with pytest.raises(CheckpointFault):
+    with pytest.raises(CheckpointError):
         tied.restore("step-00000001")
 
 
@@ -115,5 +106,5 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, part):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     checkpoints.save(step=1, version=1)
     (tmp_path / "checkpoints" / "step-00000001" / part).write_bytes(b"{")
-    with pytest.raises(CheckpointFault, match=part if part != "state.json" else "whole checkpoint"):
+    with pytest.raises(CheckpointError, match=part if part != "state.json" else "whole checkpoint"):
         checkpoints.restore("step-00000001")

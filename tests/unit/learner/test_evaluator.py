@@ -2,11 +2,11 @@
 
 import pytest
 
-from buffer.memory_store import MemoryStore
-from buffer.records import Lease
-from buffer.trajectory import Reward
-from configs.evaluation import EvaluationConfig
-from learner.evaluator import Evaluator
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import Lease
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.learner import EvaluationConfig
+from slipstream.learner.evaluator import Evaluator
 from tests.contract.stores import answer, lease, open_run
 
 

@@ -7,17 +7,21 @@ import msgspec
 import pytest
 import torch
 
-from buffer.trajectory import Reward
-from configs import advantages, correction, policy_losses
-from configs.algorithm import AlgorithmConfig, EssLearningRateConfig
-from configs.base import ConfigError
-from configs.critic import CriticConfig, CriticOptimizerConfig
-from configs.distillation import DistillationConfig
-from configs.kl import AdaptiveKlConfig, KlConfig
-from configs.learner import OptimizerConfig
-from configs.reward_shaping import RewardShapingConfig
-from learner.estimators import ESTIMATORS
-from learner.surrogates import SURROGATES
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs import advantages, correction, policy_losses
+from slipstream.configs.algorithm import AlgorithmConfig, EssLearningRateConfig
+from slipstream.configs.algorithm_terms import (
+    AdaptiveKlConfig,
+    CriticConfig,
+    CriticOptimizerConfig,
+    DistillationConfig,
+    KlConfig,
+    RewardShapingConfig,
+)
+from slipstream.configs.base import ConfigError
+from slipstream.configs.learner import OptimizerConfig
+from slipstream.learner.objective.advantage_registry import ESTIMATORS
+from slipstream.learner.objective.loss_registry import SURROGATES
 from tests.unit.learner.builders import make_groups, make_model, make_run, make_trainer, weights
 
 NONE = correction.CorrectionConfig(level="none", high=None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms import policy_losses, segments, sequence_losses
+from slipstream.learner.algorithms import policy_losses, segments, sequence_losses
 
 VOCABULARY, LENGTH = 3, 3
 DRIFT = 0.7

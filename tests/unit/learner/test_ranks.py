@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from learner.errors import RanksFault
-from learner.ranks import join_ranks
+from slipstream.learner.errors import RankGroupError
+from slipstream.learner.ranks import join_ranks
 from tests.unit.learner.builders import CPU, make_alone
 
 
@@ -17,5 +17,5 @@ def test_one_rank_keeps_what_it_has():
 
 
 def test_several_ranks_need_a_rendezvous():
-    with pytest.raises(RanksFault, match="2 learner ranks need a rendezvous"):
+    with pytest.raises(RankGroupError, match="2 learner ranks need a rendezvous"):
         join_ranks(rank=0, size=2, device=CPU, timeout_s=1.0)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from configs.base import ConfigError
-from scripts.check_algorithm import check, main
+from slipstream.configs.base import ConfigError
+from slipstream.scripts.check_algorithm import check, main
 
 OWN = "tests.unit.learner.own_algorithm"
 

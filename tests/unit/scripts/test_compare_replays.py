@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts.compare_replays import Replay, draw, main, tabulate, write_picture
+from slipstream.scripts.compare_replays import Replay, draw, main, tabulate, write_picture
 
 SUMMARY = {"accuracy_before": 0.3, "accuracy_sampled": 0.75, "accuracy_greedy": 0.8, "train_seconds": 12.5}
 

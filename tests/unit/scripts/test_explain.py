@@ -3,12 +3,11 @@
 import msgspec
 import pytest
 
-from buffer.drawing import DrawRules
-from buffer.ledger import make_entry
-from buffer.memory_store import MemoryStore
-from buffer.records import CheckpointPointer, Claim, VersionEntry
-from configs.base import ConfigError
-from scripts.explain import explain_step, explain_trajectory, explain_version
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
+from slipstream.buffer.sampling import DrawRules
+from slipstream.configs.base import ConfigError
+from slipstream.scripts.explain import explain_step, explain_trajectory, explain_version
 from tests.builders import make_packed
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs.base import ConfigError
-from scripts.init_random_model import main, make_model, make_tokenizer
+from slipstream.configs.base import ConfigError
+from slipstream.scripts.init_random_model import main, make_model, make_tokenizer
 
 
 def test_it_loads_with_transformers_as_it_was_made(tmp_path: Path) -> None:

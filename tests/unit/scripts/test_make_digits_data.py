@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.dataset import Dataset
-from configs.base import ConfigError
-from scripts.make_digits_data import addition, main, make_files, make_problems, reverse
+from slipstream.broker.dataset import Dataset
+from slipstream.configs.base import ConfigError
+from slipstream.scripts.make_digits_data import addition, main, make_files, make_problems, reverse
 
 
 def make(folder: Path, *, task: str = "reverse", seed: int = 0) -> tuple[Dataset, Dataset]:

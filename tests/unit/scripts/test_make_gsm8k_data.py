@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from broker.dataset import Dataset
-from configs.base import ConfigError
-from scripts.make_gsm8k_data import INSTRUCTION, final_answer, main, read_source
+from slipstream.broker.dataset import Dataset
+from slipstream.configs.base import ConfigError
+from slipstream.scripts.make_gsm8k_data import INSTRUCTION, final_answer, main, read_source
 
 PROBLEM = {"question": "Two eggs cost 4. How much do 500 cost? ", "answer": "4 / 2 = 2\n500 * 2 = 1,000\n#### 1,000"}
 

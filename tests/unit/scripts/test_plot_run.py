@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from configs.base import ConfigError
-from scripts.plot_run import draw, main, plot_run, read_metrics, running_mean
+from slipstream.configs.base import ConfigError
+from slipstream.scripts.plot_run import draw, main, plot_run, read_metrics, running_mean
 
 
 def make_row(step: int) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from configs.load import load, to_plain
-from scripts.print_config import arithmetic, main
+from slipstream.configs.load import load, to_plain
+from slipstream.scripts.print_config import arithmetic, main
 
 
 def test_the_config_is_printed_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.base import ConfigError
-from scripts.init_random_model import make_model, make_tokenizer
-from scripts.make_digits_data import make_files
-from scripts.model_folder import load_model, save_model
-from scripts.prompt_file import make_row, write_pair
-from scripts.warm_up import (
+from slipstream.configs.base import ConfigError
+from slipstream.scripts.init_random_model import load_model, make_model, make_tokenizer, save_model
+from slipstream.scripts.make_digits_data import make_files, make_row, write_pair
+from slipstream.scripts.warm_up import (
     IGNORED,
     Band,
     Budget,

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from buffer.archive.shard_writer import ShardWriter
-from buffer.codec import encode
-from buffer.records import FinishedGroup
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.codec import encode
+from slipstream.buffer.records import FinishedGroup
 from tests.builders import make_trajectory
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.archive.archive import Archive
-from buffer.archive.archive_check import ArchiveCheck
-from buffer.archive.errors import ArchiveFault, ShardRefused
-from buffer.archive.manifest import MANIFEST, Manifest, read_manifest
-from buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.archive.archive import Archive, ArchiveCheck
+from slipstream.buffer.archive.manifest import MANIFEST, Manifest, read_manifest
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.errors import ArchiveError, ShardError
 from tests.unit.buffer.archive.finished import make_finished, write_archive
 
 SECOND = "shard-00000002.parquet"
@@ -32,7 +31,7 @@ def test_groups_come_in_the_order_archived(folder: Path) -> None:
 
 
 def test_a_folder_without_a_manifest_is_no_archive(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveFault, match=r"must be an archive, but it has no manifest.jsonl"):
+    with pytest.raises(ArchiveError, match=r"must be an archive, but it has no manifest.jsonl"):
         Archive(tmp_path)
 
 
@@ -43,7 +42,7 @@ def test_a_shard_cut_in_the_middle_is_refused_by_name_and_the_others_are_read(fo
     assert groups == ["0", "2"]
     assert sentence.startswith(f"{SECOND} must have ")
     assert "as the manifest says" in sentence
-    with pytest.raises(ShardRefused):
+    with pytest.raises(ShardError):
         list(Archive(folder).read())
 
 

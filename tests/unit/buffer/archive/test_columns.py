@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buffer.archive.columns import ARCHIVE_SCHEMA, SCHEMA, from_batch, newer_schema, to_table
-from buffer.archive.stored_trajectory import StoredTrajectory
-from buffer.codec import encode
-from buffer.errors import Refused
-from buffer.records import FinishedGroup
-from buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
+from slipstream.buffer.archive.columns import ARCHIVE_SCHEMA, SCHEMA, from_batch, newer_schema, to_table
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
 from tests.unit.buffer.archive.finished import make_finished
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -81,9 +81,9 @@ def test_rows_in_the_middle_of_a_batch_are_read_as_they_are() -> None:
 
 
 def test_a_row_says_what_became_of_the_group() -> None:
-    group = make_finished("5", members=1, outcome="rejected", reason="over_age", steps=[3, 9])
+    group = make_finished("5", members=1, outcome="rejected", reason="on_stale", steps=[3, 9])
     (stored,) = rows_of(to_table([group], archived_at=7.0))
-    assert (stored.place, stored.reason, stored.steps, stored.archived_at) == ("rejected", "over_age", [3, 9], 7.0)
+    assert (stored.place, stored.reason, stored.steps, stored.archived_at) == ("rejected", "on_stale", [3, 9], 7.0)
 
 
 def test_the_columns_are_made_for_other_tools_too() -> None:
@@ -104,8 +104,8 @@ def test_versions_no_model_written_token_has_do_not_count() -> None:
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"sampling": Sampling(1.0, 1.0, -1, 6, 2**63)}, (Refused, OverflowError, pa.ArrowException)),
-        ({"version_spans": []}, Refused),
+        ({"sampling": Sampling(1.0, 1.0, -1, 6, 2**63)}, (RecordRefusedError, OverflowError, pa.ArrowException)),
+        ({"version_spans": []}, RecordRefusedError),
     ],
 )
 def test_what_no_column_can_hold_is_refused(fields: dict[str, Any], error: Any) -> None:

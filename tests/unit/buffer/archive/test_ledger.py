@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from buffer.archive.archive import Archive
-from buffer.archive.errors import ArchiveFault
-from buffer.archive.ledger import LEDGER, LedgerWriter, read_ledger
-from buffer.records import StepEntry
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.ledger import LEDGER, LedgerWriter, read_ledger
+from slipstream.buffer.errors import ArchiveError
+from slipstream.buffer.records import StepEntry
 from tests.unit.buffer.archive.finished import make_finished, write_archive
 
 
@@ -47,7 +47,7 @@ def test_a_changed_line_is_refused_by_number(tmp_path: Path, damage: tuple[bytes
     write(tmp_path, make_step(1, "0"), make_step(2, "1"))
     ledger = tmp_path / LEDGER
     ledger.write_bytes(ledger.read_bytes().replace(*damage))
-    with pytest.raises(ArchiveFault, match=r"line 1 of .*ledger.jsonl must hold a step"):
+    with pytest.raises(ArchiveError, match=r"line 1 of .*ledger.jsonl must hold a step"):
         read_ledger(tmp_path)
 
 
@@ -56,7 +56,7 @@ def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
     ledger = tmp_path / LEDGER
     line = msgspec.json.decode(ledger.read_bytes()) | {"schema": 2, "signature": "x"}
     ledger.write_bytes(msgspec.json.encode(line) + b"\n")
-    with pytest.raises(ArchiveFault, match=r"ledger.jsonl must have schema <= 1, got 2"):
+    with pytest.raises(ArchiveError, match=r"ledger.jsonl must have schema <= 1, got 2"):
         read_ledger(tmp_path)
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from buffer.archive.errors import ArchiveFault
-from buffer.archive.rollouts import Rollouts
-from buffer.codec import unpack
+from slipstream.buffer.archive.rollouts import Rollouts
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.errors import ArchiveError
 from tests.unit.buffer.archive.finished import make_finished, write_archive
 
 
@@ -40,5 +40,5 @@ def test_a_group_has_all_its_members_by_index(folder: Path) -> None:
 
 
 def test_an_archive_without_groups_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArchiveFault, match="must hold groups to train on, got none"):
+    with pytest.raises(ArchiveError, match="must hold groups to train on, got none"):
         Rollouts(write_archive(tmp_path), seed=0)

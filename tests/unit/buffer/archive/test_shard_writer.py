@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from buffer.archive.archive import Archive
-from buffer.archive.errors import ArchiveFault
-from buffer.archive.manifest import MANIFEST, read_manifest
-from buffer.archive.set_aside import SET_ASIDE
-from buffer.archive.shard_writer import ShardWriter
-from buffer.codec import decode
-from buffer.records import FinishedGroup
-from buffer.trajectory import Sampling
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.manifest import MANIFEST, read_manifest
+from slipstream.buffer.archive.shard_writer import SET_ASIDE, ShardWriter
+from slipstream.buffer.codec import decode
+from slipstream.buffer.errors import ArchiveError
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.trajectory import Sampling
 from tests.unit.buffer.archive.finished import make_finished, write_archive
 
 UNFIT = Sampling(1.0, 1.0, -1, 6, 2**63)
@@ -73,7 +72,7 @@ def test_a_damaged_line_in_the_middle_is_told_and_nothing_is_removed(tmp_path: P
     lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
     (tmp_path / MANIFEST).write_bytes(b"{}\n" + lines[1])
     for use in (ShardWriter, Archive):
-        with pytest.raises(ArchiveFault, match=r"line 1 of .*manifest.jsonl must name a shard"):
+        with pytest.raises(ArchiveError, match=r"line 1 of .*manifest.jsonl must name a shard"):
             use(tmp_path)
     assert len(files_in(tmp_path)) == 3
 
@@ -81,10 +80,10 @@ def test_a_damaged_line_in_the_middle_is_told_and_nothing_is_removed(tmp_path: P
 def test_shards_without_their_manifest_are_never_removed(tmp_path: Path) -> None:
     write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
     (tmp_path / MANIFEST).unlink()
-    with pytest.raises(ArchiveFault, match=r"must have a manifest.jsonl beside its 2 shards"):
+    with pytest.raises(ArchiveError, match=r"must have a manifest.jsonl beside its 2 shards"):
         ShardWriter(tmp_path)
     (tmp_path / MANIFEST).touch()
-    with pytest.raises(ArchiveFault, match=r"must name every shard but the one after its last"):
+    with pytest.raises(ArchiveError, match=r"must name every shard but the one after its last"):
         ShardWriter(tmp_path)
     assert len(files_in(tmp_path)) == 3
 
@@ -105,7 +104,7 @@ def test_a_damaged_last_shard_does_not_keep_the_writer_from_starting(tmp_path: P
 
 def test_an_archive_has_one_writer(tmp_path: Path) -> None:
     first = ShardWriter(tmp_path)
-    with pytest.raises(ArchiveFault, match="must have one writer"):
+    with pytest.raises(ArchiveError, match="must have one writer"):
         ShardWriter(tmp_path)
     first.close()
     ShardWriter(tmp_path).close()

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.archive.archive import Archive
-from buffer.archive.stored_trajectory import StoredTrajectory
-from buffer.archive.trajectory_filter import TrajectoryFilter
-from buffer.trajectory import Reward, VersionSpan
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
+from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_trajectory
 from tests.unit.buffer.archive.finished import make_finished, write_archive
 

@@ -10,9 +10,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from buffer.__main__ import main
-from buffer.archive.manifest import MANIFEST
-from buffer.trajectory import Reward, VersionSpan
+from slipstream.buffer.__main__ import main
+from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_run
 from tests.unit.buffer.archive.finished import make_finished, write_archive
 

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from buffer.__main__ import main
-from buffer.archive.archive import Archive
-from buffer.archive.stored_trajectory import StoredTrajectory
-from buffer.codec import encode
-from buffer.trajectory import Reward, VersionSpan
+from slipstream.buffer.__main__ import main
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.buffer.codec import encode
+from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.unit.buffer.archive.finished import make_finished, write_archive
 
 LOGPROBS = np.array([0] * 6 + [-0.1, -1 / 3, -1e-30, -88.7, -0.0, -2.5], np.float32)

@@ -1,0 +1,73 @@
+"""Pacing: how many training prompts may ever have been admitted, given what the learner has consumed."""
+
+import sys
+
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.records import RunState
+from slipstream.configs.buffer import CapacityConfig
+from slipstream.configs.run import RunConfig
+
+
+def admission_limit(run: RunConfig, *, consumed: int) -> int:
+    """Groups that may have been admitted in all, when the newest committed version has `consumed` in it.
+
+    limit = min(consumed + (max_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
+
+    With max_lag = 0 exactly one version's worth of groups is out at a time: the synchronous run. Groups that fall out
+    (rejected, expired, quarantined) are taken off `admitted` by the store, which gives their budget back.
+
+    Source: AReaL, arXiv:2505.24298, section 5.1, whose version * groups_per_version is `consumed` where every group is
+    trained on once.
+    Differs: groups used again make no room, and never more is admitted than the run will consume, so that the last
+    steps leave nothing unused. A replay admits none: its groups are there.
+    """
+    if run.mode == "replay":
+        return 0
+    paced = consumed + (run.buffer.staleness.max_lag + 1) * run.groups_per_version
+    return min(paced, run.learner.max_steps * run.claimed_groups_per_step)
+
+
+def pacing_reason(state: RunState) -> str:
+    """What a generator is told that must wait for the learner."""
+    return f"pacing: the learner is at version {state.version} and must consume before more prompts are admitted"
+
+
+def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) -> str:
+    """Why no new training prompt is admitted now; empty when one may be."""
+    if state.phase not in ("starting", "training"):
+        return f"the run is {state.phase}"
+    if reason := capacity_reason(run.buffer.capacity, counts):
+        return reason
+    return pacing_reason(state) if counts.admitted >= admission_limit(run, consumed=state.consumed) else ""
+
+
+def oldest_version(run: RunConfig, *, committed: int) -> int:
+    """Below this a generator's version is too old for training prompts: its tokens would be over age on arrival."""
+    return committed - run.buffer.staleness.max_lag
+
+
+def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
+    """Why a generator with this version is leased no training prompts; empty when it is, or has told none yet (-1)."""
+    if version < 0 or version >= oldest_version(run, committed=committed):
+        return ""
+    max_lag = run.buffer.staleness.max_lag
+    return f"weights: holds version {version}, {committed} is committed and buffer.staleness.max_lag is {max_lag}"
+
+
+def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
+    """Why no prompt may be admitted for want of room in the store; empty when there is room."""
+    if capacity.max_groups is not None and counts.in_play >= capacity.max_groups:
+        return f"capacity: {counts.in_play} groups are in play, buffer.capacity.max_groups is {capacity.max_groups}"
+    stored_mib = counts.payload_bytes / 2**20
+    if capacity.max_mib is not None and stored_mib >= capacity.max_mib:
+        return f"capacity: {stored_mib:.1f} MiB are stored, buffer.capacity.max_mib is {capacity.max_mib}"
+    return ""
+
+
+def capacity_limit(capacity: CapacityConfig, counts: StoreCounts) -> int:
+    """Groups that may have been admitted in all, when the store holds as much as `counts` says."""
+    if capacity_reason(capacity, counts):
+        return counts.admitted
+    if capacity.max_groups is None:
+        return sys.maxsize
+    return counts.admitted + capacity.max_groups - counts.in_play

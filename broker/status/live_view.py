@@ -1,0 +1,179 @@
+"""LiveView: what a person sees while a run is going: a live panel on a terminal, plain lines elsewhere."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.broker.status.blocking import dead_end_of
+from slipstream.broker.status.monitor import Snapshot
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.configs.run import RunConfig
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_WIDTH = 48
+
+
+class LiveView:
+    """Shows snapshots. Use inside `with view.shown():`."""
+
+    def __init__(self, run: RunConfig, *, console: Console) -> None:
+        self._run = run
+        self._console = console
+        self._live: Live | None = None
+        self._last_wait = ""
+        self._last_dead_end = ""
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Take the terminal while the block runs."""
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, refresh_per_second=4, transient=False) as live:
+            self._live = live
+            yield
+        self._live = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Draw a snapshot, or print a line per new step."""
+        if self._live:
+            self._live.update(self._panel(snapshot))
+            return
+        for row in snapshot.new_rows:
+            self._console.print(
+                line(row, snapshot, max_steps=self._run.learner.max_steps), highlight=False, soft_wrap=True
+            )
+        self._show_dead_end(dead_end_of(snapshot.roles))
+        if not snapshot.rows and snapshot.who_waits() != self._last_wait:
+            self._last_wait = snapshot.who_waits()
+            self._console.print(f"{snapshot.state.phase}: {self._last_wait}", highlight=False, soft_wrap=True)
+
+    def say(self, sentence: str) -> None:
+        """One line above the panel."""
+        self._console.print(sentence, highlight=False, soft_wrap=True)
+
+    def _show_dead_end(self, cause: str) -> None:
+        if cause and cause != self._last_dead_end:
+            self.say(f"dead end: {cause}")
+        self._last_dead_end = cause
+
+    # --- the panel -----------------------------------------------------------------------------------------------
+    def _panel(self, snapshot: Snapshot) -> Panel:
+        return Panel(
+            Group(
+                self._progress(snapshot),
+                Text(),
+                _numbers(snapshot),
+                Text(),
+                _lag_line(snapshot.last),
+                _roles(snapshot),
+                Text(f"waits   {snapshot.who_waits()}", style="yellow", overflow="ellipsis", no_wrap=True),
+                *_dead_end(dead_end_of(snapshot.roles)),
+            ),
+            title=f"slipstream · {self._run.name} · {snapshot.state.phase}",
+            title_align="left",
+        )
+
+    def _progress(self, snapshot: Snapshot) -> Table:
+        grid = Table.grid(padding=(0, 2))
+        total = self._run.learner.max_steps
+        eta = "…" if snapshot.eta_s is None else f"at most {duration(snapshot.eta_s)} left"
+        grid.add_row(
+            f"step {snapshot.state.step}/{total}",
+            ProgressBar(total=total, completed=snapshot.state.step, width=40),
+            f"version {snapshot.state.version}",
+            eta,
+        )
+        return grid
+
+
+def _dead_end(cause: str) -> list[Text]:
+    """Whole, however long: it says what to do."""
+    return [Text(f"dead end: {cause}", style="bold red")] if cause else []
+
+
+def line(row: dict[str, Any], snapshot: Snapshot, *, max_steps: int) -> str:
+    """One step as one plain line."""
+    return (
+        f"step {row['step']:>4}/{max_steps}  {duration(row['time_s']):>6}  reward {row['learner/reward_mean']:.3f}  "
+        f"accuracy {_accuracy(snapshot)}  "
+        f"lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f})  "
+        f"tokens/s {row['generators/tokens_per_s']:.0f} generated {row['learner/tokens_per_s']:.0f} learned  "
+        f"wait {row['learner/wait_s']:.2f} s of {row['learner/wait_s'] + row['learner/train_s']:.2f} s"
+    )
+
+
+def sparkline(values: list[float], *, low: float, high: float) -> str:
+    """A row of bars, one per value, newest right."""
+    span = max(high - low, 1e-9)
+    levels = (min(max((value - low) / span, 0.0), 1.0) for value in values[-_SPARK_WIDTH:])
+    return "".join(_BARS[round(level * (len(_BARS) - 1))] for level in levels)
+
+
+def _numbers(snapshot: Snapshot) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    last = snapshot.last
+    rewards = [row["learner/reward_mean"] for row in snapshot.rows]
+    accuracies = [row["eval/accuracy_sampled"] for row in snapshot.rows if "eval/accuracy_sampled" in row]
+    grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
+    grid.add_row("accuracy", _accuracy(snapshot), sparkline(accuracies, low=0, high=1))
+    speeds = (
+        f"{last.get('generators/tokens_per_s', 0):,.0f} generated, {last.get('learner/tokens_per_s', 0):,.0f} learned"
+    )
+    grid.add_row("tokens/s", speeds, "")
+    grid.add_row("groups", _groups(snapshot.counts), "")
+    return grid
+
+
+def _groups(counts: StoreCounts) -> str:
+    places = {place: getattr(counts, place) for place in ("leased", "ready", "claimed", "used")}
+    return ", ".join(f"{number} {place}" for place, number in (places | counts.outcomes).items())
+
+
+def _lag_line(row: dict[str, Any]) -> Text:
+    histogram = {int(lag): count for lag, count in row.get("lag/histogram", {}).items()}
+    total = sum(histogram.values()) or 1
+    shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
+    return Text(
+        f"lag     {shares or '…'}   (tokens of the last step, by versions behind)", overflow="ellipsis", no_wrap=True
+    )
+
+
+def _roles(snapshot: Snapshot) -> Table:
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("role", "state", "version", "tokens/s", "running"):
+        table.add_column(column)
+    for name, gauges in sorted(snapshot.roles.items()):
+        speed = gauges.get("tokens_per_s")
+        table.add_row(
+            name,
+            str(gauges.get("state", "")),
+            str(gauges.get("version", "")),
+            "" if speed is None else f"{speed:,.0f}",
+            str(gauges.get("running", "")),
+        )
+    return table
+
+
+def _accuracy(snapshot: Snapshot) -> str:
+    sampled, greedy = (_share(snapshot.newest(f"eval/accuracy_{purpose}")) for purpose in ("sampled", "greedy"))
+    return f"{sampled} sampled {greedy} greedy"
+
+
+def _share(value: float | None) -> str:
+    return "  …  " if value is None else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """`7s`, `1m05s`, `3h20m`."""
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,94 @@
+"""Monitor: one look at a run, taken from the store alone."""
+
+import time
+from typing import Any
+
+from slipstream.buffer.store import RunState, Store, StoreCounts
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.clock import Clock
+
+_RECENT_STEPS = 20
+
+
+class Snapshot(Record):
+    """The run as it is now."""
+
+    state: RunState
+    """Phase, step, version."""
+    counts: StoreCounts
+    """Where the groups are."""
+    roles: dict[str, dict[str, Any]]
+    """Newest gauges by role."""
+    rows: list[dict[str, Any]]
+    """Metrics rows, oldest first."""
+    new_rows: list[dict[str, Any]]
+    """Those that came since the previous snapshot."""
+    eta_s: float | None
+    """Seconds to `max_steps` at the present pace; None before the second step."""
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest row; empty before the first."""
+        return self.rows[-1] if self.rows else {}
+
+    def newest(self, key: str) -> float | None:
+        """The newest value of a metric that not every row has."""
+        return next((row[key] for row in reversed(self.rows) if key in row), None)
+
+    @property
+    def living_generators(self) -> set[str]:
+        """Names of those that the broker knows."""
+        return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
+
+    def who_waits(self) -> str:
+        """One sentence: which side waits for the other."""
+        waiting = [
+            f"{name}: {g.get('reason')}"
+            for name, g in sorted(self.roles.items())
+            if g.get("waits_for") and _is_alive(g)
+        ]
+        return "; ".join(waiting) or "nobody"
+
+
+class Monitor:
+    """Takes snapshots; keeps the rows it has read."""
+
+    def __init__(self, store: Store, run: RunConfig, *, clock: Clock = time.monotonic) -> None:
+        self._store = store
+        self._run = run
+        self._clock = clock
+        self._rows: list[dict[str, Any]] = []
+        self._last = 0
+
+    def look(self) -> Snapshot:
+        """Read everything once. Raises StoreUnavailableError."""
+        new = self._store.metrics(after=self._last)
+        self._last = new.last
+        self._rows.extend(new.rows)
+        return Snapshot(
+            state=self._store.run_state(),
+            counts=self._store.counts(),
+            roles=self._store.roles(),
+            rows=self._rows,
+            new_rows=new.rows,
+            eta_s=self._eta_s(),
+        )
+
+    def _eta_s(self) -> float | None:
+        recent = _since_rolled_back(self._rows[-_RECENT_STEPS:])
+        if len(recent) < 2:
+            return None
+        first, last = recent[0], recent[-1]
+        pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
+        return pace * (self._run.learner.max_steps - last["step"])
+
+
+def _since_rolled_back(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The newest rows of which each is a later step than the one before: after a resume, steps come again."""
+    begins = [at for at in range(1, len(rows)) if rows[at]["step"] <= rows[at - 1]["step"]]
+    return rows[begins[-1] if begins else 0 :]
+
+
+def _is_alive(gauges: dict[str, Any]) -> bool:
+    return gauges.get("state") != "gone"

@@ -1,0 +1,176 @@
+"""The status of a run as one screen of text."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.broker.status.blocking import Wait
+from slipstream.broker.status.live_view import duration
+from slipstream.broker.status.role_status import Liveness, RoleStatus
+from slipstream.broker.status.status import RunStatus, StatusEvent
+from slipstream.buffer.cli.show import add_row, make_table, printable
+
+_STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
+_MOST_GONE = 4
+"""Of roles that have left, the newest few are shown."""
+_NOTHING = "-"
+_PLACES = ("leased", "returned", "open", "ready", "demoted", "claimed", "used", "reusable", "unarchived")
+
+
+def draw_status(status: RunStatus) -> RenderableType:
+    """Everything, top down: the run, its roles, its waits, its groups, its errors."""
+    return Group(
+        _heading(status),
+        _facts(_run_facts(status)),
+        _titled("roles", _roles(status)),
+        _titled("waits", _waits(status)),
+        _titled("buffer", _facts(_buffer_facts(status))),
+        _titled("last errors", _events(status.events)),
+    )
+
+
+def _titled(title: str, body: RenderableType) -> Group:
+    return Group(Text(f"\n{title}", style="bold"), Padding(body, (0, 0, 0, 2), expand=False))
+
+
+def _facts(facts: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, fact in facts.items():
+        table.add_row(Text(name, style="dim"), Text(printable(fact)))
+    return table
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+def _heading(status: RunStatus) -> Text:
+    detail = f": {printable(status.detail)}" if status.detail else ""
+    return Text(f"{status.run} · {status.phase}{detail}", style="bold")
+
+
+def _run_facts(status: RunStatus) -> dict[str, str]:
+    return {
+        "step": _step(status),
+        "version": _version(status),
+        "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
+        "last step": _last_step(status.last_row),
+    }
+
+
+def _step(status: RunStatus) -> str:
+    step = f"{status.step} of {status.max_steps}"
+    if status.progress_age_s is not None:
+        step += f", the last {duration(status.progress_age_s)} ago"
+    if status.eta_s is not None and status.phase == "training":
+        step += f", at most {duration(status.eta_s)} left"
+    return step
+
+
+def _version(status: RunStatus) -> str:
+    """Committed: every generator that was alive and well then has verified it."""
+    is_on_its_way = status.announced_version > status.version
+    return f"{status.version} committed" + f", {status.announced_version} on its way" * is_on_its_way
+
+
+def _last_step(row: dict[str, Any]) -> str:
+    if not row:
+        return "none yet"
+    return (
+        f"reward {row['learner/reward_mean']:.3f}, lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f}), waited "
+        f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, "
+        f"{row['generators/tokens_per_s']:,.0f} tokens/s generated, {row['learner/tokens_per_s']:,.0f} learned"
+    )
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+def _roles(status: RunStatus) -> RenderableType:
+    if not status.roles:
+        return Text("nobody has reported yet")
+    numbers = ("version", "lag", "tokens/s", "running", "progress", "restarts", "heard")
+    table = make_table("role", "where", *numbers, "state", numbers=numbers)
+    gone = sorted((role for role in status.roles if role.liveness == "gone"), key=lambda role: role.report_age_s)
+    waiting = {wait.who for wait in status.waits}
+    for role in status.roles:
+        if role not in gone[_MOST_GONE:]:
+            add_row(table, *_role_cells(role, is_waiting=role.name in waiting))
+            table.rows[-1].style = _STYLES[role.liveness]
+    num_left_out = max(0, len(gone) - _MOST_GONE)
+    return Group(table, Text(f"and {num_left_out} more that are gone", style="dim")) if num_left_out else table
+
+
+def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
+    return [
+        role.name,
+        f"{role.host}:{role.pid}" if role.host and role.pid else _NOTHING,
+        _cell(role.version),
+        _cell(role.version_lag),
+        _cell(role.tokens_per_s, ",.0f"),
+        _cell(role.running) if role.capacity is None else f"{role.running or 0}/{role.capacity}",
+        _NOTHING if role.progress_age_s is None else duration(role.progress_age_s),
+        _cell(role.restarts),
+        duration(role.report_age_s),
+        _state(role, is_waiting=is_waiting),
+    ]
+
+
+def _state(role: RoleStatus, *, is_waiting: bool) -> str:
+    """With what it does; what it waits for stands among the waits."""
+    state = f"SILENT, was {role.state}" if role.liveness == "silent" else role.state
+    return f"{state}: {role.reason}" if role.reason and not is_waiting else state
+
+
+def _cell(value: float | None, form: str = "") -> str:
+    return _NOTHING if value is None else format(value, form)
+
+
+# --- waits -----------------------------------------------------------------------------------------------------------
+def _waits(status: RunStatus) -> RenderableType:
+    shares = []
+    if status.learner_wait_fraction is not None:
+        shares.append(f"the learner waited {status.learner_wait_fraction:.0%} of its last steps")
+    if status.generators_busy_fraction is not None:
+        shares.append(f"the generators run {status.generators_busy_fraction:.0%} of what they can together")
+    if status.generators_wanted is not None:
+        alive = sum(role.role == "generator" and role.is_alive for role in status.roles)
+        shares.append(f"the launcher keeps {status.generators_wanted} generators, {alive} are alive")
+    lines = [_wait_line(wait) for wait in status.waits] or [Text("nobody", style="green")]
+    return Group(*lines, Text("; ".join(shares), style="dim")) if shares else Group(*lines)
+
+
+def _wait_line(wait: Wait) -> Text:
+    return Text(printable(f"{wait.who} for {wait.for_whom}: {wait.why}"), style="yellow")
+
+
+# --- the buffer ------------------------------------------------------------------------------------------------------
+def _buffer_facts(status: RunStatus) -> dict[str, str]:
+    counts, admission = status.counts, status.admission
+    return {
+        "admitted": f"{admission.admitted} of {admission.limit} prompts; {admission.reason or 'more may be'}",
+        "groups": ", ".join(f"{getattr(counts, place)} {place}" for place in _PLACES),
+        "ready by lag": ", ".join(f"lag {lag}: {count}" for lag, count in status.ready_by_lag.items()) or "none",
+        "over": _tally(counts.outcomes),
+        "why": _tally(counts.reasons),
+        "filtered": f"{counts.filtered} of {counts.filtered + counts.became_ready} complete groups taught nothing "
+        f"({counts.filtered_fraction:.1%})",
+        "trajectories": f"{counts.accepted} accepted, {counts.duplicates} duplicates, {counts.superseded} superseded",
+        "rewards": f"{sum(role.rewards_failed or 0 for role in status.roles)} failed, of generators that are here",
+        "refused": _tally(counts.refused),
+        "tokens": f"length bias {status.length_bias:.3f}, {status.waste_fraction:.1%} wasted",
+        "stored": f"{counts.payload_bytes / 2**20:.1f} MiB of trajectories",
+    }
+
+
+def _tally(counts: dict[str, int]) -> str:
+    largest_first = sorted(counts.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{count} {name}" for name, count in largest_first) or "none"
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+def _events(events: list[StatusEvent]) -> RenderableType:
+    if not events:
+        return Text("none", style="green")
+    table = Table.grid(padding=(0, 2))
+    for event in events:
+        add_row(table, f"{duration(event.age_s)} ago", event.role, event.text)
+    return table

@@ -1,0 +1,1 @@
+"""Transport of messages between the broker and its peers: ZeroMQ and in memory."""

@@ -1,0 +1,192 @@
+"""Where trajectories are looked for: a run's store, a server's, or an archive, behind one interface."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from slipstream.buffer.accounting import Audit
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
+from slipstream.buffer.errors import ShardError
+from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.live_groups import LiveGroups
+from slipstream.buffer.redis.run_store import read_config, store_url, stored_run
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
+
+# @@ Token ids -> text, with the tokenizer that lies beside a model.
+_FILE = "tokenizer.json"
+
+
+def find_decoder(given: Path | None, *, candidates: list[Path]) -> Decode | None:
+    """The tokenizer of the folder (or file) `given`, else the first there is among the `candidates`; None without one.
+
+    Raises ConfigError when `given` has none, or a file that is there cannot be read.
+    """
+    if given is None:
+        paths = [folder / _FILE for folder in candidates]
+        return next((_load(path) for path in paths if path.is_file()), None)
+    path = given / _FILE if given.is_dir() else given
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer must be a {_FILE} or a folder with one, got {given}.")
+    return _load(path)
+
+
+def _load(path: Path) -> Decode:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    # The library raises a bare Exception for whatever is wrong with the file.
+    except Exception as error:
+        raise ConfigError(
+            f"{path} must be a tokenizer of the `tokenizers` library, but cannot be read: {error}"
+        ) from None
+
+    def decode(tokens: np.ndarray) -> str:
+        return tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+    return decode
+
+
+_STORE_TIMEOUT_S = 5.0
+
+
+class Source(Protocol):
+    """What the commands look into."""
+
+    def read(self, wanted: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+        """Wanted trajectories, members of a group next to each other. `decode` is needed for a filter on text."""
+        ...
+
+    def step_versions(self) -> dict[int, int]:
+        """Step -> the learner's version at its start, of the steps that are known."""
+        ...
+
+    def model_paths(self) -> list[Path]:
+        """Folders in which the run's model, and so its tokenizer, may be."""
+        ...
+
+
+class ArchiveSource:
+    """An archive, and what its run folder adds to it when it still lies there."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ArchiveError."""
+        self.archive = Archive(folder)
+        self.num_refused = 0
+        """Shards that could not be read; each was told on stderr."""
+        self._run_folder = folder.resolve().parent
+
+    def read(self, wanted: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+        """See `Source.read`."""
+        return self.archive.read(wanted, decode=decode, on_refused=self._tell)
+
+    def step_versions(self) -> dict[int, int]:
+        """See `Source.step_versions`. A row of metrics holds the version after its step, which the next begins with."""
+        path = self._run_folder / "metrics.jsonl"
+        if not path.is_file():
+            return {}
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        return {1: 0} | {row["step"] + 1: row["version"] for row in rows}
+
+    def model_paths(self) -> list[Path]:
+        """See `Source.model_paths`."""
+        if not (self._run_folder / "config.yaml").is_file():
+            return []
+        return _model_paths(read_config(self._run_folder), self._run_folder)
+
+    def _tell(self, refused: ShardError) -> None:
+        self.num_refused += 1
+        print(f"warning: {refused}", file=sys.stderr)
+
+
+class StoreSource:
+    """A store, live or stopped."""
+
+    def __init__(self, store: RedisStore, groups: LiveGroups, *, run_folder: Path | None) -> None:
+        """`groups` reads the same run as `store`; `run_folder` is None when only the server is known."""
+        self._store = store
+        self._groups = groups
+        self._run_folder = run_folder
+
+    def read(self, wanted: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+        """See `Source.read`."""
+        self._store.run_state()
+        found = self._groups.read(trajectory_id=wanted.id, place=wanted.outcome)
+        return (stored for stored in found if wanted.matches(stored, decode=decode))
+
+    def step_versions(self) -> dict[int, int]:
+        """See `Source.step_versions`."""
+        return {entry.step: entry.version for entry in self._store.ledger()}
+
+    def model_paths(self) -> list[Path]:
+        """See `Source.model_paths`."""
+        try:
+            config = msgspec.json.decode(self._store.run_config_json(), type=RunConfig)
+        except msgspec.MsgspecError:
+            # Of a run that another version of Slipstream began: it has a model, but we cannot read which.
+            return []
+        return _model_paths(config, self._run_folder)
+
+    def refused_frames(self) -> list[tuple[str, bytes]]:
+        """Reason and first bytes of what the broker turned away, newest first."""
+        self._store.run_state()
+        return self._store.quarantined_frames()
+
+    def audit(self) -> Audit:
+        """The books of the run."""
+        return self._store.audit()
+
+
+@contextmanager
+def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator[ArchiveSource | StoreSource]:
+    """An archive's folder, a run folder, the name of a run in `runs_dir`, or a server's address with `run_name`.
+
+    Raises ConfigError when `where` is none of them, and as `stored_run`, `open_store` and `Archive` do.
+    """
+    if "://" in where:
+        with _on_server(where, run_name, folder=None) as source:
+            yield source
+    elif (Path(where) / MANIFEST).is_file():
+        yield ArchiveSource(Path(where))
+    else:
+        folder = _run_folder(where, runs_dir)
+        with stored_run(folder):
+            config = read_config(folder)
+            with _on_server(store_url(config, folder), config.name, folder=folder) as source:
+                yield source
+
+
+@contextmanager
+def _on_server(url: str, run_name: str | None, *, folder: Path | None) -> Iterator[StoreSource]:
+    if run_name is None:
+        raise ConfigError(f"--run must name a run when a server is looked into, got nothing beside {url}.")
+    store = open_store(url, run_name, timeout_s=_STORE_TIMEOUT_S)
+    with closing(store), closing(LiveGroups(connect(url), run_name)) as groups:
+        yield StoreSource(store, groups, run_folder=folder)
+
+
+def _run_folder(where: str, runs_dir: Path) -> Path:
+    for folder in (Path(where), runs_dir / where):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(
+        f"SOURCE must be a run in {runs_dir}/, a run folder, an archive's folder or a server's address, got {where!r}: "
+        "there is no such run or folder."
+    )
+
+
+def _model_paths(config: RunConfig, run_folder: Path | None) -> list[Path]:
+    """A relative path holds from where the run was started: as a rule the folder that holds its `runs_dir`."""
+    path = Path(config.model.path)
+    if run_folder is None:
+        return [path]
+    return [path, run_folder.resolve().parent.parent / path, run_folder / "final_model"]

@@ -1,0 +1,234 @@
+"""`python -m buffer import`: rollouts out of files into an archive of their own, to be trained on."""
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slipstream.buffer.archive.columns import SCHEMA, tabulate
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory
+from slipstream.buffer.cli.rollout_files import Placed, read_rollouts
+from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import RecordRefusedError
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.trajectory import SCHEMA_VERSION, Record
+from slipstream.configs.base import ConfigError
+
+# @@ `python -m buffer export`: trajectories into one file that other tools read.
+_ROWS_AT_ONCE = 1024
+_FORMATS = (".parquet", ".jsonl")
+
+
+def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
+    """Write `target` as its ending says, whole or not at all; returns the number of trajectories.
+
+    Parquet has the columns of an archive; JSON lines have the same fields (bytes in `extras` as base64), and the
+    decoded texts when there is a `decode`; `import` reads both. Raises ConfigError for another ending or a file that is
+    there already, RecordRefusedError for a trajectory that does not fit the columns.
+    """
+    if target.suffix not in _FORMATS:
+        raise ConfigError(f"OUT must end in {' or '.join(_FORMATS)}, got {target}.")
+    if target.exists():
+        raise ConfigError(f"OUT must not exist yet, got {target}: choose another name, or delete it.")
+    if not target.parent.is_dir():
+        raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
+    temporary = target.with_name(f"{target.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            written = _write_parquet(found, file) if target.suffix == ".parquet" else _write_lines(found, file, decode)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return written
+
+
+def _write_parquet(found: Iterable[StoredTrajectory], file: BinaryIO) -> int:
+    with pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer:
+        count = 0
+        for rows in _chunks_to_export(found):
+            writer.write_table(_tabulate(rows))
+            count += len(rows)
+    return count
+
+
+def _tabulate(rows: list[StoredTrajectory]) -> pa.Table:
+    try:
+        return tabulate(rows)
+    except (pa.ArrowException, OverflowError) as error:
+        raise RecordRefusedError(
+            "columns", f"a number must fit 64 bits to be exported as Parquet: {error}; use .jsonl"
+        ) from None
+
+
+def _write_lines(found: Iterable[StoredTrajectory], file: BinaryIO, decode: Decode | None) -> int:
+    encoder = msgspec.json.Encoder(enc_hook=_as_list)
+    count = 0
+    for stored in found:
+        file.write(encoder.encode(_record(stored, decode)) + b"\n")
+        count += 1
+    return count
+
+
+def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
+    trajectory = stored.trajectory
+    texts = {}
+    if decode:
+        mask = trajectory.model_mask
+        first = int(mask.argmax())
+        texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
+    fate = {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
+    marks = {"outcome": stored.place, "schema_version": SCHEMA_VERSION}
+    return msgspec.structs.asdict(trajectory) | marks | fate | texts
+
+
+def _as_list(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"only plain values and arrays can be exported, got {type(value).__name__}")
+
+
+def _chunks_to_export(found: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
+    rows = iter(found)
+    while chunk := list(islice(rows, _ROWS_AT_ONCE)):
+        yield chunk
+
+
+_SHARD_BYTES = 256 * 2**20
+"""Encoded trajectories in memory together."""
+_SHARD_GROUPS = 1024
+
+
+class Imported(Record):
+    """What an import has written. Example: Imported(groups=1024, trajectories=8192)."""
+
+    groups: int
+    """New in the archive."""
+    trajectories: int
+    """New in the archive."""
+
+
+def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
+    """Make the archive `where` of all trajectories in `files`, or nothing at all.
+
+    Raises ConfigError for a place where none can be, and for the first line that is no trajectory.
+    """
+    _check_no_run(where, runs_dir)
+    into = Path(where)
+    _check_target(into)
+    groups = _grouped(chain.from_iterable(map(read_rollouts, files)))
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
+    try:
+        imported = _write(groups, unfinished)
+        unfinished.chmod(0o755)
+        unfinished.rename(into)
+    except BaseException:
+        shutil.rmtree(unfinished)
+        raise
+    return imported
+
+
+def _write(groups: Iterator[FinishedGroup], folder: Path) -> Imported:
+    with closing(ShardWriter(folder)) as writer:
+        for chunk in _chunks(groups):
+            writer.write(chunk)
+        shards = writer.shards
+    if not shards:
+        raise ConfigError("FILE must hold at least one trajectory, got none.")
+    return Imported(groups=sum(shard.groups for shard in shards), trajectories=sum(shard.rows for shard in shards))
+
+
+def _grouped(found: Iterable[Placed]) -> Iterator[FinishedGroup]:
+    """Members that stand together, as a group. Raises ConfigError when they do not fit each other."""
+    seen: set[str] = set()
+    members: list[Placed] = []
+    for placed in found:
+        if members and _group_id(placed) != _group_id(members[0]):
+            yield _finished(members)
+            members = []
+        if not members:
+            _check_new(placed, seen)
+        else:
+            _check_fits(placed, members)
+        members.append(placed)
+    if members:
+        yield _finished(members)
+
+
+def _group_id(placed: Placed) -> str:
+    return placed.stored.trajectory.group_id
+
+
+def _check_new(placed: Placed, seen: set[str]) -> None:
+    if _group_id(placed) in seen:
+        raise ConfigError(
+            f"{placed.place}: the members of a group must stand together, got another of group {_group_id(placed)}: "
+            "sort by group_id, and name each file once."
+        )
+    seen.add(_group_id(placed))
+
+
+def _check_fits(placed: Placed, members: list[Placed]) -> None:
+    stored, first = placed.stored, members[0].stored
+    if stored.trajectory.index in {member.stored.trajectory.index for member in members}:
+        raise ConfigError(
+            f"{placed.place}: a group must have one member of each index, got index {stored.trajectory.index} of group "
+            f"{_group_id(placed)} again."
+        )
+    if (stored.place, stored.reason, stored.steps) != (first.place, first.reason, first.steps):
+        raise ConfigError(
+            f"{placed.place}: the members of a group must have one outcome, reason and steps, got others than those "
+            f"of {members[0].place}."
+        )
+
+
+def _finished(members: list[Placed]) -> FinishedGroup:
+    first = members[0].stored
+    by_index = sorted((member.stored.trajectory for member in members), key=lambda trajectory: trajectory.index)
+    return FinishedGroup(
+        id=first.trajectory.group_id,
+        outcome=first.place,  # type: ignore[arg-type]
+        reason=first.reason,
+        steps=first.steps,
+        payloads=[encode(trajectory) for trajectory in by_index],
+    )
+
+
+def _chunks(groups: Iterator[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
+    chunk: list[FinishedGroup] = []
+    num_bytes = 0
+    for group in groups:
+        chunk.append(group)
+        num_bytes += sum(map(len, group.payloads))
+        if len(chunk) >= _SHARD_GROUPS or num_bytes >= _SHARD_BYTES:
+            yield chunk
+            chunk, num_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _check_no_run(where: str, runs_dir: Path) -> None:
+    if "://" in where or any((folder / "config.yaml").is_file() for folder in (Path(where), runs_dir / where)):
+        raise ConfigError(
+            f"--into must be an archive to be made, got {where}, a run that has a store: import into a folder of its "
+            "own, and train on it beside the run's own prompts with buffer.mix.archive=ARCHIVE, or alone with "
+            "mode=replay replay.path=ARCHIVE."
+        )
+
+
+def _check_target(into: Path) -> None:
+    if into.exists():
+        raise ConfigError(
+            f"--into must not exist yet, got {into}: choose another name; to join archives, export each and name all "
+            "the files."
+        )
+    if not into.parent.is_dir():
+        raise ConfigError(f"--into must lie in a folder that exists, got {into}.")

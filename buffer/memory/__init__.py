@@ -1,0 +1,1 @@
+"""In-memory store for runs in one process; the twin of the Redis store."""

@@ -1,0 +1,289 @@
+"""What MemoryStore keeps: the same facts as the keys in Redis, as dicts."""
+
+import threading
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from slipstream.buffer.records import (
+    EVENTS_KEPT,
+    FRAMES_KEPT,
+    METRICS_KEPT,
+    CheckpointPointer,
+    Event,
+    Outcome,
+    StepEntry,
+    VersionEntry,
+)
+from slipstream.buffer.resume_check import no_run
+from slipstream.buffer.sampling import Draw, GroupRewards, flaw
+from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
+from slipstream.configs.drawing import FilterConfig
+
+
+@dataclass
+class Member:
+    """One stored trajectory."""
+
+    id: str
+    checksum: int
+    payload: bytes
+    header: TrajectoryHeader
+    in_flight: int = 0
+    """Versions all generators adopted between the sampling of the oldest token and the arrival."""
+    publish: int = 0
+    """Versions announced at the arrival and not yet adopted by all."""
+    arrived: int = 0
+    """The announced version at the arrival."""
+
+
+@dataclass
+class Group:
+    """One prompt's trajectories, or one row of an evaluation."""
+
+    id: str
+    purpose: Purpose
+    size: int
+    sequence: int = 0
+    """Place among ready groups; of an evaluation row: among pending rows."""
+    attempt: int = 0
+    owner: str = ""
+    leased_version: int = 0
+    """All generators had adopted it when the prompt was leased."""
+    first_at: int = 0
+    """When the first member came, ms."""
+    claim_attempts: int = 0
+    steps: list[int] = field(default_factory=list)
+    """That trained on it."""
+    is_demoted: bool = False
+    """Too old but for filling up steps."""
+    is_closed: bool = False
+    """Made ready short of members."""
+    has_baseline: bool = False
+    """Whether its last member is decoded greedily."""
+    outcome: Outcome | None = None
+    """How it ended; None before."""
+    reason: str = ""
+    members: dict[int, Member] = field(default_factory=dict)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Of any member; None without one."""
+        return min((member.header.oldest_version for member in self.members.values()), default=None)
+
+    @property
+    def written_tokens(self) -> int:
+        """Of all members."""
+        return sum(member.header.written_tokens for member in self.members.values())
+
+    def in_order_of_arrival(self) -> list[Member]:
+        """Members, first come first."""
+        return list(self.members.values())
+
+    @property
+    def num_sampled(self) -> int:
+        """Members but for the greedy one."""
+        return sum(not member.header.is_greedy for member in self.members.values())
+
+    @property
+    def rewards(self) -> GroupRewards:
+        """What a filter sees."""
+        answered = [member.header for member in self.members.values() if member.header.reward_status == "ok"]
+        sampled = [header for header in answered if not header.is_greedy]
+        rewards = [header.reward for header in answered] or [0.0]
+        return GroupRewards(len(sampled), sum(each.is_correct for each in sampled), min(rewards), max(rewards))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all members, encoded."""
+        return sum(len(member.payload) for member in self.members.values())
+
+
+@dataclass
+class Run:
+    """Fields of the run."""
+
+    id: str
+    config_json: str
+    num_rows: int
+    seed: int
+    keeps_finished: bool
+    group_filter: FilterConfig
+    max_uses: int
+    consumed: int = 0
+    """Groups trained on for the first time."""
+    consumed_by_version: int = 0
+    """Those of the steps that are in `version`."""
+    uses: int = 0
+    """Uses of groups in the committed steps."""
+    checkpoint: CheckpointPointer | None = None
+    phase: str = "starting"
+    detail: str = ""
+    step: int = 0
+    stepped_at: float | None = None
+    version: int = 0
+    announced_version: int = 0
+    next_ordinal: int = 0
+    admitted: int = 0
+    ready_sequence: int = 0
+    evaluation_sequence: int = 0
+    fence: int = 0
+    """The newest that was handed out."""
+    learner_fence: int = 0
+    """Of the newest commit or roll back."""
+
+
+@dataclass
+class LiveClaim:
+    """Groups with the learner."""
+
+    fence: int
+    deadline: int
+    group_ids: list[str]
+
+
+@dataclass
+class UsedStep:
+    """Groups that a committed step was the last to train on, and the fence that committed it, until it is retired."""
+
+    fence: int | None
+    group_ids: list[str]
+
+
+@dataclass
+class OpenEvaluation:
+    """Running totals of an evaluation, and the rows answered."""
+
+    purpose: Purpose
+    version: int
+    num_prompts: int
+    answered: set[int] = field(default_factory=set)
+    num_correct: int = 0
+    num_failed: int = 0
+
+
+class MemoryState:
+    """The state, its lock, and the few transitions several operations share."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time, max_attempts: int = 5) -> None:
+        """`clock` gives seconds."""
+        self._clock = clock
+        self._max_attempts = max_attempts
+        self._changed = threading.Condition()
+        self._run: Run | None = None
+        self._groups: dict[str, Group] = {}
+        self._leases: dict[str, int] = {}
+        self._evaluation_leases: dict[str, int] = {}
+        self._evaluation_pending: dict[int, str] = {}
+        self._returned: set[int] = set()
+        self._ready: dict[int, str] = {}
+        self._demoted: dict[int, str] = {}
+        self._reusable: dict[int, str] = {}
+        self._claims: dict[int, LiveClaim] = {}
+        self._used: dict[int, UsedStep] = {}
+        self._versions: list[VersionEntry] = []
+        self._version_steps: dict[int, int] = {}
+        self._consumed_at: dict[int, int] = {}
+        self._ledger: dict[int, StepEntry] = {}
+        self._planned: dict[int, Draw] = {}
+        self._done: set[int] = set()
+        self._finished: list[str] = []
+        self._outcomes: Counter[str] = Counter()
+        self._outcome_members: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+        self._evaluations: dict[str, OpenEvaluation] = {}
+        self._counters: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._frames: deque[tuple[str, bytes]] = deque(maxlen=FRAMES_KEPT)
+        self._roles: dict[str, tuple[bytes, int]] = {}
+        self._progress: dict[str, tuple[str, int]] = {}
+        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
+        self._requests: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        self._metrics: deque[bytes] = deque(maxlen=METRICS_KEPT)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _opened(self) -> Run:
+        if self._run is None:
+            raise no_run("")
+        return self._run
+
+    def _now(self) -> int:
+        return int(self._clock() * 1000)
+
+    def _deadline(self, lease_s: float) -> int:
+        return self._now() + int(lease_s * 1000)
+
+    def _put(self, group_id: str, *, is_let_go: bool = False) -> None:
+        """Into the place where it waits to be drawn: used before (again, unless let go), demoted, or ready."""
+        group = self._groups[group_id]
+        if group.steps:
+            self._used.setdefault(group.steps[-1], UsedStep(None, [])).group_ids.append(group_id)
+            if not is_let_go:
+                self._reusable[group.sequence] = group_id
+        elif group.is_demoted:
+            self._demoted[group.sequence] = self._reusable[group.sequence] = group_id
+        else:
+            self._ready[group.sequence] = group_id
+
+    def _take(self, group_id: str) -> None:
+        """Out of the place where it waits to be drawn."""
+        group = self._groups[group_id]
+        self._reusable.pop(group.sequence, None)
+        is_found = self._ready.pop(group.sequence, None) or self._demoted.pop(group.sequence, None)
+        if not is_found:
+            self._used[group.steps[-1]].group_ids.remove(group_id)
+
+    def _put_all(self, group_ids: list[str]) -> int:
+        for group_id in group_ids:
+            self._put(group_id)
+        self._changed.notify_all()
+        return len(group_ids)
+
+    def _fail_claim(self, step: int) -> tuple[int, list[str]]:
+        """The claim was not brought to its end: (number of groups back in the queue, groups tried too often)."""
+        group_ids = self._claims.pop(step).group_ids
+        tired = [group_id for group_id in group_ids if self._is_tired(group_id)]
+        poison = [group_id for group_id in tired if not self._groups[group_id].steps]
+        for group_id in tired:
+            if group_id in poison:
+                self._end(group_id, "quarantined", "claim_attempts")
+            else:
+                self._put(group_id, is_let_go=True)
+        return self._put_all([group_id for group_id in group_ids if group_id not in tired]), poison
+
+    def _is_tired(self, group_id: str) -> bool:
+        self._groups[group_id].claim_attempts += 1
+        return self._groups[group_id].claim_attempts >= self._max_attempts
+
+    def _complete(self, group: Group) -> bool:
+        """No more is wanted of it: ready (True), or rejected by the run's filter."""
+        self._leases.pop(group.id, None)
+        self._returned.discard(int(group.id))
+        run = self._opened()
+        if reason := flaw(group.rewards, run.group_filter):
+            self._end(group.id, "rejected", reason)
+            return False
+        run.ready_sequence += 1
+        group.sequence = run.ready_sequence
+        self._put_all([group.id])
+        return True
+
+    def _end(self, group_id: str, outcome: Outcome, reason: str = "") -> None:
+        """The group is over; it has left every other place already."""
+        run, group = self._opened(), self._groups[group_id]
+        self._done.add(int(group_id))
+        self._outcomes[outcome] += 1
+        self._outcome_members[outcome] += len(group.members)
+        if outcome != "retired":
+            self._reasons[f"{outcome}: {reason}"] += 1
+            self._counters["wasted_tokens"] += group.written_tokens
+            # A demoted group gave its admission back when it was demoted.
+            run.admitted -= not group.is_demoted
+        if run.keeps_finished and group.members:
+            group.outcome, group.reason = outcome, reason
+            self._finished.append(group_id)
+        else:
+            del self._groups[group_id]

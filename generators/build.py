@@ -1,0 +1,58 @@
+"""Assembly: a Generator from its parts, as the config names them."""
+
+import time
+from typing import Any
+
+from slipstream.broker.messages import Member
+from slipstream.broker.transport.client import BrokerClient
+from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.configs.generators import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
+from slipstream.configs.run import RunConfig
+from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.engines.engine import Engine
+from slipstream.generators.generator import Generator
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.tokenization import PromptEncoder
+from slipstream.runtime.clock import Clock
+
+
+# @@ build_engine: the engine the config names.
+def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
+    """An engine, not started. vLLM makes a receiver of its own where its model lives; `receiver` is for the others."""
+    # Imported here because torch and vLLM read the environment when they load, and a scripted engine needs neither.
+    match run.generators.engine:
+        case VllmEngineConfig() as config:
+            from slipstream.generators.engines.vllm.engine import VllmEngine
+
+            return VllmEngine(run.model, config, seed=run.seed)
+        case HfEngineConfig() as config:
+            from slipstream.generators.engines.hf_engine import HfEngine
+
+            return HfEngine(run.model, config, receiver=receiver)
+        case ScriptedEngineConfig() as config:
+            from slipstream.generators.engines.scripted_engine import ScriptedEngine
+
+            return ScriptedEngine(config, receiver=receiver)
+
+
+def assemble(
+    run: RunConfig,
+    *,
+    member: Member,
+    link: BrokerClient,
+    tokenizer: Any,
+    receiver: WeightReceiver,
+    clock: Clock = time.monotonic,
+) -> Generator:
+    """Build everything a generator is made of; nothing is started yet, but for the reward workers."""
+    engine = build_engine(run, receiver=receiver)
+    reward = run.generators.reward
+    pool = RewardPool(reward.function, reward.arguments, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
+    agent = SingleTurn(
+        run=run,
+        engine=engine,
+        rewards=pool,
+        prompting=PromptEncoder(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens),
+        generator_id=member.peer_id,
+    )
+    return Generator(run=run, member=member, link=link, engine=engine, agent=agent, rewards=pool, clock=clock)

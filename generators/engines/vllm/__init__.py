@@ -1,0 +1,1 @@
+"""vLLM engine: process, environment, weight updates."""

@@ -1,0 +1,121 @@
+"""vllm_process: starting AsyncLLM and its engine process, and making sure that the latter goes."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import resource_tracker
+
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from slipstream.configs.data import ModelConfig
+from slipstream.configs.generators import VllmEngineConfig
+from slipstream.generators.engines.vllm.load import LoadRecorder
+from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
+from slipstream.generators.errors import EngineDiedError, EngineError
+
+_STOP_GRACE_S = 1.0
+"""How long the engine process may tidy up; it holds nothing worth more."""
+_ABANDON_TIMEOUT_S = 5.0
+_PLACES_FOR_PROBES = 4
+"""Of `weights.probe_sequences`; more of them are answered one after the other."""
+
+
+def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int) -> AsyncEngineArgs:
+    """What AsyncLLM is started with."""
+    return AsyncEngineArgs(
+        model=model.path,
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        skip_tokenizer_init=True,
+        # One more than a full trajectory, because a probe of one is asked as a prompt with one token to follow.
+        max_model_len=min(model.max_length + 1, max_positions),
+        # Some more than the generator asks for at a time, so that a probe never waits for an answer to end.
+        max_num_seqs=engine.max_num_seqs + _PLACES_FOR_PROBES,
+        tensor_parallel_size=engine.tensor_parallel_size,
+        distributed_executor_backend="uni" if engine.tensor_parallel_size == 1 else "mp",
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        enforce_eager=engine.enforce_eager,
+        enable_prefix_caching=engine.enable_prefix_caching,
+        # On a CPU a prompt computed in parts, of a request with a seed, ends vLLM's engine process: it turns the
+        # random generator back after each part but the last, and torch cannot turn back one on a CPU.
+        enable_chunked_prefill=False if current_platform.is_cpu() else None,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        worker_extension_cls=f"{OutcomeReport.__module__}.{OutcomeReport.__qualname__}",
+        seed=seed,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+
+
+def check_environment(wanted: Mapping[str, str]) -> None:
+    """Raises EngineError unless the environment is what vLLM needs."""
+    wrong = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+    if wrong:
+        name, value = next(iter(wrong.items()))
+        raise EngineError(
+            f"the environment must hold what vllm_environment() says before vLLM is imported, got {name}="
+            f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with `python -m generators`"
+        )
+
+
+async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
+    """Start the engine process and wait until it has loaded the model. Raises EngineError."""
+    starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
+    try:
+        return await asyncio.wait_for(asyncio.shield(starting), timeout_s)
+    except TimeoutError as error:
+        await _abandon(starting)
+        raise EngineDiedError(
+            f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), it did not: "
+            "look at the log above, or raise the limit"
+        ) from error
+    except asyncio.CancelledError:
+        await _abandon(starting)
+        raise
+    except Exception as error:
+        raise EngineError(f"vLLM did not start with model.path={arguments.model!r}: {one_line(error)}") from error
+
+
+async def stop_llm(llm: AsyncLLM) -> None:
+    """End the engine process within a few seconds, willing or not."""
+    await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
+    _kill_engine_processes()
+
+
+def one_line(error: BaseException) -> str:
+    """An error of vLLM's as one line of at most 500 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.removeprefix("Call to collective_rpc method failed: ")[:500]
+
+
+def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
+    # The engine process inherits this thread's signal mask: Ctrl-C then reaches this process alone, which decides when
+    # the engine ends. Python's resource tracker must run by then, because starting it unblocks SIGINT.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+async def _abandon(starting: asyncio.Task[AsyncLLM]) -> None:
+    """Without its engine process the constructor gives up by itself."""
+    _kill_engine_processes()
+    with suppress(Exception):
+        llm = await asyncio.wait_for(asyncio.shield(starting), _ABANDON_TIMEOUT_S)
+        await stop_llm(llm)
+
+
+def _kill_engine_processes() -> None:
+    for process in multiprocessing.active_children():
+        if process.name.startswith(VLLM_PROCESSES):
+            process.kill()
+            process.join(_ABANDON_TIMEOUT_S)

@@ -1,0 +1,174 @@
+"""Batch: the groups claimed for one step as columns, one entry per trajectory and one per token that is trained on.
+
+All that needs no gradient is computed on whole columns, the same on every rank, so that no split into microbatches or
+ranks can change it. Columns fill up in the order of the fields: what the trajectories say (`admission`), what models
+say of them (`recompute_logprobs`), what follows for the loss (`judging`); a column that nobody needs stays None.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from slipstream.learner.errors import BatchError
+
+
+class _Columns:
+    """Tensors of one length side by side."""
+
+    def take(self, places: Tensor) -> Self:
+        """The entries at `places` [K], or where a bool [N] is true."""
+        return self._map(lambda column: column[places])
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        return self._map(lambda column: column.to(device, non_blocking=True))
+
+    def replace(self, **columns: Any) -> Self:
+        """The same with other columns."""
+        return dataclasses.replace(self, **columns)  # type: ignore[type-var]
+
+    def _map(self, change: Any) -> Self:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        columns = {field.name: getattr(self, field.name) for field in fields}
+        return self.replace(**{name: column if column is None else change(column) for name, column in columns.items()})
+
+
+@dataclass(frozen=True)
+class Trajectories(_Columns):
+    """One entry per claimed trajectory, B of them, in the order claimed: members of a group lie side by side."""
+
+    groups: Int[Tensor, "B"]
+    """Which claimed group each belongs to, from 0 on."""
+    updates: Int[Tensor, "B"]
+    """Which optimizer update of the step each belongs to."""
+    rewards: Float[Tensor, "B"]
+    """float64, as the reward function said; shaped ones take their place in `judging`."""
+    parts: Float[Tensor, "B K"]
+    """float64, its named addends, columns in the order of `Batch.part_names`; NaN where one is missing."""
+    greedy_rewards: Float[Tensor, "B"]
+    """float64, the reward of its group's greedy answer; NaN where there is none."""
+    is_correct: Bool[Tensor, "B"]
+    """Whether the response is entirely right."""
+    is_member: Bool[Tensor, "B"]
+    """Whether it counts in its group's baseline: its reward function answered."""
+    lengths: Int[Tensor, "B"]
+    """Model-written tokens, trained on or not."""
+    num_wanted: Int[Tensor, "B"]
+    """Tokens that are trained on."""
+    draw_weights: Float[Tensor, "B"]
+    """What the sampler multiplies the loss of its group by."""
+
+
+@dataclass(frozen=True)
+class Tokens(_Columns):
+    """One entry per token that is trained on, N of them, trajectory after trajectory."""
+
+    sequences: Int[Tensor, "N"]
+    """Which trajectory each belongs to."""
+    turns: Int[Tensor, "N"]
+    """Which run of model-written tokens of its trajectory each belongs to, from 0 on."""
+    positions: Int[Tensor, "N"]
+    """Which of the tokens that the model wrote in its trajectory each is, those that are not trained on counted too."""
+    positions_in_turn: Int[Tensor, "N"]
+    """Which of those of its turn."""
+    lags: Int[Tensor, "N"]
+    """Learner's version - the version that sampled it; not below 0."""
+    generator_logprobs: Float[Tensor, "N"]
+    """float32, what it was sampled with."""
+
+    start_logprobs: Float[Tensor, "N"] | None = None
+    """float32, the learner's at the start of the step."""
+    reference_logprobs: Float[Tensor, "N"] | None = None
+    """float32, the reference policy's."""
+    current_logprobs: Float[Tensor, "N"] | None = None
+    """float32, the learner's at the start of the optimizer update."""
+    teacher_logprobs: Float[Tensor, "N"] | None = None
+    """float32, the teacher's."""
+    collisions: Float[Tensor, "N"] | None = None
+    """Chance that two draws where it was sampled are the same token: sum of squared probabilities."""
+    values: Float[Tensor, "N"] | None = None
+    """float32, the critic's of the state before it, at the start of the step."""
+
+    rewards: Float[Tensor, "N"] | None = None
+    """float64, what each earns: the trajectory's shaped reward at its last token, minus the price of its KL."""
+    advantages: Float[Tensor, "N"] | None = None
+    """float32, how much better than expected it was."""
+    returns: Float[Tensor, "N"] | None = None
+    """float32, what the critic shall say of the state before it."""
+    correction_weights: Float[Tensor, "N"] | None = None
+    """float32, importance weights; None: they are formed where the loss is."""
+    is_kept: Bool[Tensor, "N"] | None = None
+    """Whether it is in the loss; None: all are."""
+    is_bounded: Bool[Tensor, "N"] | None = None
+    """Whether its importance weight was truncated or masked; known where `correction_weights` are."""
+    is_trusted: Bool[Tensor, "N"] | None = None
+    """Whether the masks leave it in the policy loss; None: all are."""
+    is_selected: Bool[Tensor, "N"] | None = None
+    """Whether the policy loss has chosen it among all tokens of its update, where it does so."""
+    nll_weights: Float[Tensor, "N"] | None = None
+    """float32, factor of its negative log-likelihood; None: there is no such term."""
+    token_weights: Float[Tensor, "N"] | None = None
+    """float32, factor of its loss, from the aggregation over the whole optimizer update."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Both tables, and the names of the reward's parts."""
+
+    trajectories: Trajectories
+    """B entries."""
+    tokens: Tokens
+    """N entries."""
+    part_names: tuple[str, ...] = ()
+    """K names, sorted."""
+
+    @property
+    def num_trajectories(self) -> int:
+        """B."""
+        return len(self.trajectories.groups)
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on `device`."""
+        return self.replace(trajectories=self.trajectories.to(device), tokens=self.tokens.to(device))
+
+    def replace(self, **parts: Any) -> "Batch":
+        """The same with other tables."""
+        return dataclasses.replace(self, **parts)
+
+    def with_tokens(self, **columns: Any) -> "Batch":
+        """The same with other token columns."""
+        return self.replace(tokens=self.tokens.replace(**columns))
+
+    def select(self, chosen: Bool[Tensor, "B"]) -> "Batch":
+        """A batch of those trajectories alone, numbered anew; their groups keep their numbers."""
+        numbers = chosen.cumsum(0) - 1
+        tokens = self.tokens.take(chosen[self.tokens.sequences])
+        return self.replace(
+            trajectories=self.trajectories.take(chosen), tokens=tokens.replace(sequences=numbers[tokens.sequences])
+        )
+
+    def parts(self, names: Sequence[str], *, setting: str) -> Float[Tensor, "B K"]:
+        """Columns of named parts of the reward. Raises BatchError for one that a trajectory lacks."""
+        missing = [name for name in names if name not in self.part_names]
+        chosen = self.trajectories.parts[:, [self.part_names.index(name) for name in names if name not in missing]]
+        if missing or not chosen[self.trajectories.is_member].isfinite().all():
+            raise BatchError(
+                f"{setting} names parts of the reward that every answer must have ({', '.join(names)}), got answers "
+                f"with {', '.join(self.part_names) or 'none'}, or without some of them: see the reward function."
+            )
+        return chosen
+
+    def per_token(self, values: Float[Tensor, "B"]) -> Float[Tensor, "N"]:
+        """Each trajectory's value at each of its tokens."""
+        return values[self.tokens.sequences]
+
+
+def known(column: Tensor | None) -> Tensor:
+    """A column that the settings have made sure of."""
+    assert column is not None, "a column is filled before it is read"
+    return column

@@ -1,0 +1,164 @@
+"""Collation: samples of an optimizer update -> microbatches of tensors, packed and shared out over ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.learner.batching.microbatch import Microbatch, Sample
+from slipstream.learner.batching.packing import (
+    Bundle,
+    Row,
+    bundle_by_prompt,
+    bundle_singly,
+    pack,
+    row_length,
+    share_out,
+)
+
+# @@ Canvas: the arrays of one microbatch while bundles of samples are drawn into its rows.
+_PADDING = -1
+
+
+class Canvas:
+    """R empty rows of L tokens. `draw_row` fills one, `finish` gives the microbatch.
+
+    A segment is a run of tokens that see each other; a branch also sees its parent segment, the shared prompt.
+    """
+
+    def __init__(self, *, num_rows: int, length: int) -> None:
+        shape = (num_rows, length)
+        self._length = length
+        self._token_ids = np.zeros(shape, dtype=np.int64)
+        self._position_ids = np.zeros(shape, dtype=np.int64)
+        self._segments = np.full(shape, _PADDING)
+        self._parents = np.full(shape, _PADDING)
+        self._num_segments = 0
+        self._samples: list[Sample] = []
+        self._sources: list[np.ndarray] = []
+
+    def draw_row(self, row: int, bundles: Row) -> None:
+        """Put the bundles side by side into row `row`, which must be empty."""
+        column = 0
+        for bundle in bundles:
+            column = self._draw_bundle(row, column, bundle)
+
+    def finish(self, *, is_masked: bool) -> Microbatch:
+        """The tensors; with an explicit attention mask, or without when rows hold nothing but whole sequences."""
+        token_ids = [sample.token_ids for sample in self._samples]
+        return Microbatch(
+            token_ids=torch.from_numpy(self._token_ids),
+            position_ids=torch.from_numpy(self._position_ids),
+            attention_mask=self._mask() if is_masked else None,
+            sources=torch.from_numpy(np.concatenate(self._sources)),
+            targets=torch.from_numpy(self._take(token_ids).astype(np.int64)),
+            temperatures=self._repeat(lambda sample: sample.temperature),
+            places=torch.from_numpy(np.concatenate([sample.places for sample in self._samples])),
+        )
+
+    def _draw_bundle(self, row: int, column: int, bundle: Bundle) -> int:
+        shared = bundle.num_shared
+        trunk = self._next_segment()
+        self._put(row, column, bundle.samples[0].token_ids[:shared], 0, segment=trunk, parent=trunk)
+        trunk_end = column = column + shared
+        for sample in bundle.samples:
+            own = sample.token_ids[shared : sample.num_inputs]
+            self._put(row, column, own, shared, segment=self._next_segment(), parent=trunk)
+            sources = sample.wanted - 1 + column - shared
+            sources[sample.wanted == shared] = trunk_end - 1
+            self._samples.append(sample)
+            self._sources.append(sources + row * self._length)
+            column += len(own)
+        return column
+
+    def _put(self, row: int, column: int, token_ids: np.ndarray, position: int, *, segment: int, parent: int) -> None:
+        place = slice(column, column + len(token_ids))
+        self._token_ids[row, place] = token_ids
+        self._position_ids[row, place] = np.arange(position, position + len(token_ids))
+        self._segments[row, place] = segment
+        self._parents[row, place] = parent
+
+    def _next_segment(self) -> int:
+        self._num_segments += 1
+        return self._num_segments
+
+    def _mask(self) -> Tensor:
+        segments, parents = torch.from_numpy(self._segments), torch.from_numpy(self._parents)
+        sees = (segments[:, :, None] == segments[:, None, :]) | (parents[:, :, None] == segments[:, None, :])
+        return sees.tril_()[:, None]
+
+    def _take(self, arrays: list[np.ndarray]) -> np.ndarray:
+        pairs = zip(arrays, self._samples, strict=True)
+        return np.concatenate([array[sample.wanted] for array, sample in pairs])
+
+    def _repeat(self, value: Callable[[Sample], float]) -> Tensor:
+        values = np.array([value(sample) for sample in self._samples], dtype=np.float32)
+        return torch.from_numpy(np.repeat(values, [len(sample.wanted) for sample in self._samples]))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How sequences lie in a microbatch.
+
+    `shared_rows`: rows of about the longest sequence, each prompt once, an explicit mask; for SDPA and eager attention.
+    `one_row`: a single row of whole sequences, no mask; for attention kernels that are told where sequences begin.
+    """
+
+    kind: Literal["shared_rows", "one_row"]
+    """Which."""
+    microbatch_tokens: int
+    """Most input tokens of a forward pass, padding included."""
+    row_tokens: int = 64
+    """Rows of `shared_rows` are filled up to this or the longest sequence; attention costs its square."""
+
+
+def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ranks: int = 1) -> list[Microbatch]:
+    """This rank's share of an optimizer update.
+
+    All ranks must pass the same samples; each gets equally many microbatches (some of them empty), because collective
+    operations run in every one. Samples without a loss token are left out.
+    """
+    wanted = [sample for sample in samples if len(sample.wanted)]
+    row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in wanted)])
+    shares = share_out(_bundle(wanted, layout, row_tokens=row_tokens), num_ranks=num_ranks)
+    packed = [_pack(share, layout, row_tokens=row_tokens) for share in shares]
+    microbatches = [_draw(rows, layout) for rows in packed[rank]]
+    missing = max(map(len, packed)) - len(microbatches)
+    return microbatches + [plain_microbatch(np.zeros((1, 1), dtype=np.int64))] * missing
+
+
+def plain_microbatch(token_ids: np.ndarray) -> Microbatch:
+    """One sequence per row, int[R, L]; wants every token but the first of each row, at temperature 1."""
+    num_rows, length = token_ids.shape
+    flat = np.arange(num_rows * length).reshape(num_rows, length)
+    num_wanted = num_rows * (length - 1)
+    return Microbatch(
+        token_ids=torch.from_numpy(token_ids.astype(np.int64)),
+        position_ids=torch.arange(length).repeat(num_rows, 1),
+        attention_mask=None,
+        sources=torch.from_numpy(flat[:, :-1].reshape(-1)),
+        targets=torch.from_numpy(token_ids[:, 1:].reshape(-1).astype(np.int64)),
+        temperatures=torch.ones(num_wanted),
+        places=torch.arange(num_wanted),
+    )
+
+
+def _bundle(samples: Sequence[Sample], layout: Layout, *, row_tokens: int) -> list[Bundle]:
+    if layout.kind == "one_row":
+        return bundle_singly(samples)
+    return bundle_by_prompt(samples, max_tokens=row_tokens)
+
+
+def _pack(bundles: Sequence[Bundle], layout: Layout, *, row_tokens: int) -> list[list[Row]]:
+    limit = layout.microbatch_tokens if layout.kind == "one_row" else row_tokens
+    return pack(bundles, row_tokens=limit, microbatch_tokens=layout.microbatch_tokens)
+
+
+def _draw(rows: list[Row], layout: Layout) -> Microbatch:
+    canvas = Canvas(num_rows=len(rows), length=max(map(row_length, rows)))
+    for index, row in enumerate(rows):
+        canvas.draw_row(index, row)
+    return canvas.finish(is_masked=layout.kind == "shared_rows")

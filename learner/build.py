@@ -1,0 +1,170 @@
+"""Building: a Trainer from the run's settings."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+
+from slipstream.broker.transport.client import BrokerClient
+from slipstream.broker.transport.inbox import Inbox
+from slipstream.broker.weights.transport import WeightSender
+from slipstream.buffer.archive.rollouts import Rollouts
+from slipstream.buffer.store import Store
+from slipstream.configs.advantages import CustomAdvantageConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
+from slipstream.configs.policy_losses import CustomPolicyLossConfig
+from slipstream.configs.run import RunConfig
+from slipstream.learner.checkpoint import Checkpoints
+from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine
+from slipstream.learner.engines.engine import Trainable, TrainEngine
+from slipstream.learner.engines.torch_engine import TorchEngine
+from slipstream.learner.errors import ModelError, TrainEngineError
+from slipstream.learner.learner import Learner
+from slipstream.learner.metrics.log import MetricsLog
+from slipstream.learner.objective import advantage_registry, loss_registry
+from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.publishing.fetches import SnapshotServer
+from slipstream.learner.publishing.publisher import Publisher
+from slipstream.learner.publishing.staging import Stager
+from slipstream.learner.rank_group import RankGroup
+from slipstream.learner.ranks import Ranks, join_ranks
+from slipstream.learner.training.critic import SETTING, Critic, load_value_model
+from slipstream.learner.training.frozen_models import FrozenModels
+from slipstream.learner.training.model import Policy, load_policy
+from slipstream.learner.training.trainer import Trainer
+from slipstream.runtime.clock import Clock
+from slipstream.runtime.run_folder import RunFolder
+
+T = TypeVar("T", bound=Trainable)
+
+
+def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
+    """`auto`, `cpu` or `cuda` -> the device of this rank. Raises TrainEngineError."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise TrainEngineError("learner.device=cuda needs a GPU that torch can see, got none: use learner.device=auto.")
+    return torch.device("cuda", local_rank) if has_cuda and name != "cpu" else torch.device("cpu")
+
+
+def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
+    """Load the model and build engine and trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
+    _check_own_functions(run.algorithm)
+    policy = load_policy(run.model, device=device, gradient_checkpointing=_recomputes_activations(run))
+    engine = _build_engine(
+        run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
+    )
+    onlookers = _load_onlookers(run, policy, device=device)
+    critic = _build_critic(run, policy, ranks=ranks, device=device) if run.algorithm.has_critic else None
+    return Trainer(run, engine=engine, ranks=ranks, onlookers=onlookers, critic=critic)
+
+
+def _check_own_functions(config: AlgorithmConfig) -> None:
+    """Before anything is waited for. Raises ConfigError."""
+    if isinstance(config.advantage, CustomAdvantageConfig):
+        advantage_registry.own_function(config.advantage)
+    if isinstance(config.policy_loss, CustomPolicyLossConfig):
+        loss_registry.own_function(config.policy_loss)
+
+
+def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device) -> Critic:
+    """Raises ModelError."""
+    config = run.algorithm.critic
+    chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
+    model = load_value_model(chosen, device=device, gradient_checkpointing=_recomputes_activations(run))
+    if model.vocab_size != policy.vocab_size:
+        raise ModelError(
+            f"algorithm.critic.path must name a model with the policy's vocabulary ({policy.vocab_size} tokens), got "
+            f"{model.vocab_size} in {chosen.path}."
+        )
+    engine = _build_engine(run, model, optimizer=config.optimizer, setting=SETTING, ranks=ranks, device=device)
+    total = run.learner.max_steps * run.algorithm.updates_per_step
+    return Critic(config, engine=engine, ranks=ranks, total_updates=total)
+
+
+def _load_onlookers(run: RunConfig, policy: Policy, *, device: torch.device) -> FrozenModels:
+    """Only those that the settings need. Raises ModelError."""
+    reference = teacher = None
+    if run.algorithm.kl.coefficient:
+        reference = load_policy(run.model, device=device).requires_grad_(False)
+    if distillation := run.algorithm.distillation:
+        config = msgspec.structs.replace(run.model, path=distillation.teacher_path)
+        teacher = load_policy(config, device=device).requires_grad_(False)
+        if teacher.vocab_size != policy.vocab_size:
+            raise ModelError(
+                f"algorithm.distillation.teacher_path must name a model with the learner's vocabulary "
+                f"({policy.vocab_size} tokens), got {teacher.vocab_size} in {distillation.teacher_path}."
+            )
+    return FrozenModels(run.algorithm, reference=reference, teacher=teacher)
+
+
+def _recomputes_activations(run: RunConfig) -> bool:
+    engine = run.learner.engine
+    return isinstance(engine, DeepSpeedEngineConfig) and engine.gradient_checkpointing
+
+
+def _build_engine(
+    run: RunConfig, model: T, *, optimizer: OptimizerConfig, setting: str, ranks: Ranks, device: torch.device
+) -> TrainEngine[T]:
+    config = run.learner.engine
+    if isinstance(config, DeepSpeedEngineConfig):
+        return DeepSpeedEngine(model, config=config, optimizer=optimizer, device=device, ranks=ranks, setting=setting)
+    return TorchEngine(model, optimizer=optimizer, device=device, setting=setting)
+
+
+# @@ Assembly: a learner from its parts, as the config names them.
+def build_rank_group(
+    run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0, rendezvous: str | None = None
+) -> RankGroup:
+    """This rank's part of the learner. Blocks until all ranks are in. Raises LearnerError."""
+    patience_s = run.learner.wait_timeout_s + run.evaluation.timeout_s
+    ranks = join_ranks(
+        rank=rank, size=run.learner.num_ranks, device=device, timeout_s=patience_s, rendezvous=rendezvous
+    )
+    torch.manual_seed(run.seed)
+    trainer = build_trainer(run, ranks=ranks, device=device)
+    checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks)
+    return RankGroup(run=run, trainer=trainer, ranks=ranks, checkpoints=checkpoints)
+
+
+def build_learner(
+    run: RunConfig,
+    *,
+    team: RankGroup,
+    store: Store,
+    folder: RunFolder,
+    link: BrokerClient,
+    inbox: Inbox,
+    sender: WeightSender,
+    lender: SnapshotServer | None = None,
+    wait: Callable[[int, float], object],
+    clock: Clock = time.monotonic,
+) -> Learner:
+    """Rank 0: everything the loop is made of."""
+    publisher = Publisher(
+        link=link,
+        inbox=inbox,
+        sender=sender,
+        config=run.weights,
+        lender=lender,
+        is_patient=run.is_one_process,
+        tell=store.record_event,
+        clock=clock,
+    )
+    record = MetricsLog(run, folder=folder, store=store)
+    stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
+    publishing = BackgroundPublisher(publisher, stager, store, in_background=not run.is_one_process)
+    mix = run.buffer.mix
+    return Learner(
+        run=run,
+        store=store,
+        team=team,
+        publishing=publishing,
+        record=record,
+        wait=wait,
+        rollouts=Rollouts(Path(mix.archive), seed=run.seed) if mix.archive else None,
+        clock=clock,
+    )

@@ -1,0 +1,1 @@
+"""Training engines: DeepSpeed and plain torch."""

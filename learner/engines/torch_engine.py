@@ -1,0 +1,77 @@
+"""TorchEngine: plain torch in one process, the twin DeepSpeed is compared with."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from slipstream.configs.learner import OptimizerConfig
+from slipstream.learner.batching.microbatch import Microbatch
+from slipstream.learner.engines.engine import M, check_grad_norm
+from slipstream.learner.engines.optimizer import make_optimizer, restore_optimizer, save_optimizer, set_learning_rate
+
+_STATE_FILE = "optimizer-rank-0.safetensors"
+
+
+class TorchEngine(Generic[M]):
+    """See TrainEngine."""
+
+    def __init__(
+        self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
+    ) -> None:
+        """`setting`: where `optimizer` stands in the config."""
+        self._model = model
+        self._device = device
+        self._setting = setting
+        self._max_grad_norm = optimizer.max_grad_norm
+        self._optimizer = make_optimizer(model, optimizer)
+
+    @property
+    def model(self) -> M:
+        """What is trained."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """See TrainEngine."""
+        return self._optimizer
+
+    @property
+    def device(self) -> torch.device:
+        """Where microbatches must be."""
+        return self._device
+
+    def forward(self, microbatch: Microbatch, **asked: Any) -> dict[str, Tensor]:
+        """See TrainEngine."""
+        return self._model(microbatch, **asked)
+
+    def backward(self, loss: Tensor) -> None:
+        """See TrainEngine."""
+        loss.backward()
+
+    def step(self, *, learning_rate: float) -> float:
+        """See TrainEngine."""
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm).item()
+        check_grad_norm(norm, setting=self._setting)
+        set_learning_rate(self._optimizer, learning_rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """See TrainEngine."""
+        for name, parameter in self._model.weights():
+            yield name, parameter.detach()
+
+    def save_state(self, folder: Path) -> None:
+        """See TrainEngine."""
+        save_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)
+
+    def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
+        """See TrainEngine."""
+        restore_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)
+
+    def _masters(self) -> list[Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,181 @@
+"""MetricsLog: the numbers of a run, a row a step, and the summary at its end."""
+
+import time
+from typing import Any
+
+import structlog
+
+from slipstream.broker.status.role_status import Roles, role_statuses
+from slipstream.buffer.store import EvaluationResult, Store
+from slipstream.buffer.trajectory import Purpose
+from slipstream.configs.run import RunConfig
+from slipstream.learner.metrics.alerts import MetricAlerts
+from slipstream.learner.publishing.publisher import Published
+from slipstream.runtime.clock import Clock
+from slipstream.runtime.rates import Growth, Rate
+from slipstream.runtime.run_folder import RunFolder
+
+Row = dict[str, Any]
+"""One step: flat, keys `role/thing/stat`."""
+
+ROW_KEYS = (
+    "step", "version", "time_s",
+    "lag/mean", "lag/max", "lag/p50", "lag/p95", "lag/histogram",
+    "buffer/lag_in_flight", "buffer/lag_publish", "buffer/lag_queue", "buffer/reused_fraction", "buffer/length_bias",
+    "buffer/waste_fraction", "buffer/filtered_fraction",
+    "learner/wait_s", "learner/train_s", "learner/publish_s", "learner/tokens_per_s", "generators/tokens_per_s",
+    "weights/sync_s", "weights/members", "weights/pause_s", "weights/probe_diff_mean", "weights/probe_diff_max",
+    "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/version",
+)  # fmt: skip
+"""What a row holds beside the diagnostics of the trainer; docs/metrics.md says what each is."""
+
+SUMMARY_KEYS = (
+    "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "seconds_to_0.9",
+    "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean", "lag_max",
+    "logprob_diff_max", "seed", "mode",
+)  # fmt: skip
+"""What `summary.json` holds."""
+
+log = structlog.get_logger(__name__)
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl`, the store's metrics and `summary.json`."""
+
+    def __init__(self, run: RunConfig, *, folder: RunFolder, store: Store, clock: Clock = time.monotonic) -> None:
+        self.folder = folder
+        """Where the files go."""
+        self._run = run
+        self._store = store
+        self._clock = clock
+        self._health = MetricAlerts(self._tell)
+        self._tokens = Rate(window_s=10.0, clock=clock)
+        self._generated = Growth({})
+        self._started_at = clock()
+        self._ended_at = clock()
+        self._resumed_at_s = 0.0
+        self._num_rows = 0
+        self._before: dict[Purpose, EvaluationResult] = {}
+        self._seconds_to_090: float | None = None
+        self._lag_sum = 0.0
+        self._lag_max = 0
+        self._probe_diff_max = 0.0
+
+    def gauges(self) -> Row:
+        """What the learner's Pong carries."""
+        return {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
+
+    def note_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
+        """The evaluation before training."""
+        self._before = evaluated
+        log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
+
+    def start_training(self, *, step: int) -> None:
+        """The clock of the run starts; after a resume it goes on where the kept rows end."""
+        kept = self.folder.keep_metrics(up_to_step=step)
+        self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
+        self._started_at = self._clock() - self._resumed_at_s
+        for row in kept:
+            self._take(row)
+        self._generated = Growth(_generated_tokens(self._store.roles()))
+
+    def end_training(self) -> None:
+        """The clock of the run stops."""
+        self._ended_at = self._clock()
+        self._generated.look(_generated_tokens(self._store.roles()))
+
+    def add_step(
+        self,
+        *,
+        step: int,
+        version: int,
+        metrics: Row,
+        published: Published | None,
+        evaluated: dict[Purpose, EvaluationResult] | None,
+        times: dict[str, float],
+    ) -> None:
+        """One row, to the file and to the store."""
+        self._tokens.add(metrics["learner/tokens"])
+        row = {
+            "step": step,
+            "version": version,
+            "time_s": round(self._clock() - self._started_at, 3),
+            **metrics,
+            **times,
+        }
+        row["learner/tokens_per_s"] = self._tokens.per_s
+        row["generators/tokens_per_s"] = self._generators_speed(version)
+        row |= _publish_row(published) | _evaluation_row(evaluated)
+        self._take(row)
+        self.folder.append_metrics(row)
+        self._store.append_metrics(row)
+        self._health.look(row)
+        log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
+
+    def write_summary(self, *, step: int, after: dict[Purpose, EvaluationResult]) -> None:
+        """What came of the run; the keys are documented in docs/metrics.md."""
+        seconds = max(1e-9, self._ended_at - self._started_at)
+        own_seconds = max(1e-9, seconds - self._resumed_at_s)
+        self.folder.write_summary(
+            {
+                "accuracy_sampled": after["sampled"].accuracy,
+                "accuracy_greedy": after["greedy"].accuracy,
+                "accuracy_before": self._before["sampled"].accuracy if self._before else None,
+                "accuracy_before_greedy": self._before["greedy"].accuracy if self._before else None,
+                "seconds_to_0.9": self._seconds_to_090,
+                "train_seconds": round(seconds, 3),
+                "steps": step,
+                "generated_tokens_per_s": self._generated.total / own_seconds,
+                "learner_tokens_per_s": self._tokens.total / own_seconds,
+                "lag_mean": self._lag_sum / max(1, self._num_rows),
+                "lag_max": self._lag_max,
+                "logprob_diff_max": self._probe_diff_max,
+                "seed": self._run.seed,
+                "mode": self._run.mode,
+            }
+        )
+
+    def _tell(self, sentence: str) -> None:
+        self._store.record_event("learner", sentence)
+
+    def _take(self, row: Row) -> None:
+        """What the summary makes of a row, one of now or one that was kept."""
+        self._num_rows += 1
+        self._lag_sum += row["lag/mean"]
+        self._lag_max = max(self._lag_max, int(row["lag/max"]))
+        self._probe_diff_max = max(self._probe_diff_max, row.get("weights/probe_diff_max", 0.0))
+        if row.get("eval/accuracy_sampled", 0.0) >= 0.9 and self._seconds_to_090 is None:
+            self._seconds_to_090 = row["time_s"]
+
+    def _generators_speed(self, version: int) -> float:
+        """Of those that live, tokens/s; counts on the way what each has generated."""
+        told = self._store.roles()
+        self._generated.look(_generated_tokens(told))
+        roles = role_statuses(told, run=self._run, now=self._store.now(), announced_version=version)
+        return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
+
+
+def _generated_tokens(roles: Roles) -> dict[str, float]:
+    """By generator, since each one's start; what peers say of themselves may be anything plain."""
+    told = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
+    return {name: count for name, count in told.items() if isinstance(count, int | float)}
+
+
+def _publish_row(published: Published | None) -> Row:
+    if published is None:
+        return {}
+    return {
+        "weights/sync_s": published.seconds,
+        "weights/members": published.num_members,
+        "weights/pause_s": published.pause_s,
+        "weights/probe_diff_mean": published.probe_diff_mean,
+        "weights/probe_diff_max": published.probe_diff_max,
+    }
+
+
+def _evaluation_row(evaluated: dict[Purpose, EvaluationResult] | None) -> Row:
+    if evaluated is None:
+        return {}
+    return {f"eval/accuracy_{purpose}": result.accuracy for purpose, result in evaluated.items()} | {
+        "eval/version": evaluated["sampled"].version
+    }

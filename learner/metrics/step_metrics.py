@@ -1,0 +1,165 @@
+"""Diagnostics: what a step tells about itself, as a whole and by lag; docs/metrics.md says more of each number."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.learner.metrics.token_stats import TokenStats, count_tokens, describe, describe_by_lag, no_counts
+from slipstream.learner.ranks import Ranks
+
+TOKEN_METRICS = {
+    "tokens": "tokens trained on",
+    "ratio_mean": "mean pi_learner / pi_proximal; 1 with one update per step",
+    "ratio_max": "largest pi_learner / pi_proximal",
+    "ratio_tail_fraction": "share of tokens with |log(pi_learner / pi_proximal)| > ln 2",
+    "idle_fraction": "share of tokens whose gradient the policy loss took away, as a clip does",
+    "idle_trajectories_fraction": "share of trajectories of which it took every token's",
+    "kept_fraction": "share of tokens that the correction did not reject",
+    "kept_trajectories_fraction": "share of trajectories with a token that it did not reject",
+    "weight_mean": "mean importance weight after truncation or masking",
+    "weight_std": "standard deviation of these weights",
+    "weight_min": "smallest of them",
+    "weight_max": "largest of them",
+    "weight_changed_fraction": "share of tokens whose importance weight was truncated or masked",
+    "mismatch_k1": "KL(generator || learner), estimator k1, nats per token",
+    "mismatch_k3": "KL(generator || learner), estimator k3, nats per token; staleness and numerics together",
+    "mismatch_mean": "mean |log pi_learner - log pi_generator|, nats",
+    "mismatch_p50": "median of it, to 12 %",
+    "mismatch_p99": "99th percentile of it, to 12 %",
+    "mismatch_max": "largest of it",
+    "mismatch_tail_fraction": "share of tokens where it exceeds ln 2",
+    "mismatch_ratio_mean": "mean pi_learner / pi_generator",
+    "probability_gap_mean": "mean |pi_learner - pi_generator| of the sampled tokens",
+    "probability_gap_max": "largest of it",
+    "perplexity_ratio": "perplexity of the learner / of the generator, mean over trajectories",
+    "ess": "effective sample size of pi_learner / pi_generator per token, share of the tokens",
+    "ess_trajectories": "the same of its product over a trajectory, share of the trajectories",
+    "chi2": "chi-square divergence, mean (pi_learner / pi_generator)^2 - 1 over tokens",
+    "chi2_trajectories": "the same of the products over trajectories",
+    "nonfinite_fraction": "share of tokens with a ratio that was not finite and was set to 1",
+    "entropy": "mean entropy at the sampled tokens, nats",
+    "reference_kl": "KL(learner || reference policy), by the configured estimator; 0 without a reference",
+}
+"""Name -> what it is: of all tokens `learner/<name>`, and of those of some lag `learner/by_lag/<lag>/<name>`. What
+there is no token, or no trajectory, to tell of is missing; `learner/tokens` and `learner/reference_kl` are 0 then."""
+
+BY_LAG = "learner/by_lag/<lag>/<name>"
+
+METRICS = {
+    "learner/loss": "what was minimised, mean over the step's optimizer updates",
+    "learner/grad_norm": "global gradient norm before clipping, mean over updates",
+    "learner/grad_cosine": "cosine of a gradient with that of the update before, mean over updates",
+    "learner/learning_rate": "of the last update",
+    "learner/updates": "optimizer updates made in this step; an update without a trainable token is left out",
+    "learner/computed_tokens": "input tokens of forward passes with gradient, padding included",
+    "learner/trajectories": "trajectories claimed",
+    **{f"learner/{name}": meaning for name, meaning in TOKEN_METRICS.items()},
+    BY_LAG: "any of those above, of the tokens of that lag; trajectories by their oldest token",
+    "learner/kl_coefficient": "what a nat of that costs",
+    "learner/learning_rate_scale": "factor of the learning rate for this step's effective sample size",
+    "learner/reward_mean": "mean reward of trajectories whose reward function answered",
+    "learner/advantage_mean": "mean advantage of the tokens to be trained on",
+    "learner/advantage_std": "standard deviation of their advantages",
+    "learner/advantage_zero_fraction": "share of those tokens whose advantage is exactly 0: their group is all equal",
+    "learner/over_age_fraction": "share of model-written tokens masked because they are older than max_lag",
+    "learner/failed_fraction": "share of trajectories masked because their reward function did not answer",
+}
+"""Key -> what it is. Everything `Trainer.step` returns is in here, BY_LAG for all of its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Where a metric is when all is well, ends included. Example: Range(low=0.3, advice="lower max_lag")"""
+
+    low: float | None = None
+    """None: as low as it likes."""
+    high: float | None = None
+    """None: as high as it likes."""
+    advice: str = ""
+    """What it means when it is not, and what to do."""
+    patience: int = 1
+    """Steps in a row outside that are a reason to worry."""
+    only_stale: bool = False
+    """Whether steps without a stale token do not count."""
+    of_median: bool = False
+    """Whether the ends are multiples of the metric's median over the steps before."""
+
+    def holds(self, value: float) -> bool:
+        """Whether it is in here; what is not a number is not."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        unit = " x its median" if self.of_median else ""
+        if self.low is None:
+            return f"<= {self.high:g}{unit}"
+        return f">= {self.low:g}{unit}" if self.high is None else f"{self.low:g}..{self.high:g}{unit}"
+
+
+_TOO_OLD = "the data is too old for the learner: lower buffer.staleness.max_lag or the learning rate"
+_UNLIKE = "tokens of the newest weights differ: the engine computes other probabilities than the learner"
+_CORRECTED = "correction weights carry the update: lower buffer.staleness.max_lag or algorithm.correction.high"
+
+RANGES = {
+    "learner/mismatch_k1": Range(-0.1, 0.1, _TOO_OLD),
+    "learner/mismatch_k3": Range(high=0.1, advice=_TOO_OLD),
+    "learner/by_lag/0/mismatch_k3": Range(high=0.01, advice=_UNLIKE),
+    "learner/by_lag/0/mismatch_max": Range(high=0.5, advice=_UNLIKE, patience=5),
+    "learner/mismatch_tail_fraction": Range(high=0.1, advice=_TOO_OLD),
+    "learner/perplexity_ratio": Range(0.8, 1.25, _TOO_OLD),
+    "learner/ess": Range(low=0.3, advice=_TOO_OLD),
+    "learner/chi2": Range(high=1.0, advice=_TOO_OLD),
+    "learner/weight_mean": Range(0.5, 2.0, _CORRECTED),
+    "learner/weight_std": Range(high=1.0, advice=_CORRECTED),
+    "learner/ratio_mean": Range(0.5, 2.0, "the policy runs away within a step: lower the learning rate or the updates"),
+    "learner/kept_fraction": Range(low=0.5, advice="the correction rejects most of the data: widen its bounds"),
+    "learner/kept_trajectories_fraction": Range(low=0.5, advice="the correction rejects most trajectories: widen it"),
+    "learner/idle_fraction": Range(high=0.5, advice="the policy loss clips most of the data: lower the learning rate"),
+    "learner/nonfinite_fraction": Range(high=0.0, advice="a model returns log-probabilities that are not finite"),
+    "learner/entropy": Range(low=0.01, advice="the policy has stopped exploring: see algorithm.entropy_coefficient"),
+    "learner/grad_norm": Range(
+        high=10.0, advice="a spike precedes a collapse: see learner.optimizer.max_grad_norm", of_median=True
+    ),
+    "learner/grad_cosine": Range(
+        high=0.5, advice="stale gradients repeat themselves: " + _TOO_OLD, patience=5, only_stale=True
+    ),
+    "learner/failed_fraction": Range(high=0.1, advice="a reward function raises or hangs"),
+    "learner/over_age_fraction": Range(high=0.5, advice="most tokens are too old to train on: " + _TOO_OLD),
+    "learner/advantage_zero_fraction": Range(
+        high=0.95, advice="hardly a group teaches: prompts are too easy or too hard, see buffer.filter", patience=5
+    ),
+}
+"""Key -> its healthy range; docs/metrics.md shows the same. Who leaves it is reported by `slipstream.learner.metrics.alerts`."""
+
+
+class StepMetrics:
+    """What losses saw. `add` on every rank, then `report` on every rank."""
+
+    def __init__(self) -> None:
+        self._counts = no_counts()
+        self._loss = torch.zeros((), dtype=torch.float64)
+        self._computed_tokens = torch.zeros((), dtype=torch.float64)
+
+    def count_forward(self, num_tokens: int) -> None:
+        """A forward pass with gradient read that many tokens."""
+        self._computed_tokens += num_tokens
+
+    @torch.no_grad()
+    def add(self, facts: TokenStats, *, loss: Tensor) -> None:
+        """Take in one microbatch, possibly of no token, and the part of the loss that it made."""
+        # Sums stay on the device: to read them here would wait for the forward pass.
+        self._counts = self._counts.merge(count_tokens(facts))
+        self._loss = self._loss.to(loss.device) + loss.double()
+
+    def report(self, ranks: Ranks, *, num_updates: int) -> dict[str, float]:
+        """Metrics over all ranks; collective."""
+        counts = self._counts.over(ranks).to_cpu()
+        loss, computed_tokens = ranks.sum(torch.stack([self._loss.cpu(), self._computed_tokens])).tolist()
+        return {
+            "learner/loss": loss / max(1, num_updates),
+            "learner/computed_tokens": computed_tokens,
+            "learner/tokens": 0.0,
+            "learner/reference_kl": 0.0,
+            **{f"learner/{name}": value for name, value in describe(counts).items()},
+            **{f"learner/by_lag/{name}": value for name, value in describe_by_lag(counts).items()},
+        }

@@ -1,0 +1,1 @@
+"""The objective: from a batch to losses."""

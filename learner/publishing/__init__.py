@@ -1,0 +1,1 @@
+"""Publishing of policy versions to generators."""

@@ -1,0 +1,86 @@
+"""SftLog: the numbers of a supervised run, a row a step, and the summary at its end."""
+
+import time
+from typing import Any
+
+import structlog
+
+from slipstream.configs.run import RunConfig
+from slipstream.learner.sft.dataset import SftFile
+from slipstream.runtime.clock import Clock
+from slipstream.runtime.run_folder import RunFolder
+
+SFT_ROW_KEYS = (
+    "step", "epoch", "time_s", "learner/loss", "learner/grad_norm", "learner/grad_cosine", "learner/learning_rate",
+    "learner/tokens", "learner/computed_tokens", "learner/trajectories", "learner/train_s", "learner/tokens_per_s",
+    "eval/loss",
+)  # fmt: skip
+"""What a row may hold; docs/sft.md says what each is."""
+
+SFT_SUMMARY_KEYS = (
+    "heldout_loss", "heldout_loss_before", "train_loss", "steps", "epochs", "train_seconds", "learner_tokens_per_s",
+    "train_rows", "train_rows_empty", "train_rows_too_long", "heldout_rows", "heldout_rows_empty",
+    "heldout_rows_too_long", "seed", "mode",
+)  # fmt: skip
+"""What `summary.json` holds."""
+
+_SHOWN = ("step", "epoch", "learner/loss", "eval/loss")
+
+log = structlog.get_logger(__name__)
+
+
+class SftLog:
+    """Writes `metrics.jsonl` and `summary.json`; rank 0 alone has one. Life: start -> add* -> finish."""
+
+    def __init__(
+        self, run: RunConfig, *, folder: RunFolder, train: SftFile, heldout: SftFile, clock: Clock = time.monotonic
+    ) -> None:
+        self._folder = folder
+        self._run = run
+        self._train = train
+        self._heldout = heldout
+        self._clock = clock
+        self._started_at = clock()
+
+    def start(self, *, step: int) -> None:
+        """The clock of the run starts; after a resume it goes on where the kept rows end."""
+        kept = self._folder.keep_metrics(up_to_step=step if step else -1)
+        self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
+
+    def add(self, *, step: int, epoch: float, metrics: dict[str, float], heldout_loss: float | None) -> None:
+        """One row; that of step 0 has nothing but the held-out loss before training."""
+        row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
+        if heldout_loss is not None:
+            row["eval/loss"] = heldout_loss
+        self._folder.append_metrics(row)
+        log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
+
+    def finish(self, *, step: int) -> None:
+        """What came of the run, from all its rows."""
+        rows = self._folder.keep_metrics(up_to_step=step)
+        trained = [row for row in rows if row["step"] > 0]
+        losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
+        seconds = rows[-1]["time_s"]
+        self._folder.write_summary(
+            {
+                "heldout_loss": losses[-1] if losses else None,
+                "heldout_loss_before": losses[0] if losses else None,
+                "train_loss": trained[-1]["learner/loss"],
+                "steps": step,
+                "epochs": trained[-1]["epoch"],
+                "train_seconds": seconds,
+                "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
+                **_counts("train", self._train),
+                **_counts("heldout", self._heldout),
+                "seed": self._run.seed,
+                "mode": self._run.mode,
+            }
+        )
+
+
+def _counts(name: str, file: SftFile) -> dict[str, Any]:
+    return {
+        f"{name}_rows": len(file.demonstrations),
+        f"{name}_rows_empty": file.num_empty,
+        f"{name}_rows_too_long": file.num_too_long,
+    }

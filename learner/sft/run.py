@@ -1,0 +1,202 @@
+"""SftRun: supervised fine-tuning from the first step to the final model.
+
+Consumes: demonstrations, which every rank has read for itself.
+Produces: checkpoints, metrics, the final model.
+Waits for: the other ranks, in collective operations.
+Invariant: what a step trains on is a function of the seed and its number, so a resumed run goes on as if it had not
+stopped, and all ranks agree without a word.
+"""
+
+import time
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from slipstream.buffer.resume_check import check_same_run
+from slipstream.buffer.samplers import row_of
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import to_plain
+from slipstream.configs.run import RunConfig
+from slipstream.learner.build import build_trainer
+from slipstream.learner.checkpoint import Checkpoints, save_model
+from slipstream.learner.ranks import Ranks, join_ranks
+from slipstream.learner.sft.dataset import read_heldout, read_train
+from slipstream.learner.sft.demonstration import Demonstration
+from slipstream.learner.sft.log import SftLog
+from slipstream.learner.sft.trainer import SftTrainer
+from slipstream.learner.training.trainer import Trainer
+from slipstream.runtime.clock import Clock
+from slipstream.runtime.run_folder import RunFolder
+
+log = structlog.get_logger(__name__)
+
+
+class SftRun:
+    """One per rank; all call `run`, once."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        train: Sequence[Demonstration],
+        heldout: Sequence[Demonstration],
+        trainer: Trainer,
+        checkpoints: Checkpoints,
+        ranks: Ranks,
+        final_model: Path,
+        record: SftLog | None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`heldout` may be empty. `record` on rank 0, None on the others."""
+        self._run = run
+        self._train = train
+        self._heldout = heldout
+        self._trainer = trainer
+        self._checkpoints = checkpoints
+        self._ranks = ranks
+        self._final_model = final_model
+        self._record = record
+        self._clock = clock
+        self._num_steps = count_steps(run, num_rows=len(train))
+        self._sft = SftTrainer(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
+        self._step = 0
+        self._saved_step = 0
+
+    def run(self) -> None:
+        """Train from the newest checkpoint (or the beginning) to the end. Raises LearnerError."""
+        self._begin()
+        while self._step < self._num_steps:
+            self._train_one_step()
+        self._finish()
+
+    def _begin(self) -> None:
+        if name := self._newest_checkpoint():
+            self._step = self._saved_step = self._checkpoints.restore(name).step
+        log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))
+        if self._record:
+            self._record.start(step=self._step)
+        if self._step == 0 and self._heldout:
+            self._note({}, heldout_loss=self._sft.loss(self._heldout))
+
+    def _newest_checkpoint(self) -> str | None:
+        """Rank 0 alone looks: by the time another did, there might be one more."""
+        names = self._checkpoints.names()[-1:] if self._ranks.is_first else []
+        (found,) = self._ranks.broadcast_bytes([msgspec.json.encode(names)] if self._ranks.is_first else None)
+        return next(iter(msgspec.json.decode(found)), None)
+
+    def _train_one_step(self) -> None:
+        started_at = self._clock()
+        step = self._step + 1
+        metrics = self._sft.step(choose_rows(self._run, self._train, step=step), step=step)
+        self._step = step
+        seconds = self._clock() - started_at
+        times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
+        self._note(metrics | times, heldout_loss=self._sft.loss(self._heldout) if self._is_heldout_due else None)
+        if step % self._run.learner.checkpoint.every_steps == 0 and step < self._num_steps:
+            self._checkpoint()
+
+    @property
+    def _is_heldout_due(self) -> bool:
+        every = self._run.sft.heldout_every_steps
+        is_last = self._step == self._num_steps
+        return bool(self._heldout) and (is_last or (every > 0 and self._step % every == 0))
+
+    def _note(self, metrics: dict[str, float], *, heldout_loss: float | None) -> None:
+        epoch = count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
+        if self._record:
+            self._record.add(step=self._step, epoch=epoch, metrics=metrics, heldout_loss=heldout_loss)
+
+    def _checkpoint(self) -> None:
+        name = self._checkpoints.save(step=self._step, version=self._step)
+        if self._ranks.is_first:
+            self._checkpoints.prune(keeping=name)
+        self._saved_step = self._step
+
+    def _finish(self) -> None:
+        if self._saved_step < self._step:
+            self._checkpoint()
+        save_model(self._trainer, self._final_model, run=self._run, ranks=self._ranks)
+        if self._record:
+            self._record.finish(step=self._step)
+        self._ranks.wait_for_all()
+        log.info("finished", step=self._step)
+
+
+def count_steps(run: RunConfig, *, num_rows: int) -> int:
+    """Of the whole run; the last may be smaller, where the passes over the file end."""
+    epochs = run.sft.epochs
+    return ceil(epochs * num_rows / run.sft.trajectories_per_step) if epochs else run.learner.max_steps
+
+
+def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
+    """Demonstrations that were trained on after `step` steps, those of earlier passes once more each."""
+    seen = step * run.sft.trajectories_per_step
+    return min(seen, run.sft.epochs * num_rows) if run.sft.epochs else seen
+
+
+def choose_rows(run: RunConfig, train: Sequence[Demonstration], *, step: int) -> list[Demonstration]:
+    """What step `step`, from 1 on, trains on: in each pass every row once, in an order drawn from the seed."""
+    first, end = (count_seen(run, num_rows=len(train), step=at) for at in (step - 1, step))
+    return [train[row_of(ordinal, num_rows=len(train), seed=run.seed)] for ordinal in range(first, end)]
+
+
+# @@ Assembly of a supervised run: what is checked before it begins, and its parts put together.
+def check_sft(run: RunConfig) -> None:
+    """Everything a user can mend, said once and before any rank is started. Raises ConfigError, RunConflictError."""
+    folder = RunFolder(run)
+    folder.check_name()
+    before = folder.path / "config.yaml"
+    if before.exists():
+        _check_same_run(run, before.read_bytes())
+    if run.learner.num_ranks > 1:
+        read_train(run)
+        read_heldout(run)
+
+
+def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0, rendezvous: str | None = None) -> SftRun:
+    """This rank's part. Blocks until all ranks are in. Raises ConfigError, LearnerError."""
+    train, heldout = read_train(run), read_heldout(run)
+    folder = RunFolder(run)
+    ranks = join_ranks(
+        rank=rank,
+        size=run.learner.num_ranks,
+        device=device,
+        timeout_s=run.learner.wait_timeout_s,
+        rendezvous=rendezvous,
+    )
+    if ranks.is_first:
+        folder.open()
+    torch.manual_seed(run.seed)
+    trainer = build_trainer(_without_algorithm(run), ranks=ranks, device=device)
+    return SftRun(
+        run,
+        train=train.demonstrations,
+        heldout=heldout.demonstrations,
+        trainer=trainer,
+        checkpoints=Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks),
+        ranks=ranks,
+        final_model=folder.final_model,
+        record=SftLog(run, folder=folder, train=train, heldout=heldout) if ranks.is_first else None,
+    )
+
+
+def _without_algorithm(run: RunConfig) -> RunConfig:
+    """Nothing of it is used: no critic, teacher or reference shall be loaded for it."""
+    return msgspec.structs.replace(run, algorithm=AlgorithmConfig())
+
+
+def _check_same_run(run: RunConfig, config_yaml: bytes) -> None:
+    """A resumed run goes on with the settings it was begun with, but for those that `run_identity` lets change."""
+    try:
+        stored = msgspec.json.encode(msgspec.yaml.decode(config_yaml)).decode()
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"{RunFolder(run).path}/config.yaml must be readable to go on with the run: {error}"
+        ) from None
+    opened = msgspec.json.encode(to_plain(run)).decode()
+    check_same_run(run.name, stored=(stored, 0, run.seed), opened=(opened, 0, run.seed))

@@ -1,0 +1,1 @@
+"""Stall detection: causes and progress."""

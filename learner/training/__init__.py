@@ -1,0 +1,1 @@
+"""Training: trainer, critic, frozen models."""

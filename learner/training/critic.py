@@ -1,0 +1,202 @@
+"""Critic: the value model in training, beside the policy and with an engine of its own.
+
+    loss = sum over tokens of weight * clipped_value_loss(V(state before the token), return)
+
+Weights and denominators are those of the policy's loss, and so are updates and microbatches. Tokens that the
+correction has rejected for the whole step have no loss.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedModel
+from transformers.utils import logging
+
+from slipstream.configs.algorithm_terms import CriticConfig
+from slipstream.configs.data import ModelConfig
+from slipstream.learner.algorithms.value_losses import clipped_value_loss, explained_variance
+from slipstream.learner.batching.batch import Batch, Tokens, known
+from slipstream.learner.batching.microbatch import Microbatch
+from slipstream.learner.batching.recompute import recompute_logprobs
+from slipstream.learner.engines.engine import TrainEngine, check_loss
+from slipstream.learner.engines.optimizer import learning_rate, named_parameters, read_tensors
+from slipstream.learner.errors import ModelError
+from slipstream.learner.ranks import Ranks
+from slipstream.learner.training.model import COMPUTE_DTYPES, load_module, read
+
+# @@ What a step tells about its critic, summed over microbatches, updates and ranks.
+CRITIC_METRICS = {
+    "learner/critic_loss": "clipped squared error of the critic's values, mean over the step's optimizer updates",
+    "learner/critic_grad_norm": "the critic's global gradient norm before clipping, mean over updates",
+    "learner/critic_clip_fraction": "share of tokens whose gradient the clip of values took away",
+    "learner/critic_explained_variance": "share of the returns' variance that the values at the start of the step "
+    "predict; 0: no more than their mean would, below 0: less",
+    "learner/critic_value_mean": "mean value at the start of the step, in units of the reward",
+}
+"""Key -> what it is. Steps with a critic return these beside `diagnostics.METRICS`."""
+
+
+class CriticTally:
+    """Sums over the tokens that the critic learns from. `add` on every rank, then `report` on every rank."""
+
+    def __init__(self) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64)
+
+    def add(self, loss: Tensor, is_clipped: Tensor, is_kept: Tensor) -> None:
+        """Take in one microbatch, possibly of no token."""
+        clipped, kept = (is_clipped & is_kept).sum(), is_kept.sum()
+        self._sums += torch.stack([loss.detach().double(), clipped.double(), kept.double()]).cpu()
+
+    def report(self, ranks: Ranks, *, norms: list[float]) -> dict[str, float]:
+        """`norms`: the gradient norm of each update. Collective."""
+        loss, clipped, kept = ranks.sum(self._sums).tolist()
+        return {
+            "learner/critic_loss": loss / max(1, len(norms)),
+            "learner/critic_grad_norm": sum(norms) / max(1, len(norms)),
+            "learner/critic_clip_fraction": clipped / max(1.0, kept),
+        }
+
+
+def describe_values(tokens: Tokens) -> dict[str, float]:
+    """`learner/...` about the values at the start of a step, of the tokens that are in the loss."""
+    values, returns = known(tokens.values), known(tokens.returns)
+    if tokens.is_kept is not None:
+        values, returns = values[tokens.is_kept], returns[tokens.is_kept]
+    return {
+        "learner/critic_explained_variance": float(explained_variance(values, returns)),
+        "learner/critic_value_mean": float(values.mean()) if len(values) else 0.0,
+    }
+
+
+# @@ The value model: the trunk of a language model, and on top of it one number per token.
+_HEAD_FILE = "value_head.safetensors"
+_SETTING = "algorithm.critic.path (by default model.path)"
+_TRUNK = "trunk."
+
+
+class ValueModel(nn.Module):
+    """Says what the state before each wanted token is worth: float32 weights, the head computed in float32."""
+
+    def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
+        # With zeros every advantage is that of the returns themselves until the critic has learnt something.
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self._compute_dtype = compute_dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.trunk.config.get_text_config().vocab_size
+
+    def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """`values`, float32[N]: from the hidden state that the wanted token was predicted with."""
+        output = read(self.trunk, microbatch, compute_dtype=self._compute_dtype)
+        hidden = output.last_hidden_state.flatten(0, 1)[microbatch.sources]
+        return {"values": self.head(hidden.float()).squeeze(-1)}
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the trunk as `trunk.*`, those of the head as `head.*`."""
+        return named_parameters(self)
+
+
+def load_value_model(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> ValueModel:
+    """Load a policy's checkpoint, with zeros as the head, or a value model's; no dropout. Raises ModelError."""
+    with _without_report():
+        trunk, missing = load_module(AutoModel, config, device=device, setting=_SETTING)
+    if missing:
+        raise ModelError(
+            f"{_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, which "
+            f"lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another, or an algorithm.advantage "
+            "that needs no critic."
+        )
+    if gradient_checkpointing:
+        trunk.gradient_checkpointing_enable({"use_reentrant": False})
+    model = ValueModel(trunk.train(), compute_dtype=COMPUTE_DTYPES[config.dtype]).to(device)
+    if (head := Path(config.path) / _HEAD_FILE).exists():
+        model.head.load_state_dict(read_tensors(head))
+    return model
+
+
+def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tensor]) -> None:
+    """Write the trunk in transformers format and the head beside it; `weights` by the names of `model.weights`."""
+    is_trunk = {name: name.startswith(_TRUNK) for name in weights}
+    trunk = {name.removeprefix(_TRUNK): tensor for name, tensor in weights.items() if is_trunk[name]}
+    model.trunk.save_pretrained(folder, state_dict=trunk)
+    head = {name.removeprefix("head."): tensor.contiguous() for name, tensor in weights.items() if not is_trunk[name]}
+    save_file(head, folder / _HEAD_FILE)
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """transformers would report the policy's lm_head as a weight that nobody wants."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+SETTING = "algorithm.critic.optimizer"
+"""Where the settings of its optimizer stand."""
+
+
+class Critic:
+    """Life: (recompute_logprobs -> learn)*, once each in a step. Every method is collective."""
+
+    def __init__(
+        self, config: CriticConfig, *, engine: TrainEngine[ValueModel], ranks: Ranks, total_updates: int
+    ) -> None:
+        """`total_updates`: of the whole run, which its learning rate is scheduled over."""
+        self._config = config
+        self._engine = engine
+        self._ranks = ranks
+        self._total_updates = total_updates
+        self.num_updates = 0
+        """Optimizer updates made so far; restored from a checkpoint."""
+
+    @property
+    def engine(self) -> TrainEngine[ValueModel]:
+        """Holds parameters and optimizer."""
+        return self._engine
+
+    def recompute_logprobs(self, batch: Batch, microbatches: Sequence[Microbatch]) -> Batch:
+        """Fill `values`."""
+        columns = recompute_logprobs(batch, microbatches, self._engine.forward, names=["values"], ranks=self._ranks)
+        return batch.with_tokens(**columns)
+
+    def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
+        """One optimizer update for each sequence of microbatches; returns `learner/critic_...`. Raises DivergenceError.
+
+        `batch` must be judged.
+        """
+        tally = CriticTally()
+        norms = [self._update(batch.tokens, microbatches, tally=tally, step=step) for microbatches in updates]
+        return tally.report(self._ranks, norms=norms) | describe_values(batch.tokens)
+
+    def _update(self, tokens: Tokens, microbatches: Sequence[Microbatch], *, tally: CriticTally, step: int) -> float:
+        losses = [self._backward(tokens.take(m.places), m, tally=tally) for m in microbatches]
+        total = torch.stack(losses).sum()
+        check_loss(total, what="the critic's loss", step=step, setting=SETTING, ranks=self._ranks)
+        rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
+        norm = self._engine.step(learning_rate=rate)
+        self.num_updates += 1
+        return norm
+
+    def _backward(self, tokens: Tokens, microbatch: Microbatch, *, tally: CriticTally) -> Tensor:
+        values = self._engine.forward(microbatch)["values"]
+        losses, is_clipped = clipped_value_loss(
+            values, known(tokens.returns), known(tokens.values), clip=self._config.clip
+        )
+        is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
+        loss = (known(tokens.token_weights) * is_kept * losses).sum()
+        tally.add(loss, is_clipped, is_kept)
+        self._engine.backward(loss)
+        return loss.detach()

@@ -1,0 +1,148 @@
+"""The policy: a transformers causal language model that answers with log-probabilities of wanted tokens."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available, logging
+
+from slipstream.configs.data import ModelConfig
+from slipstream.learner.algorithms.logprobs import LOGPROBS, Wanted, measure_tokens
+from slipstream.learner.batching.microbatch import Microbatch
+from slipstream.learner.engines.optimizer import named_parameters
+from slipstream.learner.errors import ModelError
+
+COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
+"""float16 gradients underflow without loss scaling, so the learner computes in float32 where engines use float16."""
+
+FLASH = "flash_attention_2"
+
+
+class Policy(nn.Module):
+    """What a training engine runs: float32 master weights, matrix products in `compute_dtype`."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self._compute_dtype = compute_dtype
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.causal_lm.config.get_text_config().vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.causal_lm.config.get_text_config().hidden_size
+
+    @property
+    def takes_one_row(self) -> bool:
+        """Whether attention is told sequence boundaries instead of a mask."""
+        return self.causal_lm.config._attn_implementation == FLASH
+
+    def forward(
+        self,
+        microbatch: Microbatch,
+        *,
+        wanted: Wanted = LOGPROBS,
+        candidates: Tensor | None = None,
+        reference_logits: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """`logprobs` of the wanted tokens, float32[N], and what else is asked for: see `measure_tokens`."""
+        return measure_tokens(
+            self.logits(microbatch),
+            microbatch.targets,
+            microbatch.temperatures,
+            wanted=wanted,
+            candidates=candidates,
+            reference_logits=reference_logits,
+        )
+
+    def logits(self, microbatch: Microbatch) -> Tensor:
+        """Of the places where the wanted tokens are predicted, [N, V]."""
+        is_one_row = len(microbatch.token_ids) == 1
+        kept = microbatch.sources if is_one_row else 0
+        output = read(self.causal_lm, microbatch, compute_dtype=self._compute_dtype, logits_to_keep=kept)
+        logits = output.logits.flatten(0, 1)
+        return logits if is_one_row else logits[microbatch.sources]
+
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By their names in transformers' checkpoint, `lm_head.weight` also when it is tied."""
+        return named_parameters(self.causal_lm)
+
+
+def read(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **asked: Any) -> Any:
+    """What a transformers model makes of all of a microbatch's tokens."""
+    is_mixed = compute_dtype != torch.float32
+    with torch.autocast(microbatch.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
+        return module(
+            input_ids=microbatch.token_ids,
+            position_ids=microbatch.position_ids,
+            attention_mask=microbatch.attention_mask,
+            use_cache=False,
+            **asked,
+        )
+
+
+def load_policy(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> Policy:
+    """Load the checkpoint with float32 weights and without dropout. Raises ModelError."""
+    causal_lm, _ = load_module(AutoModelForCausalLM, config, device=device, setting="model.path")
+    if gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return Policy(causal_lm.train(), compute_dtype=COMPUTE_DTYPES[config.dtype])
+
+
+def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig) -> None:
+    """Write a checkpoint in transformers format, with the tokenizer of the initial one where it has one."""
+    policy.causal_lm.save_pretrained(folder, state_dict=weights)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError):
+        return
+    tokenizer.save_pretrained(folder)
+
+
+def load_module(
+    kind: Any, config: ModelConfig, *, device: torch.device, setting: str
+) -> tuple[PreTrainedModel, list[str]]:
+    """A model by one of transformers' Auto classes, and the names of its weights that the checkpoint lacks.
+
+    `setting` is where the path stands in the config. Raises ModelError.
+    """
+    logging.disable_progress_bar()
+    try:
+        settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        _disable_dropout(settings)
+        module, found = kind.from_pretrained(
+            config.path,
+            config=settings,
+            dtype=torch.float32,
+            attn_implementation=_choose_attention(device, COMPUTE_DTYPES[config.dtype]),
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"{setting} must be a readable transformers checkpoint of a causal language model, got {config.path!r}: "
+            f"{first_line}"
+        ) from error
+    return module.to(device), sorted(found["missing_keys"])
+
+
+def _disable_dropout(settings: object) -> None:
+    """Dropout would make the learner's probabilities differ from the generator's at random."""
+    for name, value in vars(settings).items():
+        if "dropout" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)
+
+
+def _choose_attention(device: torch.device, dtype: torch.dtype) -> str:
+    can_flash = device.type == "cuda" and dtype == torch.bfloat16 and is_flash_attn_2_available()
+    return FLASH if can_flash else "sdpa"

@@ -1,0 +1,1 @@
+"""Asynchronous, decoupled actor-learner reinforcement learning for language models."""

@@ -1,0 +1,205 @@
+"""python run_async.py status [--json | --watch] [name=RUN] [runs_dir=FOLDER]: a run on one screen.
+
+Read from the store alone: works whichever role is dead, and changes nothing. Without a name it is the newest run.
+Exit codes: 0, 1 when the store does not answer, 2 for a run that is not there.
+"""
+
+import argparse
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from slipstream.broker.draining import DRAIN
+from slipstream.broker.status.role_status import LAUNCHER
+from slipstream.broker.status.status import RunStatus, StatusReader
+from slipstream.broker.status.status_view import draw_status
+from slipstream.buffer.cli.show import make_console
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis.run_store import find_run, open_store_of
+from slipstream.buffer.store import Store
+from slipstream.configs.base import ConfigError
+from slipstream.launch.scaling import GENERATORS
+from slipstream.runtime.exits import NO_ANSWER, fail_cleanly, give_up
+from slipstream.runtime.process import on_stop_signal
+
+# @@ The drain command: it leaves a request in the run's store; the broker passes it on, to a generator on whatever machine.
+_DRAIN_PATIENCE_S = 60.0
+_DRAIN_LOOK_EVERY_S = 0.2
+
+
+def drain(arguments: list[str]) -> None:
+    """`ID [name=RUN] [runs_dir=FOLDER]`. Raises ConfigError; exits with NO_ANSWER when it does not leave in time."""
+    if not arguments or "=" in arguments[0]:
+        raise ConfigError(f"drain needs the id of a generator first, got {' '.join(arguments) or 'nothing'}.")
+    generator_id = arguments[0]
+    folder = find_run(arguments[1:], command="drain")
+    try:
+        with open_store_of(folder) as (store, _):
+            _check_is_here(store, generator_id, run=folder.name)
+            store.request("broker", DRAIN + generator_id, str(store.now() + _DRAIN_PATIENCE_S))
+            print(f"{generator_id} of {folder.name} is told to leave")
+            _wait_until_gone(store, generator_id)
+    except ReplayBufferError as fault:
+        give_up(fault, code=NO_ANSWER)
+    print(f"{generator_id} has left")
+
+
+def _check_is_here(store: Store, generator_id: str, *, run: str) -> None:
+    here = [name for name, gauges in store.roles().items() if gauges.get("role") == "generator" and _is_here(gauges)]
+    if generator_id not in here:
+        raise ConfigError(f"a generator of run {run!r} must be named, got {generator_id!r}; there are: {_names(here)}.")
+
+
+def _wait_until_gone(store: Store, generator_id: str) -> None:
+    ends_at = time.monotonic() + _DRAIN_PATIENCE_S
+    while _is_here(gauges := store.roles().get(generator_id, {})):
+        if time.monotonic() >= ends_at:
+            give_up(
+                f"{generator_id} must leave within {_DRAIN_PATIENCE_S:g} s, it is still {gauges.get('state')} "
+                f"({gauges.get('reason') or 'no reason told'}): are it and the broker alive?",
+                code=NO_ANSWER,
+            )
+        time.sleep(_DRAIN_LOOK_EVERY_S)
+
+
+def _is_here(gauges: dict[str, Any]) -> bool:
+    return gauges.get("state", "gone") != "gone"
+
+
+def _names(ids: list[str]) -> str:
+    return ", ".join(sorted(ids)) or "none"
+
+
+# @@ python run_async.py scale generators=N [name=RUN] [runs_dir=FOLDER]: keep N generators from now on.
+#
+# The run's launcher starts or drains what is missing or too many. Without a name it is the newest run.
+# Exit codes: 0, 1 when no launcher or store answers, 2 for a number or a run that cannot be.
+_PATIENCE_S = 10.0
+_LOOK_EVERY_S = 0.2
+_SETTING = f"{GENERATORS}="
+
+
+@fail_cleanly()
+def scale(arguments: list[str]) -> None:
+    """Do what the command line after `scale` says."""
+    if arguments in (["--help"], ["-h"]):
+        print(__doc__)
+        return
+    wanted = _parse_scale([argument for argument in arguments if argument.startswith(_SETTING)])
+    settings = [argument for argument in arguments if not argument.startswith(_SETTING)]
+    folder = find_run(settings, command="scale")
+    try:
+        with open_store_of(folder) as (store, _):
+            print(_ask(store, wanted, run=folder.name))
+    except ReplayBufferError as fault:
+        give_up(fault, code=NO_ANSWER)
+
+
+def _parse_scale(given: list[str]) -> int:
+    """Raises ConfigError."""
+    value = given[0].removeprefix(_SETTING) if len(given) == 1 else ""
+    if not value.isdecimal():
+        raise ConfigError(f"scale needs generators=N, a whole number from 0 on, once, got {' '.join(given) or 'none'}.")
+    return int(value)
+
+
+def _ask(store: Store, wanted: int, *, run: str) -> str:
+    """Have the launcher do it; returns what it says."""
+    before = _launcher(store)
+    if before.get("state") != "ready" or store.now() - before["reported_at"] > _PATIENCE_S:
+        give_up(
+            f"run {run!r} must have a launcher that lives, got none: start generators with `python -m generators`",
+            code=NO_ANSWER,
+        )
+    request_id = uuid.uuid4().hex
+    store.request("launcher", GENERATORS, f"{wanted} {request_id}")
+    ends_at = time.monotonic() + _PATIENCE_S
+    while (launcher := _launcher(store)).get("answered") != request_id:
+        if time.monotonic() >= ends_at:
+            store.take_requests("launcher")
+            give_up(
+                f"the launcher of run {run!r} must answer within {_PATIENCE_S:g} s, it did not; nothing was changed",
+                code=NO_ANSWER,
+            )
+        time.sleep(_LOOK_EVERY_S)
+    if launcher["refusal"]:
+        raise ConfigError(launcher["refusal"])
+    return (
+        f"{run}: {wanted} generators are kept from now on, not {before['generators_wanted']}; see `run_async.py status`"
+    )
+
+
+def _launcher(store: Store) -> dict[str, Any]:
+    return store.roles().get(LAUNCHER, {})
+
+
+_REFRESH_S = 1.0
+
+
+@fail_cleanly()
+def show_status(arguments: list[str]) -> None:
+    """Do what the command line after `status` says."""
+    asked = _parse_status(arguments)
+    folder = find_run(asked.settings, command="status")
+    try:
+        _show(folder, is_json=asked.json, is_watching=asked.watch)
+    except ReplayBufferError as fault:
+        give_up(_sentence(fault, folder), code=NO_ANSWER)
+
+
+def _parse_status(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python run_async.py status", description=__doc__.partition("\n\n")[2])
+    parser.add_argument("--json", action="store_true", help="one JSON object; docs/status.md says what its keys are")
+    parser.add_argument("--watch", action="store_true", help="look again every second, until Ctrl-C")
+    parser.add_argument("settings", nargs="*", metavar="name=RUN | runs_dir=FOLDER", help="which run")
+    asked = parser.parse_args(arguments)
+    if asked.json and asked.watch:
+        parser.error("--json prints once: leave --watch away")
+    return asked
+
+
+def _sentence(fault: ReplayBufferError, folder: Path) -> str:
+    """Why there is nothing to show; of a run that has ended, where its figures are."""
+    summary = folder / "summary.json"
+    if not summary.is_file():
+        return str(fault)
+    return f"run {folder.name!r} has ended and its store does not answer: {summary} says what came of it."
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+def _show(folder: Path, *, is_json: bool, is_watching: bool) -> None:
+    with open_store_of(folder) as (store, run):
+        reader = StatusReader(store, run)
+        status = reader.read()
+        if is_json:
+            print(as_json(status))
+        elif is_watching:
+            _watch(reader, status, console=Console(highlight=False))
+        else:
+            make_console().print(draw_status(status))
+
+
+def as_json(status: RunStatus) -> str:
+    """One object; its keys are the fields of RunStatus and of the records in it."""
+    return msgspec.json.encode(status).decode()
+
+
+def _watch(reader: StatusReader, status: RunStatus, *, console: Console) -> None:
+    """Until Ctrl-C. A store that goes away meanwhile is said, and waited for."""
+    stopping = on_stop_signal(lambda: None)
+    with Live(draw_status(status), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while not stopping.wait(_REFRESH_S):
+            live.update(_look(reader), refresh=True)
+
+
+def _look(reader: StatusReader) -> RenderableType:
+    try:
+        return draw_status(reader.read())
+    except ReplayBufferError as fault:
+        return Text(str(fault), style="red")

@@ -1,0 +1,271 @@
+"""The replay: training again on what an earlier run has stored, in the batches in which that run trained on it.
+
+    python run_async.py experiment=digits_replay replay.path=runs/mine/archive
+    python run_async.py experiment=digits_replay replay.path=... learner.num_ranks=2 learner/engine=deepspeed_zero2
+    python run_async.py experiment=digits_replay replay.path=... replay.rescore=my_rewards:strict
+
+The learner of the serial run over a store filled from an archive, on one rank or several. No training prompt is
+leased; the in-process generator answers held-out prompts alone, so that a replay has accuracies. With the settings, the
+seed and the initial weights of the run that was stored, its batches come again bit for bit, and so do the losses of a
+serial one; another algorithm shows what it would have made of the same data.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from slipstream.broker.dataset import Dataset, Row
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.codec import encode, unpack
+from slipstream.buffer.errors import ArchiveError, ReplayBufferError
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import FinishedGroup, StepEntry
+from slipstream.buffer.sampling import Draw
+from slipstream.buffer.trajectory import Record, Reward, Trajectory
+from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import RewardConfig
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.generators.errors import GeneratorError
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
+from slipstream.launch.serial import run_serial
+from slipstream.learner.build import build_rank_group, choose_device
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+from slipstream.learner.errors import LearnerError, RankGroupError
+from slipstream.learner.ranks import become_ranks, end_rank
+from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.logs import configure_logs
+from slipstream.runtime.process import LAUNCHER_VARIABLE, die_with_launcher, raise_on_stop_signal
+from slipstream.runtime.run_folder import RunFolder
+
+log = structlog.get_logger(__name__)
+
+
+# @@ What a replay trains on: the groups of an archive, and which of them each step claims.
+class ReplayPlan(Record):
+    """Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], draws={1: Draw(["17", "12"], ...), ...})."""
+
+    groups: list[FinishedGroup]
+    """By the step that trained on them first; those no step is known of come last, in the order archived."""
+    draws: dict[int, Draw]
+    """What the ledger says the steps claimed; empty where groups are claimed in their order."""
+
+
+def plan_replay(run: RunConfig) -> ReplayPlan:
+    """Read the archive that the run replays.
+
+    The ledger's batches when its steps are as large as the replay's, else the same groups in the same order.
+    Raises ArchiveError; ConfigError when the archive holds too little.
+    """
+    archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
+    groups, steps = stored_groups(archive), Archive(archive).steps()
+    if any(len(entry.group_ids) != per_step for entry in steps):
+        steps = []
+    num_steps = len(steps) or len(groups) // per_step
+    _check_suffices(archive, num_steps, wanted=run.learner.max_steps, num_groups=len(groups))
+    wanted = steps[: run.learner.max_steps]
+    _check_whole(archive, wanted, groups)
+    return ReplayPlan(groups, draws={entry.step: _draw(entry) for entry in wanted})
+
+
+def stored_groups(archive: Path) -> list[FinishedGroup]:
+    """The groups that were trained on, or brought from elsewhere to be. Raises ArchiveError."""
+    rows = Archive(archive).read(TrajectoryFilter(outcome="retired"))
+    groups = []
+    for group_id, members in groupby(rows, key=lambda stored: stored.trajectory.group_id):
+        group = sorted(members, key=lambda stored: stored.trajectory.index)
+        payloads = [encode(stored.trajectory) for stored in group]
+        groups.append(FinishedGroup(group_id, "retired", "", group[0].steps, payloads))
+    return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
+
+
+def _draw(entry: StepEntry) -> Draw:
+    ones, none = [1.0] * len(entry.group_ids), [False] * len(entry.group_ids)
+    return Draw(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
+
+
+def _check_suffices(archive: Path, num_steps: int, *, wanted: int, num_groups: int) -> None:
+    if wanted > num_steps:
+        raise ConfigError(
+            f"learner.max_steps must be <= {num_steps} to replay {archive}, got {wanted}: it holds {num_groups} groups "
+            f"and {num_steps} steps."
+        )
+
+
+def _check_whole(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
+    """A batch that lacks a trajectory would be another batch."""
+    stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
+    for entry in steps:
+        for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
+            if stored.get(group_id) != names:
+                raise ArchiveError(
+                    f"{archive} must hold what step {entry.step} of its ledger trained on, {', '.join(names)}, got "
+                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `python -m buffer verify {archive}` "
+                    "tells what else is missing."
+                )
+
+
+# @@ Rescoring: the rewards of stored trajectories, computed again by another reward function.
+#
+# What the function sees is what it saw, or would have seen, when the trajectory was made: the prompt's row of the
+# training data, and the response decoded by the model's tokenizer.
+_AT_ONCE = 1024
+"""Trajectories whose texts are in memory together."""
+
+
+def rescore(
+    groups: list[FinishedGroup], reward: RewardConfig, *, prompts: Dataset, prompting: PromptEncoder
+) -> list[FinishedGroup]:
+    """The same groups with new rewards; one whose function fails has a reward that says so, and is masked in training.
+
+    Blocks until all are scored: at most `reward.timeout_s` for each call. Raises ConfigError for a function that cannot
+    be imported, and for a trajectory whose prompt is not among `prompts`.
+    """
+    rows = {row.uid: row for row in prompts}
+    return asyncio.run(_rescore(groups, reward, rows, prompting))
+
+
+async def _rescore(
+    groups: list[FinishedGroup], reward: RewardConfig, rows: Mapping[str, Row], prompting: PromptEncoder
+) -> list[FinishedGroup]:
+    pool = RewardPool(reward.function, reward.arguments, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
+    statuses: Counter[str] = Counter()
+    rescored = []
+    try:
+        for chunk in _chunks(groups):
+            members = [[unpack(payload) for payload in group.payloads] for group in chunk]
+            questions = [_question(member, rows, prompting) for group in members for member in group]
+            rewards = iter(await asyncio.gather(*map(pool.score, questions)))
+            for group, trajectories in zip(chunk, members, strict=True):
+                pairs = [(trajectory, next(rewards)) for trajectory in trajectories]
+                statuses.update(new.status for _, new in pairs)
+                rescored.append(_with_rewards(group, pairs))
+    finally:
+        pool.close()
+    log.info("rescored", function=reward.function, **statuses)
+    return rescored
+
+
+def _chunks(groups: list[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
+    size = max(1, _AT_ONCE // max(1, len(groups[0].payloads))) if groups else 1
+    return (groups[start : start + size] for start in range(0, len(groups), size))
+
+
+def _question(trajectory: Trajectory, rows: Mapping[str, Row], prompting: PromptEncoder) -> RewardInput:
+    row = rows.get(trajectory.prompt_uid)
+    if row is None:
+        raise ConfigError(
+            f"replay.rescore needs the row of every prompt in data.train_path, got {trajectory.prompt_uid!r} of "
+            f"{trajectory.id}, which it does not hold: name the data that the stored run was trained on."
+        )
+    response = trajectory.token_ids[trajectory.model_mask].tolist()
+    return RewardInput(
+        prompt=row.prompt,
+        response=prompting.decode(response),
+        ground_truth=row.ground_truth,
+        data_source=row.data_source,
+        stop_reason=trajectory.stop_reason,
+        response_token_ids=response,
+        extra_info=row.extra_info,
+    )
+
+
+def _with_rewards(group: FinishedGroup, pairs: list[tuple[Trajectory, Reward]]) -> FinishedGroup:
+    payloads = [encode(msgspec.structs.replace(trajectory, reward=reward)) for trajectory, reward in pairs]
+    return msgspec.structs.replace(group, payloads=payloads)
+
+
+_STOP_TIMEOUT_S = 6.0
+
+
+def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
+    """Train from beginning to end: in this process, or with several ranks in processes of their own.
+
+    Raises ConfigError, ArchiveError, LearnerError.
+    """
+    if run.learner.num_ranks == 1:
+        _lead(run, folder, rendezvous=None)
+    else:
+        _run_ranks(run, overrides)
+
+
+def _run_ranks(run: RunConfig, overrides: list[str]) -> None:
+    """Each collective of the ranks has a deadline, so that this ends."""
+    raise_on_stop_signal()
+    variables = os.environ | {LAUNCHER_VARIABLE: str(os.getpid())}
+    ranks = subprocess.Popen([sys.executable, "-m", "slipstream.launch.replay", *overrides], env=variables)
+    try:
+        code = ranks.wait()
+    finally:
+        ranks.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            ranks.wait(timeout=_STOP_TIMEOUT_S)
+        ranks.kill()
+    if code:
+        raise RankGroupError(
+            f"all {run.learner.num_ranks} learner ranks must end well, got exit code {code}: see above."
+        )
+
+
+@fail_cleanly(ReplayBufferError, GeneratorError, LearnerError)
+def main(overrides: list[str]) -> None:
+    """One rank of a replay; as none, all of them, for `run_async.py`."""
+    die_with_launcher()
+    run = load(overrides)
+    if "RANK" not in os.environ:
+        become_ranks("slipstream.launch.replay", overrides, num_ranks=run.learner.num_ranks)
+    raise_on_stop_signal()
+    rank = int(os.environ["RANK"])
+    configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
+    if rank == 0:
+        _lead(run, RunFolder(run), rendezvous="env://")
+    else:
+        _follow(run, rank=rank)
+    end_rank()
+
+
+def _lead(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) -> None:
+    plan = plan_replay(run)
+    groups = _rescored(run, plan)
+
+    def fill(store: MemoryStore) -> None:
+        store.load(groups, draws=plan.draws)
+
+    run_serial(run, folder, prepare_store=fill, device=_device(run), rendezvous=rendezvous)
+
+
+def _rescored(run: RunConfig, plan: ReplayPlan) -> list[FinishedGroup]:
+    if run.replay.reward is None:
+        return plan.groups
+    prompting = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
+    return rescore(plan.groups, run.replay.reward, prompts=Dataset(run.data.train_path), prompting=prompting)
+
+
+def _follow(run: RunConfig, *, rank: int) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank, rendezvous="env://").worker_loop()
+
+
+def _device(run: RunConfig) -> torch.device:
+    """This rank's, which DeepSpeed is told of."""
+    device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    os.environ.update(deepspeed_environment(device))
+    return device
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,195 @@
+"""The serial run: all roles in one process, one call after the other, deterministic.
+
+The same router, generator, publisher and learner as in an asynchronous run, over the in-memory twins of channel, store
+and weight transport. Whenever the learner waits, the pump turns once: the learner's link, the router, the generator's
+link, then the generator's asyncio tasks, always in this order. Time, wherever a decision depends on it, is a count of
+turns. So one seed gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
+"""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import torch
+
+from slipstream.broker.archiver import Archiver
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.messages import Hello, Member, Message
+from slipstream.broker.router import Router
+from slipstream.broker.transport.client import BrokerClient
+from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.broker.transport.session import StatusBoard
+from slipstream.broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.configs.run import RunConfig
+from slipstream.generators.build import assemble
+from slipstream.generators.generator import Generator
+from slipstream.generators.tokenization import load_tokenizer
+from slipstream.learner.build import build_learner, build_rank_group
+from slipstream.runtime.run_folder import RunFolder
+
+_CPU = torch.device("cpu")
+_SECONDS_PER_TURN = 0.001
+_TASK_ROUNDS_PER_TURN = 16
+"""Enough for a task that was just woken to pass its result on within the same turn."""
+
+
+class TurnClock:
+    """Seconds that pass only when the pump turns."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        """Seconds so far."""
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        self._now += seconds
+
+
+class SerialPeer:
+    """A role's link and what it received, without a thread."""
+
+    def __init__(self, hub: MemoryBroker, role: str, clock: TurnClock) -> None:
+        self.member = Member(f"{role}-0", "serial")
+        self.board = StatusBoard()
+        self.received: deque[Message] = deque()
+        hello = Hello(role, self.member.peer_id, self.member.incarnation, "localhost", os.getpid())  # type: ignore[arg-type]
+        self.link = BrokerClient(
+            hub.client(), hello=hello, status=self.board, on_message=self.received.append, clock=clock
+        )
+
+
+class Pump:
+    """Turns the broker and the generator while the learner waits. Also the learner's Inbox."""
+
+    def __init__(self, *, clock: TurnClock, router: Router, learner: SerialPeer, generator: SerialPeer) -> None:
+        self._clock = clock
+        self._router = router
+        self._learner = learner
+        self._peer = generator
+        self._loop = asyncio.new_event_loop()
+        self._generator: Generator | None = None
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self, generator: Generator) -> None:
+        """From now on every turn gives this generator its time."""
+        self._generator = generator
+        self._peer.board.show(generator.status)
+        self._running = self._loop.create_task(generator.run())
+
+    def turn(self) -> None:
+        """Everybody once. Raises what the generator raised."""
+        self._clock.advance(_SECONDS_PER_TURN)
+        self._learner.link.step(timeout_s=0)
+        self._router.step(timeout_s=0)
+        self._peer.link.step(timeout_s=0)
+        self._loop.run_until_complete(self._run_tasks())
+        if self._running and self._running.done():
+            self._running.result()
+
+    def get(self, *, timeout_s: float) -> Message | None:
+        """The learner's next message; one turn when there is none and it is willing to wait."""
+        if not self._learner.received and timeout_s > 0:
+            self.turn()
+        return self._learner.received.popleft() if self._learner.received else None
+
+    def stop(self) -> None:
+        """Drain the generator and end its loop."""
+        assert self._generator is not None
+        assert self._running is not None
+        self._generator.drain("the run is over")
+        self._loop.run_until_complete(self._running)
+        self._loop.close()
+
+    def close(self) -> None:
+        """Let the generator go, wherever it is. Nothing after `stop`."""
+        if self._running and not self._loop.is_closed():
+            self._running.cancel()
+            self._loop.run_until_complete(asyncio.wait([self._running]))
+            self._loop.close()
+
+    async def _run_tasks(self) -> None:
+        assert self._generator is not None
+        while self._peer.received:
+            self._generator.receive(self._peer.received.popleft())
+        self._generator.nudge()
+        for _ in range(_TASK_ROUNDS_PER_TURN):
+            await asyncio.sleep(0)
+
+
+def run_serial(
+    run: RunConfig,
+    folder: RunFolder,
+    *,
+    prepare_store: Callable[[MemoryStore], None] = lambda _store: None,
+    device: torch.device = _CPU,
+    rendezvous: str | None = None,
+) -> None:
+    """Train from beginning to end in this process; `prepare_store` may fill the run's store before anybody asks it.
+
+    `device` and `rendezvous` are of the learner's rank 0, which this process is.
+    """
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()
+    store = MemoryStore(clock=clock, max_attempts=run.buffer.max_attempts)
+    router = _build_router(run, hub, store, clock)
+    prepare_store(store)
+    learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
+    pump = Pump(clock=clock, router=router, learner=learner_peer, generator=generator_peer)
+    with closing(pump):
+        pump.start(
+            assemble(
+                run,
+                member=generator_peer.member,
+                link=generator_peer.link,
+                tokenizer=load_tokenizer(run.model),
+                receiver=MemoryReceiver(weights),
+                clock=clock,
+            )
+        )
+        team = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
+        learner = build_learner(
+            run,
+            team=team,
+            store=store,
+            folder=folder,
+            link=learner_peer.link,
+            inbox=pump,
+            sender=MemorySender(weights),
+            wait=lambda _num_ready, _timeout_s: pump.turn(),
+            clock=clock,
+        )
+        learner_peer.board.show(learner.status)
+        learner.run()
+        team.shutdown()
+        pump.stop()
+        _archive(run, folder, store)
+
+
+def _build_router(run: RunConfig, hub: MemoryBroker, store: MemoryStore, clock: TurnClock) -> Router:
+    train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
+    config_json = msgspec.json.encode(run).decode()
+    store.open_run(
+        run.name,
+        config_json=config_json,
+        num_rows=len(train),
+        seed=run.seed,
+        keeps_finished=run.buffer.archive.enabled,
+        max_uses=run.buffer.reuse.max_uses,
+        group_filter=run.buffer.filter,
+    )
+    return Router(hub.server(), store, run=run, config_json=config_json, train=train, heldout=heldout, clock=clock)
+
+
+def _archive(run: RunConfig, folder: RunFolder, store: MemoryStore) -> None:
+    if run.buffer.archive.enabled:
+        with closing(Archiver(store, folder.archive, run.buffer.archive)) as archiver:
+            archiver.flush()

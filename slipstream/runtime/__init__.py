@@ -1,0 +1,1 @@
+"""Process-level services shared by all roles: clock, logs, signals, exit codes, run folder."""

@@ -1,0 +1,52 @@
+"""Functions of the user's own, named as `module:function` in the config."""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from slipstream.configs.base import ConfigError
+
+
+def load_function(path: str, *, setting: str, num_values: int, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """The function that `setting` names; it must take `num_values` values and then `arguments` by keyword.
+
+    Raises ConfigError.
+    """
+    module_name, separator, name = path.partition(":")
+    if not (module_name and separator and name):
+        raise ConfigError(f"{setting}.function must look like `module:function`, got {path!r}.")
+    function = _find(_import(module_name, path, setting), name, path, setting)
+    try:
+        inspect.signature(function).bind(*[None] * num_values, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{setting}.arguments must fit {path!r}, got {arguments}: {error}.") from error
+    return function
+
+
+def _import(module_name: str, path: str, setting: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{setting}.function must name a module that can be imported, got {path!r}: "
+            f"there is no module {error.name!r}."
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}.function={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
+        ) from error
+
+
+def _find(module: ModuleType, name: str, path: str, setting: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if function is None:
+        nearest = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{setting}.function={path!r}: module {module.__name__!r} has no {name!r}.{hint}")
+    if not callable(function):
+        raise ConfigError(f"{setting}.function must name a function, got {path!r}: it is a {type(function).__name__}.")
+    found: Callable[..., Any] = function
+    return found

@@ -1,0 +1,118 @@
+"""The live view shows a run on a terminal and as plain lines."""
+
+import io
+
+from rich.console import Console
+
+from slipstream.broker.status.live_view import LiveView, sparkline
+from slipstream.broker.status.monitor import Monitor
+from slipstream.buffer.memory.store import MemoryStore
+from tests.builders import make_run
+
+ROW = {
+    "time_s": 65.0,
+    "learner/reward_mean": 0.5,
+    "lag/mean": 1.5,
+    "lag/max": 2,
+    "lag/histogram": {1: 50, 2: 50},
+    "generators/tokens_per_s": 1000.0,
+    "learner/tokens_per_s": 900.0,
+    "learner/wait_s": 0.1,
+    "learner/train_s": 0.4,
+}
+
+
+def make_monitor() -> tuple[Monitor, MemoryStore]:
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    return Monitor(store, make_run()), store
+
+
+def show(*, is_terminal: bool) -> str:
+    monitor, store = make_monitor()
+    output = io.StringIO()
+    view = LiveView(make_run(), console=Console(file=output, force_terminal=is_terminal, width=120))
+    with view.shown():
+        view.show(monitor.look())
+        for step in (1, 2):
+            store.append_metrics({"step": step, "version": step, **ROW})
+        store.append_metrics(
+            {"step": 3, "version": 3, "eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5, **ROW}
+        )
+        store.report_role(
+            "generator-0",
+            {"role": "generator", "state": "ready", "version": 3, "reason": "pacing", "waits_for": "prompts"},
+        )
+        view.show(monitor.look())
+    return output.getvalue()
+
+
+def test_plain_lines_come_once_per_step():
+    lines = [line for line in show(is_terminal=False).splitlines() if line.startswith("step")]
+    assert len(lines) == 3
+    assert "reward 0.500" in lines[2]
+    assert "0.250 sampled 0.500 greedy" in lines[2]
+    assert "1m05s" in lines[2]
+
+
+def test_the_panel_shows_progress_lag_roles_and_who_waits():
+    panel = show(is_terminal=True)
+    for part in ("step 0/4", "1: 50%  2: 50%", "generator-0", "pacing", "1,000 generated"):
+        assert part in panel
+
+
+def test_a_sparkline_spans_its_range():
+    assert sparkline([0.0, 0.5, 1.0], low=0, high=1) == "▁▅█"
+    assert sparkline([0.5], low=0.5, high=0.5) == "▁"
+
+
+def test_the_eta_is_the_recent_pace_times_what_is_left():
+    monitor, store = make_monitor()
+    assert monitor.look().eta_s is None
+    for step in (1, 2, 3):
+        store.append_metrics({"step": step, "time_s": 2.0 * step})
+    assert monitor.look().eta_s == 2.0
+
+
+def test_after_a_roll_back_the_eta_is_the_pace_of_the_steps_that_came_since():
+    monitor, store = make_monitor()
+    for step, time_s in ((1, 100.0), (2, 200.0), (3, 300.0), (1, 100.0)):
+        store.append_metrics({"step": step, "time_s": time_s})
+    assert monitor.look().eta_s is None
+    store.append_metrics({"step": 2, "time_s": 105.0})
+    assert monitor.look().eta_s == 10.0
+
+
+def test_rows_are_new_once_though_the_store_has_let_go_of_older_ones():
+    monitor, store = make_monitor()
+    for step in range(1, 1003):
+        store.append_metrics({"step": step, "time_s": 1.0 * step})
+    assert len(monitor.look().new_rows) == 1000
+    assert monitor.look().new_rows == []
+    store.append_metrics({"step": 1003, "time_s": 1003.0})
+    looked = monitor.look()
+    assert looked.new_rows == [{"step": 1003, "time_s": 1003.0}]
+    assert [row["step"] for row in looked.rows] == list(range(3, 1004))
+
+
+def show_dead_end(*, is_terminal: bool) -> str:
+    monitor, store = make_monitor()
+    output = io.StringIO()
+    view = LiveView(make_run(), console=Console(file=output, force_terminal=is_terminal, width=120))
+    with view.shown():
+        for missing in ("1 is ready", "2 are ready"):
+            store.append_metrics({"step": 1, "version": 1, **ROW})
+            waits = {"reason": f"waiting for 4 groups: {missing}", "waits_for": "groups"}
+            dead_end = {"dead_end": "no generator is alive: start one"}
+            store.report_role("learner", {"role": "learner", "state": "ready", **waits, **dead_end})
+            view.show(monitor.look())
+    return output.getvalue()
+
+
+def test_a_dead_end_is_one_line_also_in_mid_run():
+    lines = show_dead_end(is_terminal=False).splitlines()
+    assert lines.count("dead end: no generator is alive: start one") == 1
+
+
+def test_the_panel_shows_a_dead_end():
+    assert "dead end: no generator is alive: start one" in show_dead_end(is_terminal=True)

@@ -1,0 +1,86 @@
+"""The status of a run as text: everything is there, nothing in it moves the cursor, narrow or wide."""
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from slipstream.broker.status.status import RunStatus
+from slipstream.broker.status.status_view import draw_status
+from slipstream.buffer.records import Event
+from tests.unit.broker.status_scene import ROW, look, roles
+
+
+def drawn(status: RunStatus, *, width: int = 160) -> str:
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(draw_status(status))
+    return console.file.getvalue()
+
+
+def row_of(text: str, name: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
+
+
+def test_each_role_has_a_line():
+    text = drawn(look())
+    assert row_of(text, "generator-0") == [
+        "generator-0",
+        "node:7",
+        "2",
+        "1",
+        "5,210",
+        "32/64",
+        "0s",
+        "2",
+        "0s",
+        "ready",
+    ]
+    assert row_of(text, "generator-1")[-4:] == ["1m30s", "SILENT,", "was", "ready"]
+    assert row_of(text, "generator-2")[-4:] == ["5m00s", "gone:", "said", "bye"]
+    assert row_of(text, "learner")[-4:] == ["ready:", "training", "step", "4"]
+
+
+def test_waits_queue_and_errors_are_told():
+    text = drawn(
+        look(ready_versions={3: 5, 1: 2}, events=[Event(988.0, "learner", "evicted generator-1")], rows=(ROW,))
+    )
+    for part in (
+        "generator-0 for the learner: pacing: wait",
+        "waited 25% of its last steps",
+        "lag 0: 5, lag 2: 2",
+        "12s ago  learner  evicted generator-1",
+        "reward 0.500, lag 1.5 (max 2)",
+        "0 committed, 3 on its way",
+    ):
+        assert part in text
+
+
+def test_what_a_filter_rejected_is_told():
+    status = look()
+    counts = {"reasons": {"rejected: zero_signal": 20, "rejected: too_hard": 4, "expired: on_stale": 9}}
+    counts = msgspec.structs.replace(status.counts, became_ready=72, **counts)
+    assert "24 of 96 complete groups taught nothing (25.0%)" in drawn(msgspec.structs.replace(status, counts=counts))
+    assert "0 of 0 complete groups taught nothing (0.0%)" in drawn(status)
+
+
+def test_a_run_nobody_has_joined_is_a_screen_too():
+    text = drawn(look({}))
+    assert "nobody has reported yet" in text
+    assert "everybody for the broker" in text
+
+
+def test_of_the_many_that_have_left_the_newest_are_shown():
+    gone = {f"generator-{age}": (age, {"role": "generator", "state": "gone"}) for age in range(1, 10)}
+    text = drawn(look(gone))
+    assert "generator-4 " in text
+    assert "generator-5 " not in text
+    assert "and 5 more that are gone" in text
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_what_peers_say_is_no_markup_and_moves_no_cursor(width):
+    wild = roles() | {"[red]g": (0, {"role": "generator", "state": "\x1b[2J[bold]", "reason": "[/nonsense]\x07"})}
+    text = drawn(look(wild, events=[Event(0, "x", "\x1b[31m[/]")]), width=width)
+    assert "\x1b" not in text
+    assert "\x07" not in text

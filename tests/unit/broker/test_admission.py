@@ -1,0 +1,70 @@
+"""Pacing bounds how far generators run ahead."""
+
+import msgspec
+import pytest
+
+from slipstream.broker.admission import admission_limit, admission_reason, capacity_limit, capacity_reason
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import RunState
+from slipstream.configs.buffer import CapacityConfig
+from tests.builders import make_run
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "publish_every", "consumed", "limit"),
+    [(0, 1, 0, 4), (0, 1, 12, 16), (2, 1, 0, 12), (2, 2, 8, 32), (8, 1, 400, 40)],
+)
+def test_the_limit_follows_what_was_consumed_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
+    run = make_run(
+        buffer={"staleness": {"max_lag": max_lag}},
+        weights={"publish_every_steps": publish_every},
+        learner={"groups_per_step": 4, "max_steps": 10},
+    )
+    assert admission_limit(run, consumed=consumed) == limit
+
+
+def test_a_replay_admits_no_prompt():
+    run = make_run(
+        mode="replay",
+        buffer={"store": {"kind": "memory"}},
+        weights={"transport": "memory"},
+        replay={"path": "runs/other/archive"},
+    )
+    assert admission_limit(run, consumed=100) == 0
+
+
+def test_a_run_config_made_for_tests_survives_the_wire():
+    run = make_run()
+    assert msgspec.json.decode(msgspec.json.encode(run), type=type(run)) == run
+
+
+def counts(**fields):
+    store = MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=4, seed=0)
+    return msgspec.structs.replace(store.counts(), **fields)
+
+
+def test_a_full_store_admits_nothing_and_says_why():
+    full = counts(admitted=50, leased=2, returned=1, ready=3, demoted=1, claimed=4, used=5, unarchived=4)
+    reason = "capacity: 20 groups are in play, buffer.capacity.max_groups is 20"
+    assert capacity_reason(CapacityConfig(max_groups=20), full) == reason
+    assert capacity_limit(CapacityConfig(max_groups=20), full) == 50
+    assert capacity_limit(CapacityConfig(max_groups=23), full) == 53
+    assert capacity_reason(CapacityConfig(max_groups=21), full) == ""
+
+
+def test_stored_bytes_are_bounded_too():
+    heavy = counts(admitted=7, payload_bytes=3 * 2**20)
+    assert capacity_reason(CapacityConfig(max_mib=3), heavy).startswith("capacity: 3.0 MiB are stored")
+    assert capacity_limit(CapacityConfig(max_mib=3), heavy) == 7
+    assert capacity_limit(CapacityConfig(max_mib=4), heavy) > 10**9
+
+
+def test_why_no_prompt_is_admitted_is_the_first_thing_that_forbids_it():
+    run = make_run(buffer={"capacity": {"max_groups": 200}, "staleness": {"max_lag": 1}})
+    state = RunState("run", "training", step=0, version=0, announced_version=0)
+    assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
+    assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")
+    assert admission_reason(run, state=state, counts=counts(admitted=4, ready=200)).startswith("capacity: ")
+    over = msgspec.structs.replace(state, phase="finishing")
+    assert admission_reason(run, state=over, counts=counts()) == "the run is finishing"

@@ -1,0 +1,123 @@
+"""The desk leases by speed, and only to generators whose weights are new enough."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
+from slipstream.buffer.records import Claim, StepEntry
+from slipstream.buffer.sampling import DrawRules
+from tests.builders import make_packed
+from tests.unit.broker.router_scene import Peer, Scene, lease
+
+
+def bring(scene: Scene, peer: Peer, prompts: Prompts, *, seconds: float) -> None:
+    """Everything that was leased comes back after so long, while the others go on answering pings."""
+    scene.clock.now += seconds
+    for prompt in prompts.prompts:
+        for index in prompt.lease.indices:
+            header, payload = make_packed(prompt.lease.group_id, index, attempt=prompt.lease.attempt)
+            peer.say(Put([header]), payload)
+
+
+def train(scene: Scene, *peers: Peer) -> None:
+    """The learner uses what is ready and publishes; these adopt the new version."""
+    state = scene.store.run_state()
+    step, version = state.step + 1, state.version + 1
+    claim = scene.store.claim(step=step, version=version - 1, num_groups=2, rules=DrawRules(), lease_s=60)
+    assert isinstance(claim, Claim)
+    ids = [[f"{group}-0-{index}" for index in (0, 1)] for group in claim.group_ids]
+    scene.store.commit(claim, StepEntry(step, version - 1, claim.fence, 0, "hash", claim.group_ids, ids))
+    scene.store.announce_version(version)
+    scene.store.commit_version(version)
+    for peer in peers:
+        peer.say(Pong(0.0, "ready", version))
+
+
+def pair(scene: Scene) -> tuple[Peer, Peer]:
+    """Both hold one group of the first batch; the first took one second for it, the second five."""
+    fast, slow = Peer(scene, "generator", "fast"), Peer(scene, "generator", "slow")
+    for peer in (fast, slow):
+        peer.receive()
+        peer.say(Pong(0.0, "ready", 0))
+    first, second = lease(fast, room=2), lease(slow, room=2)
+    bring(scene, fast, first, seconds=1.0)
+    bring(scene, slow, second, seconds=4.0)
+    return fast, slow
+
+
+def refusal(scene: Scene, peer: Peer) -> str:
+    """What a request is answered with that gets nothing."""
+    assert peer.say(LeaseRequest(max_trajectories=4)) == []
+    scene.clock.now += 1.0
+    scene.step()
+    (answer,) = [message for message in peer.receive() if isinstance(message, Prompts)]
+    assert answer.prompts == []
+    return answer.reason
+
+
+def test_a_slow_generator_leaves_a_batch_it_would_hold_up_to_the_others(scene: Scene):
+    fast, slow = pair(scene)
+    train(scene, fast, slow)
+    assert refusal(scene, slow) == (
+        "speed: what may be leased now is the other generators' share: a group takes 5.0 s here"
+    )
+    assert len(lease(fast, room=8).prompts) == 2
+
+
+def test_the_quickest_is_served_first_whoever_asked_first(tmp_path: Path):
+    scene = Scene(tmp_path, staleness={"max_lag": 1})
+    fast, slow = pair(scene)
+    bring(scene, fast, lease(fast, room=4), seconds=0.0)
+    # Both ask, then there is something: in one round, in which the quicker one's share is all there is.
+    assert slow.say(LeaseRequest(max_trajectories=8)) == []
+    assert fast.say(LeaseRequest(max_trajectories=8)) == []
+    train(scene, fast, slow)
+    scene.clock.now += 0.1
+    scene.step()
+    assert [len(message.prompts) for message in fast.receive() if isinstance(message, Prompts)] == [2]
+    assert slow.receive() == []
+
+
+def test_alone_a_slow_generator_gets_everything(scene: Scene):
+    fast, slow = pair(scene)
+    train(scene, fast, slow)
+    fast.channel.close()
+    scene.clock.now += scene.run.broker.heartbeat_s
+    scene.step()
+    assert len(lease(slow, room=8).prompts) == 2
+
+
+@pytest.mark.parametrize(("max_lag", "is_leased"), [(0, False), (1, True)])
+def test_weights_older_than_the_bound_get_no_training_prompts(tmp_path: Path, max_lag: int, is_leased: bool):
+    scene = Scene(tmp_path, staleness={"max_lag": max_lag})
+    fast, slow = pair(scene)
+    train(scene, fast)
+    fast.channel.close()
+    scene.clock.now += scene.run.broker.heartbeat_s
+    scene.step()
+    if is_leased:
+        assert lease(slow, room=4).prompts
+        return
+    assert refusal(scene, slow) == "weights: holds version 0, 1 is committed and buffer.staleness.max_lag is 0"
+    slow.say(Pong(0.0, "ready", 1))
+    assert lease(slow, room=4).prompts
+
+
+def test_who_is_leased_no_training_prompts_answers_evaluations(scene: Scene):
+    fast, slow = pair(scene)
+    train(scene, fast)
+    scene.store.open_evaluation("e", purpose="greedy", version=1, rows=[0, 1])
+    assert {prompt.lease.purpose for prompt in lease(slow, room=4).prompts} == {"greedy"}
+    assert scene.store.counts().admitted == 2
+
+
+def test_a_prompt_that_came_back_waits_for_one_that_may_have_it(scene: Scene):
+    fast, slow = pair(scene)
+    train(scene, fast, slow)
+    first, _ = lease(fast, room=8).prompts
+    scene.store.return_leases(lease_ids=[first.lease.id], reason="test")
+    scene.store.open_evaluation("e", purpose="greedy", version=1, rows=[0])
+    assert "speed" in refusal(scene, slow)
+    assert [prompt.lease.purpose for prompt in lease(fast, room=4).prompts] == ["greedy"]
+    assert [prompt.lease.id for prompt in lease(fast, room=4).prompts] == [f"{first.lease.group_id}-1"]

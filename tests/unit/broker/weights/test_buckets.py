@@ -1,0 +1,153 @@
+"""Flat buckets hold tensors exactly, in order, aligned, and their checksums tell."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights import buckets
+from slipstream.broker.weights.records import TensorSlot
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
+
+
+def make_tensor(shape: list[int], dtype: torch.dtype, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-100, 100, shape, generator=generator).to(dtype)
+
+
+def layout(tensors: list[tuple[str, Tensor]], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
+    return buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
+
+
+def same(left: list[tuple[str, Tensor]], right: list[tuple[str, Tensor]]) -> bool:
+    return [name for name, _ in left] == [name for name, _ in right] and all(
+        a.dtype == b.dtype and torch.equal(a, b) for (_, a), (_, b) in zip(left, right, strict=True)
+    )
+
+
+SHAPES = st.lists(st.integers(0, 7), max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    specs=st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=12),
+    bucket_bytes=st.sampled_from([64, 200, 1024, 1 << 20]),
+)
+def test_tensors_come_back_as_they_were(specs: list[tuple[list[int], torch.dtype]], bucket_bytes: int) -> None:
+    tensors = [(f"t{i}", make_tensor(shape, dtype, seed=i)) for i, (shape, dtype) in enumerate(specs)]
+    slots, sizes = layout(tensors, bucket_bytes=bucket_bytes)
+    packed = buckets.pack(tensors, slots, sizes=sizes)
+    assert [bucket.numel() for bucket in packed] == sizes
+    assert same(buckets.unpack(packed, slots), tensors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(0, 300), min_size=1, max_size=20), bucket_bytes=st.integers(1, 500))
+def test_slots_are_ordered_aligned_disjoint_and_within_the_limit(sizes: list[int], bucket_bytes: int) -> None:
+    slots, bucket_sizes = buckets.plan(
+        [(f"t{i}", [size], torch.int8) for i, size in enumerate(sizes)], bucket_bytes=bucket_bytes
+    )
+    ends = [0] * len(bucket_sizes)
+    occupied = [slot.bucket for slot, size in zip(slots, sizes, strict=True) if size > 0]
+    for slot, size in zip(slots, sizes, strict=True):
+        assert slot.offset % buckets.ALIGNMENT_BYTES == 0
+        assert slot.offset >= ends[slot.bucket]
+        ends[slot.bucket] = slot.offset + size
+        assert ends[slot.bucket] <= bucket_bytes or occupied.count(slot.bucket) == 1
+    assert ends == bucket_sizes
+    assert [slot.bucket for slot in slots] == sorted(slot.bucket for slot in slots)
+
+
+def test_a_tensor_larger_than_a_bucket_has_one_to_itself() -> None:
+    tensors = [("a", torch.zeros(4)), ("big", torch.zeros(1000)), ("b", torch.zeros(4)), ("c", torch.zeros(4))]
+    slots, sizes = layout(tensors, bucket_bytes=128)
+    assert [(slot.bucket, slot.offset) for slot in slots] == [(0, 0), (1, 0), (2, 0), (2, 64)]
+    assert sizes == [16, 4000, 80]
+
+
+def test_packing_casts_to_the_planned_dtype() -> None:
+    source = torch.tensor([1.0, 2.5, 3.00001])
+    slots, sizes = buckets.plan([("w", source.shape, torch.bfloat16)], bucket_bytes=64)
+    (_, received) = buckets.unpack(buckets.pack([("w", source)], slots, sizes=sizes), slots)[0]
+    assert received.dtype == torch.bfloat16
+    assert torch.equal(received, source.to(torch.bfloat16))
+
+
+def test_unpacked_tensors_are_views() -> None:
+    tensors = [("w", torch.ones(3))]
+    slots, sizes = layout(tensors, bucket_bytes=64)
+    packed = buckets.pack(tensors, slots, sizes=sizes)
+    buckets.unpack(packed, slots)[0][1].fill_(7.0)
+    assert torch.equal(buckets.unpack(packed, slots)[0][1], torch.full((3,), 7.0))
+
+
+def test_buckets_are_used_again_and_may_be_filled_in_any_order() -> None:
+    first = [("a", torch.ones(3)), ("b", torch.ones(100))]
+    slots, sizes = layout(first, bucket_bytes=64)
+    packed = buckets.pack(first, slots, sizes=sizes)
+    second = [("b", torch.full((100,), 2.0)), ("a", torch.full((3,), 3.0))]
+    repacked = buckets.pack(second, slots, sizes=sizes, reuse=packed)
+    assert [bucket.data_ptr() for bucket in repacked] == [bucket.data_ptr() for bucket in packed]
+    assert same(buckets.unpack(repacked, slots), second[::-1])
+
+
+def test_packing_parameters_records_no_gradient() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    slots, sizes = layout([("w", parameter)], bucket_bytes=64)
+    assert not buckets.pack([("w", parameter)], slots, sizes=sizes)[0].requires_grad
+
+
+def test_equal_weights_have_equal_checksums_and_one_flipped_bit_changes_them() -> None:
+    tensors = [("a", torch.ones(3)), ("b", torch.ones(100))]
+    slots, sizes = layout(tensors, bucket_bytes=1024)
+    left, right = (buckets.pack(tensors, slots, sizes=sizes) for _ in range(2))
+    assert buckets.checksums(left) == buckets.checksums(right)
+    right[0][5] ^= 1
+    with pytest.raises(WeightTransferError, match="bucket 0 of 1 must have checksum"):
+        buckets.verify(right, expected=buckets.checksums(left))
+
+
+def test_a_checksum_is_xxh3_of_the_bytes() -> None:
+    assert buckets.checksums([torch.zeros(0, dtype=torch.uint8)]) == [0x2D06800538D394C2]
+
+
+@pytest.mark.parametrize(
+    ("given_tensors", "sentence"),
+    [
+        ([("w", torch.ones(3))], "every planned tensor must be packed: v not given"),
+        ([("w", torch.ones(4)), ("v", torch.ones(1))], r"tensor w must match the plan, which has shape \[3\]"),
+        ([("u", torch.ones(3))], r"tensor u must match the plan, which has no \(further\) place"),
+        ([("w", torch.ones(3)), ("w", torch.ones(3))], r"tensor w must match the plan, which has no \(further\) place"),
+    ],
+)
+def test_what_does_not_match_the_plan_is_refused(given_tensors: list[tuple[str, Tensor]], sentence: str) -> None:
+    slots, sizes = layout([("w", torch.ones(3)), ("v", torch.ones(1))], bucket_bytes=1024)
+    with pytest.raises(WeightTransferError, match=sentence):
+        buckets.pack(given_tensors, slots, sizes=sizes)
+
+
+def test_a_name_may_come_once() -> None:
+    with pytest.raises(WeightTransferError, match="must be unique, got twice: w"):
+        layout([("w", torch.ones(3)), ("w", torch.ones(3))], bucket_bytes=1024)
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [
+        TensorSlot("w", [5], "float32", 0, 0),
+        TensorSlot("w", [1], "float32", 0, 64),
+        TensorSlot("w", [1], "float32", 1, 0),
+        TensorSlot("w", [1], "float32", -1, 0),
+        TensorSlot("w", [1], "float32", 0, -64),
+        TensorSlot("w", [1], "float32", 0, 4),
+        TensorSlot("w", [-1], "float32", 0, 0),
+        TensorSlot("w", [1], "load", 0, 0),
+        TensorSlot("w", [1], "nonsense", 0, 0),
+    ],
+)
+def test_a_slot_from_the_wire_cannot_reach_outside_its_bucket(slot: TensorSlot) -> None:
+    with pytest.raises(WeightTransferError, match="tensor w must"):
+        buckets.unpack([torch.zeros(16, dtype=torch.uint8)], [slot])

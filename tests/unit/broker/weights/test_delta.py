@@ -1,0 +1,175 @@
+"""Deltas give back every bit, and refuse what they cannot."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from torch import Tensor
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights import delta
+from slipstream.broker.weights.delta import Delta
+from slipstream.broker.weights.records import TensorSlot
+
+SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80, 0x0001]
+"""bfloat16: zeros, infinities, NaNs, one, the smallest."""
+WIDTHS = st.sampled_from([1, 2, 4, 8])
+
+
+@st.composite
+def two_versions(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
+    """Any bytes, of which any number change to any others."""
+    width = draw(WIDTHS)
+    num_bytes = width * draw(st.integers(0, 3000))
+    seed, share = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([0.0, 0.001, 0.02, 0.5, 1.0]))
+    chance = np.random.default_rng(seed)
+    base = chance.integers(0, 256, num_bytes, dtype=np.uint8)
+    new = np.where(chance.random(num_bytes) < share, chance.integers(0, 256, num_bytes, dtype=np.uint8), base)
+    return torch.from_numpy(base), torch.from_numpy(new), width
+
+
+def assert_round_trip(base: Tensor, new: Tensor, *, width: int) -> delta.BucketDelta:
+    """Returns the delta, which has been through its JSON."""
+    entry, payload = delta.encode(base, new, width=width)
+    entry = msgspec.json.decode(msgspec.json.encode(entry), type=delta.BucketDelta)
+    if entry.is_full:
+        assert payload == b""
+        assert entry.size_bytes == new.numel()
+        return entry
+    assert entry.size_bytes == len(payload) < max(new.numel(), 1)
+    changed = base.clone()
+    delta.apply(entry, payload, onto=changed)
+    assert torch.equal(changed, new)
+    return entry
+
+
+@settings(deadline=None)
+@given(two_versions())
+def test_every_bit_comes_back(versions: tuple[Tensor, Tensor, int]) -> None:
+    base, new, width = versions
+    assert_round_trip(base, new, width=width)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_floats_of_every_kind_come_back(data: st.DataObject) -> None:
+    bits = arrays.arrays(np.uint16, 200, elements=st.sampled_from(SPECIAL))
+    base, new = (torch.from_numpy(data.draw(bits)).view(torch.uint8) for _ in range(2))
+    # Padded with what stays, so that the delta is the smaller one.
+    still = torch.arange(4000).to(torch.int16).view(torch.uint8)
+    assert not assert_round_trip(torch.cat([base, still]), torch.cat([new, still]), width=2).is_full
+
+
+@pytest.mark.parametrize("bits", [0x7F81, 0x7FC1, 0xFFFF, 0x8000, 0x7F80, 0x0001])
+def test_nans_keep_their_payload_and_zeros_their_sign(bits: int) -> None:
+    base = torch.zeros(64, dtype=torch.bfloat16)
+    new = base.clone()
+    new.view(torch.uint16)[7] = bits
+    assert not assert_round_trip(base.view(torch.uint8), new.view(torch.uint8), width=2).is_full
+    assert not assert_round_trip(new.view(torch.uint8), base.view(torch.uint8), width=2).is_full
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_an_empty_bucket_has_nothing_to_say(width: int) -> None:
+    empty = torch.zeros(0, dtype=torch.uint8)
+    entry, payload = delta.encode(empty, empty, width=width)
+    assert (payload, entry.blocks) == (b"", [])
+    delta.apply(entry, payload, onto=empty)
+
+
+def test_what_did_not_change_costs_nothing() -> None:
+    bucket = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    assert assert_round_trip(bucket, bucket.clone(), width=2).size_bytes == 0
+
+
+def test_all_changed_by_one_is_small() -> None:
+    base = torch.randn(10_000).to(torch.bfloat16)
+    new = (base.view(torch.int16) + 1).view(torch.uint8)
+    assert assert_round_trip(base.view(torch.uint8), new, width=2).size_bytes < 1000
+
+
+def test_all_changed_at_random_travels_whole() -> None:
+    base, new = (torch.randint(0, 256, (10_000,), dtype=torch.uint8) for _ in range(2))
+    assert assert_round_trip(base, new, width=2).is_full
+
+
+@pytest.mark.parametrize("place", [0, 1, -1, delta.BLOCK_ELEMENTS - 1, delta.BLOCK_ELEMENTS, 255, 256])
+def test_a_single_change_is_found_in_any_place(place: int) -> None:
+    base = torch.zeros(2 * (2 * delta.BLOCK_ELEMENTS + 3), dtype=torch.uint8)
+    new = base.clone()
+    new.view(torch.int16)[place] = -3
+    assert assert_round_trip(base, new, width=2).size_bytes < 100
+
+
+def test_the_smallest_element_decides_the_width() -> None:
+    slots = [
+        TensorSlot("a", [2], "float32", 0, 0),
+        TensorSlot("b", [2], "bfloat16", 0, 64),
+        TensorSlot("c", [2], "float64", 1, 0),
+    ]
+    assert [delta.width_of(bucket, slots) for bucket in range(3)] == [2, 8, 1]
+
+
+def test_versions_of_different_size_have_no_delta() -> None:
+    with pytest.raises(WeightTransferError, match="must have one size, got 8 and 16"):
+        delta.encode(torch.zeros(8, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), width=2)
+
+
+def test_the_wrong_base_is_refused() -> None:
+    step = Delta(version=13, checksum="dd", base_version=12, base_checksum="cc", buckets=[])
+    step.check_base("cc")
+    with pytest.raises(
+        WeightTransferError, match="applied to version 12 with checksum cc, got weights with checksum ab"
+    ):
+        step.check_base("ab")
+    with pytest.raises(WeightTransferError, match="none held"):
+        step.check_base("")
+
+
+def a_small_step() -> tuple[Tensor, delta.BucketDelta, bytes]:
+    base = torch.zeros(2000, dtype=torch.uint8)
+    new = base.clone()
+    new[::50] = 1
+    return base, *delta.encode(base, new, width=2)
+
+
+def test_a_flipped_bit_is_refused_before_anything_changes() -> None:
+    base, entry, payload = a_small_step()
+    flipped = bytes([payload[0], payload[1] ^ 1]) + payload[2:]
+    with pytest.raises(WeightTransferError, match="must arrive as it was sent"):
+        delta.apply(entry, flipped, onto=base)
+    assert not base.any()
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"blocks": []},
+        {"blocks": [delta.Block(2**40, 10, 0)]},
+        {"blocks": [delta.Block(1, 2**40, 0)]},
+        {"blocks": [delta.Block(3, 3, 0)]},
+        {"blocks": [delta.Block(41, 41, 0)]},
+        {"width": 3},
+        {"width": 8},
+    ],
+)
+def test_a_delta_that_lies_about_itself_is_refused(lie: dict[str, Any]) -> None:
+    base, entry, payload = a_small_step()
+    if "blocks" in lie:
+        lie["blocks"] = [msgspec.structs.replace(block, num_bytes=len(payload)) for block in lie["blocks"]]
+    with pytest.raises(WeightTransferError):
+        delta.apply(msgspec.structs.replace(entry, **lie), payload, onto=base)
+
+
+def test_bytes_that_are_no_zstd_are_refused() -> None:
+    base, entry, _ = a_small_step()
+    noise = bytes(entry.size_bytes)
+    lying = msgspec.structs.replace(entry, checksum=xxhash.xxh3_64_intdigest(noise))
+    with pytest.raises(WeightTransferError, match="must be readable"):
+        delta.apply(lying, noise, onto=base)

@@ -1,0 +1,184 @@
+"""A snapshot is whole or not there, and is refused with a reason when it is not what it says."""
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights import buckets as flat
+from slipstream.broker.weights import snapshot
+from slipstream.broker.weights.snapshot import Manifest
+from tests.unit.broker.weight_versions import make_slots, make_version
+
+
+def write(path: Path, version: int = 12) -> tuple[Manifest, list[Tensor]]:
+    update, packed = make_version(version)
+    manifest = Manifest.of(update)
+    snapshot.write(path, manifest, packed)
+    return manifest, packed
+
+
+def read(path: Path) -> list[Tensor]:
+    manifest = snapshot.read_manifest(path)
+    mapped = [snapshot.map_bucket(path, manifest, index) for index in range(len(manifest.checksums))]
+    for index, bucket in enumerate(mapped):
+        snapshot.check_bucket(manifest, index, bucket)
+    return mapped
+
+
+def test_a_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    manifest, packed = write(path := tmp_path / snapshot.folder_name(12))
+    assert sorted(file.name for file in path.iterdir()) == [
+        "bucket-0000.bin",
+        "bucket-0001.bin",
+        "bucket-0002.bin",
+        "manifest.json",
+    ]
+    assert snapshot.read_manifest(path) == manifest
+    assert all(torch.equal(got, wanted) for got, wanted in zip(read(path), packed, strict=True))
+    assert [name for name, _ in flat.unpack(read(path), manifest.slots)] == [slot.name for slot in make_slots()[0]]
+
+
+def test_its_checksum_is_the_one_the_learner_announces(tmp_path: Path) -> None:
+    manifest, packed = write(tmp_path / "version-00000012")
+    assert manifest.checksum == flat.combine(flat.checksums(packed))
+
+
+def test_empty_buckets_are_kept(tmp_path: Path) -> None:
+    empty = [torch.zeros(0, dtype=torch.uint8)]
+    sums = flat.checksums(empty)
+    snapshot.write(tmp_path / "version-00000001", Manifest(1, flat.combine(sums), [], [0], sums), empty)
+    assert [bucket.numel() for bucket in read(tmp_path / "version-00000001")] == [0]
+
+
+def test_writing_to_what_was_read_leaves_the_file_alone(tmp_path: Path) -> None:
+    _, packed = write(path := tmp_path / "version-00000012")
+    read(path)[0].zero_()
+    assert torch.equal(read(path)[0], packed[0])
+
+
+def test_versions_are_found_and_nothing_else(tmp_path: Path) -> None:
+    assert snapshot.versions(tmp_path / "absent") == []
+    for name in ("version-00000012", "version-00000002", ".version-00000013.tmp", "other", "version-3"):
+        (tmp_path / name).mkdir()
+    assert snapshot.versions(tmp_path) == [2, 12]
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("place", [0, 12345, -1])
+def test_a_byte_that_differs_is_refused(tmp_path: Path, place: int) -> None:
+    write(path := tmp_path / "version-00000012")
+    content = bytearray((path / "bucket-0001.bin").read_bytes())
+    content[place] ^= 1
+    (path / "bucket-0001.bin").write_bytes(content)
+    with pytest.raises(
+        WeightTransferError, match=r"bucket 1 of 3 of version 12 must have checksum .* nothing was loaded"
+    ):
+        read(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    write(path := tmp_path / "version-00000012")
+    (path / "bucket-0002.bin").unlink()
+    with pytest.raises(WeightTransferError, match=r"must have its file .*bucket-0002\.bin"):
+        read(path)
+    (path / "manifest.json").unlink()
+    with pytest.raises(WeightTransferError, match=r"must be at .* with its manifest\.json"):
+        read(path)
+
+
+@pytest.mark.parametrize("size", [0, 100, 40_000])
+def test_a_file_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
+    write(path := tmp_path / "version-00000012")
+    (path / "bucket-0000.bin").write_bytes(bytes(size))
+    with pytest.raises(WeightTransferError, match=rf"bucket-0000\.bin must have 32768 bytes, got {size}"):
+        read(path)
+
+
+def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    manifest, _ = write(tmp_path / "version-00000012")
+    for wrong in (
+        msgspec.structs.replace(manifest, checksum="0" * 16),
+        msgspec.structs.replace(manifest, checksums=[*manifest.checksums[:-1], 7]),
+        msgspec.structs.replace(manifest, bucket_bytes=[1]),
+    ):
+        with pytest.raises(WeightTransferError, match="it is damaged"):
+            snapshot.parse_manifest(msgspec.json.encode(wrong))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": "twelve"}'])
+def test_a_manifest_that_is_none_is_refused(content: bytes) -> None:
+    with pytest.raises(WeightTransferError, match="must be readable"):
+        snapshot.parse_manifest(content)
+
+
+def test_another_model_is_refused_by_name() -> None:
+    manifest = Manifest.of(make_version(12)[0])
+    snapshot.check_layout(manifest, make_slots()[0])
+    with pytest.raises(
+        WeightTransferError,
+        match=r"embed\.weight must be bfloat16 of shape \[4, 8\], got bfloat16 of shape \[4, 4096\]",
+    ):
+        snapshot.check_layout(manifest, make_slots(num_columns=8)[0])
+    with pytest.raises(WeightTransferError, match=r"lm_head\.weight must be absent, got bfloat16"):
+        snapshot.check_layout(manifest, make_slots()[0][:-1])
+    without = [slot for slot in manifest.slots if slot.name != "norm.weight"]
+    with pytest.raises(WeightTransferError, match=r"norm\.weight must be bfloat16 .* got absent"):
+        snapshot.check_layout(msgspec.structs.replace(manifest, slots=without), make_slots()[0])
+
+
+# --- room and crashes ------------------------------------------------------------------------------------------------
+@contextmanager
+def no_file_above(num_bytes: int) -> Iterator[None]:
+    """What a full disk looks like to a writer, for a moment."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_disk_without_room_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+    before, _ = write(path := tmp_path / "version-00000012")
+    update, packed = make_version(13)
+    with (
+        no_file_above(1000),
+        pytest.raises(
+            WeightTransferError, match=r"version 13 \(0 MiB\) must fit into .* free, got .*: free some space"
+        ),
+    ):
+        snapshot.write(tmp_path / "version-00000013", Manifest.of(update), packed)
+    assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
+    assert snapshot.read_manifest(path) == before
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    update, packed = make_version(13)
+    with pytest.raises(WeightTransferError, match=r"must fit into .*file"):
+        snapshot.write(tmp_path / "file" / "version-00000013", Manifest.of(update), packed)
+
+
+def test_what_a_killed_writer_left_is_not_a_version_and_is_written_over(tmp_path: Path) -> None:
+    left = tmp_path / ".version-00000012.tmp"
+    left.mkdir()
+    (left / "bucket-0000.bin").write_bytes(b"half")
+    assert snapshot.versions(tmp_path) == []
+    _, packed = write(tmp_path / "version-00000012")
+    assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
+    assert torch.equal(read(tmp_path / "version-00000012")[0], packed[0])
+
+
+def test_a_version_may_be_written_again_with_other_bytes(tmp_path: Path) -> None:
+    write(path := tmp_path / "version-00000012")
+    update, packed = make_version(12, seed=1)
+    snapshot.write(path, Manifest.of(update), packed)
+    assert torch.equal(read(path)[2], packed[2])
+    assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]

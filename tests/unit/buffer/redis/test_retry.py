@@ -1,0 +1,109 @@
+"""RetryPolicy repeats what may come to an end by waiting, as long as it lasts, and tells what it waits for."""
+
+import contextlib
+import copy
+import time
+
+import pytest
+import redis
+
+from slipstream.buffer.redis.retry import RetryPolicy, is_worth_waiting
+
+
+class Server:
+    """Answers with what it was given, in order; an exception is raised."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = list(answers)
+        self.failures: list[Exception] = []
+
+    def __call__(self) -> object:
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def make(patience_s: float = 5.0) -> RetryPolicy:
+    return RetryPolicy(patience_s, what="the store at unix:///x")
+
+
+def test_a_command_is_repeated_until_the_server_is_back_and_each_failure_drops_the_connection():
+    gone, loading = redis.ConnectionError("gone"), redis.BusyLoadingError("loading")
+    server = Server(gone, loading, redis.TimeoutError("slow"), "PONG")
+    assert make().call_with_retry(server, server.failures.append) == "PONG"
+    assert server.failures[:2] == [gone, loading]
+
+
+def test_patience_ends_with_the_last_error():
+    with pytest.raises(redis.ConnectionError, match="gone"):
+        make(0.1).call_with_retry(Server(*[redis.ConnectionError("gone")] * 100), lambda error: None)
+
+
+def test_without_patience_nothing_is_repeated():
+    with pytest.raises(redis.ConnectionError):
+        make(0).call_with_retry(Server(redis.ConnectionError("gone"), "PONG"), lambda error: None)
+
+
+def test_it_says_what_it_waits_for_while_it_waits():
+    patience = make()
+    seen: list[str] = []
+
+    def ask() -> str:
+        seen.append(patience.reason)
+        return str(server())
+
+    server = Server(redis.ConnectionError("gone"), "PONG")
+    patience.call_with_retry(ask, lambda error: None)
+    assert seen == ["", "waiting for the store at unix:///x for 0 s of 5 s"]
+    assert patience.reason == ""
+
+
+def test_connecting_within_a_command_does_not_wait_on_its_own():
+    patience = make()
+    connection = Server(redis.ConnectionError("refused"), "connected")
+    attempts: list[str] = []
+
+    def command() -> object:
+        attempts.append("command")
+        return patience.call_with_retry(connection, lambda error: None)
+
+    assert patience.call_with_retry(command, lambda error: None) == "connected"
+    assert attempts == ["command", "command"], "the command was repeated, not the connecting within it"
+
+
+def test_connections_share_one_patience():
+    patience = make()
+    assert copy.deepcopy(patience) is patience
+
+
+@pytest.mark.parametrize(
+    ("error", "worth"),
+    [
+        (redis.ConnectionError("gone"), True),
+        (redis.BusyLoadingError("loading"), True),
+        (redis.AuthenticationError("wrong password"), False),
+        (redis.ResponseError("Error running script: -MISCONF Errors writing to the AOF file: No space left"), True),
+        (redis.ResponseError("Error running script: -OOM command not allowed when used memory > 'maxmemory'"), True),
+        (redis.ReadOnlyError("You can't write against a read only replica."), True),
+        (redis.ResponseError("NORUN"), False),
+        (ValueError("a mistake of ours"), False),
+    ],
+)
+def test_only_what_may_pass_is_waited_for(error, worth):
+    assert is_worth_waiting(error) is worth
+
+
+def test_without_patience_a_server_that_hangs_is_not_asked_again_for_a_moment():
+    patience, server = make(0), Server(redis.TimeoutError("slow"), "PONG")
+    with pytest.raises(redis.TimeoutError, match="slow"):
+        patience.call_with_retry(server, lambda error: None)
+    with pytest.raises(redis.TimeoutError, match="a moment ago"):
+        patience.call_with_retry(server, lambda error: None)
+    ends_at = time.monotonic() + 5
+    answer = None
+    while answer is None:
+        assert time.monotonic() < ends_at
+        with contextlib.suppress(redis.TimeoutError):
+            answer = patience.call_with_retry(server, lambda error: None)
+    assert answer == "PONG"

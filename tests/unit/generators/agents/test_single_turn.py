@@ -1,0 +1,146 @@
+import asyncio
+from itertools import count
+
+import numpy as np
+import pytest
+
+from slipstream.broker.messages import Prompt
+from slipstream.buffer.codec import pack
+from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
+from slipstream.generators.agents.single_turn import SingleTurn, request_seed
+from slipstream.generators.agents.transcript import Transcript
+from slipstream.generators.engines.engine import Completion
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.tokenization import PromptEncoder
+from tests.builders import make_prompt, make_run
+from tests.tiny_model import make_tokenizer
+
+
+class RecordingEngine(ScriptedEngine):
+    """Answers 31284 and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[list[int], Sampling, str]] = []
+
+    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
+        self.requests.append((prompt_token_ids, sampling, request_id))
+        return Completion([5, 3, 4, 10, 6, 1], [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6], SPANS, "stop")
+
+
+class RecordingScorer:
+    """Gives one reward to all and remembers the samples."""
+
+    def __init__(self) -> None:
+        self.samples: list[RewardInput] = []
+
+    async def score(self, sample: RewardInput) -> Reward:
+        self.samples.append(sample)
+        return Reward(total=0.8)
+
+
+SPANS = [VersionSpan(0, 2), VersionSpan(3, 3)]
+
+
+def make_agent(engine: ScriptedEngine, scorer: RecordingScorer, **run: object) -> SingleTurn:
+    ticks = count(100)
+    return SingleTurn(
+        run=make_run(**run),
+        engine=engine,
+        rewards=scorer,
+        prompting=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
+        generator_id="generator-0",
+        clock=lambda: float(next(ticks)),
+    )
+
+
+def answer(prompt: Prompt, index: int = 1, **run: object) -> tuple[Trajectory, RecordingEngine, RecordingScorer]:
+    engine, scorer = RecordingEngine(), RecordingScorer()
+    return asyncio.run(make_agent(engine, scorer, **run).answer(prompt, index)), engine, scorer
+
+
+def test_a_trajectory_holds_exactly_what_was_asked_and_sampled():
+    trajectory, engine, _ = answer(make_prompt())
+    assert trajectory.token_ids.tolist() == [*engine.requests[0][0], 5, 3, 4, 10, 6, 1]
+    assert trajectory.model_mask.tolist() == [False] * 6 + [True] * 6
+    assert trajectory.generator_logprobs == pytest.approx([0] * 6 + [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6])
+    assert trajectory.version_spans == [VersionSpan(6, 2), VersionSpan(9, 3)]
+    assert trajectory.token_versions().tolist() == [-1] * 6 + [2, 2, 2, 3, 3, 3]
+    assert (trajectory.id, trajectory.prompt_uid, trajectory.stop_reason) == ("0-0-1", "test/0", "stop")
+    assert (trajectory.started_at, trajectory.finished_at) == (100.0, 101.0)
+    assert trajectory.reward == Reward(total=0.8)
+
+
+def test_the_trajectory_packs():
+    trajectory, _, _ = answer(make_prompt())
+    header, _ = pack(trajectory, lease_id="0-0", purpose="train", group_size=2)
+    assert (header.num_tokens, header.oldest_version, header.newest_version) == (12, 2, 3)
+    assert trajectory.token_ids.dtype == np.int32
+    assert trajectory.generator_logprobs.dtype == np.float32
+
+
+def test_the_reward_function_sees_text_and_row():
+    _, _, scorer = answer(make_prompt(extra_info={"index": 7}))
+    (sample,) = scorer.samples
+    assert (sample.response, sample.ground_truth, sample.stop_reason) == ("31284", "31284", "stop")
+    assert (sample.prompt, sample.data_source, sample.extra_info) == ("48213=", "test", {"index": 7})
+
+
+@pytest.mark.parametrize(("purpose", "temperature"), [("train", 0.7), ("sampled", 1.0), ("greedy", 0.0)])
+def test_the_purpose_decides_the_temperature(purpose: str, temperature: float):
+    run = {"generators": {"sampling": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 6}}}
+    trajectory, engine, _ = answer(make_prompt(purpose=purpose), **run)
+    assert trajectory.sampling == engine.requests[0][1]
+    assert (trajectory.sampling.temperature, trajectory.sampling.top_p, trajectory.sampling.max_tokens) == (
+        temperature,
+        0.9,
+        6,
+    )
+
+
+def test_the_last_member_of_a_group_is_its_greedy_baseline_where_there_is_one():
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 6}
+    run = {"generators": {"sampling": sampling, "group_size": 2, "baseline": "greedy"}}
+    sampled, *_ = answer(make_prompt(), 1, **run)
+    greedy, engine, _ = answer(make_prompt(), 2, **run)
+    assert (sampled.sampling.temperature, sampled.sampling.top_p, sampled.sampling.top_k) == (0.7, 0.9, 5)
+    assert (greedy.sampling.temperature, greedy.sampling.top_p, greedy.sampling.top_k) == (0.0, 1.0, -1)
+    assert (sampled.is_greedy, greedy.is_greedy) == (False, True)
+    assert engine.requests[0][1] == greedy.sampling
+    header, _ = pack(greedy, lease_id="0-0", purpose="train", group_size=3)
+    assert header.is_greedy
+
+
+def test_every_request_has_a_seed_of_its_own():
+    def seeds(run_seed: int) -> set[int]:
+        return {
+            request_seed(run_seed, group_id=str(group), attempt=attempt, index=index)
+            for group in range(20)
+            for attempt in range(2)
+            for index in range(8)
+        }
+
+    assert len(seeds(0)) == 320
+    assert not seeds(0) & seeds(1)
+    assert all(0 <= seed < 2**63 for seed in seeds(0))
+
+
+def test_seeds_are_the_same_on_every_machine():
+    assert request_seed(0, group_id="17", attempt=0, index=3) == 4131806719348820673
+
+
+def test_a_transcript_of_two_turns():
+    transcript = Transcript([5, 7])
+    transcript.add_completion(Completion([3, 9], [-0.3, -0.9], [VersionSpan(0, 6)], "stop"))
+    transcript.add_observation([4])
+    transcript.add_completion(Completion([8, 1], [-0.8, -0.1], [VersionSpan(0, 6), VersionSpan(1, 7)], "stop"))
+    assert transcript.token_ids == [5, 7, 3, 9, 4, 8, 1]
+    assert transcript.model_mask.tolist() == [False, False, True, True, False, True, True]
+    assert transcript.generator_logprobs == pytest.approx([0, 0, -0.3, -0.9, 0, -0.8, -0.1])
+    assert transcript.version_spans == [VersionSpan(2, 6), VersionSpan(6, 7)]
+    assert transcript.num_turns == 2
+
+
+def test_a_token_without_a_log_probability_is_refused():
+    with pytest.raises(ValueError, match="2 tokens, 1 given"):
+        Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))

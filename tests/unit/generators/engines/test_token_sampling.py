@@ -1,0 +1,75 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.buffer.trajectory import Sampling
+from slipstream.generators.engines.hf_engine import draw_uniforms, sample
+
+
+def make_sampling(
+    temperature: float = 1.0, *, top_p: float = 1.0, top_k: int = -1, max_tokens: int = 4, seed: int = 0
+) -> Sampling:
+    return Sampling(temperature, top_p, top_k, max_tokens, seed)
+
+
+def logits_of(*probabilities: float) -> Tensor:
+    return torch.tensor([probabilities]).log()
+
+
+def draw(logits: Tensor, sampling: Sampling, num_draws: int = 4000) -> tuple[Tensor, Tensor]:
+    uniforms = (torch.arange(num_draws, dtype=torch.float64) + 0.5) / num_draws
+    return sample(logits.repeat(num_draws, 1), [sampling] * num_draws, uniforms)
+
+
+def test_tokens_come_as_often_as_their_probability_says():
+    tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling())
+    assert (torch.bincount(tokens, minlength=3) / 4000).tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)
+    assert logprobs.exp().tolist() == pytest.approx([[0.5, 0.3, 0.2][token] for token in tokens.tolist()], abs=1e-6)
+
+
+def test_the_log_probability_is_that_after_temperature():
+    _, logprobs = draw(logits_of(0.5, 0.25, 0.25), make_sampling(0.5), num_draws=1)
+    assert logprobs.item() == pytest.approx(math.log(0.25 / (0.25 + 0.0625 + 0.0625)), abs=1e-6)
+
+
+def test_top_k_leaves_the_likeliest():
+    tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_k=2))
+    assert set(tokens.tolist()) == {0, 1}
+    assert logprobs[0].item() == pytest.approx(math.log(0.5 / 0.8), abs=1e-6)
+
+
+def test_top_p_leaves_the_smallest_set_that_holds_the_mass():
+    assert set(draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_p=0.6))[0].tolist()) == {0, 1}
+    assert set(draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_p=0.4))[0].tolist()) == {0}
+
+
+def test_temperature_zero_is_greedy_and_reports_the_unfiltered_log_probability():
+    tokens, logprobs = draw(logits_of(0.3, 0.5, 0.2), make_sampling(0.0, top_k=1, top_p=0.1))
+    assert set(tokens.tolist()) == {1}
+    assert logprobs[0].item() == pytest.approx(math.log(0.5), abs=1e-6)
+
+
+def test_greedy_and_random_rows_go_together():
+    logits = logits_of(0.3, 0.5, 0.2).repeat(2, 1)
+    tokens, logprobs = sample(logits, [make_sampling(0.0), make_sampling(2.0)], torch.tensor([0.99, 0.99]).double())
+    assert tokens.tolist() == [1, 2]
+    weights = [0.3**0.5, 0.5**0.5, 0.2**0.5]
+    assert logprobs.exp().tolist() == pytest.approx([0.5, weights[2] / sum(weights)], abs=1e-6)
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
+    uniforms = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = sample(logits.repeat(2, 1), [make_sampling()] * 2, uniforms)
+    assert tokens.tolist() == [1, 2]
+    assert logprobs.isfinite().all()
+
+
+def test_a_request_draws_the_same_numbers_whatever_else_is_going_on():
+    torch.manual_seed(1)
+    first = draw_uniforms(make_sampling(seed=3))
+    torch.manual_seed(2)
+    assert torch.equal(first, draw_uniforms(make_sampling(seed=3)))
+    assert not torch.equal(first, draw_uniforms(make_sampling(seed=4)))

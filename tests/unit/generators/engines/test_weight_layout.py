@@ -1,0 +1,66 @@
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights import buckets
+from slipstream.broker.weights.records import TensorSlot
+from slipstream.generators.engines.weight_layout import WeightLayout, check_tied
+from tests.tiny_model import make_tiny_module
+
+UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
+Spoil = Callable[[list[TensorSlot]], list[TensorSlot]]
+
+
+def slots_of(module: torch.nn.Module) -> list[TensorSlot]:
+    metadata = [(name, p.shape, p.dtype) for name, p in module.named_parameters(remove_duplicate=False)]
+    return buckets.plan(metadata, bucket_bytes=40_000)[0]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_what_the_learner_plans_for_the_same_model_fits(is_tied: bool):
+    with torch.device("meta"):
+        layout = WeightLayout(make_tiny_module(is_tied=is_tied), dtype="float32")
+    layout.check(slots_of(make_tiny_module(is_tied=is_tied)))
+    assert layout.tied == ([["model.embed_tokens.weight", "lm_head.weight"]] if is_tied else [])
+
+
+def without(name: str) -> Spoil:
+    return lambda slots: [slot for slot in slots if slot.name != name]
+
+
+def renamed(names: dict[str, str]) -> Spoil:
+    return lambda slots: [msgspec.structs.replace(slot, name=names.get(slot.name, slot.name)) for slot in slots]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (without("model.norm.weight"), "every parameter must be sent, model.norm.weight and 0 more were not"),
+        (renamed({UP: GATE, GATE: UP}), f"which has {GATE} at place 8, got {UP}: names were swapped"),
+        (lambda slots: [*slots, TensorSlot("model.extra", [1], "float32", 0, 0)], "model.extra and 0 more do not"),
+        (lambda slots: [*slots, slots[0]], "every parameter must be sent once, got 28 tensors for 27"),
+        (
+            lambda slots: [msgspec.structs.replace(slots[0], shape=[50, 64]), *slots[1:]],
+            r"must have shape \[41, 64\] as in this generator's model, got \[50, 64\]",
+        ),
+        (
+            lambda slots: [*slots[:-1], msgspec.structs.replace(slots[-1], dtype="bfloat16")],
+            "must travel as the engine computes, in float32, got bfloat16",
+        ),
+    ],
+)
+def test_anything_else_is_refused_with_the_tensor_named(spoil: Spoil, words: str):
+    layout = WeightLayout(make_tiny_module(), dtype="float32")
+    with pytest.raises(WeightTransferError, match=words):
+        layout.check(spoil(slots_of(make_tiny_module())))
+
+
+def test_names_of_one_tensor_must_come_with_the_same_bytes():
+    tensors = [("embed", torch.ones(3)), ("head", torch.ones(3))]
+    check_tied(tensors, [["embed", "head"]])
+    check_tied(tensors[:1], [["embed", "head"]])
+    with pytest.raises(WeightTransferError, match="embed and head are one tensor of the model"):
+        check_tied([tensors[0], ("head", torch.tensor([1, 1, 1 + 1e-7]))], [["embed", "head"]])

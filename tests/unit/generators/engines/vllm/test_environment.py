@@ -1,0 +1,36 @@
+from slipstream.generators.engines.vllm.environment import vllm_environment
+from tests.builders import make_run
+
+
+def environment_of(device: str, **engine: object) -> dict[str, str]:
+    return vllm_environment(make_run(generators={"engine": {"kind": "vllm", **engine}}), device=device)
+
+
+def test_other_engines_need_nothing():
+    assert vllm_environment(make_run()) == {}
+
+
+def test_vllm_does_not_phone_home():
+    for device in ("cpu", "cuda"):
+        environment = environment_of(device)
+        assert environment["VLLM_NO_USAGE_STATS"] == environment["DO_NOT_TRACK"] == "1"
+
+
+def test_a_cpu_engine_takes_one_thread_and_the_memory_it_was_given():
+    environment = environment_of("cpu", cpu_kv_cache_gib=3)
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
+
+
+def test_the_model_lives_in_the_engine_process_unless_it_spans_several():
+    assert environment_of("cpu")["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment_of("cpu", tensor_parallel_size=2)
+
+
+def test_compiled_graphs_need_the_compiler():
+    assert environment_of("cpu")["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in environment_of("cpu", enforce_eager=False)
+
+
+def test_nothing_about_cpus_is_set_for_a_gpu():
+    assert not [name for name in environment_of("cuda") if "CPU" in name or "OMP" in name]

@@ -1,0 +1,341 @@
+import math
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from slipstream.learner.algorithms import advantages
+
+
+def checked(function):
+    return jaxtyped(function, typechecker=beartype)
+
+
+grpo, dr_grpo, rloo = checked(advantages.grpo), checked(advantages.dr_grpo), checked(advantages.rloo)
+lite_ppo, opo, gpg = checked(advantages.lite_ppo), checked(advantages.opo), checked(advantages.gpg)
+maxrl, win_rate, gdpo = checked(advantages.maxrl), checked(advantages.win_rate), checked(advantages.gdpo)
+remax, above_baseline = checked(advantages.remax), checked(advantages.above_baseline)
+moving_baseline = checked(advantages.moving_baseline)
+reinforce_plus_plus_baseline = checked(advantages.reinforce_plus_plus_baseline)
+
+EPSILON = 1e-9
+
+
+def of_parts(rewards, groups, lengths):
+    """Two parts of one direction and unequal scale."""
+    weights = torch.tensor([1.0, 2.0], dtype=rewards.dtype)
+    return gdpo(torch.stack([rewards, 100 * rewards + 3], dim=1), groups, weights=weights, epsilon=EPSILON)
+
+
+WITHIN_GROUPS = {
+    "grpo": lambda rewards, groups, lengths: grpo(rewards, groups, epsilon=EPSILON),
+    "dr_grpo": lambda rewards, groups, lengths: dr_grpo(rewards, groups),
+    "rloo": lambda rewards, groups, lengths: rloo(rewards, groups),
+    "opo": opo,
+    "maxrl": lambda rewards, groups, lengths: maxrl(rewards, groups, epsilon=EPSILON),
+    "win_rate": lambda rewards, groups, lengths: win_rate(rewards, groups),
+    "gdpo": of_parts,
+}
+OVER_THE_BATCH = {
+    "lite_ppo": lambda rewards, groups, lengths: lite_ppo(rewards, groups, epsilon=EPSILON),
+    "gpg": lambda rewards, groups, lengths: gpg(rewards, groups, normaliser=2.0),
+    "reinforce_plus_plus_baseline": lambda rewards, groups, lengths: reinforce_plus_plus_baseline(
+        rewards, groups, lengths, epsilon=EPSILON
+    ),
+}
+ALL = WITHIN_GROUPS | OVER_THE_BATCH
+FREE_OF_SCALE = ["grpo", "lite_ppo", "reinforce_plus_plus_baseline", "maxrl", "win_rate", "gdpo"]
+LINEAR = ["dr_grpo", "rloo", "opo", "gpg"]
+
+
+def wide(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def whole(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rewards, groups and lengths of groups of 1, 2, 3 and 6 in a random order; group 2 has no members."""
+    torch.manual_seed(0)
+    groups = whole(0, 1, 1, 3, 3, 3, 4, 4, 4, 4, 4, 4)[torch.randperm(12)]
+    return torch.rand(12, dtype=torch.float64) + 0.5, groups, torch.randint(1, 9, (12,))
+
+
+def group_sums(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(5, dtype=torch.float64).index_add(0, groups, values)
+
+
+def test_hand_computed_values():
+    rewards, groups = wide(1, 2, 3, 10, 20), whole(0, 0, 0, 1, 1)
+    assert dr_grpo(rewards, groups).tolist() == [-1, 0, 1, -5, 5]
+    assert rloo(rewards, groups).tolist() == [-1.5, 0, 1.5, -10, 10]
+    assert maxrl(rewards, groups, epsilon=1e-12).tolist() == pytest.approx([-1 / 2, 0, 1 / 2, -1 / 3, 1 / 3])
+    assert win_rate(rewards, groups).tolist() == [-0.5, 0, 0.5, -0.5, 0.5]
+    assert opo(rewards, groups, whole(1, 1, 2, 3, 1)).tolist() == [-1.25, -0.25, 0.75, -2.5, 7.5]
+    expected = wide(-(1.5**0.5), 0, 1.5**0.5, -1, 1)
+    assert torch.allclose(grpo(rewards, groups, epsilon=EPSILON), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ALL)
+def test_groups_of_equal_rewards_give_exactly_zero(name, dtype):
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.7, 0.7, 0.7, 0.7], dtype=dtype)
+    values = ALL[name](rewards, whole(0, 0, 0, 1, 1, 1, 1), whole(3, 1, 4, 1, 5, 9, 2))
+    assert values.eq(0).all()
+    assert values.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_group_of_one_gives_zero(name):
+    assert ALL[name](wide(3.3), whole(0), whole(7)).tolist() == [0]
+    among_others = ALL[name](wide(1, 9.9, 4), whole(0, 1, 0), whole(5, 3, 2))
+    assert among_others[1] == 0
+    assert (among_others[[0, 2]] != 0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_rewards_give_no_advantages(name):
+    assert ALL[name](wide(), whole(), whole()).shape == (0,)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_group_without_members_is_skipped(name):
+    assert ALL[name](wide(1, 2, 5, 9), whole(0, 0, 2, 2), whole(1, 2, 3, 4)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"opo", "reinforce_plus_plus_baseline"}))
+def test_advantages_of_a_group_sum_to_zero(name):
+    rewards, groups, lengths = ragged()
+    assert group_sums(ALL[name](rewards, groups, lengths), groups).abs().max() < 1e-9
+
+
+def test_opo_and_reinforce_plus_plus_sum_to_zero_over_tokens():
+    rewards, groups, lengths = ragged()
+    assert group_sums(lengths * opo(rewards, groups, lengths), groups).abs().max() < 1e-12
+    whitened = reinforce_plus_plus_baseline(rewards, groups, lengths, epsilon=EPSILON)
+    assert (lengths * whitened).sum().abs() < 1e-12
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_members_of_a_group_may_stand_anywhere(name):
+    rewards, groups, lengths = ragged()
+    order = torch.randperm(12)
+    moved = ALL[name](rewards[order], groups[order], lengths[order])
+    assert torch.allclose(ALL[name](rewards, groups, lengths)[order], moved, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_numbering_of_groups_means_nothing(name):
+    rewards, groups, lengths = ragged()
+    renamed = ALL[name](rewards, whole(7, 3, 2, 0, 5)[groups], lengths)
+    assert ALL[name](rewards, groups, lengths).equal(renamed)
+
+
+@pytest.mark.parametrize("poison", [-70.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", WITHIN_GROUPS)
+def test_another_groups_rewards_change_not_one_bit(name, poison):
+    rewards, groups, lengths = ragged()
+    other = groups == 4
+    before, after = (
+        WITHIN_GROUPS[name](values, groups, lengths) for values in (rewards, rewards.where(~other, poison))
+    )
+    assert before[~other].equal(after[~other])
+
+
+@pytest.mark.parametrize("name", WITHIN_GROUPS)
+def test_a_group_has_the_advantages_it_has_alone(name):
+    rewards, groups, lengths = ragged()
+    together = WITHIN_GROUPS[name](rewards, groups, lengths)
+    for group in groups.unique():
+        mine = groups == group
+        assert together[mine].equal(WITHIN_GROUPS[name](rewards[mine], groups[mine] * 0, lengths[mine]))
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"maxrl"}))
+def test_a_shift_of_the_rewards_changes_nothing(name):
+    rewards, groups, lengths = ragged()
+    shifted = ALL[name](rewards - 7, groups, lengths)
+    assert torch.allclose(ALL[name](rewards, groups, lengths), shifted, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", FREE_OF_SCALE)
+def test_normalised_advantages_ignore_the_scale(name):
+    rewards, groups, lengths = ragged()
+    assert torch.allclose(ALL[name](30 * rewards, groups, lengths), ALL[name](rewards, groups, lengths), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_other_advantages_follow_the_scale(name):
+    rewards, groups, lengths = ragged()
+    assert torch.allclose(ALL[name](30 * rewards, groups, lengths), 30 * ALL[name](rewards, groups, lengths))
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"maxrl"}))
+def test_negated_rewards_negate_the_advantages(name):
+    rewards, groups, lengths = ragged()
+    negated = ALL[name](-rewards, groups, lengths)
+    assert torch.allclose(negated, -ALL[name](rewards, groups, lengths), atol=1e-9)
+
+
+def test_rloo_is_the_mean_of_the_others():
+    rewards = wide(3, 5, 10, 2)
+    others = torch.stack([rewards[i] - (rewards.sum() - rewards[i]) / 3 for i in range(4)])
+    assert torch.allclose(rloo(rewards, whole(0, 0, 0, 0)), others)
+
+
+def test_rloo_is_dr_grpo_scaled_by_the_size_of_the_group():
+    rewards, groups, _ = ragged()
+    sizes = torch.bincount(groups)[groups]
+    scale = torch.where(sizes > 1, sizes / (sizes - 1), 0).double()
+    assert torch.allclose(rloo(rewards, groups), scale * dr_grpo(rewards, groups), atol=1e-7)
+
+
+def test_rloo_of_two_is_their_difference():
+    assert rloo(wide(0.9, 0.2), whole(0, 0)).tolist() == pytest.approx([0.7, -0.7])
+
+
+def test_grpo_uses_the_population_standard_deviation():
+    assert grpo(wide(0, 1), whole(0, 0), epsilon=EPSILON).tolist() == pytest.approx([-1, 1], abs=1e-5)
+
+
+def test_grpo_of_binary_rewards_has_the_closed_form():
+    share = 3 / 8
+    values = grpo(wide(1, 1, 1, 0, 0, 0, 0, 0), torch.zeros(8, dtype=torch.int64), epsilon=EPSILON)
+    assert values[0] == pytest.approx(((1 - share) / share) ** 0.5, abs=1e-5)
+    assert values[-1] == pytest.approx(-((share / (1 - share)) ** 0.5), abs=1e-5)
+
+
+def test_opo_of_equal_lengths_is_dr_grpo():
+    rewards, groups, _ = ragged()
+    assert torch.allclose(opo(rewards, groups, torch.full((12,), 5)), dr_grpo(rewards, groups), atol=1e-12)
+
+
+def test_opo_leaves_a_trajectory_without_tokens_out_of_the_baseline():
+    assert opo(wide(1, 3, 100), whole(0, 0, 0), whole(2, 2, 0)).tolist() == [-1, 1, 98]
+
+
+def test_opo_is_the_baseline_of_least_variance_when_gradients_grow_with_length():
+    rewards, lengths = wide(1, 0, 0.5, 2), whole(1, 4, 2, 9)
+    variance = {
+        shift: (lengths * (opo(rewards, whole(0, 0, 0, 0), lengths) - shift).square()).sum().item()
+        for shift in (-0.1, 0.0, 0.1)
+    }
+    assert min(variance, key=variance.__getitem__) == 0.0
+
+
+def test_gpg_scales_up_for_groups_without_a_gradient():
+    rewards, groups = wide(0, 1, 1, 1, 1, 0, 0), whole(0, 0, 1, 1, 1, 2, 2)
+    assert gpg(rewards, groups, normaliser=1.0).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
+    assert gpg(rewards, groups, normaliser=7.0).tolist() == pytest.approx([-0.25, 0.25, 0, 0, 0, 0, 0])
+
+
+def test_gpg_counts_groups_with_a_gradient_and_not_rewards_above_zero():
+    # Two of four rewards are 0, yet every trajectory has a gradient: alpha is 1.
+    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1), normaliser=1.0).tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_gpg_keeps_the_mean_size_of_a_gradient():
+    rewards, groups = wide(0, 1, 0, 1), whole(0, 0, 1, 1)
+    alone = gpg(rewards, groups, normaliser=1.0).abs().mean()
+    diluted = gpg(torch.cat([rewards, wide(1, 1, 1, 1)]), torch.cat([groups, groups + 2]), normaliser=1.0).abs().mean()
+    assert alone == diluted
+
+
+def test_maxrl_of_binary_rewards_is_the_gradient_of_the_log_of_the_success_rate():
+    # Averaged over the group this is sum over correct of grad log pi / number of correct, minus the mean of all.
+    values = maxrl(wide(1, 0, 0, 0), whole(0, 0, 0, 0), epsilon=1e-12)
+    assert values.tolist() == pytest.approx([3, -1, -1, -1])
+
+
+def test_maxrl_gives_zero_where_the_mean_is_not_positive():
+    assert maxrl(wide(-1, 1, 0, 0, -3, -1), whole(0, 0, 1, 1, 2, 2), epsilon=EPSILON).tolist() == [0] * 6
+
+
+def test_lite_ppo_divides_by_the_spread_of_the_batch():
+    rewards, groups = wide(1, 1.01, 0, 10), whole(0, 0, 1, 1)
+    expected = dr_grpo(rewards, groups) / rewards.std(correction=0)
+    assert torch.allclose(lite_ppo(rewards, groups, epsilon=1e-12), expected)
+    assert lite_ppo(rewards, groups, epsilon=EPSILON)[:2].abs().max() < 2e-3
+    assert grpo(rewards, groups, epsilon=EPSILON)[:2].abs().min() > 0.99
+
+
+def test_reinforce_plus_plus_baseline_is_whitened_over_tokens():
+    rewards, groups, lengths = wide(0, 1, 2, 7), whole(0, 0, 1, 1), whole(1, 3, 2, 5)
+    tokens = dr_grpo(rewards, groups).repeat_interleave(lengths)
+    expected = (tokens - tokens.mean()) / tokens.std(correction=0)
+    values = reinforce_plus_plus_baseline(rewards, groups, lengths, epsilon=1e-12)
+    assert torch.allclose(values.repeat_interleave(lengths), expected)
+
+
+def test_a_group_of_one_does_not_touch_the_whitening_of_the_others():
+    rewards, groups, lengths = wide(0, 1, 2, 7), whole(0, 0, 1, 1), whole(1, 3, 2, 5)
+    more = reinforce_plus_plus_baseline(
+        torch.cat([rewards, wide(50)]), torch.cat([groups, whole(2)]), torch.cat([lengths, whole(99)]), epsilon=EPSILON
+    )
+    assert more[:4].equal(reinforce_plus_plus_baseline(rewards, groups, lengths, epsilon=EPSILON))
+    assert more[4] == 0
+
+
+def test_win_rate_counts_a_tie_as_half_a_win():
+    assert win_rate(wide(2, 1, 1, 0), whole(0, 0, 0, 0)).tolist() == pytest.approx([1 / 2, 0, 0, -1 / 2])
+    assert win_rate(wide(5, 5, 1), whole(0, 0, 0)).tolist() == [0.25, 0.25, -0.5]
+
+
+def test_win_rate_ignores_by_how_much():
+    assert win_rate(wide(1, 2, 3), whole(0, 0, 0)).equal(win_rate(wide(-1e9, 2, 2.001), whole(0, 0, 0)))
+
+
+def test_gdpo_tells_apart_what_the_sum_of_the_parts_does_not():
+    parts, groups, ones = torch.stack([wide(0, 1, 1), wide(1, 0, 1)], dim=1), whole(0, 0, 0), wide(1, 1)
+    expected = grpo(parts[:, 0], groups, epsilon=EPSILON) + grpo(parts[:, 1], groups, epsilon=EPSILON)
+    assert gdpo(parts, groups, weights=ones, epsilon=EPSILON).equal(expected)
+    rare = torch.stack([wide(0, 0, 0, 1), wide(0, 50, 100, 0)], dim=1)
+    assert gdpo(rare, whole(0, 0, 0, 0), weights=ones, epsilon=EPSILON)[3] > 0
+    assert grpo(rare.sum(1), whole(0, 0, 0, 0), epsilon=EPSILON)[3] < 0
+
+
+def test_gdpo_weighs_the_parts():
+    parts, groups = torch.stack([wide(0, 1), wide(1, 0)], dim=1), whole(0, 0)
+    assert gdpo(parts, groups, weights=wide(3, 1), epsilon=1e-12).tolist() == pytest.approx([-2, 2])
+    assert gdpo(parts, groups, weights=wide(1, 1), epsilon=1e-12).tolist() == [0, 0]
+
+
+def test_remax_compares_with_the_greedy_answer():
+    assert remax(wide(1, 0, 1, 1), wide(0.5, 0.5, 1, 0)).tolist() == [0.5, -0.5, 0, 1]
+
+
+def test_remax_without_a_reward_of_the_greedy_answer_is_zero():
+    assert remax(wide(1, 0, 3), wide(math.nan, math.nan, 1)).tolist() == [0, 0, 2]
+
+
+def test_remax_of_a_prompt_that_is_solved_anyway_is_zero():
+    assert remax(wide(1, 1, 1), wide(1, 1, 1)).tolist() == [0, 0, 0]
+
+
+def test_a_baseline_from_outside_gives_a_group_of_one_an_advantage():
+    assert remax(wide(3), wide(1)).tolist() == [2]
+    assert above_baseline(wide(3), baseline=0.5).tolist() == [2.5]
+
+
+def test_the_moving_baseline_moves_towards_the_mean():
+    assert moving_baseline(1.0, wide(2, 4), decay=0.75) == 1.5
+    assert moving_baseline(1.0, wide(2, 4), decay=0.0) == 3.0
+    assert moving_baseline(1.0, wide(2, 4), decay=1.0) == 1.0
+    assert moving_baseline(1.0, wide(), decay=0.5) == 1.0
+
+
+def test_the_moving_baseline_converges_at_the_rate_of_its_decay():
+    baseline = 0.0
+    for _ in range(20):
+        baseline = moving_baseline(baseline, wide(1, 1), decay=0.9)
+    assert baseline == pytest.approx(1 - 0.9**20)
+
+
+def test_float32_rewards_of_a_large_batch_stay_centred():
+    torch.manual_seed(0)
+    rewards, groups = 1000 + torch.rand(4096), torch.arange(4096) // 8
+    sums = torch.zeros(512).index_add(0, groups, dr_grpo(rewards, groups))
+    assert sums.abs().max() < 1e-6

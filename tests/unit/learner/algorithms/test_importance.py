@@ -1,0 +1,266 @@
+import itertools
+import math
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from slipstream.learner.algorithms import importance
+
+
+def checked(function):
+    return jaxtyped(function, typechecker=beartype)
+
+
+token_ratio = checked(importance.token_ratio)
+token_log_ratio = checked(importance.token_log_ratio)
+truncate = checked(importance.truncate)
+mask = checked(importance.mask)
+bound_by_lag = checked(importance.bound_by_lag)
+one_per_sequence = checked(importance.one_per_sequence)
+normalise = checked(importance.normalise)
+effective_sample_size = checked(importance.effective_sample_size)
+LEVELS = {name: checked(function) for name, function in importance.LEVELS.items()}
+
+LOG_RATIO = torch.tensor([math.log(2), math.log(3), math.log(0.5), 0.0])
+SEQUENCES = torch.tensor([0, 0, 2, 2])
+NO_TOKENS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+
+
+def test_the_ratio_is_that_of_the_probabilities():
+    numerator, denominator = torch.tensor([0.5, 0.1]).log(), torch.tensor([0.25, 0.4]).log()
+    assert token_ratio(numerator, denominator).tolist() == pytest.approx([2.0, 0.25])
+
+
+def test_the_ratio_of_equal_policies_is_exactly_one():
+    logprobs = torch.tensor([-0.3, -17.0, -1e-9])
+    assert token_ratio(logprobs, logprobs).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_log_ratio_is_clamped():
+    ratio = token_ratio(torch.tensor([0.0, -90.0]), torch.tensor([-90.0, 0.0]))
+    assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+
+
+def test_what_is_not_finite_becomes_neutral_and_is_counted():
+    numerator = torch.tensor([float("nan"), -1.0, float("-inf"), -1.0])
+    denominator = torch.tensor([-1.0, float("inf"), -1.0, -1.0])
+    assert token_ratio(numerator, denominator).tolist() == [1.0] * 4
+    assert importance.nonfinite(numerator, denominator).tolist() == [True, True, True, False]
+
+
+def test_what_is_not_finite_has_no_gradient_and_spoils_no_other():
+    numerator = torch.tensor([float("nan"), -1.0], requires_grad=True)
+    token_log_ratio(numerator, torch.tensor([-1.0, -2.0])).sum().backward()
+    assert numerator.grad.tolist() == [0.0, 1.0]
+
+
+def test_half_precision_is_widened_before_the_subtraction_and_double_is_kept():
+    half, double = torch.tensor([-1.0]).bfloat16(), torch.tensor([-1.0], dtype=torch.float64)
+    assert token_ratio(half, torch.tensor([-1.5]).bfloat16()).dtype == torch.float32
+    assert token_ratio(double, double).dtype == torch.float64
+
+
+def test_the_log_ratio_has_the_gradient_of_its_difference():
+    torch.manual_seed(0)
+    first, second = (-torch.rand(5, dtype=torch.float64).requires_grad_() for _ in range(2))
+    assert torch.autograd.gradcheck(token_log_ratio, (first, second))
+
+
+def test_levels_by_hand():
+    values = {name: level(LOG_RATIO, SEQUENCES, num_sequences=3).tolist() for name, level in LEVELS.items()}
+    assert values["token"] == pytest.approx([2, 3, 0.5, 1])
+    assert values["sequence"] == pytest.approx([6, 6, 0.5, 0.5])
+    assert values["geometric"] == pytest.approx([6**0.5, 6**0.5, 0.5**0.5, 0.5**0.5])
+
+
+@pytest.mark.parametrize("level", LEVELS.values())
+def test_every_level_of_equal_policies_weighs_exactly_one(level):
+    assert level(torch.zeros(4), SEQUENCES, num_sequences=3).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("level", LEVELS.values())
+def test_no_tokens_have_no_weights(level):
+    assert level(*NO_TOKENS, num_sequences=2).shape == (0,)
+
+
+@pytest.mark.parametrize("level", LEVELS.values())
+def test_a_sequence_of_one_token_weighs_its_ratio(level):
+    assert level(torch.tensor([0.7]), torch.tensor([0]), num_sequences=1).item() == pytest.approx(math.exp(0.7))
+
+
+def test_the_product_of_many_ratios_is_clamped_and_their_mean_is_not():
+    log_ratio, sequences = torch.full((1000,), math.log(1.1)), torch.zeros(1000, dtype=torch.int64)
+    product = LEVELS["sequence"](log_ratio, sequences, num_sequences=1)
+    mean = LEVELS["geometric"](log_ratio, sequences, num_sequences=1)
+    assert product.tolist() == pytest.approx([math.exp(20)] * 1000)
+    assert mean.tolist() == pytest.approx([1.1] * 1000, rel=1e-4)
+
+
+def test_a_sequence_taken_twice_in_a_row_keeps_its_geometric_weight():
+    twice = LEVELS["geometric"](LOG_RATIO[:2].repeat(2), torch.zeros(4, dtype=torch.int64), num_sequences=1)
+    assert twice.tolist() == pytest.approx([6**0.5] * 4)
+
+
+def test_another_sequence_changes_no_weight():
+    spoiled = torch.cat([LOG_RATIO[:2], torch.tensor([20.0, -7.0])])
+    for level in LEVELS.values():
+        before, after = (level(x, SEQUENCES, num_sequences=3)[:2] for x in (LOG_RATIO, spoiled))
+        assert before.equal(after)
+
+
+def test_truncation_is_from_above_unless_told():
+    weights = torch.tensor([0.01, 1.0, 5.0])
+    assert truncate(weights, high=2.0).tolist() == pytest.approx([0.01, 1.0, 2.0])
+    assert truncate(weights, high=2.0, low=0.5).tolist() == pytest.approx([0.5, 1.0, 2.0])
+
+
+def test_a_mask_drops_both_tails_and_keeps_the_bounds():
+    weights = torch.tensor([0.4, 0.5, 3.0, 5.0, 5.1])
+    assert mask(weights, low=0.5, high=5.0).tolist() == [0, 0.5, 3, 5, 0]
+    assert mask(weights).equal(weights)
+
+
+def test_truncated_weights_never_exceed_the_cap_and_are_equal_over_a_sequence():
+    torch.manual_seed(0)
+    log_ratio, sequences = torch.randn(60) * 3, torch.arange(60) // 7
+    for name, level in LEVELS.items():
+        weights = truncate(level(log_ratio, sequences, num_sequences=9), high=2.0)
+        assert weights.max() <= 2.0
+        if name != "token":
+            assert all(weights[sequences == i].unique().numel() == 1 for i in range(9))
+
+
+def test_bounds_may_differ_between_tokens():
+    weights, high = torch.tensor([3.0, 3.0]), torch.tensor([2.0, 4.0])
+    assert truncate(weights, high=high).tolist() == [2, 3]
+    assert truncate(-weights, high=high, low=torch.tensor([-1.0, -2.0])).tolist() == [-1, -2]
+    assert mask(weights, low=0.5, high=high).tolist() == [0, 3]
+
+
+def test_a_bound_is_that_of_the_largest_lag_reached():
+    lags = torch.tensor([0, 1, 2, 3, 4, 99])
+    assert bound_by_lag(lags, bounds={4: 1.5, 0: 5.0, 2: 2.0}).tolist() == [5, 5, 2, 2, 1.5, 1.5]
+    assert bound_by_lag(lags, bounds={0: 3.0}).tolist() == [3.0] * 6
+    assert bound_by_lag(NO_TOKENS[1], bounds={0: 3.0}).shape == (0,)
+
+
+@pytest.mark.parametrize("bounds", [{}, {1: 2.0}])
+def test_bounds_that_leave_a_lag_without_one_are_refused(bounds):
+    with pytest.raises(ValueError, match="must start at lag 0"):
+        bound_by_lag(torch.tensor([0]), bounds=bounds)
+
+
+def test_a_sequence_counts_once_and_an_empty_one_not_at_all():
+    weights = torch.tensor([6.0, 6.0, 0.5, 0.5])
+    assert one_per_sequence(weights, SEQUENCES, num_sequences=4).tolist() == [6, 0.5]
+    assert one_per_sequence(*NO_TOKENS, num_sequences=3).shape == (0,)
+
+
+def test_normalised_weights_have_the_mean_one_over_tokens_or_over_sequences():
+    weights, sequences = torch.tensor([2.0, 2.0, 2.0, 1.0]), torch.tensor([0, 0, 0, 1])
+    by_token = normalise(weights, mean=weights.mean())
+    assert by_token.mean().item() == pytest.approx(1.0)
+    by_sequence = normalise(weights, mean=one_per_sequence(weights, sequences, num_sequences=2).mean())
+    assert by_sequence.tolist() == pytest.approx([4 / 3, 4 / 3, 4 / 3, 2 / 3])
+
+
+def test_weights_that_are_all_zero_stay_as_they_are():
+    assert normalise(torch.zeros(3), mean=torch.tensor(0.0)).tolist() == [0, 0, 0]
+    assert normalise(torch.zeros(0), mean=torch.zeros(0).mean()).shape == (0,)
+
+
+def test_normalising_parts_by_the_mean_of_all_equals_normalising_all():
+    weights = torch.tensor([0.2, 1.5, 2.0, 0.9])
+    parts = torch.cat([normalise(part, mean=weights.mean()) for part in weights.split([1, 3])])
+    assert parts.equal(normalise(weights, mean=weights.mean()))
+
+
+WEIGHERS = {
+    **{name: lambda x, level=level: level(x, SEQUENCES, num_sequences=3) for name, level in LEVELS.items()},
+    "truncate": lambda x: truncate(x, high=2.0, low=0.5),
+    "mask": lambda x: mask(x, low=0.5, high=5.0),
+    "normalise": lambda x: normalise(x, mean=x.mean()),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHERS)
+def test_weights_have_no_gradient(name):
+    assert not WEIGHERS[name](torch.ones(4, requires_grad=True)).requires_grad
+
+
+def test_the_effective_sample_size_lies_between_one_over_n_and_one():
+    assert effective_sample_size(torch.full((5,), 0.3)).item() == pytest.approx(1.0)
+    assert effective_sample_size(torch.tensor([1.0, 0, 0, 0])).item() == pytest.approx(0.25)
+    assert effective_sample_size(torch.tensor([1.0, 2.0, 3.0, 4.0])).item() == pytest.approx(100 / 120)
+
+
+@pytest.mark.parametrize("weights", [torch.zeros(4), torch.zeros(0)])
+def test_the_effective_sample_size_of_nothing_is_zero(weights):
+    assert effective_sample_size(weights).item() == 0.0
+
+
+def test_the_effective_sample_size_of_sequences_does_not_depend_on_their_lengths():
+    weights, sequences = torch.tensor([3.0] * 9 + [1.0]), torch.tensor([0] * 9 + [1])
+    of_sequences = one_per_sequence(weights, sequences, num_sequences=2)
+    assert effective_sample_size(of_sequences).item() == pytest.approx(16 / 20)
+    assert effective_sample_size(weights).item() == pytest.approx(28**2 / (10 * 82))
+
+
+class Enumeration:
+    """All 27 sequences of 3 tokens of a 3-token vocabulary, under two Markov policies that are tables of logits."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.tokens = torch.tensor(list(itertools.product(range(3), repeat=3)))
+        self.sequences = torch.arange(27).repeat_interleave(3)
+        self.rewards = torch.rand(27, dtype=torch.float64)
+        self.logits = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
+        generator = self.token_logprobs(self.logits + torch.randn(4, 3, dtype=torch.float64) / 2).detach()
+        self.generator_probabilities = generator.view(27, 3).sum(1).exp()
+        self.learner_logprobs = self.token_logprobs(self.logits)
+        self.log_ratio = token_log_ratio(self.learner_logprobs, generator)
+
+    def token_logprobs(self, logits):
+        """[81]: of each token given the one before it, row 3 at the start."""
+        before = torch.cat([torch.full((27, 1), 3), self.tokens[:, :2]], dim=1)
+        return logits.log_softmax(1)[before, self.tokens].flatten()
+
+    def weights(self, level):
+        return LEVELS[level](self.log_ratio, self.sequences, num_sequences=27)
+
+    def expected_surrogate_gradient(self, weights):
+        score = (weights * self.learner_logprobs).view(27, 3).sum(1)
+        expectation = (self.generator_probabilities * self.rewards * score).sum()
+        return torch.autograd.grad(expectation, self.logits, retain_graph=True)[0]
+
+    def true_gradient(self):
+        probabilities = self.learner_logprobs.view(27, 3).sum(1).exp()
+        return torch.autograd.grad((probabilities * self.rewards).sum(), self.logits, retain_graph=True)[0]
+
+
+def test_sequence_weights_make_the_gradient_unbiased():
+    case = Enumeration()
+    got = case.expected_surrogate_gradient(case.weights("sequence"))
+    assert torch.allclose(got, case.true_gradient(), atol=1e-6)
+
+
+def test_token_and_geometric_weights_are_biased_but_less_than_none():
+    case = Enumeration()
+    truth = case.true_gradient()
+
+    def bias(weights):
+        return (case.expected_surrogate_gradient(weights) - truth).norm().item()
+
+    uncorrected = bias(torch.ones(81, dtype=torch.float64))
+    for level in ("token", "geometric"):
+        assert 1e-3 < bias(case.weights(level)) < uncorrected
+
+
+def test_the_expected_sequence_weight_is_one_and_truncation_takes_from_it():
+    case = Enumeration()
+    weights = case.weights("sequence").view(27, 3)[:, 0]
+    assert (case.generator_probabilities * weights).sum().item() == pytest.approx(1.0, abs=1e-9)
+    assert weights.max() > 1.2
+    assert (case.generator_probabilities * truncate(weights, high=1.2)).sum().item() < 1 - 1e-3

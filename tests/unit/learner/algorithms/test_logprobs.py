@@ -1,0 +1,174 @@
+import math
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from slipstream.learner.algorithms import logprobs as module
+
+measure = jaxtyped(module.measure_tokens, typechecker=beartype)
+
+
+def token_logprobs_and_entropy(logits, targets, temperatures, *, differentiate_entropy, **settings):
+    wanted = module.Wanted(entropy=True, differentiate_entropy=differentiate_entropy)
+    measured = measure(logits, targets, temperatures, wanted=wanted, **settings)
+    return measured["logprobs"], measured["entropies"]
+
+
+measure_tokens = jaxtyped(module.measure_tokens, typechecker=beartype)
+ALL = module.Wanted(entropy=True, differentiate_entropy=True, collision=True)
+
+
+def make_inputs(num_tokens: int = 7, vocabulary: int = 5):
+    torch.manual_seed(0)
+    logits = torch.randn(num_tokens, vocabulary, requires_grad=True)
+    return logits, torch.randint(0, vocabulary, (num_tokens,)), torch.rand(num_tokens) + 0.5
+
+
+def test_values_by_hand():
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    logprobs, entropy = token_logprobs_and_entropy(
+        logits, torch.tensor([1]), torch.ones(1), differentiate_entropy=False
+    )
+    assert logprobs.item() == pytest.approx(math.log(0.75))
+    assert entropy.item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+
+
+def test_logits_are_divided_by_each_tokens_temperature():
+    logits, targets, temperatures = make_inputs()
+    logprobs, _ = token_logprobs_and_entropy(logits, targets, temperatures, differentiate_entropy=False)
+    expected = (logits / temperatures[:, None]).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    assert torch.allclose(logprobs, expected)
+
+
+def test_chunks_change_neither_values_nor_gradients():
+    logits, targets, temperatures = make_inputs()
+    results = []
+    for chunk_elements in (1, 10, 1000):
+        logprobs, entropy = token_logprobs_and_entropy(
+            logits, targets, temperatures, differentiate_entropy=True, chunk_elements=chunk_elements
+        )
+        results.append((logprobs, entropy, *torch.autograd.grad((logprobs * 3 + entropy).sum(), logits)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_the_gradient_is_that_of_the_formula():
+    logits, targets, temperatures = make_inputs()
+    wide = logits.detach().double().requires_grad_()
+
+    def both(values):
+        return token_logprobs_and_entropy(values, targets, temperatures.double(), differentiate_entropy=True)
+
+    assert torch.autograd.gradcheck(both, wide)
+
+
+def test_half_precision_logits_give_float32():
+    logits, targets, temperatures = make_inputs()
+    half = logits.detach().bfloat16()
+    logprobs, entropy = token_logprobs_and_entropy(half, targets, temperatures, differentiate_entropy=False)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    exact, _ = token_logprobs_and_entropy(half.float(), targets, temperatures, differentiate_entropy=False)
+    assert logprobs.equal(exact)
+
+
+def test_an_impossible_token_adds_nothing_to_the_entropy():
+    logits = torch.tensor([[0.0, 0.0, float("-inf")]])
+    _, entropy = token_logprobs_and_entropy(logits, torch.tensor([0]), torch.ones(1), differentiate_entropy=False)
+    assert entropy.item() == pytest.approx(math.log(2))
+
+
+def test_the_entropy_has_a_gradient_only_when_asked():
+    logits, targets, temperatures = make_inputs()
+    for wanted in (True, False):
+        _, entropy = token_logprobs_and_entropy(logits, targets, temperatures, differentiate_entropy=wanted)
+        assert entropy.requires_grad == wanted
+
+
+def make_everything(num_tokens: int = 7, vocabulary: int = 5):
+    """Inputs of a measurement in which all is wanted, float64."""
+    logits, targets, temperatures = make_inputs(num_tokens, vocabulary)
+    optional = {
+        "candidates": torch.randint(0, vocabulary, (num_tokens, 3)),
+        "reference_logits": torch.randn(num_tokens, vocabulary, dtype=torch.float64),
+    }
+    return logits.detach().double().requires_grad_(), targets, temperatures.double(), optional
+
+
+def test_only_what_is_wanted_is_measured():
+    inputs = *make_inputs(), module.Wanted()
+    assert set(measure_tokens(*inputs[:3], wanted=inputs[3])) == {"logprobs"}
+    logits, targets, temperatures, optional = make_everything()
+    measured = measure_tokens(logits, targets, temperatures, wanted=ALL, **optional)
+    assert set(measured) == {"logprobs", "entropies", "collisions", "candidate_logprobs", "exact_kl"}
+
+
+def test_every_measure_by_hand():
+    logits = torch.tensor([[0.0, math.log(3.0)]])
+    measured = measure_tokens(
+        logits,
+        torch.tensor([1]),
+        torch.ones(1),
+        wanted=ALL,
+        candidates=torch.tensor([[1, 0, 1]]),
+        reference_logits=torch.tensor([[0.0, 0.0]]),
+    )
+    assert measured["logprobs"].item() == pytest.approx(math.log(0.75))
+    assert measured["collisions"].item() == pytest.approx(0.75**2 + 0.25**2)
+    assert measured["candidate_logprobs"].exp().flatten().tolist() == pytest.approx([0.75, 0.25, 0.75])
+    assert measured["exact_kl"].item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
+
+
+def test_the_collision_of_equal_odds_is_one_over_their_number_and_that_of_a_certainty_is_one():
+    logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 90.0, 0.0, float("-inf")]])
+    measured = measure_tokens(logits, torch.tensor([0, 1]), torch.ones(2), wanted=module.Wanted(collision=True))
+    assert measured["collisions"].tolist() == pytest.approx([0.25, 1.0])
+
+
+def test_policy_and_reference_are_both_at_the_tokens_temperature():
+    logits, targets, temperatures = make_inputs()
+    measured = measure_tokens(logits, targets, temperatures, wanted=module.Wanted(), reference_logits=logits + 2)
+    assert measured["exact_kl"].abs().max() < 1e-6
+    ours, theirs = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.0, 0.0]])
+    cool = measure_tokens(ours, torch.tensor([0]), torch.full((1,), 2.0), wanted=ALL, reference_logits=theirs)
+    warm = measure_tokens(ours / 2, torch.tensor([0]), torch.ones(1), wanted=ALL, reference_logits=theirs)
+    assert cool["exact_kl"].item() == pytest.approx(warm["exact_kl"].item())
+
+
+def test_chunks_change_no_measure_and_no_gradient():
+    logits, targets, temperatures, optional = make_everything()
+    results = []
+    for chunk_elements in (1, 10, 1000):
+        measured = measure_tokens(logits, targets, temperatures, wanted=ALL, chunk_elements=chunk_elements, **optional)
+        total = sum((i + 1) * value.sum() for i, value in enumerate(measured.values()))
+        results.append((*measured.values(), torch.autograd.grad(total, logits)[0]))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("chunk_elements", [10, 1000])
+def test_every_measure_has_the_gradient_of_its_formula(chunk_elements):
+    logits, targets, temperatures, optional = make_everything()
+
+    def measures(values):
+        measured = measure_tokens(values, targets, temperatures, wanted=ALL, chunk_elements=chunk_elements, **optional)
+        return tuple(value for name, value in measured.items() if name != "collisions")
+
+    assert torch.autograd.gradcheck(measures, logits)
+
+
+@pytest.mark.parametrize("chunk_elements", [10, 1000])
+def test_collisions_and_the_reference_get_no_gradient(chunk_elements):
+    logits, targets, temperatures, optional = make_everything()
+    optional["reference_logits"].requires_grad_()
+    measured = measure_tokens(logits, targets, temperatures, wanted=ALL, chunk_elements=chunk_elements, **optional)
+    assert not measured["collisions"].requires_grad
+    (unused,) = torch.autograd.grad(measured["exact_kl"].sum(), optional["reference_logits"], allow_unused=True)
+    assert unused is None
+
+
+def test_no_tokens_have_no_measures():
+    logits, targets, temperatures, optional = make_everything(num_tokens=0)
+    measured = measure_tokens(logits, targets, temperatures, wanted=ALL, **optional)
+    assert all(len(value) == 0 for value in measured.values())

@@ -1,0 +1,203 @@
+from itertools import combinations
+from math import comb
+from statistics import fmean, pstdev
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from slipstream.learner.algorithms import advantages as module
+from slipstream.learner.algorithms.advantages import grpo
+
+pass_at_k = jaxtyped(module.pass_at_k, typechecker=beartype)
+pass_at_k_best = jaxtyped(module.pass_at_k_best, typechecker=beartype)
+pass_at_k_analytic = jaxtyped(module.pass_at_k_analytic, typechecker=beartype)
+
+K = 2
+ALL = {
+    "best": lambda rewards, groups: pass_at_k_best(rewards, groups),
+    "best by deviation": lambda rewards, groups: pass_at_k_best(rewards, groups, epsilon=1e-6),
+    "analytic": lambda rewards, groups: pass_at_k_analytic(rewards > 0.5, groups, k=K),
+}
+
+
+def wide(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def whole(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def ragged() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rewards and groups of 1, 2, 4 and 5 members in a random order."""
+    torch.manual_seed(3)
+    groups = whole(0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3)[torch.randperm(12)]
+    return torch.rand(12, dtype=torch.float64), groups
+
+
+def enumerated(correct: list[bool], k: int) -> list[float]:
+    """Every k-subset is one sample of reward any(correct), normalised over all subsets; a member gets its mean."""
+    subsets = list(combinations(range(len(correct)), k))
+    rewards = [float(any(correct[i] for i in subset)) for subset in subsets]
+    mean, deviation = fmean(rewards), pstdev(rewards)
+    if deviation == 0:
+        return [0.0] * len(correct)
+    normalised = [(reward - mean) / deviation for reward in rewards]
+    return [fmean(a for a, s in zip(normalised, subsets, strict=True) if i in s) for i in range(len(correct))]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_equal_rewards_give_exactly_zero(name):
+    assert ALL[name](torch.full((7,), 0.9).double(), whole(0, 0, 0, 1, 1, 1, 1)).eq(0).all()
+    assert ALL[name](torch.full((7,), 0.1).double(), whole(0, 0, 0, 1, 1, 1, 1)).eq(0).all()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_group_of_one_gives_zero(name):
+    assert ALL[name](wide(1), whole(0)).tolist() == [0]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_rewards_give_no_advantages(name):
+    assert ALL[name](wide(), whole()).shape == (0,)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_members_of_a_group_may_stand_anywhere(name):
+    rewards, groups = ragged()
+    order = torch.randperm(12)
+    moved = ALL[name](rewards[order], groups[order])
+    assert torch.allclose(ALL[name](rewards, groups)[order], moved, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_group_has_the_advantages_it_has_alone(name):
+    rewards, groups = ragged()
+    together = ALL[name](rewards, groups)
+    assert together.ne(0).any()
+    for group in groups.unique():
+        mine = groups == group
+        assert together[mine].equal(ALL[name](rewards[mine], groups[mine] * 0))
+
+
+@pytest.mark.parametrize("poison", [-70.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ALL)
+def test_another_groups_rewards_change_not_one_bit(name, poison):
+    rewards, groups = ragged()
+    other = groups == 3
+    before, after = (ALL[name](values, groups) for values in (rewards, rewards.where(~other, poison)))
+    assert before[~other].equal(after[~other])
+
+
+def test_only_the_best_gets_its_lead():
+    assert pass_at_k_best(wide(1, 5, 3, 2, 9), whole(0, 0, 0, 1, 1)).tolist() == [0, 2, 0, 0, 7]
+
+
+def test_the_lead_is_the_fall_of_the_maximum_without_the_best():
+    rewards = wide(4, 1, 7, 5)
+    without = [max(r for j, r in enumerate(rewards.tolist()) if j != i) for i in range(4)]
+    assert pass_at_k_best(rewards, whole(0, 0, 0, 0)).tolist() == [7 - other for other in without]
+
+
+def test_two_that_are_best_get_nothing():
+    assert pass_at_k_best(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
+
+
+def test_at_most_one_of_a_group_gets_something():
+    torch.manual_seed(0)
+    groups = torch.arange(200) // 5
+    given = pass_at_k_best(torch.randint(0, 4, (200,)).double(), groups) != 0
+    assert torch.bincount(groups[given], minlength=40).max() == 1
+
+
+def test_the_lead_may_be_divided_by_the_deviation():
+    rewards, groups = wide(0, 0, 3), whole(0, 0, 0)
+    assert pass_at_k_best(rewards, groups, epsilon=1e-12).tolist() == pytest.approx([0, 0, 3 / 2**0.5])
+    scaled = pass_at_k_best(10 * rewards + 4, groups, epsilon=1e-12)
+    assert torch.allclose(scaled, pass_at_k_best(rewards, groups, epsilon=1e-12))
+
+
+def test_the_lead_ignores_a_shift_and_follows_the_scale():
+    rewards, groups = ragged()
+    assert torch.allclose(pass_at_k_best(3 * rewards - 5, groups), 3 * pass_at_k_best(rewards, groups), atol=1e-12)
+
+
+def test_rewards_below_zero_are_no_special_case():
+    assert pass_at_k_best(wide(-5, -2, -9), whole(0, 0, 0)).tolist() == [0, 3, 0]
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_the_analytic_form_is_the_mean_over_all_subsets(size):
+    for k in range(1, size + 1):
+        for num_correct in range(size + 1):
+            correct = [i < num_correct for i in range(size)]
+            values = pass_at_k_analytic(torch.tensor(correct), torch.zeros(size, dtype=torch.int64), k=k)
+            assert values.tolist() == pytest.approx(enumerated(correct, k), abs=1e-6)
+
+
+def test_the_analytic_form_sums_to_zero():
+    rewards, groups = ragged()
+    values = pass_at_k_analytic(rewards > 0.5, groups, k=3).double()
+    assert torch.zeros(4).double().index_add(0, groups, values).abs().max() < 1e-6
+
+
+def test_pass_at_one_is_grpo():
+    rewards, groups = ragged()
+    correct = rewards > 0.5
+    expected = grpo(correct.double(), groups, epsilon=1e-12)
+    assert torch.allclose(pass_at_k_analytic(correct, groups, k=1).double(), expected, atol=1e-6)
+
+
+def test_a_wrong_one_is_blamed_less_the_larger_k_is():
+    correct = torch.tensor([True] + [False] * 7)
+    blame = [pass_at_k_analytic(correct, torch.zeros(8, dtype=torch.int64), k=k)[-1].item() for k in range(1, 8)]
+    assert blame == sorted(blame)
+    assert max(blame) < 0
+
+
+@pytest.mark.parametrize("k", [2, 3, 9, 100])
+def test_a_group_no_larger_than_k_has_no_signal(k):
+    assert pass_at_k_analytic(torch.tensor([True, False]), whole(0, 0), k=k).tolist() == [0, 0]
+
+
+def test_a_group_in_which_every_subset_succeeds_has_no_signal():
+    correct = torch.tensor([True, True, True, False, False])
+    assert pass_at_k_analytic(correct, torch.zeros(5, dtype=torch.int64), k=3).tolist() == [0] * 5
+
+
+def test_large_groups_do_not_overflow():
+    correct = torch.arange(4096) < 3
+    values = pass_at_k_analytic(correct, torch.zeros(4096, dtype=torch.int64), k=512)
+    assert values.isfinite().all()
+    miss = comb(4093, 512) / comb(4096, 512)
+    assert values[0].item() == pytest.approx((miss / (1 - miss)) ** 0.5)
+
+
+def test_the_share_of_subsets_with_a_correct_one():
+    num_samples, num_correct = whole(5, 5, 5, 5, 10, 10), whole(0, 1, 4, 5, 3, 8)
+    expected = [
+        1 - comb(n - c, 3) / comb(n, 3) for n, c in zip(num_samples.tolist(), num_correct.tolist(), strict=True)
+    ]
+    assert pass_at_k(num_samples, num_correct, k=3).tolist() == pytest.approx(expected)
+
+
+def test_the_share_is_exact_at_its_ends():
+    assert pass_at_k(whole(7, 7, 7), whole(0, 7, 5), k=3).tolist() == [0, 1, 1]
+
+
+def test_a_huge_k_does_not_overflow():
+    assert pass_at_k(whole(100_000), whole(100_000), k=99_999).tolist() == [1]
+
+
+def test_fewer_samples_than_k_count_as_one_subset():
+    assert pass_at_k(whole(2, 2, 0), whole(0, 1, 0), k=8).tolist() == [0, 1, 0]
+
+
+def test_the_estimate_is_unbiased():
+    # Over all outcomes of 5 samples of success rate p, its mean is 1 - (1 - p)^3.
+    p, outcomes = 0.3, torch.arange(6)
+    chances = wide(*(comb(5, c) * p**c * (1 - p) ** (5 - c) for c in range(6)))
+    mean = (chances * pass_at_k(torch.full((6,), 5), outcomes, k=3)).sum()
+    assert mean == pytest.approx(1 - (1 - p) ** 3)

@@ -1,0 +1,163 @@
+import itertools
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from slipstream.learner.algorithms import token_advantages
+
+score_norms = jaxtyped(token_advantages.score_norms, typechecker=beartype)
+optimal_token_baseline = jaxtyped(token_advantages.optimal_token_baseline, typechecker=beartype)
+
+LENGTHS = [3, 1, 0, 5, 2, 4]
+SEQUENCES = torch.repeat_interleave(torch.arange(6), torch.tensor(LENGTHS))
+GROUPS = torch.tensor([0, 1, 0, 0, 1, 0])
+TURNS = torch.tensor([0, 0, 1, 0, 0, 1, 1, 1, 2, 0, 0, 0, 0, 0, 1])
+NONE = torch.zeros(0, dtype=torch.int64)
+
+
+def wide(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def drawn(seed: int, size: int = 15) -> torch.Tensor:
+    return torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def baseline(returns, norms, sequences=SEQUENCES, groups=GROUPS, *, epsilon=1e-8, **settings):
+    return optimal_token_baseline(
+        returns, norms, sequences, groups, num_sequences=len(groups), epsilon=epsilon, **settings
+    )
+
+
+def looped(returns, norms, weights, turns, *, epsilon):
+    """Token by token: who else of the group has one at this position?"""
+    tokens, energy = [], []
+    for sequence, length in enumerate(LENGTHS):
+        start, total, places = sum(LENGTHS[:sequence]), 0.0, {}
+        for token in range(start, start + length):
+            total += float(norms[token] * weights[token] ** 2)
+            turn = int(turns[token])
+            places[turn] = places.get(turn, -1) + 1
+            tokens.append((int(GROUPS[sequence]), turn, places[turn]))
+            energy.append(total + epsilon)
+    result = []
+    for position in tokens:
+        members = [other for other, theirs in enumerate(tokens) if theirs == position]
+        share = sum(energy[m] * float(returns[m]) for m in members) / sum(energy[m] for m in members)
+        result.append(share if len(members) > 1 else 0.0)
+    return wide(*result)
+
+
+def test_the_score_norm_is_the_squared_gradient_of_the_logits():
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    squared = logprobs.exp().square().sum()
+    for token in range(4):
+        (gradient,) = torch.autograd.grad(logprobs[token], logits, retain_graph=True)
+        assert score_norms(logprobs[token : token + 1], squared[None]).item() == pytest.approx(gradient.square().sum())
+
+
+def test_the_score_norm_of_a_certain_token_is_zero_and_never_less():
+    assert score_norms(torch.tensor([0.0]), torch.tensor([0.9999])).tolist() == [0.0]
+
+
+def test_two_trajectories_of_three_and_two_tokens_by_hand():
+    sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
+    values = baseline(wide(1, 1, 1, 3, 3), wide(1, 2, 1, 3, 0), sequences, groups)
+    # The energies are 1, 3, 4 of the first and 3, 3 of the second.
+    assert values.tolist() == pytest.approx([10 / 4, 12 / 6, 0, 10 / 4, 12 / 6])
+
+
+def test_importance_weights_count_squared():
+    sequences, groups = torch.tensor([0, 1]), torch.tensor([0, 0])
+    values = baseline(wide(1, 3), wide(1, 1), sequences, groups, weights=wide(3, 1))
+    assert values.tolist() == pytest.approx([12 / 10, 12 / 10])
+
+
+def test_turns_align_tokens_within_turns():
+    sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
+    turns = torch.tensor([0, 0, 1, 0, 1])
+    values = baseline(wide(1, 1, 1, 3, 3), wide(1, 1, 1, 1, 1), sequences, groups, turns=turns)
+    # The last token of both opens a second turn, W = 3 and 2; nobody else has a second token in the first turn.
+    assert values.tolist() == pytest.approx([2, 0, 9 / 5, 2, 9 / 5])
+
+
+@pytest.mark.parametrize("turns", [None, TURNS])
+@pytest.mark.parametrize("weights", [None, drawn(3) * 2])
+def test_ragged_groups_equal_the_loop(turns, weights):
+    returns, norms = drawn(0), drawn(1)
+    expected = looped(
+        returns,
+        norms,
+        torch.ones(15) if weights is None else weights,
+        torch.zeros(15) if turns is None else turns,
+        epsilon=1e-3,
+    )
+    assert torch.allclose(baseline(returns, norms, epsilon=1e-3, weights=weights, turns=turns), expected)
+
+
+@pytest.mark.parametrize("turns", [None, TURNS])
+def test_one_turn_or_none_at_all_is_the_same(turns):
+    returns, norms = drawn(0), drawn(1)
+    assert baseline(returns, norms, turns=torch.zeros_like(SEQUENCES)).equal(baseline(returns, norms))
+
+
+def test_equal_returns_give_exactly_no_advantage_where_there_is_company():
+    returns = torch.full((15,), 0.1, dtype=torch.float64)
+    values = baseline(returns, drawn(1))
+    assert values[values != 0].equal(returns[values != 0])
+    assert (values == 0).sum() == 2  # the second token of trajectory 4, the fifth of trajectory 3
+
+
+def test_a_token_without_company_has_baseline_zero_or_its_own_return():
+    returns = wide(2, 3)
+    alone = torch.tensor([0, 0]), torch.tensor([0])
+    assert baseline(returns, wide(1, 1), *alone).tolist() == [0, 0]
+    assert baseline(returns, wide(1, 1), *alone, lone_learns=False).equal(returns)
+    ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
+    assert baseline(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([3, 0, 3])
+    assert baseline(wide(1, 1, 5), wide(1, 1, 1), *ragged, lone_learns=False).tolist() == pytest.approx([3, 1, 3])
+
+
+def test_where_no_member_could_have_done_otherwise_the_baseline_is_the_mean():
+    sequences, groups = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0])
+    assert baseline(wide(1, 2, 6), wide(0, 0, 0), sequences, groups).tolist() == pytest.approx([3, 3, 3])
+
+
+def test_another_groups_returns_change_nothing():
+    returns, norms = drawn(0), drawn(1)
+    mine = GROUPS[SEQUENCES] == 0
+    before = baseline(returns, norms, turns=TURNS)
+    after = baseline(torch.where(mine, returns, -1e9), torch.where(mine, norms, 77.0), turns=TURNS)
+    assert before[mine].equal(after[mine])
+
+
+def test_trajectories_may_stand_in_any_order():
+    returns, norms = drawn(0), drawn(1)
+    order = [4, 0, 5, 2, 3, 1]
+    moved = torch.cat([torch.arange(15)[sequence == SEQUENCES] for sequence in order])
+    sequences = torch.repeat_interleave(torch.arange(6), torch.tensor([LENGTHS[sequence] for sequence in order]))
+    before = baseline(returns, norms, turns=TURNS)[moved]
+    after = baseline(returns[moved], norms[moved], sequences, GROUPS[order], turns=TURNS[moved])
+    assert torch.allclose(before, after)
+
+
+def test_returns_may_be_shifted():
+    returns, norms = drawn(0), drawn(1)
+    values, shifted = baseline(returns, norms, lone_learns=False), baseline(returns + 7, norms, lone_learns=False)
+    assert torch.allclose(shifted, values + 7)
+
+
+def test_nothing_comes_of_nothing():
+    assert baseline(wide(), wide(), NONE, NONE).shape == (0,)
+    assert baseline(wide(), wide(), NONE, torch.tensor([0, 0]), turns=NONE, weights=wide()).shape == (0,)
+
+
+def test_no_other_baseline_leaves_a_smaller_weighted_square():
+    for rewards in itertools.product((0.0, 1.0), repeat=3):
+        returns, norms = wide(*rewards), wide(0.1, 2.0, 0.7)
+        values = baseline(returns, norms, torch.arange(3), torch.zeros(3, dtype=torch.int64))
+        power = [(norms * (returns - b).square()).sum() for b in (values[0], values[0] + 0.01, values[0] - 0.01)]
+        assert power[0] <= min(power[1:])

@@ -1,0 +1,162 @@
+import math
+
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from slipstream.learner.algorithms import token_masks
+
+m2po_mask, opsm_mask, covariance, clip_cov_mask, kl_cov_mask = (
+    jaxtyped(getattr(token_masks, name), typechecker=beartype)
+    for name in ("m2po_mask", "opsm_mask", "covariance", "clip_cov_mask", "kl_cov_mask")
+)
+
+
+def wide(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def dropped(mask: torch.Tensor) -> list[int]:
+    return (~mask).nonzero().flatten().tolist()
+
+
+def m2po_by_the_algorithm(log_ratio, advantages, threshold):
+    """Line by line: while the mean is too large, drop the largest."""
+    kept = torch.ones(len(log_ratio), dtype=torch.bool)
+    left = [i for i in range(len(log_ratio)) if advantages[i] * log_ratio[i] > 0]
+    while left and sum(float(log_ratio[i]) ** 2 for i in left) / len(left) > threshold:
+        largest = max(left, key=lambda i: float(log_ratio[i]) ** 2)
+        kept[largest] = False
+        left.remove(largest)
+    return kept
+
+
+def test_one_outlier_masks_only_itself():
+    log_ratio = torch.tensor([0.1, -0.1, 5.0, 0.05, 0.1])
+    assert dropped(m2po_mask(log_ratio, torch.ones(5), threshold=0.04)) == [2]
+
+
+def test_an_infinite_threshold_masks_none_and_zero_masks_every_candidate():
+    log_ratio, advantages = torch.tensor([3.0, -2.0, 1.0, 0.0]), torch.tensor([1.0, -1.0, -1.0, 1.0])
+    assert dropped(m2po_mask(log_ratio, advantages, threshold=math.inf)) == []
+    assert dropped(m2po_mask(log_ratio, advantages, threshold=0.0)) == [0, 1]
+
+
+def test_only_tokens_that_move_away_with_their_advantage_are_candidates():
+    log_ratio = torch.tensor([3.0, -3.0, 3.0, -3.0, 3.0])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
+    assert dropped(m2po_mask(log_ratio, advantages, threshold=0.04)) == [0, 3]
+
+
+def test_the_mean_is_over_the_candidates_that_are_left():
+    # Squares .01, .01, .16, .25: means of the prefixes .01, .01, .06, .1075.
+    log_ratio = wide(0.5, 0.1, 0.4, 0.1)
+    for threshold, expected in ((0.11, []), (0.1, [0]), (0.07, [0]), (0.05, [0, 2]), (0.005, [0, 1, 2, 3])):
+        assert dropped(m2po_mask(log_ratio, torch.ones_like(log_ratio), threshold=threshold)) == expected
+
+
+def test_a_mean_equal_to_the_threshold_is_kept():
+    assert dropped(m2po_mask(wide(0.5, 0.5), wide(1, 1), threshold=0.25)) == []
+
+
+def test_m2po_is_its_algorithm_line_by_line():
+    for seed in range(20):
+        log_ratio, advantages = torch.randn(2, 40, generator=seeded(seed), dtype=torch.float64).unbind()
+        threshold = 10 ** (-seed / 8)
+        mask = m2po_mask(log_ratio, advantages, threshold=threshold)
+        assert mask.equal(m2po_by_the_algorithm(log_ratio, advantages, threshold))
+
+
+def test_m2po_does_not_depend_on_the_order_of_tokens():
+    log_ratio, advantages = torch.randn(2, 40, generator=seeded()).unbind()
+    order = torch.randperm(40, generator=seeded(1))
+    mask = m2po_mask(log_ratio, advantages, threshold=0.1)
+    assert m2po_mask(log_ratio[order], advantages[order], threshold=0.1).equal(mask[order])
+
+
+def test_opsm_drops_the_blamed_sequences_that_have_drifted():
+    sequences = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+    log_ratio = wide(-1.0, -0.2, -1.0, -0.2, -1.0, 0.1, 9.0)
+    advantages = wide(-1, -1, 1, 1, -1, -1, -1)
+    mask = opsm_mask(log_ratio, advantages, sequences, num_sequences=4, delta=0.5)
+    assert dropped(mask) == [0, 1]
+    assert dropped(opsm_mask(log_ratio, advantages, sequences, num_sequences=4, delta=0.4)) == [0, 1, 4, 5]
+
+
+def test_opsm_means_do_not_depend_on_length_and_other_sequences():
+    log_ratio, delta = wide(-0.6, -0.2), 0.5
+    for copies in (1, 50):
+        values = torch.cat([log_ratio.repeat(copies), wide(-20, -20)])
+        sequences = torch.cat([torch.zeros(2 * copies, dtype=torch.int64), torch.tensor([1, 1])])
+        mask = opsm_mask(values, -torch.ones_like(values), sequences, num_sequences=2, delta=delta)
+        assert mask.tolist() == [True] * 2 * copies + [False] * 2
+
+
+def test_the_covariances_have_the_covariance_as_mean():
+    advantages, logprobs = torch.randn(2, 100, generator=seeded(), dtype=torch.float64).unbind()
+    expected = torch.cov(torch.stack([advantages, logprobs]), correction=0)[0, 1]
+    assert float(covariance(advantages, logprobs).mean()) == pytest.approx(float(expected))
+    assert covariance(wide(1, -1, 0), wide(-1, -3, -2)).tolist() == [1.0, 1.0, 0.0]
+
+
+def test_a_log_probability_that_is_not_finite_has_no_covariance():
+    values = covariance(wide(1, -1, 5, -5), wide(-1, -3, -math.inf, math.nan))
+    assert values.tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_clip_cov_draws_its_share_from_within_the_bounds():
+    covariances = torch.linspace(0, 10, 101)
+    mask = clip_cov_mask(covariances, share=0.05, low=1.0, high=5.0, generator=seeded())
+    assert len(dropped(mask)) == 5
+    assert all(1 <= float(covariances[i]) <= 5 for i in dropped(mask))
+
+
+def test_clip_cov_is_repeatable_and_differs_between_seeds():
+    covariances = torch.linspace(0, 10, 101)
+    masks = [clip_cov_mask(covariances, share=0.1, low=0.0, high=9.0, generator=seeded(seed)) for seed in (0, 0, 1)]
+    assert masks[0].equal(masks[1])
+    assert not masks[0].equal(masks[2])
+
+
+def test_clip_cov_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    clip_cov_mask(torch.linspace(0, 1, 10), share=0.5, low=0.0, high=1.0, generator=seeded())
+    assert torch.get_rng_state().equal(before)
+
+
+def test_clip_cov_takes_all_candidates_if_they_are_fewer_than_the_share():
+    mask = clip_cov_mask(wide(0, 2, 3, 9), share=0.9, low=1.0, high=5.0, generator=seeded())
+    assert dropped(mask) == [1, 2]
+
+
+def test_clip_cov_of_a_share_below_one_token_drops_none():
+    mask = clip_cov_mask(wide(2, 3), share=0.4, low=1.0, high=5.0, generator=seeded())
+    assert dropped(mask) == []
+
+
+def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals():
+    assert kl_cov_mask(wide(1, 3, 2, 3, -9), share=0.4).tolist() == [False, True, False, True, False]
+    assert kl_cov_mask(wide(3, 3, 3), share=0.4).tolist() == [True, False, False]
+    assert not kl_cov_mask(wide(3, 3), share=0.4).any()
+
+
+def test_no_tokens_have_no_masks():
+    nothing, none = wide(), torch.zeros(0, dtype=torch.int64)
+    assert m2po_mask(nothing, nothing, threshold=0.1).shape == (0,)
+    assert opsm_mask(nothing, nothing, none, num_sequences=0, delta=0.1).shape == (0,)
+    assert covariance(nothing, nothing).shape == (0,)
+    assert clip_cov_mask(nothing, share=0.5, low=0.0, high=1.0, generator=seeded()).shape == (0,)
+    assert kl_cov_mask(nothing, share=0.5).shape == (0,)
+
+
+def test_masks_carry_no_gradient():
+    log_ratio, advantages = torch.ones(3, requires_grad=True), torch.ones(3)
+    sequences = torch.zeros(3, dtype=torch.int64)
+    assert not m2po_mask(log_ratio, advantages, threshold=0.1).requires_grad
+    assert not opsm_mask(log_ratio, advantages, sequences, num_sequences=1, delta=0.1).requires_grad
+    assert not covariance(advantages, log_ratio).requires_grad

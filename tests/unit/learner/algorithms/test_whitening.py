@@ -1,0 +1,91 @@
+import pytest
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from slipstream.learner.algorithms import advantages
+
+whiten = jaxtyped(advantages.whiten, typechecker=beartype)
+
+EPSILON = 1e-8
+
+
+def wide(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_hand_computed_values():
+    assert whiten(wide(1, 3), epsilon=1e-12).tolist() == pytest.approx([-1, 1])
+    assert whiten(wide(0, 0, 0, 4), epsilon=1e-12).tolist() == pytest.approx([-(3**-0.5)] * 3 + [3**0.5])
+
+
+def test_mean_is_zero_and_the_population_variance_one():
+    torch.manual_seed(0)
+    values = whiten(50 + 3 * torch.randn(1000, dtype=torch.float64), epsilon=EPSILON)
+    assert values.mean().abs() < 1e-12
+    assert values.var(correction=0) == pytest.approx(1)
+
+
+def test_epsilon_stands_beside_the_deviation():
+    assert whiten(wide(0, 2), epsilon=3.0).tolist() == [-0.25, 0.25]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -1e6 / 7, 1e-30])
+def test_equal_values_give_exactly_zero(value, dtype):
+    values = torch.full((1001,), value, dtype=dtype)
+    assert whiten(values, epsilon=1e-30).eq(0).all()
+    assert whiten(values, epsilon=EPSILON, weights=torch.arange(1001, dtype=dtype)).eq(0).all()
+
+
+def test_one_value_gives_zero():
+    assert whiten(wide(5), epsilon=EPSILON).tolist() == [0]
+
+
+def test_no_values_give_none():
+    assert whiten(wide(), epsilon=EPSILON).shape == (0,)
+
+
+def test_shift_and_scale_do_not_matter_and_a_sign_does():
+    torch.manual_seed(0)
+    values = torch.randn(20, dtype=torch.float64)
+    assert torch.allclose(whiten(values, epsilon=EPSILON), whiten(9 * values - 4, epsilon=EPSILON), atol=1e-6)
+    assert torch.allclose(whiten(-values, epsilon=EPSILON), -whiten(values, epsilon=EPSILON), atol=1e-12)
+
+
+def test_order_does_not_matter():
+    torch.manual_seed(0)
+    values, weights, order = torch.randn(20).double(), torch.rand(20).double(), torch.randperm(20)
+    moved = whiten(values[order], epsilon=EPSILON, weights=weights[order])
+    assert torch.allclose(whiten(values, epsilon=EPSILON, weights=weights)[order], moved, atol=1e-12)
+
+
+def test_a_weight_is_a_number_of_repetitions():
+    values, lengths = wide(3, -1, 4, 1), torch.tensor([2, 7, 1, 8])
+    tokens = whiten(values.repeat_interleave(lengths), epsilon=EPSILON)
+    trajectories = whiten(values, epsilon=EPSILON, weights=lengths.double())
+    assert torch.allclose(trajectories.repeat_interleave(lengths), tokens, atol=1e-12)
+
+
+def test_only_the_proportion_of_weights_counts():
+    values, weights = wide(3, -1, 4, 1), wide(1, 2, 3, 4)
+    small = whiten(values, epsilon=EPSILON, weights=weights / 1000)
+    assert torch.allclose(small, whiten(values, epsilon=EPSILON, weights=weights), atol=1e-9)
+
+
+@pytest.mark.parametrize("poison", [1e30, float("inf"), float("nan")])
+def test_a_value_without_weight_changes_nothing_and_becomes_zero(poison):
+    values, weights = wide(3, -1, 4), wide(1, 2, 3)
+    more = whiten(torch.cat([values, wide(poison)]), epsilon=EPSILON, weights=torch.cat([weights, wide(0)]))
+    assert torch.allclose(more[:3], whiten(values, epsilon=EPSILON, weights=weights), atol=1e-12)
+    assert more[3] == 0
+
+
+def test_weights_that_are_all_zero_give_zeros():
+    assert whiten(wide(1, 2), epsilon=EPSILON, weights=wide(0, 0)).tolist() == [0, 0]
+
+
+def test_float32_values_far_from_zero_keep_their_spread():
+    values = whiten(torch.tensor([10000.0, 10001.0, 10002.0, 10003.0]), epsilon=EPSILON)
+    expected = torch.tensor([-3.0, -1.0, 1.0, 3.0]) / 5**0.5
+    assert torch.allclose(values, expected, atol=1e-6)

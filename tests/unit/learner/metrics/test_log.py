@@ -1,0 +1,123 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.store import EvaluationResult
+from slipstream.configs.load import load
+from slipstream.learner.metrics.log import MetricsLog
+from slipstream.runtime.run_folder import RunFolder
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def evaluated(accuracy: float) -> dict:
+    counts = {"version": 1, "num_prompts": 100, "num_answered": 100, "num_correct": round(100 * accuracy)}
+    return {p: EvaluationResult(id=p, purpose=p, **counts) for p in ("sampled", "greedy")}
+
+
+def train(folder: RunFolder, steps: range, *, lag: float, accuracy: dict[int, float] | None = None) -> dict:
+    """A second a step, a thousand tokens each; returns the summary."""
+    clock, store = FakeClock(), MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=1, seed=0)
+    record = MetricsLog(load(["experiment=digits_cpu"]), folder=folder, store=store, clock=clock)
+    record.start_training(step=steps.start - 1)
+    for step in steps:
+        clock.now += 1.0
+        metrics = {"learner/tokens": 1000.0, "learner/reward_mean": 0.5, "lag/mean": lag, "lag/max": int(lag)}
+        found = evaluated(accuracy[step]) if accuracy and step in accuracy else None
+        record.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={})
+    record.end_training()
+    record.write_summary(step=steps.stop - 1, after=evaluated(0.95))
+    return json.loads((folder.path / "summary.json").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(load(["experiment=digits_cpu", f"runs_dir={tmp_path}"]))
+    folder.path.mkdir()
+    return folder
+
+
+def test_the_summary_of_a_resumed_run_is_of_the_whole_run(folder: RunFolder):
+    train(folder, range(1, 91), lag=2.0, accuracy={20: 0.5, 50: 0.95})
+    summary = train(folder, range(91, 101), lag=1.0)
+    assert summary["seconds_to_0.9"] == 50
+    assert summary["train_seconds"] == 100
+    assert summary["lag_mean"] == pytest.approx(1.9)
+    assert summary["lag_max"] == 2
+    assert summary["learner_tokens_per_s"] == pytest.approx(1000)
+
+
+def test_rows_that_are_done_again_count_once(folder: RunFolder):
+    train(folder, range(1, 91), lag=2.0)
+    summary = train(folder, range(51, 101), lag=1.0)
+    assert summary["lag_mean"] == pytest.approx(1.5)
+    assert summary["steps"] == 100
+
+
+class GeneratorScene:
+    """A record of a run whose generators say how much they have generated."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.clock = FakeClock()
+        self.store = MemoryStore(clock=self.clock)
+        self.store.open_run("run", config_json="{}", num_rows=1, seed=0)
+        self.record = MetricsLog(load(["experiment=digits_cpu"]), folder=folder, store=self.store, clock=self.clock)
+
+    def tell(self, **tokens: float | None) -> None:
+        """What each has generated since it started, at 100 tokens/s; None: it has left."""
+        for name, total in tokens.items():
+            here = {"state": "ready", "tokens": total, "tokens_per_s": 100.0}
+            self.store.report_role(name, {"role": "generator", **({"state": "gone"} if total is None else here)})
+
+    def step(self, number: int) -> float:
+        """A second passes; returns the speed of the row."""
+        self.clock.now += 1.0
+        metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
+        self.record.add_step(step=number, version=number, metrics=metrics, published=None, evaluated=None, times={})
+        return float(self.store.metrics().rows[-1]["generators/tokens_per_s"])
+
+    def generated_tokens_per_s(self) -> float:
+        self.record.end_training()
+        self.record.write_summary(step=1, after=evaluated(0.95))
+        return float(json.loads((self.folder.path / "summary.json").read_text())["generated_tokens_per_s"])
+
+
+def test_generators_that_leave_restart_and_join_are_counted_for_what_they_generated(folder: RunFolder):
+    scene = GeneratorScene(folder)
+    scene.tell(leaves=5000, restarts=9000, stays=700)
+    scene.record.start_training(step=0)
+    scene.tell(leaves=5100, restarts=9200, stays=800)
+    scene.step(1)
+    scene.tell(leaves=None, restarts=50, stays=900, joins=30)
+    scene.step(2)
+    assert scene.generated_tokens_per_s() == (100 + 200 + 100 + 50 + 100 + 30) / 2
+
+
+def test_what_came_after_the_last_step_counts_until_training_ends(folder: RunFolder):
+    scene = GeneratorScene(folder)
+    scene.record.start_training(step=0)
+    scene.step(1)
+    scene.tell(late=40)
+    assert scene.generated_tokens_per_s() == 40
+
+
+def test_the_speed_of_generators_is_that_of_those_that_live(folder: RunFolder):
+    scene = GeneratorScene(folder)
+    scene.record.start_training(step=0)
+    scene.tell(falls_silent=1.0, leaves=1.0, stays=1.0)
+    assert scene.step(1) == 300.0
+    scene.tell(leaves=None)
+    assert scene.step(2) == 200.0
+    scene.clock.now += 8.0
+    scene.tell(stays=2.0)
+    assert scene.step(3) == 100.0

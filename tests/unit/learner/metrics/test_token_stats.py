@@ -1,0 +1,269 @@
+import math
+
+import pytest
+import torch
+
+from slipstream.learner.metrics.step_metrics import TOKEN_METRICS, StepMetrics
+from slipstream.learner.metrics.token_stats import (
+    LAG_BUCKETS,
+    TokenStats,
+    count_tokens,
+    describe,
+    describe_by_lag,
+    lag_buckets,
+    no_counts,
+)
+from tests.unit.learner.builders import make_alone
+
+FIELDS = ("log_ratio", "learner_logprobs", "generator_logprobs", "weights", "entropies", "reference_kl")
+FLAGS = ("is_bounded", "is_kept", "is_idle")
+
+
+class BothRanks:
+    """Two ranks that hold the same: sums double, maxima stay."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return 2 * values
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
+class Other:
+    """A rank whose every number is added to this one's, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.heard: list[torch.Tensor] = []
+        self.is_talking = False
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        return self._meet(values, torch.add)
+
+    def max(self, values: torch.Tensor) -> torch.Tensor:
+        return self._meet(values, torch.maximum)
+
+    def _meet(self, values, join):
+        if self.is_talking:
+            return join(values, self.heard.pop(0))
+        self.heard.append(values)
+        return values
+
+
+def make_facts(num_tokens: int, **overrides) -> TokenStats:
+    """On policy, one trajectory, probability 1/4 everywhere."""
+    columns = {
+        "log_ratio": torch.zeros(num_tokens),
+        "learner_logprobs": torch.full((num_tokens,), 0.25).log(),
+        "generator_logprobs": torch.full((num_tokens,), 0.25).log(),
+        "weights": torch.ones(num_tokens),
+        "is_bounded": torch.zeros(num_tokens, dtype=torch.bool),
+        "is_kept": torch.ones(num_tokens, dtype=torch.bool),
+        "is_idle": torch.zeros(num_tokens, dtype=torch.bool),
+        "entropies": torch.ones(num_tokens),
+        "reference_kl": torch.zeros(num_tokens),
+        "lags": torch.zeros(num_tokens, dtype=torch.int64),
+        "sequences": torch.zeros(num_tokens, dtype=torch.int64),
+    } | overrides
+    num_sequences = int(columns["sequences"].max()) + 1 if num_tokens else 0
+    return TokenStats(**columns, num_sequences=num_sequences)
+
+
+def make_random(*, seed: int = 0, num_sequences: int = 12) -> TokenStats:
+    """Trajectories of one to six tokens with everything that may happen to one."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 7, (num_sequences,), generator=generator)
+    sequences = torch.arange(num_sequences).repeat_interleave(lengths)
+    count = len(sequences)
+    floats = {name: torch.rand(count, generator=generator) for name in FIELDS}
+    flags = {name: torch.rand(count, generator=generator) < 0.5 for name in FLAGS}
+    floats |= {name: -3 * floats[name] for name in ("learner_logprobs", "generator_logprobs")}
+    floats["generator_logprobs"][3] = -math.inf
+    lags = torch.randint(0, 20, (count,), generator=generator)
+    return make_facts(count, **floats, **flags, lags=lags, sequences=sequences)
+
+
+def take(facts: TokenStats, chosen: torch.Tensor) -> TokenStats:
+    """The trajectories [K] alone."""
+    is_own = torch.isin(facts.sequences, chosen)
+    _, sequences = torch.unique(facts.sequences[is_own], return_inverse=True)
+    columns = {name: getattr(facts, name)[is_own] for name in (*FIELDS, *FLAGS, "lags")}
+    return make_facts(int(is_own.sum()), **columns, sequences=sequences)
+
+
+def described(*facts: TokenStats) -> dict[str, float]:
+    tally = StepMetrics()
+    for part in facts:
+        tally.add(part, loss=torch.tensor(1.0))
+    return tally.report(make_alone(), num_updates=1)
+
+
+HAND = make_facts(
+    3,
+    log_ratio=torch.tensor([1.0, 0.25, 3.0]).log(),
+    learner_logprobs=torch.tensor([0.5, 0.125, 0.75]).log(),
+    generator_logprobs=torch.tensor([0.25, 0.5, 0.75]).log(),
+    weights=torch.tensor([2.0, 0.25, 1.0]),
+    is_bounded=torch.tensor([True, False, False]),
+    is_kept=torch.tensor([True, True, False]),
+    is_idle=torch.tensor([True, False, True]),
+    entropies=torch.tensor([1.0, 2.0, 0.0]),
+    reference_kl=torch.tensor([0.0, 0.3, 0.3]),
+    lags=torch.tensor([0, 3, 1]),
+    sequences=torch.tensor([0, 0, 1]),
+)
+"""Ratios learner/generator 2, 1/4 and 1; trajectories of two tokens and of one."""
+
+
+def test_every_number_of_tokens_by_hand():
+    found = describe(count_tokens(HAND))
+    assert set(found) == set(TOKEN_METRICS)
+    expected = {
+        "tokens": 3,
+        "ratio_mean": (1 + 0.25 + 3) / 3,
+        "ratio_max": 3,
+        "ratio_tail_fraction": 2 / 3,
+        "idle_fraction": 2 / 3,
+        "kept_fraction": 2 / 3,
+        "weight_mean": 3.25 / 3,
+        "weight_std": math.sqrt((4 + 0.0625 + 1) / 3 - (3.25 / 3) ** 2),
+        "weight_min": 0.25,
+        "weight_max": 2,
+        "weight_changed_fraction": 1 / 3,
+        "mismatch_k1": math.log(2) / 3,
+        "mismatch_k3": ((2 - 1 - math.log(2)) + (0.25 - 1 + math.log(4))) / 3,
+        "mismatch_mean": math.log(8) / 3,
+        "mismatch_max": math.log(4),
+        "mismatch_p99": math.log(4),
+        "mismatch_ratio_mean": 3.25 / 3,
+        "probability_gap_mean": (0.25 + 0.375) / 3,
+        "probability_gap_max": 0.375,
+        "ess": 3.25**2 / (3 * (4 + 0.0625 + 1)),
+        "chi2": (4 + 0.0625 + 1) / 3 - 1,
+        "nonfinite_fraction": 0,
+        "entropy": 1,
+        "reference_kl": 0.2,
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert math.log(2) <= found["mismatch_p50"] <= 1.12 * math.log(2)
+    # A probability that has doubled is not in the tail yet, but for rounding.
+    assert found["mismatch_tail_fraction"] in (pytest.approx(1 / 3), pytest.approx(2 / 3))
+
+
+def test_every_number_of_trajectories_by_hand():
+    found = describe(count_tokens(HAND))
+    products = (0.5, 1.0)
+    squares = sum(product**2 for product in products)
+    assert found["ess_trajectories"] == pytest.approx(sum(products) ** 2 / (2 * squares))
+    assert found["chi2_trajectories"] == pytest.approx(squares / 2 - 1)
+    assert found["perplexity_ratio"] == pytest.approx((math.sqrt(2) + 1) / 2)
+    assert found["kept_trajectories_fraction"] == 0.5
+    assert found["idle_trajectories_fraction"] == 0.5
+
+
+def test_tokens_are_split_by_their_own_lag_and_trajectories_by_that_of_the_oldest():
+    found = describe_by_lag(count_tokens(HAND))
+    assert {key.partition("/")[0] for key in found} == {"0", "1", "2-3"}
+    assert [found[f"{bucket}/tokens"] for bucket in ("0", "1", "2-3")] == [1, 1, 1]
+    assert found["0/mismatch_k1"] == pytest.approx(-math.log(2))
+    assert found["2-3/mismatch_k1"] == pytest.approx(math.log(4))
+    assert found["1/mismatch_k3"] == pytest.approx(0, abs=1e-12)
+    assert found["2-3/weight_max"] == found["2-3/weight_min"] == 0.25
+    assert found["2-3/perplexity_ratio"] == pytest.approx(math.sqrt(2))
+    assert found["1/ess_trajectories"] == 1
+    assert "0/ess_trajectories" not in found
+
+
+def test_the_buckets_are_those_named():
+    lags = torch.tensor([0, 1, 2, 3, 4, 7, 8, 15, 16, 1000])
+    names = [list(LAG_BUCKETS)[place] for place in lag_buckets(lags)]
+    assert names == ["0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "8-15", "16+", "16+"]
+
+
+def test_the_buckets_add_up_to_the_whole():
+    counts = count_tokens(make_random())
+    whole, parts = describe(counts), describe_by_lag(counts)
+    for name in ("ratio_mean", "mismatch_k1", "mismatch_k3", "entropy", "weight_mean", "probability_gap_mean"):
+        weighted = sum(parts[f"{b}/tokens"] * parts[f"{b}/{name}"] for b in LAG_BUCKETS if f"{b}/tokens" in parts)
+        assert weighted / whole["tokens"] == pytest.approx(whole[name])
+    assert max(value for key, value in parts.items() if key.endswith("/mismatch_max")) == whole["mismatch_max"]
+
+
+@pytest.mark.parametrize("sizes", [(12,), (1, 11), (4, 4, 4), (0, 12), (1,) * 12])
+def test_the_split_into_microbatches_changes_nothing(sizes):
+    facts = make_random()
+    parts = [take(facts, chosen) for chosen in torch.arange(12).split(list(sizes))]
+    found, whole = described(*parts), described(facts)
+    assert found.pop("learner/loss") == len(sizes)
+    assert whole.pop("learner/loss") == 1
+    assert found == pytest.approx(whole, rel=1e-12)
+
+
+def test_two_ranks_find_what_one_finds():
+    facts, other = make_random(), Other()
+    mine, theirs = StepMetrics(), StepMetrics()
+    theirs.add(take(facts, torch.arange(5)), loss=torch.tensor(0.5))
+    mine.add(take(facts, torch.arange(5, 12)), loss=torch.tensor(0.5))
+    theirs.report(other, num_updates=1)
+    other.is_talking = True
+    assert mine.report(other, num_updates=1) == pytest.approx(described(facts), rel=1e-12)
+
+
+def test_a_rank_without_a_token_changes_nothing():
+    facts, other = make_random(), Other()
+    StepMetrics().report(other, num_updates=1)
+    other.is_talking = True
+    tally = StepMetrics()
+    tally.add(facts, loss=torch.tensor(1.0))
+    assert tally.report(other, num_updates=1) == pytest.approx(described(facts), rel=1e-12)
+
+
+def test_ranks_count_twice_what_both_hold():
+    tally = StepMetrics()
+    tally.add(HAND, loss=torch.tensor(1.0))
+    tally.count_forward(8)
+    report = tally.report(BothRanks(), num_updates=1)
+    assert report["learner/tokens"] == 6
+    assert report["learner/computed_tokens"] == 16
+    assert report["learner/ess"] == pytest.approx(described(HAND)["learner/ess"])
+
+
+def test_of_no_token_there_is_nothing_to_tell():
+    assert describe(no_counts()) == describe(count_tokens(make_facts(0))) == {}
+    assert StepMetrics().report(make_alone(), num_updates=0) == {
+        "learner/loss": 0,
+        "learner/computed_tokens": 0,
+        "learner/tokens": 0,
+        "learner/reference_kl": 0,
+    }
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_is_neutral_and_counted(poison):
+    clean, found = make_facts(4), make_facts(4)
+    found.generator_logprobs[2] = poison
+    expected = describe(count_tokens(clean)) | {"nonfinite_fraction": 0.25}
+    assert describe(count_tokens(found)) == pytest.approx(expected)
+
+
+def test_a_huge_mismatch_stays_a_finite_number():
+    facts = make_facts(50, learner_logprobs=torch.zeros(50), generator_logprobs=torch.full((50,), -100.0))
+    found = describe(count_tokens(facts))
+    assert all(math.isfinite(value) for value in found.values())
+    assert found["mismatch_max"] == found["mismatch_p99"] == 20
+    assert (found["ess"], found["ess_trajectories"]) == pytest.approx((1, 1))
+
+
+def test_the_mismatch_of_numerics_is_not_lost_in_rounding():
+    distance = torch.full((1000,), 1e-4)
+    facts = make_facts(1000, learner_logprobs=-1 - distance, generator_logprobs=torch.full((1000,), -1.0))
+    assert describe(count_tokens(facts))["mismatch_k3"] == pytest.approx(0.5e-8, rel=1e-2)
+
+
+def test_quantiles_are_at_most_an_eighth_too_high():
+    distances = torch.logspace(-5, 0, 1001)
+    facts = make_facts(1001, learner_logprobs=-1 - distances, generator_logprobs=torch.full((1001,), -1.0))
+    found = describe(count_tokens(facts))
+    for name, share in (("mismatch_p50", 0.5), ("mismatch_p99", 0.99)):
+        exact = float(distances.quantile(share))
+        assert 0.98 * exact <= found[name] <= 1.13 * exact
+    assert found["mismatch_max"] == pytest.approx(1.0, rel=1e-4)

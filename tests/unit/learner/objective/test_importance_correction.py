@@ -1,0 +1,107 @@
+import pytest
+import torch
+
+from slipstream.configs.correction import CorrectionConfig, LagBoundConfig, RejectionConfig
+from slipstream.learner.batching.batch import Tokens
+from slipstream.learner.objective.importance_correction import correct
+
+SEQUENCES = torch.tensor([0, 0, 1, 1])
+DRIFT = torch.tensor([1.0, 4.0, 0.25, 1.0]).log()
+
+
+def corrected(drift=DRIFT, lags=(0, 0, 0, 0), learner_log_ratio=None, **settings):
+    tokens = Tokens(
+        sequences=SEQUENCES,
+        generator_logprobs=torch.zeros(4),
+        lags=torch.tensor(lags),
+        turns=torch.zeros(4, dtype=torch.int64),
+        positions=torch.tensor([0, 1, 0, 1]),
+        positions_in_turn=torch.tensor([0, 1, 0, 1]),
+    )
+    learner_log_ratio = drift if learner_log_ratio is None else learner_log_ratio
+    return correct(
+        drift, tokens, learner_log_ratio=learner_log_ratio, num_sequences=2, config=CorrectionConfig(**settings)
+    )
+
+
+def test_without_a_level_every_token_counts_once():
+    found = corrected(level="none")
+    assert found.weights.tolist() == [1, 1, 1, 1]
+    assert found.is_kept.all()
+    assert not found.is_bounded.any()
+
+
+def test_truncated_weights_are_reported_as_bounded():
+    found = corrected(level="token", high=2.0, low=0.5)
+    assert found.weights.tolist() == [1, 2, 0.5, 1]
+    assert found.is_bounded.tolist() == [False, True, True, False]
+
+
+def test_masked_weights_are_zero_and_stay_in_the_count():
+    found = corrected(level="token", high=2.0, low=0.5, bound="mask")
+    assert found.weights.tolist() == [1, 0, 0, 1]
+    assert found.is_bounded.tolist() == [False, True, True, False]
+    assert found.is_kept.all()
+
+
+def test_a_sequence_is_bounded_as_one():
+    found = corrected(level="sequence", high=2.0)
+    assert found.weights.tolist() == pytest.approx([2, 2, 0.25, 0.25])
+    assert found.is_bounded.tolist() == [True, True, False, False]
+
+
+def test_normalised_weights_have_the_mean_one_over_what_they_belong_to():
+    by_token = corrected(level="token", high=2.0, normalise=True)
+    assert by_token.weights.tolist() == pytest.approx([1 / 1.0625, 2 / 1.0625, 0.25 / 1.0625, 1 / 1.0625])
+    by_sequence = corrected(level="sequence", high=2.0, normalise=True)
+    assert by_sequence.weights.tolist() == pytest.approx([2 / 1.125, 2 / 1.125, 0.25 / 1.125, 0.25 / 1.125])
+
+
+def test_the_bound_of_a_sequence_is_that_of_its_oldest_token():
+    stricter = [LagBoundConfig(min_lag=4, high=1.5)]
+    assert corrected(lags=(0, 4, 0, 0), level="token", high=3.0, by_lag=stricter).weights.tolist() == [1, 1.5, 0.25, 1]
+    by_sequence = corrected(lags=(4, 0, 0, 0), level="sequence", high=3.0, by_lag=stricter)
+    assert by_sequence.weights.tolist() == pytest.approx([1.5, 1.5, 0.25, 0.25])
+
+
+def test_both_bounds_may_follow_the_lag_and_what_an_entry_lacks_stays():
+    by_lag = [LagBoundConfig(min_lag=2, low=0.5), LagBoundConfig(min_lag=4, high=1.5)]
+    found = corrected(lags=(0, 4, 2, 4), level="token", high=3.0, by_lag=by_lag)
+    assert found.weights.tolist() == [1, 1.5, 0.5, 1]
+    assert found.is_bounded.tolist() == [False, True, True, False]
+
+
+def test_bounds_of_rejection_follow_the_lag_of_what_is_judged():
+    by_token = RejectionConfig(over="token", low=0.5, high=2.0, by_lag=[LagBoundConfig(min_lag=3, low=0.2, high=5.0)])
+    assert corrected(lags=(0, 3, 0, 0), reject=[by_token]).is_kept.tolist() == [True, True, False, True]
+    assert corrected(lags=(0, 0, 3, 0), reject=[by_token]).is_kept.tolist() == [True, False, True, True]
+    # The products are 4 and 1/4; a trajectory is as old as its oldest token.
+    whole = RejectionConfig(over="sum", high=2.0, by_lag=[LagBoundConfig(min_lag=3, high=5.0)])
+    assert corrected(lags=(3, 0, 0, 0), reject=[whole]).is_kept.tolist() == [True, True, True, True]
+    assert corrected(lags=(0, 0, 3, 0), reject=[whole]).is_kept.tolist() == [False, False, True, True]
+
+
+def test_weights_are_the_proximal_policys_and_rejections_the_learners():
+    entry = RejectionConfig(over="token", high=2.0)
+    found = corrected(learner_log_ratio=torch.zeros(4), level="token", high=2.0, reject=[entry], veto=(0.5, 2.0))
+    assert found.weights.tolist() == [1, 2, 0.25, 1]
+    assert found.is_kept.all()
+    found = corrected(torch.zeros(4), learner_log_ratio=DRIFT, level="token", reject=[entry])
+    assert found.weights.tolist() == [1, 1, 1, 1]
+    assert found.is_kept.tolist() == [True, False, True, True]
+
+
+def test_a_token_stays_when_every_entry_keeps_it():
+    low = RejectionConfig(statistic="k1", over="token", low=0.5)
+    high = RejectionConfig(statistic="k1", over="token", high=2.0)
+    assert corrected(reject=[low]).is_kept.tolist() == [True, True, False, True]
+    assert corrected(reject=[high]).is_kept.tolist() == [True, False, True, True]
+    assert corrected(reject=[low, high]).is_kept.tolist() == [True, False, False, True]
+    assert corrected(reject=[high], veto=(0.5, 10.0)).is_kept.tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("statistic", "high"), [("k2", 0.9), ("k3", 1.0)])
+def test_each_statistic_judges_a_trajectory_by_its_largest_token(statistic, high):
+    # k2: ln(4)^2 / 2 = 0.96 of both; k3: 4 - 1 - ln 4 = 1.61, and 1/4 - 1 + ln 4 = 0.64.
+    entry = RejectionConfig(statistic=statistic, over="max", high=high)
+    assert corrected(reject=[entry]).is_kept.tolist() == [False, False, statistic == "k3", statistic == "k3"]

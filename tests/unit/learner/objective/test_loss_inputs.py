@@ -1,0 +1,147 @@
+import msgspec
+import pytest
+import torch
+
+from slipstream.buffer.trajectory import Reward, VersionSpan
+from slipstream.configs.advantages import DrGrpoConfig, GdpoConfig, OptimalTokenBaselineConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.correction import CorrectionConfig, RejectionConfig
+from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
+from slipstream.learner.batching.build_batch import build_batch
+from slipstream.learner.objective.loss_inputs import describe, judge
+from slipstream.learner.objective.state import ObjectiveState
+from slipstream.learner.objective.token_selection import choose
+from tests.unit.learner.builders import VOCABULARY, make_groups, make_response
+
+
+def batch_of(groups, *, num_updates: int = 1, weights=None):
+    return build_batch(
+        groups,
+        learner_version=0,
+        max_lags=[None] * len(groups),
+        weights=weights or [1.0] * len(groups),
+        num_updates=num_updates,
+        vocab_size=VOCABULARY,
+    ).batch
+
+
+def judged(groups, *, num_updates: int = 1, weights=None, **settings):
+    config = AlgorithmConfig(**({"advantage": DrGrpoConfig()} | settings))
+    batch = batch_of(groups, num_updates=num_updates, weights=weights)
+    return judge(batch, config=config, memory=ObjectiveState(), max_tokens=8)
+
+
+def of_trajectories(batch, column):
+    first = [int((batch.tokens.sequences == index).nonzero()[0]) for index in range(batch.num_trajectories)]
+    return getattr(batch.tokens, column)[first].tolist()
+
+
+def test_advantages_are_those_of_the_own_group():
+    groups = [
+        [make_response(0, 0, reward=1.0), make_response(0, 1, reward=3.0)],
+        [make_response(1, 0, reward=70.0), make_response(1, 1, reward=80.0)],
+    ]
+    assert of_trajectories(judged(groups), "advantages") == [-1, 1, -5, 5]
+
+
+def test_token_weights_count_over_the_whole_update():
+    groups = [[make_response(0, 0, response=(5, 6)), make_response(0, 1, response=(5, 6, 7, 1))]]
+    assert of_trajectories(judged(groups), "token_weights") == pytest.approx([1 / 6, 1 / 6])
+
+
+def test_each_update_has_denominators_of_its_own():
+    groups = [[make_response(0, 0, response=(5, 6))], [make_response(1, 0, response=(5, 6, 7, 1))]]
+    assert of_trajectories(judged(groups, num_updates=2), "token_weights") == pytest.approx([1 / 2, 1 / 4])
+
+
+def test_a_groups_weight_multiplies_the_weight_of_its_tokens():
+    groups = make_groups(num_groups=2, group_size=2)
+    plain, weighed = judged(groups), judged(groups, weights=[1.0, 0.25])
+    ratios = torch.tensor(of_trajectories(weighed, "token_weights")) / torch.tensor(
+        of_trajectories(plain, "token_weights")
+    )
+    assert ratios.tolist() == pytest.approx([1.0, 1.0, 0.25, 0.25])
+
+
+def test_a_group_that_is_drawn_for_less_is_imitated_for_less():
+    right = Reward(total=1.0, is_correct=True)
+    groups = [[make_response(group, index) for index in range(2)] for group in range(2)]
+    groups = [[msgspec.structs.replace(member, reward=right) for member in group] for group in groups]
+    settings = {"positive_nll_coefficient": 0.5}
+    plain, weighed = judged(groups, **settings), judged(groups, weights=[1.0, 0.25], **settings)
+    own = plain.tokens.sequences >= 2
+    assert plain.tokens.nll_weights[own].any()
+    assert weighed.tokens.nll_weights[own].equal(0.25 * plain.tokens.nll_weights[own])
+    assert weighed.tokens.nll_weights[~own].equal(plain.tokens.nll_weights[~own])
+
+
+def test_after_a_rejection_the_baseline_still_has_who_was_masked_for_its_length():
+    cut = make_response(0, 2, reward=0.0, stop_reason="length")
+    groups = [[make_response(0, 0, reward=1.0), make_response(0, 1, reward=0.0), cut]]
+    config = AlgorithmConfig(advantage=DrGrpoConfig(), correction=CorrectionConfig(rebaseline=True))
+    batch = build_batch(
+        groups,
+        learner_version=0,
+        max_lags=[None],
+        weights=[1.0],
+        num_updates=1,
+        vocab_size=VOCABULARY,
+        masks_truncated=True,
+    ).batch
+    batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs)
+    found = judge(batch, config=config, memory=ObjectiveState(), max_tokens=8)
+    assert found.tokens.advantages.unique().tolist() == pytest.approx([-1 / 3, 2 / 3])
+
+
+def test_a_description_of_no_token_is_zeros():
+    batch = judged(make_groups())
+    empty = batch.select(torch.zeros(batch.num_trajectories, dtype=torch.bool))
+    assert set(describe(empty).values()) == {0.0}
+
+
+def test_what_is_decided_on_the_whole_batch_needs_the_start_of_the_step():
+    assert AlgorithmConfig(correction=CorrectionConfig(normalise=True)).needs_start_logprobs
+
+
+def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():
+    def scored(group, index, parts):
+        return msgspec.structs.replace(make_response(group, index), reward=Reward(total=0.3, parts=parts))
+
+    groups = [
+        [scored(0, i, {"a": 0.1, "b": 0.2}) for i in range(3)],
+        [scored(1, i, {"a": 0.1, "b": i}) for i in (0, 1, 3)],
+    ]
+    found = judged(groups, advantage=GdpoConfig())
+    assert of_trajectories(found, "advantages")[:3] == [0, 0, 0]
+    assert of_trajectories(found, "advantages")[3:] != [0, 0, 0]
+
+
+def test_a_token_baseline_compares_tokens_at_the_same_place_though_older_ones_are_gone():
+    old = make_response(0, 0, reward=1.0, version_spans=[VersionSpan(4, 0), VersionSpan(6, 9)])
+    groups = [[old, make_response(0, 1, reward=0.0, version=9)]]
+    batch = build_batch(
+        groups, learner_version=9, max_lags=[2], weights=[1.0], num_updates=1, vocab_size=VOCABULARY
+    ).batch
+    batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs, collisions=torch.full((6,), 0.5))
+    config = AlgorithmConfig(advantage=OptimalTokenBaselineConfig())
+    found = judge(batch, config=config, memory=ObjectiveState(), max_tokens=8).tokens.advantages
+    # The last two tokens of either have company, the first two of the young one have none.
+    assert (found[:2] > 0).all()
+    assert found[2:4].tolist() == [0, 0]
+    assert (found[4:] < 0).all()
+
+
+def test_tokens_are_chosen_among_those_that_the_correction_leaves():
+    batch = batch_of(make_groups())
+    tokens = batch.tokens
+    drift = torch.where(torch.arange(len(tokens.sequences)) % 4 == 0, 1.0, 0.01)
+    start = tokens.generator_logprobs + drift
+    batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
+    rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)])
+    masked = AlgorithmConfig(advantage=DrGrpoConfig(), masks=[M2poConfig(threshold=0.05)], correction=rejects)
+    found = judge(batch, config=masked, memory=ObjectiveState(), max_tokens=8)
+    assert choose(found, config=masked, update=0, seed=0).tokens.is_trusted.all(), "what is far is rejected already"
+    penalised = AlgorithmConfig(advantage=DrGrpoConfig(), policy_loss=KlCovConfig(share=0.5), correction=rejects)
+    chosen = choose(found, config=penalised, update=0, seed=0).tokens.is_selected
+    assert not chosen[drift == 1].any()
+    assert int(chosen.sum()) == int((drift < 1).sum()) // 2

@@ -1,0 +1,285 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import KlConfig
+from slipstream.configs.correction import CorrectionConfig, RejectionConfig
+from slipstream.configs.policy_losses import GmpoConfig, GspoConfig, PpoClipConfig, ReinforceConfig, ToprConfig
+from slipstream.learner.batching.batch import Tokens
+from slipstream.learner.metrics.step_metrics import METRICS, StepMetrics
+from slipstream.learner.objective.objective import Objective
+from tests.unit.learner.builders import documented, make_alone
+
+TRUNCATED, NONE = CorrectionConfig(high=2.0), CorrectionConfig(level="none", high=None)
+CORRECTIONS = [TRUNCATED, CorrectionConfig(bound="mask", low=0.5, high=5.0), NONE]
+POLICY_LOSSES = [PpoClipConfig(), ReinforceConfig()]
+
+
+def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
+    torch.manual_seed(0)
+    columns = {
+        "sequences": torch.arange(num_tokens),
+        "turns": torch.zeros(num_tokens, dtype=torch.int64),
+        "positions": torch.zeros(num_tokens, dtype=torch.int64),
+        "positions_in_turn": torch.zeros(num_tokens, dtype=torch.int64),
+        "lags": torch.zeros(num_tokens, dtype=torch.int64),
+        "generator_logprobs": -torch.rand(num_tokens),
+        "advantages": torch.randn(num_tokens),
+        "token_weights": torch.full((num_tokens,), 1 / num_tokens),
+    }
+    return Tokens(**(columns | overrides))
+
+
+def loss_of(config, tokens, logprobs, *, proximal=None, reference=None, entropies=None, tally=None):
+    entropies = torch.zeros_like(logprobs) if entropies is None else entropies
+    tokens = tokens.replace(start_logprobs=proximal, reference_logprobs=reference)
+    measured = {"logprobs": logprobs, "entropies": entropies}
+    return Objective(config, max_tokens=8).loss(tokens, measured, tally=tally or StepMetrics())
+
+
+def gradient(config, tokens, logprobs, **settings):
+    leaf = logprobs.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss_of(config, tokens, leaf, **settings), leaf)
+    return found
+
+
+def test_decoupled_ppo_by_hand():
+    tokens = make_tokens(
+        3,
+        generator_logprobs=torch.tensor([0.5, 0.1, 0.4]).log(),
+        advantages=torch.tensor([1.0, 1.0, -2.0]),
+        token_weights=torch.ones(3),
+    )
+    proximal, learner = torch.tensor([0.25, 0.5, 0.4]).log(), torch.tensor([0.25, 0.9, 0.2]).log()
+    config = AlgorithmConfig(policy_loss=PpoClipConfig(clip_low=0.2, clip_high=0.2), correction=TRUNCATED)
+    # weights 0.5, min(5, 2), 1; ratios 1, 1.8 (clipped to 1.2), 0.5 (clipped to 0.8)
+    expected = -(0.5 * 1.0 + 2.0 * 1.2 + 1.0 * 0.8 * -2.0)
+    assert loss_of(config, tokens, learner, proximal=proximal).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("policy_loss", "correction"), list(itertools.product(POLICY_LOSSES, CORRECTIONS)))
+def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, correction):
+    tokens = make_tokens()
+    config = AlgorithmConfig(policy_loss=policy_loss, correction=correction)
+    expected = -tokens.advantages * tokens.token_weights
+    assert torch.allclose(gradient(config, tokens, tokens.generator_logprobs), expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_with_one_update_decoupled_ppo_is_the_weighted_reinforce(correction):
+    tokens, learner = make_tokens(), -torch.rand(9)
+    ppo = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=correction)
+    score = AlgorithmConfig(policy_loss=ReinforceConfig(), correction=correction)
+    assert torch.allclose(gradient(ppo, tokens, learner), gradient(score, tokens, learner), atol=1e-7)
+
+
+def test_reusing_the_own_values_is_the_recomputed_proximal_of_the_first_update():
+    tokens, learner = make_tokens(), -torch.rand(9)
+    config = AlgorithmConfig()
+    reused, recomputed = (gradient(config, tokens, learner, proximal=p) for p in (None, learner.clone()))
+    assert reused.equal(recomputed)
+
+
+def test_the_weight_is_taken_at_the_proximal_policy_and_has_no_gradient():
+    tokens, proximal = make_tokens(), -torch.rand(9)
+    config = AlgorithmConfig(correction=CorrectionConfig(high=1.5))
+    weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
+    expected = -weights * tokens.advantages * tokens.token_weights
+    assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
+
+
+@pytest.mark.parametrize("sizes", [(9,), (1, 8), (3, 3, 3), (0, 9)])
+def test_any_split_into_microbatches_has_the_same_gradient(sizes):
+    tokens, learner = make_tokens(), -torch.rand(9)
+    config = AlgorithmConfig(kl=KlConfig(0.1))
+    whole = gradient(config, tokens, learner, reference=tokens.generator_logprobs)
+    ends = np.cumsum(sizes)
+    places = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    parts = [
+        gradient(config, tokens.take(torch.arange(9)[p]), learner[p], reference=tokens.generator_logprobs[p])
+        for p in places
+    ]
+    assert torch.allclose(torch.cat(parts), whole, atol=1e-8)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 5])
+def test_an_interpolated_proximal_policy_does_not_soften_what_is_rejected(lag):
+    tokens = make_tokens(lags=torch.full((9,), lag))
+    rejects = CorrectionConfig(reject=[RejectionConfig(over="token", low=0.9, high=1.1)])
+    drift = torch.tensor([0.15, 0.0, -0.15] * 3)
+    config = AlgorithmConfig(proximal="interpolate", correction=rejects)
+    found = gradient(config, tokens, tokens.generator_logprobs + drift)
+    assert (found != 0).tolist() == [False, True, False] * 3
+
+
+@pytest.mark.parametrize("policy_loss", [GspoConfig(), GspoConfig(form="token"), GmpoConfig(), ToprConfig()])
+@pytest.mark.parametrize("way", ["rejected", "masked", "untrusted"])
+def test_a_token_that_does_not_count_has_no_share_in_its_sequence(policy_loss, way):
+    generator = torch.tensor([-4.0, -1.0, -1.2, -0.8])
+    tokens = make_tokens(
+        4, sequences=torch.zeros(4, dtype=torch.int64), generator_logprobs=generator, advantages=torch.full((4,), 0.5)
+    )
+    logprobs = torch.tensor([-1.0, -1.1, -1.0, -0.9])
+    settings = {
+        "rejected": {"reject": [RejectionConfig(statistic="k1", over="token", low=0.5, high=2.0)]},
+        "masked": {"level": "token", "bound": "mask", "low": 0.5, "high": 2.0},
+        "untrusted": {},
+    }[way]
+    if way == "untrusted":
+        tokens = tokens.replace(is_trusted=torch.tensor([False, True, True, True]))
+    config = AlgorithmConfig(
+        policy_loss=policy_loss, correction=CorrectionConfig(**({"level": "none", "high": None} | settings))
+    )
+    found = gradient(config, tokens, logprobs, proximal=logprobs)
+    others = make_tokens(
+        3,
+        sequences=torch.zeros(3, dtype=torch.int64),
+        generator_logprobs=generator[1:],
+        advantages=torch.full((3,), 0.5),
+        token_weights=torch.full((3,), 1 / 4),
+    )
+    assert found[0] == 0
+    assert found[1:].abs().min() > 0
+    assert torch.allclose(found[1:], gradient(config, others, logprobs[1:], proximal=logprobs[1:]), atol=1e-7)
+
+
+def test_the_kl_and_entropy_terms_are_added():
+    tokens = make_tokens(1, advantages=torch.zeros(1), token_weights=torch.ones(1))
+    config = AlgorithmConfig(kl=KlConfig(0.5), entropy_coefficient=0.25)
+    learner, reference = torch.tensor([-1.0]), torch.tensor([-1.0 + np.log(2.0)]).float()
+    loss = loss_of(config, tokens, learner, reference=reference, entropies=torch.tensor([2.0]))
+    assert loss.item() == pytest.approx(0.5 * (2 - 1 - np.log(2.0)) - 0.25 * 2.0, abs=1e-6)
+
+
+def test_a_log_probability_that_is_not_finite_is_neutral_and_counted():
+    broken = make_tokens()
+    broken.generator_logprobs[3] = float("inf")
+    tally = StepMetrics()
+    found = gradient(AlgorithmConfig(), broken, -torch.rand(9), tally=tally)
+    assert found.isfinite().all()
+    assert tally.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
+
+
+def test_ppo_that_recomputes_its_proximal_policy_needs_a_pass_at_the_start():
+    assert AlgorithmConfig(proximal="recompute").needs_start_logprobs
+    assert not AlgorithmConfig(proximal="reuse").needs_start_logprobs
+    assert not AlgorithmConfig(policy_loss=ReinforceConfig()).needs_start_logprobs
+
+
+def test_several_updates_weigh_by_the_policy_at_the_start_of_the_step():
+    reinforce = {"policy_loss": ReinforceConfig(), "proximal": "recompute"}
+    assert not AlgorithmConfig(**reinforce).needs_start_logprobs
+    assert AlgorithmConfig(**reinforce, updates_per_step=4).needs_start_logprobs
+
+
+def test_diagnostics_by_hand_and_documented():
+    tokens = make_tokens(
+        2, generator_logprobs=torch.tensor([0.5, 0.1]).log(), advantages=torch.ones(2), token_weights=torch.ones(2)
+    )
+    learner, proximal = torch.tensor([0.25, 0.6]).log(), torch.tensor([0.25, 0.4]).log()
+    tally = StepMetrics()
+    loss_of(AlgorithmConfig(), tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]), tally=tally)
+    report = tally.report(make_alone(), num_updates=1)
+    assert documented(report) <= set(METRICS)
+    assert report["learner/tokens"] == 2
+    assert report["learner/ratio_mean"] == pytest.approx(1.25)
+    assert report["learner/ratio_max"] == pytest.approx(1.5)
+    assert report["learner/idle_fraction"] == 0.5
+    assert report["learner/weight_mean"] == pytest.approx((0.5 + 2.0) / 2)
+    assert report["learner/weight_changed_fraction"] == 0.5
+    assert report["learner/mismatch_max"] == pytest.approx(np.log(4.0))
+    assert report["learner/mismatch_k1"] == pytest.approx((np.log(2.0) - np.log(4.0)) / 2)
+    assert report["learner/ess"] == pytest.approx(4.5**2 / (2 * (0.25 + 16)))
+    assert report["learner/entropy"] == pytest.approx(1.5)
+
+
+def report_of(config, tokens, logprobs, **settings):
+    tally = StepMetrics()
+    loss_of(config, tokens, logprobs, tally=tally, **settings)
+    return tally.report(make_alone(), num_updates=1)
+
+
+def test_weights_of_trajectories_are_changed_only_where_a_bound_changes_them():
+    tokens = make_tokens(
+        4, sequences=torch.tensor([0, 0, 1, 1]), generator_logprobs=torch.tensor([0.25, 0.25, 0.5, 0.5]).log()
+    )
+    learner = torch.full((4,), 0.5).log()  # products 4 and 1
+    fractions = [
+        report_of(AlgorithmConfig(correction=correction), tokens, learner)["learner/weight_changed_fraction"]
+        for correction in (
+            CorrectionConfig(level="sequence", high=3.0),
+            CorrectionConfig(level="sequence", high=5.0),
+            CorrectionConfig(level="sequence", high=5.0, low=2.0, bound="mask"),
+            CorrectionConfig(level="token", high=1.5, normalise=False),
+            NONE,
+        )
+    ]
+    assert fractions == [0.5, 0, 0.5, 0.5, 0]
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "reuse", "generator", "interpolate"])
+def test_mismatch_is_seen_whatever_policy_is_the_proximal_one(proximal):
+    tokens = make_tokens(2, generator_logprobs=torch.tensor([0.5, 0.1]).log(), lags=torch.tensor([0, 2]))
+    learner = torch.tensor([0.25, 0.4]).log()
+    correction = NONE if proximal == "generator" else TRUNCATED
+    config = AlgorithmConfig(proximal=proximal, correction=correction)
+    report = report_of(config, tokens, learner, proximal=learner if config.needs_start_logprobs else None)
+    assert report["learner/mismatch_max"] == pytest.approx(np.log(4.0))
+    assert report["learner/by_lag/0/mismatch_k1"] == pytest.approx(np.log(2.0))
+    assert report["learner/by_lag/2-3/mismatch_k1"] == pytest.approx(-np.log(4.0))
+
+
+# --- exact enumeration: a table of logits over 3 tokens, answers of length 3 ----------------------------------------
+ANSWERS = torch.tensor(list(itertools.product(range(3), repeat=3)))
+
+
+def answer_logprobs(table):
+    """Log-probability of every token of every answer [27, 3]; the table is indexed by position and previous token."""
+    previous = torch.cat([torch.zeros(27, 1, dtype=torch.int64), ANSWERS[:, :-1]], dim=1)
+    return table.log_softmax(-1)[torch.arange(3), previous].gather(-1, ANSWERS[..., None])[..., 0]
+
+
+def test_the_expected_gradient_is_that_of_the_expected_reward():
+    torch.manual_seed(0)
+    table, rewards = torch.randn(3, 3, 3, requires_grad=True), torch.randn(27)
+    logprobs = answer_logprobs(table)
+    probabilities = logprobs.detach().sum(1).exp()
+    (expected,) = torch.autograd.grad(-(logprobs.sum(1).exp() * rewards).sum(), table, retain_graph=True)
+    for policy_loss, correction in itertools.product(POLICY_LOSSES, CORRECTIONS):
+        tokens = make_tokens(
+            81,
+            generator_logprobs=logprobs.detach().flatten(),
+            advantages=rewards.repeat_interleave(3),
+            token_weights=probabilities.repeat_interleave(3),
+        )
+        config = AlgorithmConfig(policy_loss=policy_loss, correction=correction)
+        loss = loss_of(config, tokens, logprobs.flatten())
+        (found,) = torch.autograd.grad(loss, table, retain_graph=True)
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def gradient_error(seed: int, correction) -> float:
+    """Relative error of the expected gradient, when answers come from another policy than the learner."""
+    torch.manual_seed(seed)
+    table = torch.randn(3, 3, 3, requires_grad=True)
+    generator = answer_logprobs(table.detach() + 0.7 * torch.randn(3, 3, 3))
+    rewards, logprobs = torch.randn(27), answer_logprobs(table)
+    (expected,) = torch.autograd.grad(-(logprobs.sum(1).exp() * rewards).sum(), table, retain_graph=True)
+    tokens = make_tokens(
+        81,
+        generator_logprobs=generator.flatten(),
+        advantages=rewards.repeat_interleave(3),
+        token_weights=generator.sum(1).exp().repeat_interleave(3),
+    )
+    (found,) = torch.autograd.grad(loss_of(AlgorithmConfig(correction=correction), tokens, logprobs.flatten()), table)
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_off_policy_the_correction_brings_the_gradient_closer_to_the_true_one():
+    corrected, plain = (
+        np.mean([gradient_error(seed, correction) for seed in range(20)]) for correction in (TRUNCATED, NONE)
+    )
+    assert corrected < 0.75 * plain

@@ -1,0 +1,236 @@
+"""A version is committed only when every living generator holds it; who does not answer is left out and tried again."""
+
+import weakref
+from collections.abc import Iterator
+from threading import Event
+
+import pytest
+import torch
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import Update
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.learner.publishing.background import BackgroundPublisher
+from tests.unit.learner.fake_generators import CANARY, WEIGHTS, make_publisher, make_stager, publish, stage
+
+
+def test_all_living_generators_get_the_version_over_one_group():
+    publisher, generators, _ = make_publisher(g0="well", g1="well")
+    published = publish(publisher, 1)
+    assert (published.version, published.num_members) == (1, 2)
+    assert (published.probe_diff_max, published.pause_s) == (2e-7, 0.02)
+    assert publish(publisher, 2).num_members == 2
+    assert generators.opened_with == [2]
+    assert not publisher.is_due
+
+
+def test_without_generators_a_version_is_published_to_nobody_and_a_joiner_is_due():
+    publisher, generators, _ = make_publisher()
+    assert publish(publisher, 1).num_members == 0
+    assert not publisher.is_due
+    generators.be(g0="well")
+    assert publisher.is_due
+    assert publisher.synchronize().num_members == 1
+    assert [m.version for m in generators.sent if isinstance(m, Update)] == [1]
+
+
+def test_a_new_epoch_is_opened_when_members_change_and_only_then():
+    publisher, generators, _ = make_publisher(g0="well")
+    publish(publisher, 1)
+    generators.be(g0="well", g1="well")
+    publish(publisher, 2)
+    generators.be(g1="well")
+    publish(publisher, 3)
+    publish(publisher, 4)
+    assert generators.opened_with == [1, 2, 1]
+
+
+def test_a_silent_member_is_left_out_and_the_others_go_on():
+    publisher, generators, clock = make_publisher(g0="well", g1="silent")
+    publisher.hold(stage(1))
+    generators.members["g1"] = "silent"
+
+    def only_the_well_open(epoch: int, *, num_members: int, timeout_s: float) -> None:
+        generators.opened_with.append(num_members)
+        if num_members == 2:
+            raise WeightTransferError("rank 2 did not arrive in time")
+
+    generators.open_epoch = only_the_well_open
+    assert publisher.synchronize().num_members == 1
+    assert generators.opened_with == [2, 1]
+    assert not publisher.is_due
+    clock.now += 10
+    assert publisher.is_due
+
+
+def test_a_generator_whose_probe_differs_does_not_count_and_is_tried_again_later():
+    publisher, generators, clock = make_publisher(g0="well", g1="wrong")
+    assert publish(publisher, 1).num_members == 1
+    assert generators.told == [("g1", "evicted: version 1 was not adopted: the probe differs")]
+    generators.members["g1"] = "well"
+    clock.now += 10
+    assert publisher.is_due
+    assert publisher.synchronize().num_members == 2
+
+
+def test_a_version_is_announced_before_and_committed_after_it_is_adopted():
+    publisher, _, _ = make_publisher(g0="well")
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    assert store.run_state().announced_version == 1
+    publishing.finish()
+    assert store.run_state().version == 1
+    assert publishing.take().num_members == 1
+    assert publishing.take() is None
+    assert "1 of them hold version 1" in publishing.who_holds_what()
+
+
+def test_a_generator_that_joins_after_a_publish_in_the_background_is_looked_after():
+    publisher, generators, _ = make_publisher(g0="well")
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    publishing.look_after_members(timeout_s=5)
+    generators.be(g0="well", g1="well")
+    publishing.look_after_members(timeout_s=0)
+    publishing.finish()
+    assert "2 generators alive, 2 of them hold version 1" in publishing.who_holds_what()
+    assert publishing.take().num_members == 2
+
+
+def test_a_version_that_waits_is_overtaken_by_the_next_and_the_learner_waits_for_none():
+    publisher, generators, _ = make_publisher(g0="well")
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    is_under_way, may_go_on = Event(), Event()
+
+    def slow(buckets, *, timeout_s: float) -> None:
+        is_under_way.set()
+        assert may_go_on.wait(20)
+
+    generators.broadcast = slow
+    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    assert is_under_way.wait(20)
+    for version in (2, 3):
+        publishing.publish(version=version, step=version, weights=WEIGHTS, canary=CANARY)
+    may_go_on.set()
+    publishing.finish()
+    assert [m.version for m in generators.sent if isinstance(m, Update)] == [1, 3]
+    assert (store.run_state().version, store.run_state().announced_version) == (3, 3)
+    assert publishing.take().version == 3
+
+
+def test_buckets_on_their_way_are_not_written_over():
+    publisher, generators, _ = make_publisher(g0="well")
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    sent, is_under_way, may_go_on = [], Event(), Event()
+
+    def slow(buckets, *, timeout_s: float) -> None:
+        is_under_way.set()
+        assert may_go_on.wait(20)
+        sent.append([bucket.clone() for bucket in buckets])
+
+    generators.broadcast = slow
+    for version in range(1, 5):
+        weights = [("a", torch.full((2, 3), float(version)))]
+        publishing.publish(version=version, step=version, weights=weights, canary=CANARY)
+        assert is_under_way.wait(20)
+    may_go_on.set()
+    publishing.finish()
+    assert [float(buckets[0].view(torch.float32)[0]) for buckets in sent] == [1.0, 4.0]
+
+
+def test_a_broadcast_is_broken_off_when_a_member_dies_in_it_and_the_rest_go_on():
+    publisher, generators, _ = make_publisher(g0="well", g1="well", is_patient=False)
+    is_aborted = Event()
+
+    def blocked(buckets, *, timeout_s: float) -> None:
+        generators.broadcasts += 1
+        if generators.broadcasts == 1:
+            generators.be(g0="well")
+            assert is_aborted.wait(20)
+            raise WeightTransferError("connection closed by peer")
+
+    generators.broadcast = blocked
+    generators.abort = is_aborted.set
+    assert publish(publisher, 1).num_members == 1
+    assert generators.opened_with == [2, 1]
+
+
+def test_who_fails_again_and_again_is_tried_ever_more_rarely():
+    publisher, generators, clock = make_publisher(g0="wrong")
+    publish(publisher, 1)
+    for ban_s in (2, 4, 8):
+        clock.now += ban_s - 0.1
+        assert not publisher.is_due
+        clock.now += 0.2
+        assert publisher.is_due
+        publisher.synchronize()
+    generators.members["g0"] = "well"
+    clock.now += 20
+    assert publisher.synchronize().num_members == 1
+
+
+def test_what_goes_wrong_in_the_background_is_raised_in_the_learner():
+    publisher, generators, _ = make_publisher(g0="well")
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+
+    def broken(buckets, *, timeout_s: float) -> None:
+        raise RuntimeError("a bug")
+
+    generators.broadcast = broken
+    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    with pytest.raises(RuntimeError, match="a bug"):
+        publishing.finish()
+
+
+def test_who_answers_well_after_it_was_given_up_holds_the_version():
+    """A broker that came back in the middle of a publish does not know its generators for a moment."""
+    publisher, generators, _ = make_publisher(g0="well", g1="well")
+    publish(publisher, 1)
+    answer, late = generators.send, []
+
+    def answer_late(message) -> None:
+        answer(message)
+        if isinstance(message, Update):
+            late.extend(generators.inbox)
+            generators.inbox.clear()
+            generators.be()
+
+    generators.send = answer_late
+    assert publish(publisher, 2).num_members == 0
+    generators.be(g0="well", g1="well")
+    generators.inbox.extend(late)
+    publisher.read_news(timeout_s=0)
+    assert publisher.num_holding == 2
+    assert not publisher.is_due
+
+
+def test_weights_are_staged_one_after_the_other():
+    """What is gathered from the shards of other ranks must not be whole on this one all at once."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most_alive = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most_alive
+        for index in range(8):
+            tensor = torch.full((4,), float(index))
+            alive.append(weakref.ref(tensor))
+            most_alive = max(most_alive, sum(ref() is not None for ref in alive))
+            yield f"layer.{index}", tensor
+            del tensor
+
+    stager = make_stager()
+    for version in (1, 2):
+        most_alive = 0
+        staged = stager.stage(version=version, weights=gathered(), canary=CANARY)
+        assert staged.buckets[0].view(torch.float32).unique().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert most_alive <= 2

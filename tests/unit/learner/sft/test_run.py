@@ -1,0 +1,136 @@
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream.buffer.errors import RunConflictError
+from slipstream.configs.base import ConfigError
+from slipstream.configs.learner import CheckpointConfig, OptimizerConfig
+from slipstream.configs.sft import SftConfig
+from slipstream.learner.sft.log import SFT_ROW_KEYS, SFT_SUMMARY_KEYS
+from slipstream.learner.sft.run import build_sft, check_sft, choose_rows, count_seen, count_steps
+from tests.unit.learner.builders import CPU, make_model, make_run
+from tests.unit.learner.sft.test_dataset import make_file
+
+DOCUMENTED = (Path(__file__).parents[4] / "docs" / "sft.md").read_text()
+
+
+def problems(first, count):
+    return [{"prompt": f"{n:03d}=", "response": f"{n:03d}"[::-1]} for n in range(first, first + count)]
+
+
+def make_sft_run(folder, *, name="first", steps=6, resume=False, **sft):
+    settings = {
+        "train_path": make_file(folder, problems(0, 40)),
+        "heldout_path": make_file(folder, problems(500, 10), "heldout.parquet"),
+        "trajectories_per_step": 8,
+        "heldout_every_steps": 2,
+    }
+    learner = {
+        "max_steps": steps,
+        "optimizer": OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
+        "checkpoint": CheckpointConfig(every_steps=3),
+    }
+    run = make_run(make_model(folder), learner=learner, mode="sft", sft=SftConfig(**(settings | sft)))
+    return msgspec.structs.replace(run, name=name, runs_dir=str(folder / "runs"), resume=resume)
+
+
+def train(run):
+    torch.set_num_threads(1)
+    check_sft(run)
+    build_sft(run, device=CPU).run()
+    folder = Path(run.runs_dir) / run.name
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return rows, json.loads((folder / "summary.json").read_text()), load_file(folder / "final_model/model.safetensors")
+
+
+def lasting(rows):
+    """What a resume must not change: no times, and not the cosine with a gradient that no checkpoint holds."""
+    return [{key: value for key, value in row.items() if not re.search(r"_s$|_cosine$", key)} for row in rows]
+
+
+def equal(first, second):
+    return all(tensor.equal(second[name]) for name, tensor in first.items())
+
+
+def documented(heading):
+    section = DOCUMENTED.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return set(re.findall(r"^\| `([^`]+)` \|", section, re.M))
+
+
+def test_the_held_out_loss_goes_down_and_everything_is_written_down(tmp_path):
+    rows, summary, _ = train(make_sft_run(tmp_path, steps=30, heldout_every_steps=10))
+    assert [row["step"] for row in rows] == list(range(31))
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 10, 20, 30]
+    assert summary["heldout_loss"] < 0.9 * summary["heldout_loss_before"]
+    assert summary["heldout_loss_before"] == rows[0]["eval/loss"]
+    assert (summary["steps"], summary["epochs"], summary["train_rows"], summary["mode"]) == (30, 6.0, 40, "sft")
+    assert {key for row in rows for key in row} == set(SFT_ROW_KEYS) == documented("Metrics")
+    assert set(summary) == set(SFT_SUMMARY_KEYS) == documented("Summary")
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    rows, _, expected = train(make_sft_run(tmp_path))
+    train(make_sft_run(tmp_path, name="second", steps=3))
+    resumed, _, found = train(make_sft_run(tmp_path, name="second", resume=True))
+    assert equal(expected, found)
+    assert lasting(resumed[4:]) == lasting(rows[4:])
+
+
+def test_a_run_that_died_between_checkpoints_repeats_those_steps(tmp_path):
+    rows, summary, expected = train(make_sft_run(tmp_path))
+    run = make_sft_run(tmp_path, name="second")
+    died = build_sft(run, device=CPU)
+    died._begin()
+    for _ in range(5):
+        died._train_one_step()
+    resumed, resumed_summary, found = train(msgspec.structs.replace(run, resume=True))
+    assert equal(expected, found)
+    assert lasting(resumed) == lasting(rows)
+    assert resumed_summary["heldout_loss"] == summary["heldout_loss"]
+
+
+def test_a_finished_run_that_is_resumed_makes_the_same_model_and_no_second_checkpoint(tmp_path):
+    _, _, expected = train(make_sft_run(tmp_path))
+    _, _, found = train(make_sft_run(tmp_path, resume=True))
+    assert equal(expected, found)
+    assert sorted(p.name for p in (tmp_path / "runs/first/checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def test_without_a_held_out_file_there_is_no_held_out_loss(tmp_path):
+    rows, summary, _ = train(make_sft_run(tmp_path, steps=2, heldout_path=""))
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (summary["heldout_loss"], summary["heldout_rows"]) == (None, 0)
+
+
+def test_another_seed_trains_in_another_order(tmp_path):
+    run = make_sft_run(tmp_path)
+    first = choose_rows(run, range(40), step=1)
+    assert choose_rows(run, range(40), step=1) == first
+    assert choose_rows(msgspec.structs.replace(run, seed=1), range(40), step=1) != first
+
+
+def test_each_pass_takes_every_row_once_and_the_last_step_ends_with_it(tmp_path):
+    run = make_sft_run(tmp_path, epochs=2, trajectories_per_step=12)
+    assert count_steps(run, num_rows=40) == 7
+    taken = [row for step in range(1, 8) for row in choose_rows(run, range(40), step=step)]
+    assert sorted(taken[:40]) == sorted(taken[40:]) == list(range(40))
+    assert taken[:40] != taken[40:]
+    assert [count_seen(run, num_rows=40, step=step) for step in (0, 1, 6, 7)] == [0, 12, 72, 80]
+
+
+def test_a_used_name_is_refused(tmp_path):
+    train(make_sft_run(tmp_path, steps=1))
+    with pytest.raises(ConfigError, match="name must be unused"):
+        check_sft(make_sft_run(tmp_path, steps=1))
+
+
+def test_a_run_is_resumed_with_its_own_settings_but_may_last_longer(tmp_path):
+    train(make_sft_run(tmp_path, steps=1))
+    with pytest.raises(RunConflictError, match=r"sft\.trajectories_per_step must stay 8"):
+        check_sft(make_sft_run(tmp_path, steps=1, resume=True, trajectories_per_step=4))
+    check_sft(make_sft_run(tmp_path, steps=2, resume=True))

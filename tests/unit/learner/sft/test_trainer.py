@@ -1,0 +1,143 @@
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
+from slipstream.configs.sft import SftConfig
+from slipstream.learner.errors import DivergenceError
+from slipstream.learner.sft.demonstration import Demonstration
+from slipstream.learner.sft.trainer import SftTrainer, count_tokens, to_samples
+from tests.tiny_model import make_tiny_module
+from tests.unit.learner.builders import VOCABULARY, make_alone, make_model, make_run, make_trainer, weights, zero
+
+ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for stage in range(4)}}
+
+
+def make_demonstrations(count=6, *, seed=0):
+    """Random tokens; masks with gaps, as conversations of several turns have them."""
+    random = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        length = int(random.integers(2, 14))
+        mask = random.random(length) < 0.6
+        mask[-1] = True
+        made.append(Demonstration(random.integers(2, VOCABULARY, size=length), mask))
+    return made
+
+
+def make_sft_trainer(folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8192, batch=4, **optimizer):
+    learner = {
+        "engine": engine,
+        "tokens_per_microbatch": tokens_per_microbatch,
+        "optimizer": OptimizerConfig(**optimizer),
+    }
+    run = make_run(make_model(folder), learner=learner, mode="sft", sft=SftConfig("a", trajectories_per_step=batch))
+    trainer = make_trainer(run)
+    return SftTrainer(run, trainer=trainer, ranks=make_alone(), num_steps=4), trainer
+
+
+def plain_loss(module, demonstrations):
+    """Padded on the right, labels masked, torch's own cross-entropy: the textbook."""
+    length = max(d.num_tokens for d in demonstrations)
+    ids = torch.zeros(len(demonstrations), length, dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    for row, d in enumerate(demonstrations):
+        ids[row, : d.num_tokens] = torch.from_numpy(d.token_ids.astype(np.int64))
+        labels[row, : d.num_tokens] = torch.from_numpy(np.where(d.model_mask, d.token_ids, -100).astype(np.int64))
+    logits = module(input_ids=ids).logits[:, :-1]
+    return cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def plain_steps(batches, **optimizer):
+    """AdamW after clipping, as a training loop of ten lines has it."""
+    module = make_tiny_module().train()
+    adamw = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.99), weight_decay=0.0, **optimizer)
+    losses, norms = [], []
+    for batch in batches:
+        loss = plain_loss(module, batch)
+        adamw.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0).item())
+        adamw.step()
+        losses.append(loss.item())
+    return losses, norms, module
+
+
+def gradients(folder, demonstrations, *, tokens_per_microbatch):
+    """Name -> gradient of a step, caught before the optimizer forgets it."""
+    sft, trainer = make_sft_trainer(folder, tokens_per_microbatch=tokens_per_microbatch, max_grad_norm=1e9)
+    module = trainer.engine.model.causal_lm
+    caught = {}
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: caught.update({name: p.grad.clone()}))
+    sft.step(demonstrations, step=1)
+    return caught
+
+
+@pytest.mark.parametrize(("tokens_per_microbatch", "num_microbatches"), [(8192, 1), (64, 4)])
+def test_the_gradient_is_that_of_plain_cross_entropy(tmp_path, tokens_per_microbatch, num_microbatches):
+    demonstrations = make_demonstrations(32)
+    _, trainer = make_sft_trainer(tmp_path, tokens_per_microbatch=tokens_per_microbatch)
+    assert len(trainer.collate(to_samples(demonstrations))) == num_microbatches
+    module = make_tiny_module().train()
+    plain_loss(module, demonstrations).backward()
+    found = gradients(tmp_path, demonstrations, tokens_per_microbatch=tokens_per_microbatch)
+    assert found.keys() == dict(module.named_parameters()).keys()
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, atol=1e-6, rtol=1e-4), name
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
+def test_three_steps_are_those_of_a_plain_loop(tmp_path, engine):
+    batches = [make_demonstrations(seed=seed) for seed in range(3)]
+    losses, norms, module = plain_steps(batches, lr=1e-4)
+    sft, trainer = make_sft_trainer(tmp_path, engine=engine, tokens_per_microbatch=64)
+    rows = [sft.step(batch, step=index + 1) for index, batch in enumerate(batches)]
+    assert [row["learner/loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    assert [row["learner/grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
+    assert [row["learner/tokens"] for row in rows] == [count_tokens(batch) for batch in batches]
+    with torch.no_grad():
+        assert sft.loss(batches[0]) == pytest.approx(plain_loss(module, batches[0]).item(), rel=1e-4)
+    found, expected = weights(trainer), dict(module.named_parameters())
+    assert max(float((found[name] - parameter.detach()).abs().max()) for name, parameter in expected.items()) < 1e-5
+
+
+def test_the_loss_counts_every_token_the_same_however_many_are_measured_at_once(tmp_path):
+    demonstrations = make_demonstrations(11)
+    expected = plain_loss(make_tiny_module(), demonstrations).item()
+    for batch in (1, 4, 64):
+        sft, trainer = make_sft_trainer(tmp_path, batch=batch)
+        before = weights(trainer)
+        assert sft.loss(demonstrations) == pytest.approx(expected, rel=1e-5)
+        assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
+
+
+@torch.no_grad()
+def test_what_is_only_read_is_no_target(tmp_path):
+    read = Demonstration(np.array([4, 8, 2, 9, 5]), np.array([False, True, False, False, True]))
+    sft, _ = make_sft_trainer(tmp_path)
+    logits = make_tiny_module()(input_ids=torch.tensor([[4, 8, 2, 9, 5]])).logits[0].log_softmax(-1)
+    assert sft.loss([read]) == pytest.approx(-float(logits[0, 8] + logits[3, 5]) / 2, rel=1e-5)
+
+
+def test_the_rate_follows_the_schedule_of_the_whole_run(tmp_path):
+    sft, _ = make_sft_trainer(tmp_path, schedule="linear", warmup_steps=1, learning_rate=3e-4)
+    rates = [sft.step(make_demonstrations(), step=step)["learner/learning_rate"] for step in (1, 2, 3, 4)]
+    assert rates == pytest.approx([3e-4, 3e-4, 2e-4, 1e-4])
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    sft, trainer = make_sft_trainer(tmp_path)
+    with torch.no_grad():
+        next(trainer.engine.model.causal_lm.parameters()).fill_(float("nan"))
+    with pytest.raises(DivergenceError, match="step 3"):
+        sft.step(make_demonstrations(), step=3)
+
+
+def test_samples_stand_one_after_the_other_and_share_no_prompt():
+    demonstrations = make_demonstrations(5)
+    samples = to_samples(demonstrations)
+    assert [p for sample in samples for p in sample.places.tolist()] == list(range(count_tokens(demonstrations)))
+    assert len({sample.group_id for sample in samples}) == 5
+    assert {sample.temperature for sample in samples} == {1.0}

@@ -1,0 +1,91 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from slipstream.configs.data import ModelConfig
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.errors import ModelError
+from slipstream.learner.training.model import load_policy, save_pretrained
+from tests.unit.learner.builders import CPU, VOCABULARY, make_groups, make_model, make_policy, make_sample
+
+
+def load(path):
+    return load_policy(ModelConfig(path=str(path)), device=CPU)
+
+
+def test_a_missing_checkpoint_is_one_sentence(tmp_path):
+    with pytest.raises(ModelError, match=r"model\.path must be a readable transformers checkpoint") as caught:
+        load(tmp_path / "nowhere")
+    assert str(tmp_path / "nowhere") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreadable_checkpoint_is_one_sentence(tmp_path):
+    path = make_model(tmp_path)
+    (path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(ModelError, match=r"model\.path must be a readable transformers checkpoint") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_without_weights_is_one_sentence(tmp_path):
+    path = make_model(tmp_path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError):
+        load(path)
+
+
+def test_weights_are_float32_and_dropout_is_off(tmp_path):
+    path = make_model(tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"attention_dropout": 0.5}))
+    policy = load(path)
+    assert {p.dtype for p in policy.parameters()} == {torch.float32}
+    assert policy.causal_lm.config.attention_dropout == 0.0
+    assert policy.training
+
+
+def test_what_is_saved_is_what_transformers_loads(tmp_path):
+    path = make_model(tmp_path)
+    policy = load(path)
+    with torch.no_grad():
+        policy.causal_lm.lm_head.weight.add_(1)
+    saved = {name: p.detach() for name, p in policy.causal_lm.named_parameters()}
+    save_pretrained(policy, tmp_path / "saved", weights=saved, config=ModelConfig(path=str(path)))
+    again = Qwen2ForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert all(p.equal(saved[name]) for name, p in again.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token == "<eos>"
+
+
+def test_the_policy_knows_its_sizes():
+    policy = make_policy()
+    assert (policy.vocab_size, policy.hidden_size) == (VOCABULARY, 64)
+
+
+def score(policy):
+    samples = [make_sample(m) for group in make_groups() for m in group]
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", microbatch_tokens=4096))
+    logprobs = policy(microbatch)["logprobs"]
+    policy.zero_grad()
+    logprobs.sum().backward()
+    return logprobs.detach(), [p.grad.clone() for p in policy.parameters()]
+
+
+def test_recomputing_activations_changes_nothing(tmp_path):
+    config = ModelConfig(path=str(make_model(tmp_path)))
+    (plain, gradients), (recomputed, others) = (
+        score(load_policy(config, device=CPU, gradient_checkpointing=flag)) for flag in (False, True)
+    )
+    assert plain.equal(recomputed)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, others, strict=True))
+
+
+def test_bfloat16_computes_near_float32_with_float32_weights_and_gradients(tmp_path):
+    path = str(make_model(tmp_path))
+    exact, _ = score(load_policy(ModelConfig(path=path), device=CPU))
+    rough, gradients = score(load_policy(ModelConfig(path=path, dtype="bfloat16"), device=CPU))
+    assert rough.dtype == torch.float32
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+    assert 0 < float((exact - rough).abs().max()) < 0.3

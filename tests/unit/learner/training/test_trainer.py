@@ -1,0 +1,246 @@
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from slipstream.buffer.trajectory import Reward, VersionSpan
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import AdaptiveKlConfig, KlConfig
+from slipstream.configs.correction import CorrectionConfig, RejectionConfig
+from slipstream.configs.learner import OptimizerConfig
+from slipstream.configs.policy_losses import ReinforceConfig
+from slipstream.learner.errors import DivergenceError
+from slipstream.learner.metrics.step_metrics import METRICS
+from slipstream.learner.publishing.staging import canary_token_ids
+from tests.unit.learner.builders import (
+    VOCABULARY,
+    documented,
+    make_groups,
+    make_model,
+    make_response,
+    make_run,
+    make_trainer,
+    weights,
+)
+
+
+def train(run, batches):
+    trainer = make_trainer(run)
+    metrics = [trainer.step(groups, learner_version=0, step=i + 1) for i, groups in enumerate(batches)]
+    return metrics, weights(trainer)
+
+
+def largest_difference(first, second):
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def test_the_same_seed_gives_the_same_numbers_bit_for_bit(tmp_path):
+    run = make_run(make_model(tmp_path))
+    batches = [make_groups(seed=i) for i in range(3)]
+    first, second = train(run, batches), train(run, batches)
+    assert first[0] == second[0]
+    assert largest_difference(first[1], second[1]) == 0
+
+
+def test_every_metric_is_documented_and_a_finite_number(tmp_path):
+    (first, second), _ = train(make_run(make_model(tmp_path)), [make_groups(seed=0), make_groups(seed=1)])
+    assert documented(second) == set(METRICS)
+    assert set(second) - set(first) == {"learner/grad_cosine"}
+    assert all(type(value) is float and np.isfinite(value) for value in second.values())
+
+
+def test_the_size_of_microbatches_changes_nothing(tmp_path):
+    path, batches = make_model(tmp_path), [make_groups(num_groups=4, seed=i) for i in range(2)]
+    metrics, reference = train(make_run(path), batches)
+    for budget in (64, 100):
+        other_metrics, other = train(make_run(path, learner={"tokens_per_microbatch": budget}), batches)
+        assert largest_difference(reference, other) < 1e-6
+        assert other_metrics[0]["learner/loss"] == pytest.approx(metrics[0]["learner/loss"], abs=1e-6)
+
+
+def test_masked_tokens_may_hold_anything(tmp_path):
+    run = make_run(make_model(tmp_path))
+    groups = make_groups()
+    groups[0][1] = msgspec.structs.replace(groups[0][1], reward=Reward(total=0.0, status="error"))
+    poisoned = [[_poison(member) for member in group] for group in groups]
+    (clean, clean_weights), (dirty, dirty_weights) = train(run, [groups]), train(run, [poisoned])
+    assert clean == dirty
+    assert largest_difference(clean_weights, dirty_weights) == 0
+
+
+def _poison(trajectory):
+    if trajectory.reward.status != "ok":
+        return msgspec.structs.replace(trajectory, reward=Reward(total=1e30, status="error"))
+    logprobs = np.where(trajectory.model_mask, trajectory.generator_logprobs, np.float32(1e30))
+    return msgspec.structs.replace(trajectory, generator_logprobs=logprobs)
+
+
+def test_over_age_tokens_may_hold_anything(tmp_path):
+    run = make_run(make_model(tmp_path))
+
+    def claimed(logprob):
+        old = make_response(0, 0, reward=1.0, version_spans=[VersionSpan(4, 0), VersionSpan(6, 9)])
+        old.generator_logprobs[4:6] = logprob
+        return [[old, make_response(0, 1, response=(9, 9), version=9)]]
+
+    trainers = [make_trainer(run) for _ in range(2)]
+    metrics = [t.step(claimed(v), learner_version=9, step=1) for t, v in zip(trainers, (-1.0, -1e30), strict=True)]
+    assert metrics[0] == metrics[1]
+    assert metrics[0]["learner/over_age_fraction"] == pytest.approx(2 / 6)
+
+
+def test_equal_rewards_move_nothing(tmp_path):
+    trainer = make_trainer(make_run(make_model(tmp_path)))
+    before = weights(trainer)
+    groups = [[make_response(g, i, reward=0.3, response=(5, 6 + i, 1)) for i in range(3)] for g in range(2)]
+    metrics = trainer.step(groups, learner_version=0, step=1)
+    assert metrics["learner/grad_norm"] == 0
+    assert metrics["learner/advantage_zero_fraction"] == 1
+    assert largest_difference(before, weights(trainer)) == 0
+
+
+def test_a_batch_without_a_trainable_token_makes_no_update(tmp_path):
+    trainer = make_trainer(make_run(make_model(tmp_path)))
+    before = weights(trainer)
+    failed = [[make_response(0, i, reward=0.0) for i in range(2)]]
+    failed = [[msgspec.structs.replace(m, reward=Reward(total=0.0, status="error")) for m in g] for g in failed]
+    metrics = trainer.step(failed, learner_version=0, step=1)
+    assert metrics["learner/updates"] == 0
+    assert trainer.num_updates == 0
+    assert largest_difference(before, weights(trainer)) == 0
+
+
+def test_a_batch_without_a_trainable_token_leaves_the_adaptive_kl_coefficient_alone(tmp_path):
+    kl = KlConfig(coefficient=0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=8))
+    trainer = make_trainer(make_run(make_model(tmp_path), algorithm=AlgorithmConfig(kl=kl)))
+    error = Reward(total=0.0, status="error")
+    failed = [[msgspec.structs.replace(make_response(0, i), reward=error) for i in range(2)]]
+    prices = [
+        trainer.step(groups, learner_version=0, step=1)["learner/kl_coefficient"]
+        for groups in (failed, make_groups(num_groups=2), make_groups(num_groups=2))
+    ]
+    assert prices[:2] == [0.1, 0.1]
+    assert prices[2] != 0.1
+
+
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_an_update_whose_tokens_are_all_rejected_is_measured_and_moves_nothing(tmp_path, num_updates):
+    correction = CorrectionConfig(level="none", high=None, reject=[RejectionConfig(over="token", low=50.0)])
+    algorithm = AlgorithmConfig(correction=correction, updates_per_step=num_updates)
+    trainer = make_trainer(make_run(make_model(tmp_path), algorithm=algorithm))
+    before = weights(trainer)
+    groups = make_groups()
+    metrics = trainer.step(groups, learner_version=0, step=1)
+    assert (metrics["learner/updates"], trainer.num_updates) == (0, 0)
+    assert metrics["learner/kept_fraction"] == metrics["learner/loss"] == 0
+    assert metrics["learner/tokens"] == sum(int(member.model_mask.sum()) for group in groups for member in group)
+    assert metrics["learner/mismatch_k3"] > 0
+    assert largest_difference(before, weights(trainer)) == 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_step_and_moves_nothing(tmp_path):
+    trainer = make_trainer(make_run(make_model(tmp_path)))
+    with torch.no_grad():
+        dict(trainer.engine.gather_parameters())["model.norm.weight"].fill_(float("nan"))
+    before = weights(trainer)
+    with pytest.raises(DivergenceError, match="loss of step 7 must be finite, got nan"):
+        trainer.step(make_groups(), learner_version=0, step=7)
+    same = {name for name, tensor in weights(trainer).items() if tensor.equal(before[name])}
+    assert set(before) - same == {"model.norm.weight"}  # nan is not equal to itself
+
+
+def test_several_updates_follow_the_schedule_and_leave_the_proximal_policy(tmp_path):
+    optimizer = OptimizerConfig(schedule="linear", learning_rate=1e-3)
+    learner = {"groups_per_step": 4, "max_steps": 2, "optimizer": optimizer}
+    run = make_run(make_model(tmp_path), learner=learner, algorithm=AlgorithmConfig(updates_per_step=2))
+    trainer = make_trainer(run)
+    first = trainer.step(make_groups(num_groups=4), learner_version=0, step=1)
+    second = trainer.step(make_groups(num_groups=4, seed=1), learner_version=0, step=2)
+    assert (first["learner/updates"], trainer.num_updates) == (2, 4)
+    assert first["learner/learning_rate"] == pytest.approx(0.75e-3)
+    assert second["learner/learning_rate"] == pytest.approx(0.25e-3)
+    assert first["learner/ratio_max"] > 1.0
+
+
+def test_recomputing_and_reusing_the_proximal_policy_agree_for_one_update(tmp_path):
+    path, batches = make_model(tmp_path), [make_groups(seed=i) for i in range(2)]
+    results = [train(make_run(path, algorithm=AlgorithmConfig(proximal=p)), batches) for p in ("recompute", "reuse")]
+    assert results[0][0] == results[1][0]
+    assert largest_difference(results[0][1], results[1][1]) == 0
+
+
+def test_the_reference_policy_holds_the_learner_back(tmp_path):
+    path, batches = make_model(tmp_path), [make_groups(seed=0)] * 8
+    optimizer = OptimizerConfig(learning_rate=3e-3)
+    divergence = {}
+    for coefficient in (0.001, 3.0):
+        run = make_run(
+            path,
+            learner={"optimizer": optimizer, "max_steps": 8},
+            algorithm=AlgorithmConfig(kl=KlConfig(coefficient)),
+        )
+        metrics, _ = train(run, batches)
+        assert metrics[0]["learner/reference_kl"] == 0
+        divergence[coefficient] = metrics[-1]["learner/reference_kl"]
+    assert 0 <= divergence[3.0] < 0.5 * divergence[0.001]
+
+
+@pytest.mark.parametrize("algorithm", [AlgorithmConfig(), AlgorithmConfig(policy_loss=ReinforceConfig())])
+def test_rewarded_answers_become_likelier_and_others_less_likely(tmp_path, algorithm):
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    learner = {"optimizer": optimizer, "max_steps": 20}
+    trainer = make_trainer(make_run(make_model(tmp_path), learner=learner, algorithm=algorithm))
+    good = make_response(0, 0, response=(5, 6, 7, 1), reward=1.0)
+    bad = make_response(0, 1, response=(9, 8, 7, 1), reward=0.0)
+    before = _sums(trainer, [good, bad])
+    for step in range(20):
+        trainer.step([_as_sampled_now(trainer, [good, bad])], learner_version=0, step=step + 1)
+    after = _sums(trainer, [good, bad])
+    assert after[0] > before[0] + 0.5
+    assert after[1] < before[1] - 0.5
+
+
+def _logprobs(trainer, trajectory):
+    token_ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        logits = trainer.engine.model.causal_lm(input_ids=token_ids).logits[0].log_softmax(-1)
+    return logits[:-1].gather(-1, token_ids[0, 1:, None])[:, 0].numpy()
+
+
+def _sums(trainer, trajectories):
+    return [float(_logprobs(trainer, t)[t.model_mask[1:]].sum()) for t in trajectories]
+
+
+def _as_sampled_now(trainer, trajectories):
+    """The same answers with the log-probabilities a perfectly fresh generator would have recorded."""
+    fresh = []
+    for t in trajectories:
+        logprobs = np.concatenate([[0.0], _logprobs(trainer, t)]).astype(np.float32)
+        fresh.append(msgspec.structs.replace(t, generator_logprobs=np.where(t.model_mask, logprobs, 0)))
+    return fresh
+
+
+def test_fresh_trajectories_have_ratio_one_and_no_mismatch(tmp_path):
+    trainer = make_trainer(make_run(make_model(tmp_path)))
+    groups = [_as_sampled_now(trainer, group) for group in make_groups()]
+    metrics = trainer.step(groups, learner_version=0, step=1)
+    assert metrics["learner/mismatch_max"] < 1e-4
+    assert metrics["learner/ess"] == pytest.approx(1.0, abs=1e-6)
+    assert metrics["learner/weight_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_the_canary_is_the_learners_own_log_probability(tmp_path):
+    trainer = make_trainer(make_run(make_model(tmp_path)))
+    token_ids, logprobs = trainer.canary()
+    assert [len(row) for row in token_ids] == [16] * 4
+    logits = trainer.engine.model.causal_lm(input_ids=torch.tensor(token_ids)).logits.log_softmax(-1)
+    expected = logits[:, :-1].gather(-1, torch.tensor(token_ids)[:, 1:, None])[..., 0]
+    assert torch.allclose(torch.tensor(logprobs), expected, atol=1e-5)
+
+
+def test_the_canary_sequences_depend_on_the_seed_alone():
+    settings = {"vocab_size": VOCABULARY, "num_sequences": 3, "max_length": 8}
+    first, again = (canary_token_ids(seed=1, **settings) for _ in range(2))
+    assert first.shape == (3, 8)
+    assert (first == again).all()
+    assert (first != canary_token_ids(seed=2, **settings)).any()

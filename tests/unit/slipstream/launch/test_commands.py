@@ -1,0 +1,51 @@
+"""The status command: which run it means, and what it refuses."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from slipstream.broker.status.status import RunStatus
+from slipstream.configs.load import load
+from slipstream.launch.commands import as_json, show_status
+from slipstream.runtime.run_folder import RunFolder
+from tests.unit.broker.status_scene import ROW, look
+
+
+def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        show_status([*arguments])
+    return caught.value.code, capsys.readouterr().err
+
+
+def test_json_holds_every_fact_and_reads_back():
+    status = look(ready_versions={3: 5, 1: 2}, rows=(ROW,))
+    plain = msgspec.json.decode(as_json(status))
+    assert plain.keys() == set(RunStatus.__struct_fields__)
+    assert plain["ready_by_lag"] == {"0": 5, "2": 2}
+    assert msgspec.json.decode(as_json(status), type=RunStatus) == status
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, said = failure(capsys, f"runs_dir={tmp_path}", "name=mine")
+    assert code == 2
+    assert f"{tmp_path}/mine must be a run folder" in said
+    code, said = failure(capsys, f"runs_dir={tmp_path}")
+    assert code == 2
+    assert "there must be a run in" in said
+
+
+@pytest.mark.parametrize("arguments", [["learner.max_steps=3"], ["mine"], ["--jso"], ["--json", "--watch"]])
+def test_what_it_does_not_know_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert failure(capsys, *arguments)[0] == 2
+
+
+def test_without_a_name_it_is_the_run_begun_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for age, name in enumerate(("newest", "older", "oldest")):
+        folder = RunFolder(load(["experiment=digits_serial", f"name={name}", f"runs_dir={tmp_path}"]))
+        folder.open()
+        os.utime(folder.path / "config.yaml", (1e9 - age, 1e9 - age))
+    code, said = failure(capsys, f"runs_dir={tmp_path}")
+    assert code == 2
+    assert "run 'newest' must have a store to look into, but keeps it in memory (mode=serial)" in said

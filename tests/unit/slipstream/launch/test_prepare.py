@@ -1,0 +1,72 @@
+"""Prepare steps: only what is missing, in order, and the failing one by name."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.launch.preflight import missing_steps, prepare
+
+TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+
+
+def make_run(*steps: dict[str, object]) -> RunConfig:
+    shown = ", ".join(
+        f"{{creates: '{step['creates']}', module: '{step['module']}', args: {step['args']}}}" for step in steps
+    )
+    return load([f"prepare=[{shown}]"])
+
+
+def step(creates: Path, *, module: str = "writer", text: str = "made") -> dict[str, object]:
+    return {"creates": creates, "module": module, "args": [str(creates), text]}
+
+
+@pytest.fixture
+def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "writer.py").write_text(TOUCH)
+    (tmp_path / "idler.py").write_text("")
+    (tmp_path / "breaker.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("writer")
+def test_missing_things_are_made_in_order(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert prepare(make_run(step(first), step(second))) == 2
+    assert first.read_text() == second.read_text() == "made"
+    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("prepare: ")]
+    assert ["first is missing" in told[0], "second is missing" in told[1], len(told)] == [True, True, 2]
+
+
+@pytest.mark.usefixtures("writer")
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.write_text("mine")
+    assert prepare(make_run(step(there))) == 0
+    assert there.read_text() == "mine"
+
+
+@pytest.mark.usefixtures("writer")
+def test_a_failing_step_is_named_and_ends_it(tmp_path: Path) -> None:
+    run = make_run(step(tmp_path / "a", module="breaker"), step(tmp_path / "b"))
+    with pytest.raises(ConfigError, match=r"prepare step `python -m breaker .*a made` failed with exit code 3"):
+        prepare(run)
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.usefixtures("writer")
+def test_a_step_that_does_not_make_what_it_says_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must create .*/a, but did not"):
+        prepare(make_run(step(tmp_path / "a", module="idler")))
+
+
+def test_the_default_run_makes_data_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    modules = [missing.module for missing in missing_steps(load([]))]
+    assert modules == [
+        "slipstream.scripts.make_digits_data",
+        "slipstream.scripts.init_random_model",
+        "slipstream.scripts.warm_up",
+    ]

@@ -1,0 +1,53 @@
+"""Speeds over a window, from two threads; what counters that come and go have grown by."""
+
+from threading import Thread
+
+from slipstream.runtime.rates import Growth, Rate
+from tests.unit.broker.router_scene import FakeClock
+
+
+def test_a_speed_is_of_the_window_and_before_that_of_the_life():
+    clock = FakeClock()
+    rate = Rate(window_s=5.0, clock=clock)
+    clock.now += 2
+    rate.add(10.0)
+    assert rate.per_s == 5.0
+    clock.now += 6
+    rate.add(20.0)
+    assert (rate.per_s, rate.total) == (4.0, 30.0)
+
+
+def test_one_that_asks_while_another_thread_does_takes_nothing_away_from_it():
+    asking: list[Thread] = []
+
+    class Moment(float):
+        """While it is compared for the first time, another thread asks too."""
+
+        def __lt__(self, other: float) -> bool:
+            if not asking:
+                asking.append(Thread(target=lambda: rate.per_s))
+                asking[0].start()
+                asking[0].join(timeout=0.1)
+            return float(self) < other
+
+    clock = FakeClock()
+    rate = Rate(window_s=5.0, clock=lambda: Moment(clock.now))
+    rate.add(1.0)
+    clock.now += 10
+    assert rate.per_s == 0.0
+    asking[0].join(timeout=10)
+    assert not asking[0].is_alive()
+
+
+def test_growth_is_the_sum_of_what_each_counter_grew_by():
+    grown = Growth({"a": 500.0, "b": 10.0})
+    grown.look({"a": 700.0, "b": 10.0, "new": 100.0})
+    assert grown.total == 300.0
+
+
+def test_a_counter_that_vanishes_takes_nothing_away_and_one_that_began_again_counts_from_0():
+    grown = Growth({"a": 500.0, "b": 10.0})
+    grown.look({"b": 30.0})
+    grown.look({"a": 40.0, "b": 30.0})
+    grown.look({"a": 45.0})
+    assert grown.total == 20.0 + 40.0 + 5.0
