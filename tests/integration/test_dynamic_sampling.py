@@ -9,7 +9,7 @@ from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, make_entry
 from slipstream.buffer.sampling import DrawRules
 from slipstream.buffer.trajectory import Reward, Trajectory
-from slipstream.learner.batching.build_batch import admit
+from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.stall.detector import DeadEndDetector
 from slipstream.learner.stall.progress import look_at
 from tests.contract.stores import make_memory_store, make_redis_store
@@ -141,7 +141,7 @@ def test_a_greedy_answer_comes_with_every_group_and_is_its_baseline(tmp_path: Pa
 
 def assert_column(groups: list[list[Trajectory]], *, version: int) -> None:
     """The learner sees each group's baseline beside its sampled members, and trains on those alone."""
-    admitted = admit(
+    admitted = build_batch(
         groups,
         learner_version=version,
         max_lags=[1, 1],
