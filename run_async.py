@@ -103,7 +103,7 @@ def report(run: RunConfig, folder: RunFolder) -> None:
     table = Table(show_header=False, box=None)
     for label, key in _REPORTED.items():
         value = summary[key]
-        table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
+        table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else "-" if value is None else str(value))
     console.print(table)
     console.print(
         f"curve        {curve}\nfinal model  {folder.final_model}\nall figures  {folder.summary}\n", highlight=False
@@ -117,7 +117,7 @@ _REPORTED = {
     "accuracy before, sampled": "accuracy_before",
     "accuracy after, sampled": "accuracy_sampled",
     "accuracy after, greedy": "accuracy_greedy",
-    "seconds to 0.9": "seconds_to_0.9",
+    "seconds to the goal": "seconds_to_goal",
     "seconds of training": "train_seconds",
     "steps": "steps",
     "tokens/s generated": "generated_tokens_per_s",

@@ -30,7 +30,7 @@ ROW_KEYS = (
 """What a row holds beside the diagnostics of the trainer; docs/metrics.md says what each is."""
 
 SUMMARY_KEYS = (
-    "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "seconds_to_0.9",
+    "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "seconds_to_goal",
     "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean", "lag_max",
     "logprob_diff_max", "seed", "mode",
 )  # fmt: skip
@@ -56,7 +56,7 @@ class MetricsLog:
         self._resumed_at_s = 0.0
         self._num_rows = 0
         self._before: dict[Purpose, EvaluationResult] = {}
-        self._seconds_to_090: float | None = None
+        self._seconds_to_goal: float | None = None
         self._lag_sum = 0.0
         self._lag_max = 0
         self._probe_diff_max = 0.0
@@ -122,7 +122,7 @@ class MetricsLog:
                 "accuracy_greedy": after["greedy"].accuracy,
                 "accuracy_before": self._before["sampled"].accuracy if self._before else None,
                 "accuracy_before_greedy": self._before["greedy"].accuracy if self._before else None,
-                "seconds_to_0.9": self._seconds_to_090,
+                "seconds_to_goal": self._seconds_to_goal,
                 "train_seconds": round(seconds, 3),
                 "steps": step,
                 "generated_tokens_per_s": self._generated.total / own_seconds,
@@ -144,8 +144,9 @@ class MetricsLog:
         self._lag_sum += row["lag/mean"]
         self._lag_max = max(self._lag_max, int(row["lag/max"]))
         self._probe_diff_max = max(self._probe_diff_max, row.get("weights/probe_diff_max", 0.0))
-        if row.get("eval/accuracy_sampled", 0.0) >= 0.9 and self._seconds_to_090 is None:
-            self._seconds_to_090 = row["time_s"]
+        goal = self._run.evaluation.goal_sampled
+        if goal and self._seconds_to_goal is None and row.get("eval/accuracy_sampled", 0.0) >= goal:
+            self._seconds_to_goal = row["time_s"]
 
     def _generators_speed(self, version: int) -> float:
         """Of those that live, tokens/s; counts on the way what each has generated."""

@@ -23,11 +23,18 @@ def evaluated(accuracy: float) -> dict:
     return {p: EvaluationResult(id=p, purpose=p, **counts) for p in ("sampled", "greedy")}
 
 
-def train(folder: RunFolder, steps: range, *, lag: float, accuracy: dict[int, float] | None = None) -> dict:
+def train(
+    folder: RunFolder,
+    steps: range,
+    *,
+    lag: float,
+    accuracy: dict[int, float] | None = None,
+    overrides: tuple[str, ...] = (),
+) -> dict:
     """A second a step, a thousand tokens each; returns the summary."""
     clock, store = FakeClock(), MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
-    record = MetricsLog(load(["experiment=digits_cpu"]), folder=folder, store=store, clock=clock)
+    record = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
     record.start_training(step=steps.start - 1)
     for step in steps:
         clock.now += 1.0
@@ -49,11 +56,18 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_the_summary_of_a_resumed_run_is_of_the_whole_run(folder: RunFolder):
     train(folder, range(1, 91), lag=2.0, accuracy={20: 0.5, 50: 0.95})
     summary = train(folder, range(91, 101), lag=1.0)
-    assert summary["seconds_to_0.9"] == 50
+    assert summary["seconds_to_goal"] == 50
     assert summary["train_seconds"] == 100
     assert summary["lag_mean"] == pytest.approx(1.9)
     assert summary["lag_max"] == 2
     assert summary["learner_tokens_per_s"] == pytest.approx(1000)
+
+
+@pytest.mark.parametrize(("goal", "seconds"), [("0.4", 20), ("0.9", 50), ("0.99", None), ("null", None)])
+def test_the_seconds_to_the_goal_are_those_of_the_first_evaluation_that_reached_it(folder: RunFolder, goal, seconds):
+    override = (f"evaluation.goal_sampled={goal}",)
+    summary = train(folder, range(1, 91), lag=2.0, accuracy={20: 0.5, 50: 0.95}, overrides=override)
+    assert summary["seconds_to_goal"] == seconds
 
 
 def test_rows_that_are_done_again_count_once(folder: RunFolder):
