@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 from vllm import SamplingParams
 
-from benchmarks.engine_and_learner import EngineAndLearner, make_module, prompt_logprobs
+from benchmarks.weights.engine_and_learner import EngineAndLearner, make_module, prompt_logprobs
 from slipstream.broker.errors import WeightTransferError
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.generators import VllmEngineConfig

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.planted_faults import FAULTS, Fault, PlantedFaults
+from benchmarks.weights.planted_faults import FAULTS, Fault, PlantedFaults
 
 pytestmark = pytest.mark.slow
 

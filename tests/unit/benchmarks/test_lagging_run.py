@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.lagging_generator import PastWeights
-from benchmarks.lagging_run import LaggingRun, Plan, Point, make_config, summarise
-from benchmarks.staleness import make_plans
-from benchmarks.staleness_methods import METHODS
-from benchmarks.staleness_model import make_model
-from benchmarks.staleness_tables import final_cell, seconds_cell
+from benchmarks.staleness.__main__ import make_plans
+from benchmarks.staleness.lagging_generator import PastWeights
+from benchmarks.staleness.lagging_run import LaggingRun, Plan, Point, make_config, summarise
+from benchmarks.staleness.model import make_model
+from benchmarks.staleness.plans import METHODS
+from benchmarks.staleness.tables import final_cell, seconds_cell
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.data import DataConfig
 from slipstream.scripts.init_random_model import make_tokenizer, save_model

@@ -1,6 +1,6 @@
 """What a delta saves: versions of a model in training, sent as deltas, beside sending them whole.
 
-python -m benchmarks.weight_delta [--steps N] [--learning-rate X] [--layers N] [--width N] [--seed N] [--out FILE.json]
+python -m benchmarks.weights.delta [--steps N] [--learning-rate X] [--layers N] [--width N] [--seed N] [--out FILE.json]
 
 A randomly initialised Qwen2 is trained by AdamW on random tokens; its float32 weights are staged in the wire's dtype as
 the learner does it, step by step. Encoding and applying are on one core; then a version is put on a shelf and fetched

@@ -4,8 +4,8 @@ import time
 
 import numpy as np
 
-from benchmarks.ingest_path import make_trajectory
-from benchmarks.served_run import GROUP_SIZE, ServedRun
+from benchmarks.ingest.paths import make_trajectory
+from benchmarks.ingest.served_run import GROUP_SIZE, ServedRun
 from slipstream.buffer.codec import check_header, pack
 from slipstream.buffer.records import Lease
 from slipstream.buffer.redis.connect import connect

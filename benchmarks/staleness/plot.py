@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from benchmarks.staleness_methods import METHODS
-from benchmarks.staleness_tables import Rows, methods_of, select
+from benchmarks.staleness.plans import METHODS
+from benchmarks.staleness.tables import Rows, methods_of, select
 from slipstream.configs.base import ConfigError
 from slipstream.scripts.plot_run import BLUE, GREEN, GREY, ORANGE, STYLE
 

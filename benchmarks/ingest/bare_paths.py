@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ingest_path import Passage, make_trajectory
+from benchmarks.ingest.paths import Passage, make_trajectory
 from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES
 from slipstream.buffer.records import Lease
 

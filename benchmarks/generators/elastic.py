@@ -1,6 +1,6 @@
 """One training run with 1, then 4, then 2, then 3 generators: what each number gives, and how soon a new one works.
 
-python -m benchmarks.elastic [--phases 1:0 4:30 2:110 3:150] [--out FILE.json] [OVERRIDE ...]
+python -m benchmarks.generators.elastic [--phases 1:0 4:30 2:110 3:150] [--out FILE.json] [OVERRIDE ...]
 
 The default experiment with real vLLM, DeepSpeed and Redis under the launcher, steered by `run_async.py scale`. A phase
 is NUMBER:STEP, the step from which that number is wanted. A new generator's first trajectory is seen in its own gauges,

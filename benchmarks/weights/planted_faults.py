@@ -1,6 +1,6 @@
 """Faults planted into weight updates of a real vLLM engine: what catches each, and when.
 
-python -m benchmarks.planted_faults [--out FILE.json]
+python -m benchmarks.weights.planted_faults [--out FILE.json]
 
 A model with a tied head. Before every fault a good version is adopted; the faulty one moves every weight from there by
 1e-5 alone, as an optimizer step does; then a good one must heal the engine. What catches a fault is read off the
@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from benchmarks.engine_and_learner import (
+from benchmarks.weights.engine_and_learner import (
     MEMBER,
     EngineAndLearner,
     SetVariable,

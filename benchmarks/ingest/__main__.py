@@ -19,13 +19,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ingest_path import IngestPath, Passage, make_payloads
-from benchmarks.ingest_stages import check_us, script_us
-from benchmarks.raw_redis import RawRedis
-from benchmarks.ray_queue import RayQueue
-from benchmarks.served_run import GROUP_SIZE, ServedRun
-from benchmarks.slipstream_path import SlipstreamPath
-from benchmarks.transfer_queue_path import TransferQueuePath
+from benchmarks.ingest.bare_paths import TransferQueuePath
+from benchmarks.ingest.paths import IngestPath, Passage, make_payloads
+from benchmarks.ingest.raw_redis import RawRedis
+from benchmarks.ingest.ray_queue import RayQueue
+from benchmarks.ingest.served_run import GROUP_SIZE, ServedRun
+from benchmarks.ingest.slipstream_path import SlipstreamPath
+from benchmarks.ingest.stages import check_us, script_us
 
 _OURS, _RAW = "Slipstream", "raw Redis"
 _LEVELS = ("fast", "standard", "strict")

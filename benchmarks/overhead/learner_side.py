@@ -18,10 +18,10 @@ import msgspec
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.bare_loop import BareLoop
-from benchmarks.command import side_arguments
-from benchmarks.rounds import alternate, summarise
-from benchmarks.trajectories import AnswerSheet
+from benchmarks.overhead.bare_loop import BareLoop
+from benchmarks.overhead.command import side_arguments
+from benchmarks.overhead.rounds import alternate, summarise
+from benchmarks.overhead.trajectories import AnswerSheet
 from slipstream.broker.dataset import Dataset
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.records import Claim, make_entry

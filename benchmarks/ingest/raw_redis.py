@@ -2,8 +2,8 @@
 
 import time
 
-from benchmarks.ingest_path import Passage, make_payloads
-from benchmarks.served_run import ServedRun
+from benchmarks.ingest.paths import Passage, make_payloads
+from benchmarks.ingest.served_run import ServedRun
 from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, unpack
 from slipstream.buffer.redis.connect import connect
 

@@ -1,6 +1,6 @@
 """Makes the model of benchmarks.staleness: small enough for hundreds of runs on two cores, still far from right.
 
-    python -m benchmarks.staleness_model --out=runs/staleness/random
+    python -m benchmarks.staleness.model --out=runs/staleness/random
 
 A GPT-2 of two layers with positions learnt by heart, so that reversing takes one look back instead of two, as it does
 with the rotary positions of the default model: a run then learns in a hundred steps at a rate at which lag hurts.
@@ -25,7 +25,7 @@ def model_steps(folder: Path, *, data: str) -> list[PrepareStep]:
     low, high = _BAND
     warm_up = [f"--model={random}", f"--data={data}", f"--out={warm}", f"--low={low}", f"--high={high}"]
     return [
-        PrepareStep(creates=random, module="benchmarks.staleness_model", args=[f"--out={random}"]),
+        PrepareStep(creates=random, module="benchmarks.staleness.model", args=[f"--out={random}"]),
         PrepareStep(creates=warm, module="slipstream.scripts.warm_up", args=[*warm_up, "--max-seconds=600"]),
     ]
 

@@ -1,6 +1,6 @@
 """What a killed generator costs the others: SIGKILL at random moments of publishing, many times, in one run.
 
-python -m benchmarks.weight_faults [--kills N] [--generators N] [--mib N] [--seed N] [--out FILE.json]
+python -m benchmarks.weights.kills [--kills N] [--generators N] [--mib N] [--seed N] [--out FILE.json]
 
 Real broker, real publisher and Gloo broadcasts, real generator processes with the scripted engine; the learner does
 nothing but publish random weights every few tenths of a second, and measures how long it is kept from going on.
@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.routing import routing
+from benchmarks.router_thread import routing
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore

@@ -1,6 +1,6 @@
 """What a weight update stops generation for, against what moving and loading the same bytes costs by itself.
 
-python -m benchmarks.update_pause [--updates N] [--requests N] [--layers N] [--width N] [--out FILE.json]
+python -m benchmarks.weights.update_pause [--updates N] [--requests N] [--layers N] [--width N] [--out FILE.json]
 
 Real vLLM with requests running all the time. `collective`: the pause spans a Gloo broadcast from a learner in another
 process; `fetched`: the bytes lie in shared memory before it begins. Raw costs, of the same weights in the same minutes:
@@ -29,7 +29,14 @@ from rich.table import Table
 from torch import Tensor
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.engine_and_learner import MEMBER, PATIENCE_S, EngineAndLearner, announce, make_module, tensors_of
+from benchmarks.weights.engine_and_learner import (
+    MEMBER,
+    PATIENCE_S,
+    EngineAndLearner,
+    announce,
+    make_module,
+    tensors_of,
+)
 from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender

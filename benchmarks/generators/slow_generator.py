@@ -1,6 +1,6 @@
 """What a slow generator costs a run: seconds per batch of a fast generator alone, and beside one many times slower.
 
-python -m benchmarks.slow_generator [--times N] [--seconds N] [--rounds N] [--out FILE.json] [override ...]
+python -m benchmarks.generators.slow_generator [--times N] [--seconds N] [--rounds N] [--out FILE.json] [override ...]
 
 Real broker over ZeroMQ, real generator roles with the scripted engine, a learner that takes no time: it claims a batch,
 commits it and has everybody adopt the next version. Both fleets in turn within one run, at several bounds of staleness
@@ -25,7 +25,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.routing import routing
+from benchmarks.router_thread import routing
 from slipstream.broker.messages import Adopted, Member, Update
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.buffer.codec import unpack

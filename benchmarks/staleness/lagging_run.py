@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from benchmarks.lagging_generator import LaggingGenerator
-from benchmarks.staleness_methods import METHODS
+from benchmarks.staleness.lagging_generator import LaggingGenerator
+from benchmarks.staleness.plans import METHODS
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.convert import convert

@@ -2,7 +2,7 @@
 
 import time
 
-from benchmarks.ingest_path import Passage, make_payloads
+from benchmarks.ingest.paths import Passage, make_payloads
 from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, unpack
 
 

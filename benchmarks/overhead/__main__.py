@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.together import run_together
+from benchmarks.overhead.together import run_together
 from slipstream.configs.load import load, to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.generators.engines.vllm.environment import vllm_environment
@@ -57,11 +57,11 @@ def main(arguments: argparse.Namespace) -> None:
 
 def _generators(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
     overrides = [*arguments.overrides, *_WIDE_OPEN, f"broker.address=ipc://{folder}/alone.sock"]
-    return _side("benchmarks.generator_side", overrides, arguments, environment)
+    return _side("benchmarks.overhead.generator_side", overrides, arguments, environment)
 
 
 def _learner(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    return _side("benchmarks.learner_side", arguments.overrides, arguments, environment)
+    return _side("benchmarks.overhead.learner_side", arguments.overrides, arguments, environment)
 
 
 def _together(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:

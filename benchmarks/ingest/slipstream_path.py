@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.ingest_path import Passage, make_trajectory
-from benchmarks.served_run import GROUP_SIZE, MAX_MESSAGE_BYTES, ServedRun
+from benchmarks.ingest.paths import Passage, make_trajectory
+from benchmarks.ingest.served_run import GROUP_SIZE, MAX_MESSAGE_BYTES, ServedRun
 from slipstream.broker.messages import LeaseRequest, Message, Nack, Prompts
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.session import StatusBoard, join

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.bare_engine import BareEngine
-from benchmarks.command import side_arguments
-from benchmarks.open_broker import open_broker
-from benchmarks.rounds import alternate, summarise
+from benchmarks.overhead.bare_engine import BareEngine
+from benchmarks.overhead.command import side_arguments
+from benchmarks.overhead.open_broker import open_broker
+from benchmarks.overhead.rounds import alternate, summarise
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import Message
 from slipstream.broker.transport.session import Session, StatusBoard, join

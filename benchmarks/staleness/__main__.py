@@ -21,11 +21,11 @@ import msgspec
 import psutil
 from rich.console import Console
 
-from benchmarks.lagging_run import Plan, make_config, run_plan
-from benchmarks.staleness_methods import METHODS
-from benchmarks.staleness_model import model_steps
-from benchmarks.staleness_plot import plot
-from benchmarks.staleness_tables import Rows, lag_tables, replay_table
+from benchmarks.staleness.lagging_run import Plan, make_config, run_plan
+from benchmarks.staleness.model import model_steps
+from benchmarks.staleness.plans import METHODS
+from benchmarks.staleness.plot import plot
+from benchmarks.staleness.tables import Rows, lag_tables, replay_table
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.launch.preflight import prepare

@@ -7,7 +7,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from benchmarks.staleness_methods import METHODS
+from benchmarks.staleness.plans import METHODS
 
 Rows = list[dict[str, Any]]
 """Finished runs, as `lagging_run.run_plan` returns them."""

@@ -1,0 +1,1 @@
+"""Runs whose generators come, go, or differ in speed."""

@@ -1,0 +1,1 @@
+"""Throughput of trajectories from generator to learner, beside bare alternatives."""

@@ -1,0 +1,1 @@
+"""Final accuracy of each off-policy correction by staleness."""

@@ -1,0 +1,1 @@
+"""Weight updates: size of deltas, length of pauses, killed members, planted faults."""
