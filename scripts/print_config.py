@@ -6,7 +6,7 @@ python -m slipstream.scripts.print_config experiment=gsm8k_8gpu --arithmetic
 import argparse
 
 from slipstream.configs.generators import VllmEngineConfig
-from slipstream.configs.load import config_hash, leaves, load, sources, to_plain, to_yaml
+from slipstream.configs.load import config_hash, leaves, load, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.exits import fail_cleanly
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.arithmetic:
         _print_table(arithmetic(config))
     elif options.sources:
-        origins = sources(options.overrides)
+        origins = provenance(options.overrides)
         _print_table({f"{key} = {value}": origins[key] for key, value in leaves(to_plain(config))})
     else:
         print(to_yaml(config), end="")

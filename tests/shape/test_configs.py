@@ -1,65 +1,80 @@
-"""Every preset composes, and none of them can break the choice of a variant."""
+"""Every preset composes, every option of every group can be chosen, and none leaves another's fields behind."""
 
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import yaml
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import FOLDER, groups, load
+from slipstream.configs.groups import PRESETS, groups, variants
+from slipstream.configs.load import load
 
-VARIANTS = {group: options for group, options in groups().items() if "/" in group}
 NEEDED = {
     "buffer/store=redis": ["buffer.store.url=redis://localhost:6379/0"],
+    "buffer/store=memory": ["experiment=digits_serial"],
     "algorithm/advantage=remax": ["generators.baseline=greedy"],
     "algorithm/advantage=win_rate": ["recipe=sppo"],
     "algorithm/advantage=vtrace": ["algorithm/correction=none", "algorithm.proximal=recompute"],
     "algorithm/advantage=custom": ["algorithm.advantage.function=my_module:my_advantage"],
     "algorithm/policy_loss=custom": ["algorithm.policy_loss.function=my_module:my_loss"],
     "algorithm/policy_loss=sppo": ["recipe=sppo"],
+    "model": ["experiment=gsm8k_1gpu", "model.max_length=2048"],
+    "data": ["experiment=gsm8k_1gpu", "model.max_length=2048"],
 }
-"""What an option cannot do without."""
+"""Further settings that an option, or any option of a group, requires."""
 
 
-def at(group: str, data: dict[str, Any]) -> Any:
-    """The node of `group` in the content of a file, or None."""
+def choices() -> Iterator[list[str]]:
+    for group, options in groups().items():
+        for option in options:
+            choice = f"{group}={option}"
+            yield [choice, *NEEDED.get(choice, []), *NEEDED.get(group, [])]
+
+
+def content(file: str) -> dict[str, Any]:
+    return yaml.safe_load((PRESETS / f"{file}.yaml").read_text()) or {}
+
+
+def node(group: str, data: dict[str, Any]) -> Any:
     for name in group.split("/"):
         data = data.get(name) or {}
     return data or None
 
 
-@pytest.mark.parametrize("experiment", groups()["experiment"])
-def test_every_experiment_composes_and_is_named_after_its_file(experiment: str) -> None:
-    assert load([f"experiment={experiment}"]).name == experiment
+def test_every_option_of_every_group_composes() -> None:
+    failures = []
+    for overrides in choices():
+        try:
+            load(overrides)
+        except ConfigError as error:
+            failures.append(f"{' '.join(overrides)}: {error}")
+    assert failures == []
 
 
-def test_the_presets_promised_are_there() -> None:
+def test_an_experiment_is_named_after_its_file() -> None:
     assert {"digits_cpu", "addition_cpu", "gsm8k_1gpu", "gsm8k_8gpu"} <= set(groups()["experiment"])
+    names = {experiment: content(f"experiment/{experiment}")["name"] for experiment in groups()["experiment"]}
+    assert {experiment: name for experiment, name in names.items() if name != experiment} == {}
 
 
-@pytest.mark.parametrize("choice", [f"{group}={option}" for group, options in VARIANTS.items() for option in options])
-def test_every_variant_can_be_chosen(choice: str) -> None:
-    if choice == "buffer/store=memory":
-        with pytest.raises(ConfigError, match="mode=serial"):
-            load([choice])
-    else:
-        load([choice, *NEEDED.get(choice, [])])
+def test_the_primary_preset_chooses_an_option_of_every_group() -> None:
+    chosen = {group for entry in content("config")["defaults"] if isinstance(entry, dict) for group in entry}
+    assert chosen == set(groups())
 
 
-@pytest.mark.parametrize("recipe", groups()["recipe"])
-def test_every_recipe_composes(recipe: str) -> None:
-    load([f"recipe={recipe}"])
+def test_no_preset_repeats_what_the_records_generate() -> None:
+    repeated = [f"{group}={tag}" for group, tags in variants().items() for tag in tags if is_file(f"{group}/{tag}")]
+    assert repeated == []
 
 
-@pytest.mark.parametrize("group", ["model", "data"])
-def test_every_model_and_data_file_can_be_chosen(group: str) -> None:
-    for option in groups()[group]:
-        load(["experiment=gsm8k_1gpu", f"{group}={option}", "model.max_length=2048"])
+def is_file(preset: str) -> bool:
+    return (PRESETS / f"{preset}.yaml").is_file()
 
 
-@pytest.mark.parametrize("file", sorted((FOLDER / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
-def test_no_experiment_sets_fields_of_a_variant(file: Path) -> None:
-    # They would stay behind when the command line chooses another variant; an option file of its own holds them.
-    data = yaml.safe_load(file.read_text())
-    assert [group for group in VARIANTS if at(group, data) is not None] == []
+def test_no_experiment_sets_fields_of_a_variant() -> None:
+    # They would stay behind when the command line chooses another variant; an option of its own holds them.
+    found = {
+        experiment: [group for group in variants() if node(group, content(f"experiment/{experiment}")) is not None]
+        for experiment in groups()["experiment"]
+    }
+    assert {experiment: set_groups for experiment, set_groups in found.items() if set_groups} == {}

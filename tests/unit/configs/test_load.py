@@ -10,7 +10,7 @@ from slipstream.configs.buffer import EmbeddedRedisConfig, MemoryStoreConfig, Re
 from slipstream.configs.convert import convert
 from slipstream.configs.generators import HfEngineConfig, VllmEngineConfig
 from slipstream.configs.learner import TorchEngineConfig
-from slipstream.configs.load import config_hash, load, sources, to_plain, to_yaml
+from slipstream.configs.load import config_hash, load, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
 
 
@@ -166,15 +166,15 @@ def test_the_hash_follows_what_is_computed_and_not_where() -> None:
     assert first != config_hash(load(["seed=1"]))
 
 
-def test_sources_name_the_file_the_override_or_the_default() -> None:
-    origins = sources(
+def test_provenance_names_the_file_the_override_or_the_default() -> None:
+    origins = provenance(
         ["experiment=digits_serial", "learner.optimizer.learning_rate=2e-4", "learner.stop={accuracy_greedy: 0.5}"]
     )
-    assert origins["mode"] == "configs/experiment/digits_serial.yaml"
-    assert origins["learner.max_steps"] == "configs/experiment/digits_cpu.yaml"
-    assert origins["generators.engine.kind"] == "configs/generators/engine/hf.yaml"
-    assert origins["learner.optimizer.learning_rate"] == "override learner.optimizer.learning_rate=2e-4"
-    assert origins["learner.stop.accuracy_greedy"] == "override learner.stop={accuracy_greedy: 0.5}"
+    assert origins["mode"] == "configs/presets/experiment/digits_serial.yaml"
+    assert origins["learner.max_steps"] == "configs/presets/experiment/digits_cpu.yaml"
+    assert origins["generators.engine.kind"] == "configs/presets/experiment/digits_serial.yaml"
+    assert origins["learner.optimizer.learning_rate"] == "command line learner.optimizer.learning_rate=2e-4"
+    assert origins["learner.stop.accuracy_greedy"] == "command line learner.stop={accuracy_greedy: 0.5}"
     assert origins["broker.heartbeat_s"] == "default"
 
 

@@ -15,7 +15,9 @@ def test_the_config_is_printed_as_yaml(capsys: pytest.CaptureFixture[str]) -> No
 def test_sources_stand_beside_the_values(capsys: pytest.CaptureFixture[str]) -> None:
     main(["learner.max_steps=3", "--sources"])
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.split() == ["learner.max_steps", "=", "3", "override", "learner.max_steps=3"] for line in lines)
+    assert any(
+        line.split() == ["learner.max_steps", "=", "3", "command", "line", "learner.max_steps=3"] for line in lines
+    )
     assert any(line.split() == ["broker.heartbeat_s", "=", "1.0", "default"] for line in lines)
 
 
