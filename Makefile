@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check test test-all chaos clean
+.PHONY: help setup run check docs test test-all chaos clean
 
 help: ## say what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ check: $(INSTALLED) ## format, lint, types, imports, spelling and the fast tests
 	.venv/bin/lint-imports
 	.venv/bin/codespell
 	$(PYTEST) -q -n auto --maxprocesses=8 -m "not slow and not long" tests/unit tests/contract tests/shape
+
+docs: $(INSTALLED) ## write the generated parts of docs/ anew
+	$(python) -m slipstream.scripts.write_docs
 
 test: $(INSTALLED) ## every test but those of many minutes
 	$(PYTEST) -m "not long" $(ARGS)

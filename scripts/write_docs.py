@@ -1,0 +1,95 @@
+"""Writes the generated blocks of the documentation: `python -m slipstream.scripts.write_docs [--check]`."""
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("slipstream", "configs", "buffer", "broker", "generators", "learner", "scripts", "benchmarks")
+
+
+class Block(NamedTuple):
+    """A part of a page that is generated, between `<!-- begin NAME ... -->` and `<!-- end NAME -->`.
+
+    Example: Block("docs/modules.md", "modules", list_modules).
+    """
+
+    page: str
+    """Path of the Markdown file, relative to the checkout."""
+    name: str
+    """Name in the two marker comments; unique within the page."""
+    render: Callable[[], str]
+    """Returns the Markdown between the markers."""
+
+
+def list_modules() -> str:
+    """Tables of all modules with the first lines of their docstrings, one table per folder."""
+    files = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    folders = groupby(sorted(files, key=lambda file: _order(file.parent)), key=lambda file: file.parent)
+    return "\n\n".join("\n".join(_folder_lines(folder, list(modules))) for folder, modules in folders)
+
+
+def _order(folder: Path) -> tuple[int, str]:
+    return FOLDERS.index(folder.parts[0]), folder.as_posix()
+
+
+def _folder_lines(folder: Path, files: list[Path]) -> Iterator[str]:
+    yield from (f"## {folder}/", "")
+    yield from ([_first_line(folder / "__init__.py"), ""] if folder / "__init__.py" in files else [])
+    modules = [file for file in files if file.name != "__init__.py"]
+    if modules:
+        yield from ("| module | content |", "|---|---|")
+    yield from (f"| [{file.name}](../{file}) | {_first_line(file).replace('|', chr(92) + '|')} |" for file in modules)
+
+
+def _first_line(file: Path) -> str:
+    docstring = ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]
+
+
+BLOCKS = [
+    Block("docs/modules.md", "modules", list_modules),
+]
+
+
+def filled(text: str, block: Block) -> str:
+    """`text`, the content of the block's page, with the block written anew. Raises ValueError without its markers."""
+    markers = re.compile(rf"(<!-- begin {block.name}\b[^\n]*-->\n).*?(<!-- end {block.name} -->)", re.DOTALL)
+    if len(markers.findall(text)) != 1:
+        raise ValueError(f"{block.page} must hold `<!-- begin {block.name} -->` ... `<!-- end {block.name} -->` once")
+    return markers.sub(lambda found: f"{found[1]}{block.render()}\n{found[2]}", text)
+
+
+def stale_pages(*, write: bool = False) -> list[str]:
+    """Pages with a block that is not up to date; `write` brings them up to date."""
+    pages = sorted({block.page for block in BLOCKS})
+    stale = []
+    for page in pages:
+        path = ROOT / page
+        text = new = path.read_text(encoding="utf-8")
+        for block in BLOCKS:
+            new = filled(new, block) if block.page == page else new
+        if new != text:
+            stale.append(page)
+            if write:
+                path.write_text(new, encoding="utf-8")
+    return stale
+
+
+def main(arguments: list[str]) -> int:
+    """Parse the command line, write or check; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m slipstream.scripts.write_docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is not up to date")
+    is_check = parser.parse_args(arguments).check
+    stale = stale_pages(write=not is_check)
+    print("\n".join(f"{page}: {'not up to date' if is_check else 'written'}" for page in stale) or "up to date")
+    return int(is_check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
