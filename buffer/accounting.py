@@ -7,7 +7,7 @@ from slipstream.buffer.trajectory import Record
 class StoreCounts(Record):
     """Where everything is, now. Groups unless said otherwise.
 
-    Invariant: accepted == open_members + group_size * (ready + demoted + claimed + used) - short_members + sum of
+    Invariant: accepted == open_members + group_size * (ready + claimed + used) - short_members + sum of
     outcome_members.
     """
 
@@ -21,14 +21,12 @@ class StoreCounts(Record):
     """Groups with at least one member, not complete."""
     ready: int
     """Complete, unclaimed."""
-    demoted: int
-    """Complete, unclaimed, too old but for filling up steps."""
     claimed: int
     """With the learner."""
     used: int
     """Trained on, and not yet covered by a durable checkpoint or to be used again."""
     reusable: int
-    """Those of `demoted` and `used` that may be drawn again."""
+    """Those of `used` that may be drawn again."""
     accepted: int
     """Trajectories ever stored."""
     duplicates: int
@@ -67,7 +65,7 @@ class StoreCounts(Record):
     @property
     def in_play(self) -> int:
         """Groups admitted of which something is still stored, or to come."""
-        in_store = self.ready + self.demoted + self.claimed + self.used + self.unarchived
+        in_store = self.ready + self.claimed + self.used + self.unarchived
         return self.leased + self.returned + in_store
 
     @property

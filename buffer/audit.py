@@ -25,7 +25,7 @@ class Snapshot(Record):
     accepted: int
     """Trajectories ever acknowledged as new."""
     places: dict[str, list[str]]
-    """leased, returned, ready, demoted, claimed, used -> training groups."""
+    """leased, returned, ready, claimed, used -> training groups."""
     members: dict[str, tuple[int, int]]
     """Group of any place -> (members counted, payloads stored)."""
     done: list[int]
@@ -47,7 +47,7 @@ def audit(snapshot: Snapshot) -> Audit:
     skipped = [ordinal for ordinal in range(snapshot.next_ordinal) if str(ordinal) not in places]
     return Audit(
         accepted=snapshot.accepted,
-        buffered=held["leased"] + held["returned"] + held["ready"] + held["demoted"],
+        buffered=held["leased"] + held["returned"] + held["ready"],
         claimed=held["claimed"],
         used=held["used"],
         **over,

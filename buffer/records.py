@@ -77,7 +77,7 @@ class Claim(Record):
     weights: list[float] = []
     """What each group's loss is multiplied by, as the sampler demands; empty: all 1."""
     reused: list[bool] = []
-    """Which were trained on before, or were demoted; empty: none."""
+    """Which were trained on before; empty: none."""
     lag: LagSplit = LagSplit()
     """How old they are, and why."""
 
@@ -131,7 +131,7 @@ class StepEntry(Record):
     weights: list[float] = []
     """What each group's loss was multiplied by; empty: all 1."""
     reused: list[bool] = []
-    """Which were trained on before, or were demoted; empty: none."""
+    """Which were trained on before; empty: none."""
     mixed_group_ids: list[str] = []
     """Groups of another run's archive that were trained on beside them, in order."""
 

@@ -77,19 +77,16 @@ def draw_fresh(
     num_groups: int,
     seed: int,
     step: int,
-    oldest_first: bool = False,
 ) -> Drawn:
-    """`num_groups` of the candidates, at most all of them; `oldest_first` replaces the order of fifo."""
+    """`num_groups` of the candidates, at most all of them."""
     seeds = (seed, step, FRESH)
     if isinstance(sampler, UniformConfig):
         order = np.argsort(_raw(len(candidates), seeds), kind="stable")[:num_groups]
         return _unweighted([candidates[place] for place in order])
     if isinstance(sampler, PrioritizedConfig):
-        return _race(candidates, sampler, shares=np.ones(len(candidates)), num_groups=num_groups, seeds=seeds)
+        return _race(candidates, sampler, num_groups=num_groups, seeds=seeds)
     if isinstance(sampler, FreshestConfig):
         return _unweighted(sorted(candidates, key=lambda c: (-c.oldest_version, c.sequence))[:num_groups])
-    if oldest_first:
-        return _unweighted(sorted(candidates, key=lambda c: (c.oldest_version, c.sequence))[:num_groups])
     return _unweighted(sorted(candidates, key=lambda c: c.sequence)[:num_groups])
 
 
@@ -100,16 +97,9 @@ def draw_reused(
     num_groups: int,
     seed: int,
     step: int,
-    version: int,
-    half_life: float | None,
 ) -> Drawn:
-    """`num_groups` of the candidates at random; by priority with that sampler, and the rarer the older.
-
-    Weights put right what priorities changed; that older groups are rarer is meant.
-    """
-    youth = np.array([_youth(version - candidate.oldest_version, half_life) for candidate in candidates])
-    seeds = (seed, step, REUSED)
-    return _race(candidates, sampler, shares=youth, num_groups=num_groups, seeds=seeds)
+    """`num_groups` of the candidates at random; by priority with that sampler."""
+    return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, REUSED))
 
 
 def priority(candidate: Candidate) -> float:
@@ -135,30 +125,25 @@ def _race(
     candidates: list[Candidate],
     sampler: SamplerConfig,
     *,
-    shares: np.ndarray,
     num_groups: int,
     seeds: tuple[int, int, int],
 ) -> Drawn:
-    """Draw in proportion to shares x priorities; weights make it, on average, a draw in proportion to the shares."""
+    """Draw in proportion to the priorities; weights make it, on average, a uniform draw."""
     exponent = sampler.exponent if isinstance(sampler, PrioritizedConfig) else 0.0
-    chances = shares * np.array([priority(candidate) ** exponent for candidate in candidates])
+    chances = np.array([priority(candidate) ** exponent for candidate in candidates])
     keys = -np.log((_raw(len(candidates), seeds).astype(np.float64) + 1.0) / 2.0**64) / chances
     drawn = np.argsort(keys, kind="stable")[:num_groups]
     group_ids = [candidates[place].id for place in drawn]
     if not isinstance(sampler, PrioritizedConfig):
         return Drawn(group_ids, [1.0] * len(group_ids))
     won = inclusion_probabilities(chances, threshold=_threshold(keys, num_groups))
-    weights = (len(drawn) * shares / (shares.sum() * won))[drawn] ** sampler.correction
+    weights = (len(drawn) / (len(candidates) * won[drawn])) ** sampler.correction
     return Drawn(group_ids, weights.tolist())
 
 
 def _threshold(keys: np.ndarray, num_groups: int) -> float:
     """The smallest key that won no place; infinite when all won one."""
     return float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
-
-
-def _youth(age: int, half_life: float | None) -> float:
-    return 1.0 if half_life is None else 2.0 ** (-max(0, age) / half_life)
 
 
 def _raw(count: int, seeds: tuple[int, int, int]) -> np.ndarray:

@@ -108,15 +108,13 @@ class Queue(Record):
     """What there is to draw from, read at one instant."""
 
     ready: list[Candidate]
-    """Complete, never trained on, not demoted; in the order in which they became ready."""
+    """Complete, never trained on; in the order in which they became ready."""
     reusable: list[Candidate]
-    """Used before, or demoted; in the same order."""
+    """Used before; in the same order."""
     num_arrived: int
     """Groups that ever became ready."""
     num_uses: int
     """Uses of groups in the committed steps."""
-    oldest_running: int | None
-    """Smallest version of a token in a group under way, or with which its prompt was leased; None: nothing is."""
 
 
 class Sifted(Record):
@@ -124,15 +122,13 @@ class Sifted(Record):
 
     expired: list[str] = []
     """Over age, under `drop`."""
-    demoted: list[str] = []
-    """Over age, under `demote`."""
     released: list[str] = []
     """Not to be used again: too old, or too many are kept."""
 
     @property
     def is_empty(self) -> bool:
         """Whether all may stay."""
-        return not (self.expired or self.demoted or self.released)
+        return not (self.expired or self.released)
 
 
 class Draw(Record):
@@ -143,52 +139,33 @@ class Draw(Record):
     weights: list[float]
     """What each one's loss is multiplied by."""
     reused: list[bool]
-    """Which were used before, or demoted."""
+    """Which were used before."""
 
 
 def sift(queue: Queue, rules: DrawRules, *, version: int) -> Sifted:
     """What is too old for a learner at `version`, or too much."""
     too_old = [c.id for c in queue.ready if version - c.oldest_version > rules.staleness.max_lag]
-    policy, reuse = rules.staleness.on_stale, rules.reuse
+    reuse = rules.reuse
     surplus = len(queue.reusable) - reuse.max_groups
     released = [
         candidate.id
         for place, candidate in enumerate(queue.reusable)
         if place < surplus or (reuse.max_age is not None and version - candidate.oldest_version > reuse.max_age)
     ]
-    return Sifted(
-        expired=too_old if policy == "drop" else [],
-        demoted=too_old if policy == "demote" else [],
-        released=released,
-    )
+    return Sifted(expired=too_old if rules.staleness.on_stale == "drop" else [], released=released)
 
 
-def draw(queue: Queue, rules: DrawRules, *, version: int, num_groups: int, seed: int, step: int) -> Draw | NotReady:
+def draw(queue: Queue, rules: DrawRules, *, num_groups: int, seed: int, step: int) -> Draw | NotReady:
     """`num_groups` groups for `step`, or why not yet; `queue` is sifted."""
-    if reason := _limit(queue, rules, version=version, num_groups=num_groups):
+    if reason := _limit(queue, rules, num_groups=num_groups):
         return NotReady(reason, ready_wanted=len(queue.ready) + 1)
     num_fresh, num_reused = _shares(queue, rules.reuse, num_groups=num_groups)
     if num_fresh + num_reused < num_groups:
         return NotReady(
             _too_few(queue, num_groups=num_groups), ready_wanted=len(queue.ready) + num_groups - num_fresh - num_reused
         )
-    fresh = draw_fresh(
-        queue.ready,
-        rules.sampler,
-        num_groups=num_fresh,
-        seed=seed,
-        step=step,
-        oldest_first=rules.staleness.on_stale == "wait",
-    )
-    reused = draw_reused(
-        queue.reusable,
-        rules.sampler,
-        num_groups=num_reused,
-        seed=seed,
-        step=step,
-        version=version,
-        half_life=rules.reuse.half_life,
-    )
+    fresh = draw_fresh(queue.ready, rules.sampler, num_groups=num_fresh, seed=seed, step=step)
+    reused = draw_reused(queue.reusable, rules.sampler, num_groups=num_reused, seed=seed, step=step)
     return _join(fresh, reused)
 
 
@@ -214,18 +191,12 @@ def _shares(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, 
     return min(len(queue.ready), num_groups - num_reused), num_reused
 
 
-def _limit(queue: Queue, rules: DrawRules, *, version: int, num_groups: int) -> str:
+def _limit(queue: Queue, rules: DrawRules, *, num_groups: int) -> str:
     most = rules.reuse.samples_per_insert
     if most is not None and queue.num_uses + num_groups > most * queue.num_arrived:
         return (
             f"{queue.num_uses} + {num_groups} uses are more than samples_per_insert ({most:g}) x {queue.num_arrived} "
             "groups that arrived"
-        )
-    max_lag, oldest = rules.staleness.max_lag, queue.oldest_running
-    if rules.staleness.on_stale == "wait" and oldest is not None and version + 1 - oldest > max_lag:
-        return (
-            f"a prompt under way since version {oldest} would be older than max_lag ({max_lag}) after another step at "
-            f"version {version}"
         )
     return ""
 

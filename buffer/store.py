@@ -1,9 +1,8 @@
 """The store: every operation on the state that must survive, stated once for Redis and its in-memory twin.
 
 Life of a group: open -> ready -> claimed(step, fence) -> used(step) -> retired. A used group may be claimed again,
-where the run says so; one that is too old for a step may be demoted to fill up steps like a used one. A group that
-falls out of this line before it was used is rejected, expired or quarantined, with a reason, and gives its admission
-back. Each transition is one atomic operation below. A group that is over stays stored until the archive has it, where
+where the run says so. A group that falls out of this line before it was used is rejected, expired or quarantined, with
+a reason, and gives its admission back. Each transition is one atomic operation below. A group that is over stays stored until the archive has it, where
 the run keeps one.
 """
 

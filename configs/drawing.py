@@ -92,8 +92,6 @@ class ReuseConfig(Config):
     """Share of a step's groups that were never trained on, while there are that many; used ones make up the rest."""
     samples_per_insert: Annotated[float, Meta(ge=1)] | None = None
     """Uses per group that arrived, at most, on average over the run; absent: only `max_uses` bounds them."""
-    half_life: Annotated[float, Meta(gt=0)] | None = None
-    """Versions in which a group's chance to be used again halves; absent: age does not matter."""
     max_age: Annotated[int, Meta(ge=1)] | None = None
     """Lag beyond which a group is not used again (its tokens then may be as old as that); absent: none."""
     max_groups: Annotated[int, Meta(ge=1)] = 4096
@@ -113,13 +111,10 @@ class StalenessConfig(Config):
 
     max_lag: Annotated[int, Meta(ge=0)] = 4
     """Versions between the learner's and the one that sampled the token; 0 = synchronous."""
-    on_stale: Literal["mask", "drop", "wait", "demote"] = "mask"
-    """What happens to older tokens. mask: they leave the loss, their trajectory's reward stays in its group's baseline.
+    on_stale: Literal["mask", "drop"] = "mask"
+    """Treatment of older tokens. mask: they leave the loss, their trajectory's reward stays in its group's baseline.
 
-    drop: a ready group that has one expires, and another prompt is admitted for it. wait: the learner takes the oldest
-    groups first and waits for prompts under way that its next step would make too old; what is too old all the same
-    is masked. demote: a ready group that has one fills up steps like a group used before (see `reuse`), and another
-    prompt is admitted for it.
+    drop: a ready group with such a token expires, and another prompt is admitted for it.
     """
 
 

@@ -217,15 +217,6 @@ def _check_filter(run: RunConfig) -> None:
         )
 
 
-def _check_demotion(run: RunConfig) -> None:
-    reuse, staleness = run.buffer.reuse, run.buffer.staleness
-    if staleness.on_stale == "demote" and reuse.max_age is not None and reuse.max_age <= staleness.max_lag:
-        raise ConfigError(
-            f"buffer.reuse.max_age must be > buffer.staleness.max_lag ({staleness.max_lag}) with on_stale=demote, got "
-            f"{reuse.max_age}: a demoted group would be let go at once; raise it, or choose on_stale=drop."
-        )
-
-
 def _check_capacity(run: RunConfig) -> None:
     """A step's groups and those that no checkpoint covers yet must fit, or nobody can go on."""
     most, per_step = run.buffer.capacity.max_groups, run.claimed_groups_per_step
@@ -288,7 +279,6 @@ _ROLE_CHECKS = (
     _check_autoscale,
     _check_samples_per_insert,
     _check_filter,
-    _check_demotion,
     _check_capacity,
     _check_checkpoint,
     _check_peer_patience,

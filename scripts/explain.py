@@ -73,7 +73,7 @@ def _peculiarities(entry: StepEntry) -> list[str]:
     """What is not so in a run that trains on each group of its own once."""
     again = [group_id for group_id, reused in zip(entry.group_ids, entry.reused, strict=False) if reused]
     weighed = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
-    told = (("used again or demoted", again), ("losses weighed", weighed), ("mixed in", entry.mixed_group_ids))
+    told = (("used again", again), ("losses weighed", weighed), ("mixed in", entry.mixed_group_ids))
     return [f"{what}: {', '.join(groups)}" for what, groups in told if groups]
 
 

@@ -17,7 +17,7 @@ _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
 _MOST_GONE = 4
 """Of roles that have left, the newest few are shown."""
 _NOTHING = "-"
-_PLACES = ("leased", "returned", "open", "ready", "demoted", "claimed", "used", "reusable", "unarchived")
+_PLACES = ("leased", "returned", "open", "ready", "claimed", "used", "reusable", "unarchived")
 
 
 def draw_status(status: RunStatus) -> RenderableType:

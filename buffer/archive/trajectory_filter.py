@@ -14,7 +14,7 @@ from slipstream.buffer.records import Outcome
 from slipstream.buffer.trajectory import Record, Trajectory
 
 # @@ StoredTrajectory: a trajectory and where it is, alike for a live store and an archive.
-Place = Literal["open", "ready", "demoted", "claimed", "used"] | Outcome
+Place = Literal["open", "ready", "claimed", "used"] | Outcome
 """Where a group of a live store is, or how it ended."""
 PLACES: tuple[str, ...] = (*get_args(get_args(Place)[0]), *get_args(Outcome))
 """In the order a group goes through them."""

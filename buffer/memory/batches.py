@@ -1,7 +1,6 @@
 """MemoryStore, batches: claim, fetch, reject, commit, checkpoint, roll back."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 from slipstream.buffer.codec import checksum, pack, unpack
 from slipstream.buffer.memory.state import Group, LiveClaim, Member, MemoryState, UsedStep
@@ -84,8 +83,7 @@ class MemoryBatches(MemoryState):
             oldest = [self._ready[sequence] for sequence in sorted(self._ready)[:num_groups]]
             return draw_oldest(oldest, num_groups=num_groups, num_ready=len(self._ready))
         self._carry_out(sift(self._queue(), rules, version=version))
-        seed = self._opened().seed
-        return draw(self._queue(), rules, version=version, num_groups=num_groups, seed=seed, step=step)
+        return draw(self._queue(), rules, num_groups=num_groups, seed=self._opened().seed, step=step)
 
     def _queue(self) -> Queue:
         run = self._opened()
@@ -94,16 +92,7 @@ class MemoryBatches(MemoryState):
             reusable=[self._candidate(self._reusable[sequence]) for sequence in sorted(self._reusable)],
             num_arrived=run.ready_sequence,
             num_uses=run.uses,
-            oldest_running=min(self._running_versions(), default=None),
         )
-
-    def _running_versions(self) -> Iterator[int]:
-        for group_id in (*self._leases, *map(str, self._returned)):
-            group = self._groups[group_id]
-            if group.oldest_version is not None:
-                yield group.oldest_version
-            elif group_id in self._leases:
-                yield group.leased_version
 
     def _candidate(self, group_id: str) -> Candidate:
         group = self._groups[group_id]
@@ -123,16 +112,8 @@ class MemoryBatches(MemoryState):
         for group_id in sifted.expired:
             del self._ready[self._groups[group_id].sequence]
             self._end(group_id, "expired", "on_stale")
-        for group_id in sifted.demoted:
-            self._take(group_id)
-            self._groups[group_id].is_demoted = True
-            self._opened().admitted -= 1
-            self._put(group_id)
         for group_id in sifted.released:
-            sequence = self._groups[group_id].sequence
-            del self._reusable[sequence]
-            if self._demoted.pop(sequence, None):
-                self._end(group_id, "expired", "on_stale")
+            del self._reusable[self._groups[group_id].sequence]
 
     def _lag(self, group_ids: list[str], *, version: int) -> LagSplit:
         members = [member for group_id in group_ids for member in self._groups[group_id].members.values()]
@@ -187,7 +168,7 @@ class MemoryBatches(MemoryState):
     def _use(self, group: Group, *, step: int) -> None:
         run = self._opened()
         run.uses += 1
-        run.consumed += not group.steps and not group.is_demoted
+        run.consumed += not group.steps
         group.steps.append(step)
         self._count_trained(group, uses=1)
         if len(group.steps) < run.max_uses:
@@ -207,8 +188,7 @@ class MemoryBatches(MemoryState):
                 raise overtaken(pointer, fence=fence, newest=run.learner_fence)
             run.checkpoint = pointer
             if run.phase == "finishing":
-                demoted = [group for group in self._reusable.values() if self._groups[group].is_demoted]
-                self._reusable = {self._groups[group].sequence: group for group in demoted}
+                self._reusable.clear()
             return sum(self._retire(step) for step in sorted(step for step in self._used if step <= pointer.step))
 
     def roll_back(self, *, to_step: int, to_version: int) -> int:

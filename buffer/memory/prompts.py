@@ -149,7 +149,6 @@ class MemoryPrompts(MemoryState):
     def _hand_out(self, group_id: str, *, owner: str, deadline: int) -> Lease:
         run, group = self._opened(), self._groups[group_id]
         group.owner = owner
-        group.leased_version = run.version
         self._leases_holding(group_id)[group_id] = deadline
         return make_lease(
             group_id,

@@ -49,15 +49,11 @@ class Group:
     """Place among ready groups; of an evaluation row: among pending rows."""
     attempt: int = 0
     owner: str = ""
-    leased_version: int = 0
-    """All generators had adopted it when the prompt was leased."""
     first_at: int = 0
     """When the first member came, ms."""
     claim_attempts: int = 0
     steps: list[int] = field(default_factory=list)
     """That trained on it."""
-    is_demoted: bool = False
-    """Too old but for filling up steps."""
     is_closed: bool = False
     """Made ready short of members."""
     has_baseline: bool = False
@@ -178,7 +174,6 @@ class MemoryState:
         self._evaluation_pending: dict[int, str] = {}
         self._returned: set[int] = set()
         self._ready: dict[int, str] = {}
-        self._demoted: dict[int, str] = {}
         self._reusable: dict[int, str] = {}
         self._claims: dict[int, LiveClaim] = {}
         self._used: dict[int, UsedStep] = {}
@@ -217,14 +212,12 @@ class MemoryState:
         return self._now() + int(lease_s * 1000)
 
     def _put(self, group_id: str, *, is_let_go: bool = False) -> None:
-        """Into the place where it waits to be drawn: used before (again, unless let go), demoted, or ready."""
+        """Into the place where it waits to be drawn: used before (again, unless let go), or ready."""
         group = self._groups[group_id]
         if group.steps:
             self._used.setdefault(group.steps[-1], UsedStep(None, [])).group_ids.append(group_id)
             if not is_let_go:
                 self._reusable[group.sequence] = group_id
-        elif group.is_demoted:
-            self._demoted[group.sequence] = self._reusable[group.sequence] = group_id
         else:
             self._ready[group.sequence] = group_id
 
@@ -232,8 +225,7 @@ class MemoryState:
         """Out of the place where it waits to be drawn."""
         group = self._groups[group_id]
         self._reusable.pop(group.sequence, None)
-        is_found = self._ready.pop(group.sequence, None) or self._demoted.pop(group.sequence, None)
-        if not is_found:
+        if not self._ready.pop(group.sequence, None):
             self._used[group.steps[-1]].group_ids.remove(group_id)
 
     def _put_all(self, group_ids: list[str]) -> int:
@@ -280,8 +272,7 @@ class MemoryState:
         if outcome != "retired":
             self._reasons[f"{outcome}: {reason}"] += 1
             self._counters["wasted_tokens"] += group.written_tokens
-            # A demoted group gave its admission back when it was demoted.
-            run.admitted -= not group.is_demoted
+            run.admitted -= 1
         if run.keeps_finished and group.members:
             group.outcome, group.reason = outcome, reason
             self._finished.append(group_id)

@@ -38,7 +38,6 @@ class MemoryFinished(MemoryState):
             "leased": [group_id for group_id in self._leases if not is_evaluation(group_id)],
             "returned": [str(ordinal) for ordinal in self._returned],
             "ready": list(self._ready.values()),
-            "demoted": list(self._demoted.values()),
             "claimed": [group_id for claim in self._claims.values() for group_id in claim.group_ids],
             "used": [group_id for used in self._used.values() for group_id in used.group_ids],
         }

@@ -130,7 +130,6 @@ class MemoryWatching(MemoryState):
                 returned=len(self._returned),
                 open=len(open_sizes),
                 ready=len(self._ready),
-                demoted=len(self._demoted),
                 claimed=sum(len(claim.group_ids) for claim in self._claims.values()),
                 used=sum(len(used.group_ids) for used in self._used.values()),
                 reusable=len(self._reusable),

@@ -11,7 +11,7 @@ _READ_AT_ONCE = 32
 """Groups whose payloads are in memory together."""
 _LISTED: tuple[tuple[str, str, Place], ...] = (("used_steps", "used", "used"), ("claims", "claimed", "claimed"))
 """Steps, the groups of each, and where those are."""
-_QUEUED: tuple[Place, ...] = ("demoted", "ready", "open")
+_QUEUED: tuple[Place, ...] = ("ready", "open")
 """Places that are sorted sets of groups."""
 
 

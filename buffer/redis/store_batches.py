@@ -67,22 +67,20 @@ class RedisBatches(RedisRun):
 
     def _draw(self, rules: DrawRules, *, step: int, version: int, num_groups: int) -> Draw | NotReady:
         _, seed = self._rows_and_seed()
-        queue = self._queue(rules)
+        queue = self._queue()
         sifted = sift(queue, rules, version=version)
         if not sifted.is_empty:
-            groups = [*sifted.expired, *sifted.demoted, *sifted.released]
-            self._run(SIFT, len(sifted.expired), len(sifted.demoted), *groups)
-            queue = self._queue(rules)
-        return draw(queue, rules, version=version, num_groups=num_groups, seed=seed, step=step)
+            self._run(SIFT, len(sifted.expired), *sifted.expired, *sifted.released)
+            queue = self._queue()
+        return draw(queue, rules, num_groups=num_groups, seed=seed, step=step)
 
-    def _queue(self, rules: DrawRules) -> Queue:
-        num_arrived, num_uses, oldest, ready, reusable = self._run(QUEUE, int(rules.staleness.on_stale == "wait"))
+    def _queue(self) -> Queue:
+        num_arrived, num_uses, ready, reusable = self._run(QUEUE)
         return Queue(
             ready=_candidates(ready),
             reusable=_candidates(reusable),
             num_arrived=num_arrived,
             num_uses=num_uses,
-            oldest_running=oldest if isinstance(oldest, int) else None,
         )
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:

@@ -9,7 +9,7 @@ from slipstream.buffer.resume_check import PHASES, check_same_run, no_run
 from slipstream.buffer.sampling import bounds
 from slipstream.configs.drawing import KEEP_ALL, FilterConfig
 
-LAYOUT = 4
+LAYOUT = 5
 """Raised when the meaning of a key changes; a run stored under another layout is refused."""
 
 

@@ -34,7 +34,6 @@ _IN_SCRIPT_ORDER = (
     "returned",
     "open",
     "ready",
-    "demoted",
     "claimed",
     "used",
     "reusable",

@@ -136,7 +136,7 @@ class Arrivals:
 
     def _kept_more(self, base: StoreCounts, now: StoreCounts) -> bool:
         """Losses of what was there before the wait do not count against what came since."""
-        there = base.open_members + (base.ready + base.demoted) * self._group_size
+        there = base.open_members + base.ready * self._group_size
         lost = _lost_members(now) - _lost_members(base)
         kept = self.accepted - max(0, lost - there)
         is_more, self._most_kept = kept > self._most_kept, max(kept, self._most_kept)

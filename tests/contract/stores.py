@@ -114,7 +114,7 @@ def checkpoint(store: AnyStore, step: int) -> int:
 
 def audit(counts: StoreCounts) -> None:
     """Every accepted trajectory is in exactly one place."""
-    complete = counts.ready + counts.demoted + counts.claimed + counts.used
+    complete = counts.ready + counts.claimed + counts.used
     over = sum(counts.outcome_members.values())
     assert counts.accepted == counts.open_members + GROUP_SIZE * complete - counts.short_members + over, counts
     numbers = (getattr(counts, name) for name in counts.__struct_fields__)

@@ -16,7 +16,6 @@ from tests.contract.stores import (
     checkpoint,
     claim,
     commit,
-    fill,
     lease,
     make_ready,
     open_run,
@@ -177,70 +176,6 @@ def test_dropped_groups_expire_and_give_their_admission_back(store):
     assert (counts.admitted, counts.reasons) == (0, {"expired: on_stale": 3})
     assert counts.waste_fraction == 1.0
     assert store.audit().expired == 3 * GROUP_SIZE
-
-
-def test_a_demoted_group_only_fills_up(store):
-    store.announce_version(2)
-    old, new = lease(store, 2)
-    fill_with(store, old, version=0)
-    fill_with(store, new, version=2)
-    rules = on_stale("demote")
-    taken = ask(store, rules, step=1, version=2, count=2)
-    assert isinstance(taken, Claim)
-    assert (taken.group_ids, taken.reused) == ([new.group_id, old.group_id], [False, True])
-    assert store.counts().admitted == 1, "another prompt may be admitted for it"
-    commit(store, taken)
-    store.commit_version(3)
-    assert store.run_state().consumed == 1
-    assert checkpoint(store, 1) == 2
-    assert store.counts().admitted == 1
-
-
-def test_a_demoted_group_is_let_go_when_even_that_is_too_old(store):
-    make_ready(store, 1)
-    rules = on_stale("demote", max_age=3)
-    for version, found in ((2, "1 may be used again"), (4, "0 of 2 groups are ready")):
-        shortage = ask(store, rules, step=1, version=version, count=2)
-        assert isinstance(shortage, NotReady)
-        assert found in shortage.reason
-    assert store.counts().reasons == {"expired: on_stale": 1}
-    assert store.counts().admitted == 0
-
-
-def test_a_claim_with_a_demoted_group_that_fails_puts_it_back_where_it_was(store):
-    make_ready(store, 1)
-    assert isinstance(ask(store, on_stale("demote"), step=1, version=2, count=1), Claim)
-    store.roll_back(to_step=0, to_version=0)
-    assert (store.counts().demoted, store.counts().ready) == (1, 0)
-    assert isinstance(ask(store, on_stale("demote"), step=1, version=2, count=1), Claim)
-
-
-def test_a_demoted_group_is_there_for_a_run_that_is_trained_on(store):
-    make_ready(store, 1)
-    (new,) = lease(store, 1)
-    store.announce_version(2)
-    fill_with(store, new, version=2)
-    first = ask(store, on_stale("demote"), step=1, version=2, count=1)
-    assert isinstance(first, Claim)
-    assert first.group_ids == [new.group_id]
-    commit(store, first)
-    store.set_phase("finishing")
-    checkpoint(store, 1)
-    store.set_phase("training")
-    assert store.counts().demoted == 1
-    again = ask(store, on_stale("demote"), step=2, version=2, count=1)
-    assert isinstance(again, Claim)
-    assert again.reused == [True]
-
-
-def test_under_wait_a_step_waits_for_the_prompts_it_would_make_too_old(store):
-    make_ready(store, 1)
-    (running,) = lease(store, 1)
-    waiting = ask(store, on_stale("wait"), step=2, version=1, count=1)
-    assert isinstance(waiting, NotReady)
-    assert "a prompt under way since version 0" in waiting.reason
-    fill(store, running)
-    assert isinstance(ask(store, on_stale("wait"), step=2, version=1, count=1), Claim)
 
 
 # --- groups short of members -----------------------------------------------------------------------------------------

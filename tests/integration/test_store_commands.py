@@ -15,7 +15,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import DrawRules
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.drawing import ReuseConfig, StalenessConfig, ZeroSignalConfig
+from slipstream.configs.drawing import ReuseConfig, ZeroSignalConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
@@ -200,22 +200,20 @@ def test_verify_of_a_store_that_lost_something_ends_with_exit_code_1(
     assert f"lost={GROUP_SIZE} duplicated=0 skipped_prompts=0" in lines
 
 
-def test_groups_used_again_and_demoted_ones_are_listed_with_all_their_steps(
+def test_groups_used_again_are_listed_with_all_their_steps(
     server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ):
-    demoting = DrawRules(reuse=ReuseConfig(max_uses=2), staleness=StalenessConfig(max_lag=0, on_stale="demote"))
     opened = RedisStore(connect(server.url), "mine")
     open_run(opened, config_json=msgspec.json.encode(config).decode(), max_uses=2)
     make_ready(opened, 1)
     for step in (1, 2):
         commit(opened, claim(opened, step, 1, rules=DrawRules(reuse=ReuseConfig(max_uses=2))))
-    make_ready(opened, 2)
-    claim(opened, 3, 1, rules=demoting)
+    make_ready(opened, 1)
+    claim(opened, 3, 1)
     opened.close()
     _, lines = run(capsys, "ls", *where(config))
     assert sorted(line.split()[3:7] for line in lines[1:]) == [
         ["claimed", "12", "0", "test"],
-        ["demoted", "12", "0", "test"],
         ["used", "12", "0", "1,2"],
     ]
 

@@ -10,17 +10,14 @@ local function last_of(steps) return string.match(steps, '(%d+)$') end
 local function count(steps) return select(2, string.gsub(steps, '%d+', '')) end
 local function make_reusable(group, sequence) redis.call('ZADD', key('reusable'), sequence, group) end
 
--- Into the place where it waits to be drawn: used before (again, unless it has been let go), demoted, or ready.
+-- Into the place where it waits to be drawn: used before (again, unless it has been let go), or ready.
 local function put(group, is_let_go)
-  local f = redis.call('HMGET', key('group:' .. group), 'sequence', 'steps', 'demoted')
+  local f = redis.call('HMGET', key('group:' .. group), 'sequence', 'steps')
   local sequence, steps = f[1], f[2] or ''
   if steps ~= '' then
     redis.call('RPUSH', key('used:' .. last_of(steps)), group)
     redis.call('ZADD', key('used_steps'), last_of(steps), last_of(steps))
     if not is_let_go then make_reusable(group, sequence) end
-  elseif f[3] then
-    redis.call('ZADD', key('demoted'), sequence, group)
-    make_reusable(group, sequence)
   else
     redis.call('ZADD', key('ready'), sequence, group)
   end
@@ -29,7 +26,7 @@ end
 -- Out of the place where it waits to be drawn.
 local function take(group)
   redis.call('ZREM', key('reusable'), group)
-  if redis.call('ZREM', key('ready'), group) == 1 or redis.call('ZREM', key('demoted'), group) == 1 then return end
+  if redis.call('ZREM', key('ready'), group) == 1 then return end
   redis.call('LREM', key('used:' .. last_of(steps_of(group))), 1, group)
 end
 
@@ -78,9 +75,9 @@ return {tonumber(redis.call('HGET', key('run'), 'step')), redis.call('ZCARD', ke
 )
 
 # Atomic because a draw must be made from what is there at one instant. It reads every group that may be drawn, which
-# pacing and `reuse.max_groups` bound. '1' when what is under way matters.
-# -> groups that ever became ready, uses, oldest version under way or '', ready, reusable; these as texts, because a
-# client takes ten times as long over thousands of small answers: for each group, separated by `;`,
+# pacing and `reuse.max_groups` bound.
+# -> groups that ever became ready, uses, ready, reusable; these as texts, because a client takes ten times as long over
+# thousands of small answers: for each group, separated by `;`,
 # `id sequence oldest_version answered reward_sum reward_squares`.
 QUEUE = script(
     """
@@ -93,49 +90,22 @@ local function candidates(place)
   end
   return table.concat(found, ';')
 end
-local function oldest_running()
-  local smallest
-  local function look(group, is_leased)
-    local f = redis.call('HMGET', key('group:' .. group), 'oldest', 'leased_version')
-    local version = tonumber(f[1] or (is_leased and f[2]) or nil)
-    if version and (not smallest or version < smallest) then smallest = version end
-  end
-  for _, group in ipairs(redis.call('ZRANGE', key('leases'), 0, -1)) do look(group, true) end
-  for _, group in ipairs(redis.call('ZRANGE', key('returned'), 0, -1)) do look(group, false) end
-  return smallest or ''
-end
 local run = redis.call('HMGET', key('run'), 'ready_sequence', 'uses')
-return {tonumber(run[1]), tonumber(run[2]), ARGV[2] == '1' and oldest_running() or '', candidates('ready'),
-  candidates('reusable')}
+return {tonumber(run[1]), tonumber(run[2]), candidates('ready'), candidates('reusable')}
 """
 )
 
 # Atomic because a group must not be drawn while it leaves the queue. One that has moved since is skipped.
-# number expired, number demoted, groups (expired, then demoted, then released)...
+# number expired, groups (expired, then released)...
 SIFT = script(
-    _PLACES,
     END_GROUP,
     """
-local num_expired, num_demoted = tonumber(ARGV[2]), tonumber(ARGV[3])
+local num_expired = tonumber(ARGV[2])
 local function expire(group)
   if redis.call('ZREM', key('ready'), group) == 1 then end_group(group, 'expired', 'on_stale') end
 end
-local function demote(group)
-  if redis.call('ZREM', key('ready'), group) == 0 then return end
-  redis.call('HSET', key('group:' .. group), 'demoted', 1)
-  redis.call('HINCRBY', key('run'), 'admitted', -1)
-  put(group)
-end
-local function let_go(group)
-  if redis.call('ZREM', key('reusable'), group) == 1 and redis.call('ZREM', key('demoted'), group) == 1 then
-    end_group(group, 'expired', 'on_stale')
-  end
-end
-for i = 4, #ARGV do
-  local place = i - 3
-  if place <= num_expired then expire(ARGV[i])
-  elseif place <= num_expired + num_demoted then demote(ARGV[i])
-  else let_go(ARGV[i]) end
+for i = 3, #ARGV do
+  if i - 2 <= num_expired then expire(ARGV[i]) else redis.call('ZREM', key('reusable'), ARGV[i]) end
 end
 """,
 )
@@ -205,15 +175,15 @@ local run, counters = key('run'), key('counters')
 local max_uses, fresh, used = tonumber(redis.call('HGET', run, 'max_uses')), 0, 0
 local function use(group)
   local group_key = key('group:' .. group)
-  local f = redis.call('HMGET', group_key, 'steps', 'demoted', 'members', 'tokens', 'sequence')
+  local f = redis.call('HMGET', group_key, 'steps', 'members', 'tokens', 'sequence')
   local steps = f[1] or ''
   used = used + 1
-  if steps == '' and not f[2] then fresh = fresh + 1 end
+  if steps == '' then fresh = fresh + 1 end
   steps = steps == '' and step or steps .. ',' .. step
   redis.call('HSET', group_key, 'steps', steps)
-  redis.call('HINCRBY', counters, 'trained', f[3])
-  redis.call('HINCRBY', counters, 'trained_tokens', f[4] or 0)
-  if count(steps) < max_uses then make_reusable(group, f[5]) end
+  redis.call('HINCRBY', counters, 'trained', f[2])
+  redis.call('HINCRBY', counters, 'trained_tokens', f[3] or 0)
+  if count(steps) < max_uses then make_reusable(group, f[4]) end
 end
 local newest = tonumber(redis.call('HGET', key('run'), 'step'))
 if redis.call('HGET', key('commit_fences'), step) == fence then return {1, tonumber(step)} end
@@ -236,7 +206,7 @@ return {1, tonumber(step)}
 )
 
 # Atomic because a pointer must not outlive the steps it covers, nor the learner that made them. When the run ends,
-# nothing is used again; what was demoted and never used stays, for a run that is trained on.
+# nothing is used again.
 # pointer's step, fence, pointer -> the run's step, the fence that was wanted.
 SET_CHECKPOINT = script(
     """
@@ -245,7 +215,7 @@ local fence = tonumber(redis.call('HGET', key('run'), 'learner_fence') or 0)
 if tonumber(ARGV[2]) > step or tonumber(ARGV[3]) ~= fence then return {step, fence} end
 redis.call('HSET', key('run'), 'checkpoint', ARGV[4])
 if redis.call('HGET', key('run'), 'phase') == 'finishing' then
-  redis.call('ZINTERSTORE', key('reusable'), 2, key('reusable'), key('demoted'), 'WEIGHTS', 1, 0)
+  redis.call('DEL', key('reusable'))
 end
 return {step, fence}
 """

@@ -40,7 +40,7 @@ local function all(steps, list)
 end
 local function members(name) return redis.call('ZRANGE', key(name), 0, -1) end
 local places = {with_sizes('leased', members('leases')), with_sizes('returned', members('returned')),
-  with_sizes('ready', members('ready')), with_sizes('demoted', members('demoted')),
+  with_sizes('ready', members('ready')),
   with_sizes('claimed', all('claims', 'claimed:')), with_sizes('used', all('used_steps', 'used:'))}
 local run = redis.call('HMGET', key('run'), 'next_ordinal', 'max_uses')
 return {tonumber(run[1]), tonumber(run[2]), tonumber(redis.call('HGET', key('counters'), 'accepted') or 0),

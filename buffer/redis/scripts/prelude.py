@@ -17,15 +17,15 @@ so one slot also on a cluster); ARGV[1] is the time in milliseconds in tests and
 #                                 tokens accepted, superseded, wasted and trained, metrics
 #     refused             hash    reason -> trajectories
 #     group:<id>          hash    attempt, size, baseline ('1': its last member is greedy), purpose, members, owner,
-#                                 sequence, claim_attempts, leased_version, steps ("3,17"), demoted, closed (made ready
-#                                 short of members), outcome, reason; sums over members (`_ADD_UP`);
+#                                 sequence, claim_attempts, steps ("3,17"), closed (made ready short of members),
+#                                 outcome, reason; sums over members (`_ADD_UP`);
 #                                 at:<index> -> trajectory id, sum:<trajectory id> -> checksum
 #     payloads:<id>       hash    index -> encoded trajectory
 #     leases              zset    training group -> deadline       evaluation_leases  zset  row group -> deadline
 #     leases_of:<owner>   set     groups                           returned           zset  group -> ordinal
 #     open                zset    group short of members -> ms of its first
-#     ready               zset    group -> ready sequence          demoted            zset  group -> ready sequence
-#     reusable            zset    group, demoted or in a used:<step>, that may be drawn again -> ready sequence
+#     ready               zset    group -> ready sequence
+#     reusable            zset    group in a used:<step> that may be drawn again -> ready sequence
 #     bell                list    at most one ring, for `wait_ready`
 #     claims              zset    step -> deadline                 claim_fences       hash  step -> fence
 #     claimed:<step>      list    groups                           used:<step>        list  groups
@@ -78,18 +78,17 @@ END_GROUP = (
     + """
 local function end_group(group, outcome, reason)
   local group_key, counters = key('group:' .. group), key('counters')
-  local f = redis.call('HMGET', group_key, 'members', 'size', 'tokens', 'steps', 'demoted', 'closed')
+  local f = redis.call('HMGET', group_key, 'members', 'size', 'tokens', 'closed')
   local members = tonumber(f[1])
   redis.call('SETBIT', key('done'), group, 1)
   redis.call('HINCRBY', key('outcomes'), outcome, 1)
   redis.call('HINCRBY', key('outcome_members'), outcome, members)
   if redis.call('ZREM', key('open'), group) == 1 then redis.call('HINCRBY', counters, 'open_members', -members) end
-  if f[6] then redis.call('HINCRBY', counters, 'short_members', members - f[2]) end
+  if f[4] then redis.call('HINCRBY', counters, 'short_members', members - f[2]) end
   if outcome ~= 'retired' then
     redis.call('HINCRBY', key('reasons'), outcome .. ': ' .. reason, 1)
     redis.call('HINCRBY', counters, 'wasted_tokens', f[3] or 0)
-    -- A demoted group gave its admission back when it was demoted.
-    if not f[5] then redis.call('HINCRBY', key('run'), 'admitted', -1) end
+    redis.call('HINCRBY', key('run'), 'admitted', -1)
   end
   if members > 0 and redis.call('HGET', key('run'), 'keeps_finished') == '1' then
     redis.call('HSET', group_key, 'outcome', outcome, 'reason', reason)

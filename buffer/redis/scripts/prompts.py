@@ -52,10 +52,9 @@ LEASE = script(
     """
 local run, owner, room, group_size = key('run'), ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local deadline, limit, leased = now() + tonumber(ARGV[5]), tonumber(ARGV[6]), {}
-local version = redis.call('HGET', run, 'version')
 local function hand_out(group)
   local group_key, missing = key('group:' .. group), {}
-  redis.call('HSET', group_key, 'owner', owner, 'leased_version', version)
+  redis.call('HSET', group_key, 'owner', owner)
   redis.call('ZADD', leases_holding(group), deadline, group)
   redis.call('SADD', key('leases_of:' .. owner), group)
   local fields = redis.call('HMGET', group_key, 'attempt', 'purpose', 'size')

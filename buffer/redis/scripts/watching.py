@@ -32,7 +32,7 @@ local function total(steps, list)
 end
 local function field(hash, name) return tonumber(redis.call('HGET', key(hash), name) or 0) end
 return {field('run', 'admitted'), redis.call('ZCARD', key('leases')), redis.call('ZCARD', key('returned')),
-  redis.call('ZCARD', key('open')), redis.call('ZCARD', key('ready')), redis.call('ZCARD', key('demoted')),
+  redis.call('ZCARD', key('open')), redis.call('ZCARD', key('ready')),
   total('claims', 'claimed:'), total('used_steps', 'used:'), redis.call('ZCARD', key('reusable')),
   field('counters', 'accepted'), field('counters', 'duplicates'), field('counters', 'superseded'),
   redis.call('ZCARD', key('finished')), field('counters', 'open_members'), field('counters', 'short_members'),

@@ -16,7 +16,7 @@ SOUND = Snapshot(
     next_ordinal=6,
     max_uses=1,
     accepted=9,
-    places={"leased": ["5"], "returned": ["4"], "ready": ["3"], "demoted": [], "claimed": ["2"], "used": ["1"]},
+    places={"leased": ["5"], "returned": ["4"], "ready": ["3"], "claimed": ["2"], "used": ["1"]},
     members={"5": (1, 1), "4": (0, 0), "3": (2, 2), "2": (2, 2), "1": (2, 2)},
     done=[0],
     outcome_members={"retired": 2},
@@ -79,9 +79,3 @@ def test_a_group_may_be_trained_on_as_often_as_the_run_says_but_once_a_step():
     twice = [entry(1, "0"), entry(2, "1", "0")]
     assert spoilt(ledger=twice, max_uses=2).is_sound
     assert spoilt(ledger=[entry(1, "0"), entry(2, "1", "1")], max_uses=2).duplicated == 2
-
-
-def test_a_demoted_group_is_buffered():
-    books = spoilt(places=SOUND.places | {"ready": [], "demoted": ["3"]})
-    assert books.is_sound, books
-    assert books.buffered == 3

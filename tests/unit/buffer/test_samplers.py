@@ -23,8 +23,8 @@ MIXED = [
 ]
 
 
-def fresh(candidates, sampler, num_groups, *, step=4, **options):
-    return draw_fresh(candidates, sampler, num_groups=num_groups, seed=3, step=step, **options)
+def fresh(candidates, sampler, num_groups, *, step=4):
+    return draw_fresh(candidates, sampler, num_groups=num_groups, seed=3, step=step)
 
 
 def test_fifo_takes_the_oldest_first():
@@ -34,11 +34,6 @@ def test_fifo_takes_the_oldest_first():
 def test_freshest_takes_the_newest_oldest_token_first_and_of_equals_the_first_come():
     versions = [candidate(0, oldest_version=1), candidate(1, oldest_version=3), candidate(2, oldest_version=3)]
     assert fresh(versions, FreshestConfig(), 3).group_ids == ["1", "2", "0"]
-
-
-def test_the_oldest_token_goes_first_where_none_may_get_too_old():
-    versions = [candidate(0, oldest_version=2), candidate(1, oldest_version=1), candidate(2, oldest_version=2)]
-    assert fresh(versions, FifoConfig(), 2, oldest_first=True).group_ids == ["1", "0"]
 
 
 def test_uniform_is_fixed_for_good_by_seed_and_step():
@@ -93,14 +88,6 @@ def test_inclusion_follows_the_exponential_race():
     np.testing.assert_allclose(probabilities, [1 - np.exp(-0.5), 1 - np.exp(-1.0)])
 
 
-def test_a_group_is_used_again_half_as_often_for_every_half_life():
-    aged = [candidate(0, oldest_version=10), candidate(1, oldest_version=8)]
-    settings = {"num_groups": 1, "seed": 3, "version": 10, "half_life": 2.0}
-    counts = Counter(draw_reused(aged, FifoConfig(), step=step, **settings).group_ids[0] for step in range(3000))
-    # 2000 and 1000 expected, standard deviation 26: five of them.
-    assert abs(counts["0"] - 2000) < 130
-
-
 def test_fresh_and_used_groups_are_drawn_independently():
-    again = draw_reused(TWELVE, UniformConfig(), num_groups=5, seed=3, step=4, version=0, half_life=None)
+    again = draw_reused(TWELVE, UniformConfig(), num_groups=5, seed=3, step=4)
     assert again.group_ids != fresh(TWELVE, UniformConfig(), 5).group_ids

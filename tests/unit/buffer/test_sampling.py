@@ -14,21 +14,21 @@ def candidates(*versions: int, first: int = 0) -> list[Candidate]:
     ]
 
 
-def queue(ready=(), reusable=(), *, num_arrived=100, num_uses=0, oldest_running=None) -> Queue:
-    return Queue(candidates(*ready), candidates(*reusable, first=50), num_arrived, num_uses, oldest_running)
+def queue(ready=(), reusable=(), *, num_arrived=100, num_uses=0) -> Queue:
+    return Queue(candidates(*ready), candidates(*reusable, first=50), num_arrived, num_uses)
 
 
 def rules(on_stale="mask", max_lag=2, **reuse) -> DrawRules:
     return DrawRules(reuse=ReuseConfig(**reuse), staleness=StalenessConfig(max_lag, on_stale))
 
 
-def drawn(what: Queue, how: DrawRules, num_groups: int, version: int = 5) -> Draw | NotReady:
-    return draw(what, how, version=version, num_groups=num_groups, seed=0, step=1)
+def drawn(what: Queue, how: DrawRules, num_groups: int) -> Draw | NotReady:
+    return draw(what, how, num_groups=num_groups, seed=0, step=1)
 
 
 def test_only_plain_rules_may_skip_reading_the_queue():
     assert rules().only_oldest
-    others = [rules("drop"), rules("wait"), rules("demote"), rules(max_uses=2), DrawRules(UniformConfig())]
+    others = [rules("drop"), rules(max_uses=2), DrawRules(UniformConfig())]
     assert not any(other.only_oldest for other in [*others, rules(samples_per_insert=1.0)])
 
 
@@ -37,13 +37,11 @@ def test_the_oldest_are_drawn_or_nothing():
     assert draw_oldest(["3"], num_groups=2, num_ready=1) == NotReady("1 of 2 groups are ready", ready_wanted=2)
 
 
-@pytest.mark.parametrize(
-    ("on_stale", "expired", "demoted"), [("mask", [], []), ("wait", [], []), ("drop", ["0"], []), ("demote", [], ["0"])]
-)
-def test_a_group_beyond_the_bound_leaves_the_queue_as_the_policy_says(on_stale, expired, demoted):
+@pytest.mark.parametrize(("on_stale", "expired"), [("mask", []), ("drop", ["0"])])
+def test_a_group_beyond_the_bound_leaves_the_queue_as_the_policy_says(on_stale, expired):
     sifted = sift(queue(ready=[2, 3, 5]), rules(on_stale), version=5)
-    assert (sifted.expired, sifted.demoted) == (expired, demoted)
-    assert sifted.is_empty == (not expired and not demoted)
+    assert sifted.expired == expired
+    assert sifted.is_empty == (not expired)
 
 
 def test_groups_are_let_go_when_they_are_too_old_or_too_many():
@@ -76,14 +74,3 @@ def test_no_more_is_trained_on_than_samples_per_insert_times_what_arrived():
     assert found == NotReady(
         "17 + 4 uses are more than samples_per_insert (2) x 10 groups that arrived", ready_wanted=5
     )
-
-
-@pytest.mark.parametrize(("oldest_running", "may_go_on"), [(None, True), (4, True), (3, False), (0, False)])
-def test_under_wait_no_prompt_under_way_gets_too_old(oldest_running, may_go_on):
-    found = drawn(queue(ready=[5, 4], oldest_running=oldest_running), rules("wait", max_lag=2), 1)
-    if may_go_on:
-        assert isinstance(found, Draw)
-        assert found.group_ids == ["1"], "the oldest token goes first"
-    else:
-        assert isinstance(found, NotReady)
-        assert f"under way since version {oldest_running} would be older than max_lag (2)" in found.reason

@@ -27,10 +27,6 @@ STEPS_OF_FOUR = {"groups_per_step": 4, "max_steps": 10, "checkpoint": {"every_st
             {"capacity": {"max_groups": 100}, "reuse": {"max_uses": 2, "max_groups": 80}},
             r"must be >= 104 = 20 used groups .* \+ 80 kept for reuse \+ 4 .* got 100",
         ),
-        (
-            {"staleness": {"max_lag": 3, "on_stale": "demote"}, "reuse": {"max_age": 3}},
-            r"reuse\.max_age must be > buffer\.staleness\.max_lag \(3\) with on_stale=demote, got 3",
-        ),
         ({"mix": {"archive": "there", "fraction": 0.1}}, r"mix\.fraction must leave at least one group .* got 0\.1 of"),
     ],
 )

@@ -49,7 +49,7 @@ def test_a_step_tells_what_was_used_again_weighed_or_mixed_in(capsys):
     store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), **names))
     explain_step(store, 1)
     told = capsys.readouterr().out
-    for line in ("used again or demoted: 0\n", "losses weighed: 0 x 0.5\n", "mixed in: 8, 9\n"):
+    for line in ("used again: 0\n", "losses weighed: 0 x 0.5\n", "mixed in: 8, 9\n"):
         assert line in told
 
 
