@@ -57,9 +57,9 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     engine = _build_engine(
         run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
     )
-    onlookers = _load_onlookers(run, policy, device=device)
+    frozen_models = _load_frozen_models(run, policy, device=device)
     critic = _build_critic(run, policy, ranks=ranks, device=device) if run.algorithm.has_critic else None
-    return Trainer(run, engine=engine, ranks=ranks, onlookers=onlookers, critic=critic)
+    return Trainer(run, engine=engine, ranks=ranks, frozen_models=frozen_models, critic=critic)
 
 
 def _check_own_functions(config: AlgorithmConfig) -> None:
@@ -85,7 +85,7 @@ def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch
     return Critic(config, engine=engine, ranks=ranks, total_updates=total)
 
 
-def _load_onlookers(run: RunConfig, policy: Policy, *, device: torch.device) -> FrozenModels:
+def _load_frozen_models(run: RunConfig, policy: Policy, *, device: torch.device) -> FrozenModels:
     """Only those that the settings need. Raises ModelError."""
     reference = teacher = None
     if run.algorithm.kl.coefficient:

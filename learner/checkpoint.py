@@ -163,7 +163,7 @@ class Checkpoints:
         self._check_fits(place, state)
         self._trainer.engine.restore_state(place, weights=self._read_weights(place))
         self._trainer.num_updates = state.num_updates
-        self._trainer.objective.memory.restore(state.objective)
+        self._trainer.objective.state.restore(state.objective)
         self._restore_reference(place)
         self._restore_critic(place / _CRITIC, num_updates=state.critic_updates)
         restore_random_state(place / f"random-rank-{self._ranks.rank}")
@@ -180,7 +180,7 @@ class Checkpoints:
             config_hash=config_hash(self._run),
             engine=_engine_name(self._run),
             num_ranks=self._ranks.size,
-            objective=self._trainer.objective.memory.save(),
+            objective=self._trainer.objective.state.save(),
         )
 
     def _save_reference(self, folder: Path) -> None:

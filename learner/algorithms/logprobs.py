@@ -17,7 +17,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requested:
     """What is read off the distribution at each token, besides the log-probability of its target."""
 
     entropy: bool = False
@@ -28,7 +28,7 @@ class Wanted:
     """Chance that two draws are the same token."""
 
 
-LOGPROBS = Wanted()
+LOGPROBS = Requested()
 """Nothing else."""
 
 
@@ -37,7 +37,7 @@ def measure_tokens(
     targets: Int[Tensor, "N"],
     temperatures: Float[Tensor, "N"],
     *,
-    wanted: Wanted,
+    requested: Requested,
     candidates: Int[Tensor, "N K"] | None = None,
     reference_logits: Float[Tensor, "N V"] | None = None,
     chunk_elements: int = _CHUNK_ELEMENTS,
@@ -45,8 +45,8 @@ def measure_tokens(
     """Of p = softmax(logits / temperature), name -> one number per token, and only what was asked for.
 
     logprobs             log p(target)
-    entropies            -sum_v p_v log p_v, nats                     if wanted.entropy
-    collisions           sum_v p_v^2, without gradient                if wanted.collision
+    entropies            -sum_v p_v log p_v, nats                     if requested.entropy
+    collisions           sum_v p_v^2, without gradient                if requested.collision
     candidate_logprobs   log p(candidate), float[N K]                 given candidates
     exact_kl             KL(p || softmax(reference / temperature))    given reference_logits, which get no gradient
 
@@ -56,12 +56,12 @@ def measure_tokens(
     chunk_tokens = max(1, chunk_elements // vocabulary)
     inputs = (logits, targets, temperatures, candidates, reference_logits)
     if num_tokens <= chunk_tokens:
-        return _measure(*inputs, wanted)
+        return _measure(*inputs, requested)
     parts = [
         checkpoint(
             _measure,
             *(None if x is None else x[first : first + chunk_tokens] for x in inputs),
-            wanted,
+            requested,
             use_reentrant=False,
         )
         for first in range(0, num_tokens, chunk_tokens)
@@ -75,13 +75,13 @@ def _measure(
     temperatures: Float[Tensor, "N"],
     candidates: Int[Tensor, "N K"] | None,
     reference_logits: Float[Tensor, "N V"] | None,
-    wanted: Wanted,
+    requested: Requested,
 ) -> dict[str, Tensor]:
     logprobs = _log_softmax(logits, temperatures)
     measured = {"logprobs": logprobs.gather(-1, targets[:, None])[:, 0]}
-    if wanted.entropy:
-        measured["entropies"] = _entropy(logprobs if wanted.differentiate_entropy else logprobs.detach())
-    if wanted.collision:
+    if requested.entropy:
+        measured["entropies"] = _entropy(logprobs if requested.differentiate_entropy else logprobs.detach())
+    if requested.collision:
         measured["collisions"] = (2 * logprobs.detach()).exp().sum(dim=-1)
     if candidates is not None:
         measured["candidate_logprobs"] = logprobs.gather(-1, candidates)

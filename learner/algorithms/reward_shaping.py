@@ -56,7 +56,7 @@ def kl_in_reward(
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, eq. 2; kl is k1 there.
     """
     lengths = segments.sizes(sequences, num_segments=len(rewards))
-    is_last = segments.places_in_rows(sequences, num_sequences=len(rewards)) == lengths[sequences] - 1
+    is_last = segments.indices_in_rows(sequences, num_sequences=len(rewards)) == lengths[sequences] - 1
     prices = coefficient * kl.detach()
     totals = rewards - segments.sums(prices, sequences, num_segments=len(rewards))
     return totals, torch.where(is_last, rewards[sequences], 0) - prices
@@ -69,7 +69,7 @@ def returns_to_go(
 
     G_t = r_t + gamma * G_{t+1}
 
-    Summed by doubling: after the step with `shift`, each place holds the sum of the next 2 * shift rewards.
+    Summed by doubling: after the step with `shift`, each entry holds the sum of the next 2 * shift rewards.
     """
     rows = segments.to_rows(token_rewards, sequences, num_sequences=num_sequences)
     shift = 1

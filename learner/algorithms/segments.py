@@ -43,23 +43,23 @@ def minima(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segmen
 def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Float[Tensor, "S L"]:
     """One row per sequence, its values from the left, zeros after them. Values of a sequence must be in order."""
     rows = values.new_zeros(num_sequences, _longest(sequences, num_sequences))
-    rows[sequences, places_in_rows(sequences, num_sequences=num_sequences)] = values
+    rows[sequences, indices_in_rows(sequences, num_sequences=num_sequences)] = values
     return rows
 
 
 def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """The inverse of `to_rows`."""
-    return rows[sequences, places_in_rows(sequences, num_sequences=len(rows))]
+    return rows[sequences, indices_in_rows(sequences, num_sequences=len(rows))]
 
 
-def places_in_rows(sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
+def indices_in_rows(sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
     """How many values of its own sequence stand before each."""
     order = torch.argsort(sequences, stable=True)
     lengths = sizes(sequences, num_segments=num_sequences)
     starts = lengths.cumsum(0) - lengths
-    places = torch.empty_like(sequences)
-    places[order] = torch.arange(len(sequences), device=sequences.device) - starts[sequences[order]]
-    return places
+    indices = torch.empty_like(sequences)
+    indices[order] = torch.arange(len(sequences), device=sequences.device) - starts[sequences[order]]
+    return indices
 
 
 def _longest(sequences: Int[Tensor, "N"], num_sequences: int) -> int:

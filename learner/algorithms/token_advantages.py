@@ -77,7 +77,7 @@ def _energy(
 def _positions(sequences: Int[Tensor, "N"], turns: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
     """Of each token among those of its turn."""
     num_turns = segments.count(turns)
-    return segments.places_in_rows(sequences * num_turns + turns, num_sequences=num_sequences * num_turns)
+    return segments.indices_in_rows(sequences * num_turns + turns, num_sequences=num_sequences * num_turns)
 
 
 def _cells(groups: Int[Tensor, "N"], turns: Int[Tensor, "N"], positions: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
@@ -165,7 +165,7 @@ def _following(rows: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
 def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
     """s_t = x_t + decay_t * s_{t+1} from the right, so that the zeros after a short row stay zeros."""
     sums, running = torch.empty_like(rows), rows.new_zeros(len(rows))
-    for place in range(rows.shape[1] - 1, -1, -1):
-        running = rows[:, place] + decay[:, place] * running
-        sums[:, place] = running
+    for index in range(rows.shape[1] - 1, -1, -1):
+        running = rows[:, index] + decay[:, index] * running
+        sums[:, index] = running
     return sums

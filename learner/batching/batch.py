@@ -20,9 +20,9 @@ from slipstream.learner.errors import BatchError
 class _Columns:
     """Tensors of one length side by side."""
 
-    def take(self, places: Tensor) -> Self:
-        """The entries at `places` [K], or where a bool [N] is true."""
-        return self._map(lambda column: column[places])
+    def take(self, indices: Tensor) -> Self:
+        """The entries at `indices` [K], or where a bool [N] is true."""
+        return self._map(lambda column: column[indices])
 
     def to(self, device: torch.device) -> Self:
         """The same on `device`."""
@@ -47,7 +47,7 @@ class Trajectories(_Columns):
     updates: Int[Tensor, "B"]
     """Which optimizer update of the step each belongs to."""
     rewards: Float[Tensor, "B"]
-    """float64, as the reward function said; shaped ones take their place in `judging`."""
+    """float64, as the reward function said; shaped ones replace them in `loss_inputs`."""
     parts: Float[Tensor, "B K"]
     """float64, its named addends, columns in the order of `Batch.part_names`; NaN where one is missing."""
     greedy_rewards: Float[Tensor, "B"]
@@ -58,7 +58,7 @@ class Trajectories(_Columns):
     """Whether it counts in its group's baseline: its reward function answered."""
     lengths: Int[Tensor, "B"]
     """Model-written tokens, trained on or not."""
-    num_wanted: Int[Tensor, "B"]
+    num_trained: Int[Tensor, "B"]
     """Tokens that are trained on."""
     draw_weights: Float[Tensor, "B"]
     """What the sampler multiplies the loss of its group by."""

@@ -57,36 +57,38 @@ def build_batch(
     members = [(index, member) for index, group in enumerate(groups) for member in group]
     for _, member in members:
         _check(member, vocab_size=vocab_size, has_baseline=has_baseline)
-    wanted = [
-        wanted_tokens(member, learner_version=learner_version, max_lag=max_lags[index], masks_truncated=masks_truncated)
+    trained = [
+        trained_tokens(
+            member, learner_version=learner_version, max_lag=max_lags[index], masks_truncated=masks_truncated
+        )
         for index, member in members
     ]
-    starts = [0, *accumulate(map(len, wanted))]
+    starts = [0, *accumulate(map(len, trained))]
     samples = [
-        Sample(member.token_ids, places, start, group_id=member.group_id, temperature=member.sampling.temperature)
-        for (_, member), places, start in zip(members, wanted, starts, strict=False)
+        Sample(member.token_ids, indices, start, group_id=member.group_id, temperature=member.sampling.temperature)
+        for (_, member), indices, start in zip(members, trained, starts, strict=False)
     ]
     update_of = _updates(len(groups), num_updates=num_updates)
     own = len(groups) - num_mixed
     lags = [
-        _lags(member, places, learner_version=learner_version) if index < own else np.full(len(places), _UNKNOWN_LAG)
-        for (index, member), places in zip(members, wanted, strict=True)
+        _lags(member, indices, learner_version=learner_version) if index < own else np.full(len(indices), _UNKNOWN_LAG)
+        for (index, member), indices in zip(members, trained, strict=True)
     ]
-    batch = _lay_out(members, wanted, lags, update_of=update_of, weights=weights)
+    batch = _lay_out(members, trained, lags, update_of=update_of, weights=weights)
     updates = [
         [sample for sample, (index, _) in zip(samples, members, strict=True) if update_of[index] == update]
         for update in range(num_updates)
     ]
-    on_stale = sum(
-        _num_over_age(member, learner_version=learner_version, max_lag=max_lags[index])
+    num_stale = sum(
+        _num_stale(member, learner_version=learner_version, max_lag=max_lags[index])
         for index, member in members
         if not member.is_greedy
     )
     is_sampled = torch.tensor([not member.is_greedy for _, member in members], dtype=torch.bool)
-    return BuiltBatch(batch, updates, _metrics(batch.trajectories, is_sampled=is_sampled, num_over_age=on_stale))
+    return BuiltBatch(batch, updates, _metrics(batch.trajectories, is_sampled=is_sampled, num_stale=num_stale))
 
 
-def wanted_tokens(
+def trained_tokens(
     trajectory: Trajectory, *, learner_version: int, max_lag: int | None, masks_truncated: bool = False
 ) -> np.ndarray:
     """int64[W]: indices of the tokens trained on. Nothing predicts token 0, so it never is."""
@@ -94,18 +96,18 @@ def wanted_tokens(
     if trajectory.reward.status != "ok" or trajectory.is_greedy or is_masked:
         return _NO_TOKENS
     mask = trajectory.model_mask
-    if max_lag is not None and _has_over_age(trajectory, learner_version=learner_version, max_lag=max_lag):
+    if max_lag is not None and _has_stale(trajectory, learner_version=learner_version, max_lag=max_lag):
         mask = mask & ~stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
     return np.flatnonzero(mask[1:]) + 1
 
 
-def _has_over_age(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> bool:
+def _has_stale(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> bool:
     """Cheap to ask: most trajectories have one span, and it is young."""
     return any(learner_version - span.version > max_lag for span in trajectory.version_spans)
 
 
-def _num_over_age(trajectory: Trajectory, *, learner_version: int, max_lag: int | None) -> int:
-    if max_lag is None or not _has_over_age(trajectory, learner_version=learner_version, max_lag=max_lag):
+def _num_stale(trajectory: Trajectory, *, learner_version: int, max_lag: int | None) -> int:
+    if max_lag is None or not _has_stale(trajectory, learner_version=learner_version, max_lag=max_lag):
         return 0
     return int(stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag).sum())
 
@@ -133,7 +135,7 @@ def _updates(num_groups: int, *, num_updates: int) -> np.ndarray:
 
 def _lay_out(
     members: Sequence[tuple[int, Trajectory]],
-    wanted: Sequence[np.ndarray],
+    trained: Sequence[np.ndarray],
     lags: Sequence[np.ndarray],
     *,
     update_of: np.ndarray,
@@ -151,10 +153,10 @@ def _lay_out(
         is_correct=torch.tensor([t.reward.is_correct for t in trajectories], dtype=torch.bool),
         is_member=torch.tensor([t.reward.status == "ok" and not t.is_greedy for t in trajectories], dtype=torch.bool),
         lengths=torch.tensor([int(t.model_mask.sum()) for t in trajectories], dtype=torch.int64),
-        num_wanted=torch.tensor([len(places) for places in wanted], dtype=torch.int64),
+        num_trained=torch.tensor([len(indices) for indices in trained], dtype=torch.int64),
         draw_weights=_wide([weights[index] for index in groups]),
     )
-    return Batch(columns, _tokens(trajectories, wanted, lags), names)
+    return Batch(columns, _tokens(trajectories, trained, lags), names)
 
 
 def _greedy_rewards(members: Sequence[tuple[int, Trajectory]]) -> Tensor:
@@ -169,26 +171,26 @@ def _greedy_rewards(members: Sequence[tuple[int, Trajectory]]) -> Tensor:
     return _wide([known.get(index, float("nan")) for index, _ in members])
 
 
-def _lags(trajectory: Trajectory, places: np.ndarray, *, learner_version: int) -> np.ndarray:
+def _lags(trajectory: Trajectory, indices: np.ndarray, *, learner_version: int) -> np.ndarray:
     """int64[W]: of the tokens that are trained on."""
-    return np.maximum(0, learner_version - trajectory.token_versions()[places])
+    return np.maximum(0, learner_version - trajectory.token_versions()[indices])
 
 
-def _tokens(trajectories: Sequence[Trajectory], wanted: Sequence[np.ndarray], lags: Sequence[np.ndarray]) -> Tokens:
-    places = _places(trajectories, wanted)
+def _tokens(trajectories: Sequence[Trajectory], trained: Sequence[np.ndarray], lags: Sequence[np.ndarray]) -> Tokens:
+    indices = _indices(trajectories, trained)
     return Tokens(
-        sequences=torch.from_numpy(places.sequences),
-        turns=torch.from_numpy(places.turns),
-        positions=torch.from_numpy(places.positions),
-        positions_in_turn=torch.from_numpy(places.positions_in_turn),
+        sequences=torch.from_numpy(indices.sequences),
+        turns=torch.from_numpy(indices.turns),
+        positions=torch.from_numpy(indices.positions),
+        positions_in_turn=torch.from_numpy(indices.positions_in_turn),
         lags=_joined(list(lags), np.int64),
         generator_logprobs=_joined(
-            [t.generator_logprobs[own] for t, own in zip(trajectories, wanted, strict=True)], np.float32
+            [t.generator_logprobs[own] for t, own in zip(trajectories, trained, strict=True)], np.float32
         ),
     )
 
 
-class _Places(NamedTuple):
+class _Positions(NamedTuple):
     """Columns of the same names, int64[N]."""
 
     sequences: np.ndarray
@@ -197,21 +199,21 @@ class _Places(NamedTuple):
     positions_in_turn: np.ndarray
 
 
-def _places(trajectories: Sequence[Trajectory], wanted: Sequence[np.ndarray]) -> _Places:
-    """Where in what the model wrote the wanted tokens stand; of all trajectories at once, laid end to end."""
-    sequences = np.repeat(np.arange(len(wanted)), [len(own) for own in wanted])
+def _indices(trajectories: Sequence[Trajectory], trained: Sequence[np.ndarray]) -> _Positions:
+    """Where in what the model wrote the trained tokens stand; of all trajectories at once, laid end to end."""
+    sequences = np.repeat(np.arange(len(trained)), [len(own) for own in trained])
     if not len(sequences):
-        return _Places(sequences, sequences, sequences, sequences)
+        return _Positions(sequences, sequences, sequences, sequences)
     masks = [trajectory.model_mask for trajectory in trajectories]
     starts = np.cumsum([0, *map(len, masks[:-1])])
-    at = np.concatenate([own + start for own, start in zip(wanted, starts, strict=True)])
+    at = np.concatenate([own + start for own, start in zip(trained, starts, strict=True)])
     mask = np.concatenate(masks)
     before = np.roll(mask, 1)
     before[starts] = False
     begins = mask & ~before
     written, turns = mask.cumsum(), begins.cumsum()
     first_of_turn = written[begins]
-    return _Places(
+    return _Positions(
         sequences,
         turns[at] - (turns - begins)[starts][sequences] - 1,
         written[at] - (written - mask)[starts][sequences] - 1,
@@ -227,12 +229,12 @@ def _wide(values: list[float] | list[list[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _metrics(trajectories: Trajectories, *, is_sampled: Tensor, num_over_age: int) -> dict[str, float]:
+def _metrics(trajectories: Trajectories, *, is_sampled: Tensor, num_stale: int) -> dict[str, float]:
     """Greedy answers are in none of these."""
     answered, num_sampled = trajectories.rewards[trajectories.is_member], int(is_sampled.sum())
     return {
         "learner/trajectories": float(num_sampled),
         "learner/reward_mean": float(answered.mean()) if len(answered) else 0.0,
-        "learner/over_age_fraction": num_over_age / max(1, int(trajectories.lengths[is_sampled].sum())),
+        "learner/stale_fraction": num_stale / max(1, int(trajectories.lengths[is_sampled].sum())),
         "learner/failed_fraction": 1.0 - len(answered) / max(1, num_sampled),
     }

@@ -56,7 +56,7 @@ class Canvas:
             sources=torch.from_numpy(np.concatenate(self._sources)),
             targets=torch.from_numpy(self._take(token_ids).astype(np.int64)),
             temperatures=self._repeat(lambda sample: sample.temperature),
-            places=torch.from_numpy(np.concatenate([sample.places for sample in self._samples])),
+            indices=torch.from_numpy(np.concatenate([sample.indices for sample in self._samples])),
         )
 
     def _draw_bundle(self, row: int, column: int, bundle: Bundle) -> int:
@@ -67,19 +67,19 @@ class Canvas:
         for sample in bundle.samples:
             own = sample.token_ids[shared : sample.num_inputs]
             self._put(row, column, own, shared, segment=self._next_segment(), parent=trunk)
-            sources = sample.wanted - 1 + column - shared
-            sources[sample.wanted == shared] = trunk_end - 1
+            sources = sample.trained - 1 + column - shared
+            sources[sample.trained == shared] = trunk_end - 1
             self._samples.append(sample)
             self._sources.append(sources + row * self._length)
             column += len(own)
         return column
 
     def _put(self, row: int, column: int, token_ids: np.ndarray, position: int, *, segment: int, parent: int) -> None:
-        place = slice(column, column + len(token_ids))
-        self._token_ids[row, place] = token_ids
-        self._position_ids[row, place] = np.arange(position, position + len(token_ids))
-        self._segments[row, place] = segment
-        self._parents[row, place] = parent
+        span = slice(column, column + len(token_ids))
+        self._token_ids[row, span] = token_ids
+        self._position_ids[row, span] = np.arange(position, position + len(token_ids))
+        self._segments[row, span] = segment
+        self._parents[row, span] = parent
 
     def _next_segment(self) -> int:
         self._num_segments += 1
@@ -92,11 +92,11 @@ class Canvas:
 
     def _take(self, arrays: list[np.ndarray]) -> np.ndarray:
         pairs = zip(arrays, self._samples, strict=True)
-        return np.concatenate([array[sample.wanted] for array, sample in pairs])
+        return np.concatenate([array[sample.trained] for array, sample in pairs])
 
     def _repeat(self, value: Callable[[Sample], float]) -> Tensor:
         values = np.array([value(sample) for sample in self._samples], dtype=np.float32)
-        return torch.from_numpy(np.repeat(values, [len(sample.wanted) for sample in self._samples]))
+        return torch.from_numpy(np.repeat(values, [len(sample.trained) for sample in self._samples]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +121,9 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     All ranks must pass the same samples; each gets equally many microbatches (some of them empty), because collective
     operations run in every one. Samples without a loss token are left out.
     """
-    wanted = [sample for sample in samples if len(sample.wanted)]
-    row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in wanted)])
-    shares = share_out(_bundle(wanted, layout, row_tokens=row_tokens), num_ranks=num_ranks)
+    trained = [sample for sample in samples if len(sample.trained)]
+    row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
+    shares = share_out(_bundle(trained, layout, row_tokens=row_tokens), num_ranks=num_ranks)
     packed = [_pack(share, layout, row_tokens=row_tokens) for share in shares]
     microbatches = [_draw(rows, layout) for rows in packed[rank]]
     missing = max(map(len, packed)) - len(microbatches)
@@ -134,15 +134,15 @@ def plain_microbatch(token_ids: np.ndarray) -> Microbatch:
     """One sequence per row, int[R, L]; wants every token but the first of each row, at temperature 1."""
     num_rows, length = token_ids.shape
     flat = np.arange(num_rows * length).reshape(num_rows, length)
-    num_wanted = num_rows * (length - 1)
+    num_trained = num_rows * (length - 1)
     return Microbatch(
         token_ids=torch.from_numpy(token_ids.astype(np.int64)),
         position_ids=torch.arange(length).repeat(num_rows, 1),
         attention_mask=None,
         sources=torch.from_numpy(flat[:, :-1].reshape(-1)),
         targets=torch.from_numpy(token_ids[:, 1:].reshape(-1).astype(np.int64)),
-        temperatures=torch.ones(num_wanted),
-        places=torch.arange(num_wanted),
+        temperatures=torch.ones(num_trained),
+        indices=torch.arange(num_trained),
     )
 
 

@@ -13,15 +13,15 @@ from torch import Tensor
 class Sample:
     """One sequence, and which of its tokens are trained on.
 
-    Example: Sample(token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11], wanted=[6, 7, 8, 9, 10, 11], first_place=48,
+    Example: Sample(token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11], trained=[6, 7, 8, 9, 10, 11], first_index=48,
         group_id="17", temperature=1.0)
     """
 
     token_ids: np.ndarray
     """int[T], prompt then response."""
-    wanted: np.ndarray
+    trained: np.ndarray
     """int64[W], indices of the tokens that are trained on, rising; never 0, which nothing predicts. May be empty."""
-    first_place: int
+    first_index: int
     """Where the first of them stands in the columns of `Tokens`; the others follow it."""
     group_id: str
     """Samples of one group may begin with the same prompt, which is then computed once."""
@@ -29,19 +29,19 @@ class Sample:
     """What logits are divided by; above 0."""
 
     @property
-    def places(self) -> np.ndarray:
+    def indices(self) -> np.ndarray:
         """int64[W]: where each of them stands there."""
-        return np.arange(self.first_place, self.first_place + len(self.wanted))
+        return np.arange(self.first_index, self.first_index + len(self.trained))
 
     @property
     def num_inputs(self) -> int:
-        """Tokens that must be read to predict the last wanted one, which itself need not be read."""
-        return int(self.wanted[-1])
+        """Tokens that must be read to predict the last trained one, which itself need not be read."""
+        return int(self.trained[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward pass: R rows of L tokens holding several sequences each, and the N tokens whose loss is wanted.
+    """One forward pass: R rows of L tokens holding several sequences each, and the N tokens whose loss is trained.
 
     A row holds branches (responses) and the prompts they continue: a prompt that several responses share is there once,
     `attention_mask` lets each response see it and not its siblings, and positions count along prompt and response.
@@ -54,12 +54,12 @@ class Microbatch:
     attention_mask: Bool[Tensor, "R 1 L L"] | None
     """Which token (last axis) each token sees; None: causal, restarted wherever `position_ids` restart."""
     sources: Int[Tensor, "N"]
-    """Where each wanted token is predicted: index into the flattened rows."""
+    """Where each trained token is predicted: index into the flattened rows."""
     targets: Int[Tensor, "N"]
-    """The wanted tokens."""
+    """The trained tokens."""
     temperatures: Float[Tensor, "N"]
     """What logits are divided by."""
-    places: Int[Tensor, "N"]
+    indices: Int[Tensor, "N"]
     """Where each stands in the columns of `Tokens`."""
 
     @property

@@ -88,11 +88,11 @@ def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
 
 
 def _num_common(group: list[Sample]) -> int:
-    """Tokens all samples begin with, as far as none of them is wanted."""
-    unwanted = min(int(sample.wanted[0]) for sample in group)
-    first = group[0].token_ids[:unwanted]
-    others = (sample.token_ids[:unwanted] for sample in group[1:])
-    return unwanted if all(np.array_equal(first, other) for other in others) else 0
+    """Tokens all samples begin with, as far as none of them is trained."""
+    untrained = min(int(sample.trained[0]) for sample in group)
+    first = group[0].token_ids[:untrained]
+    others = (sample.token_ids[:untrained] for sample in group[1:])
+    return untrained if all(np.array_equal(first, other) for other in others) else 0
 
 
 def _fill_rows(bundles: Sequence[Bundle], *, row_tokens: int) -> list[Row]:

@@ -19,7 +19,7 @@ def recompute_logprobs(
     names: Sequence[str],
     ranks: Ranks,
 ) -> dict[str, Tensor]:
-    """`names` -> float32[N] on the device of the batch: what `measure` says of each token, in its place. Collective.
+    """`names` -> float32[N] on the device of the batch: what `measure` says of each token. Collective.
 
     All ranks must hold equally many microbatches; together they hold each token once at most, and what they do not
     hold is 0.
@@ -28,5 +28,5 @@ def recompute_logprobs(
     for microbatch in microbatches:
         measured = measure(microbatch)
         for name, column in columns.items():
-            column[microbatch.places] = measured[name].float()
+            column[microbatch.indices] = measured[name].float()
     return {name: ranks.sum(column) for name, column in columns.items()}

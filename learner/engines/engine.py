@@ -41,7 +41,7 @@ class Trainable(Protocol):
     """What an engine trains, a torch module: the policy, or the critic's value model."""
 
     def __call__(self, microbatch: Microbatch, **asked: Any) -> dict[str, Tensor]:
-        """What it says of the wanted tokens."""
+        """What it says of the predicted tokens."""
         ...
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -79,7 +79,7 @@ class TrainEngine(Protocol[M]):
         ...
 
     def forward(self, microbatch: Microbatch, **asked: Any) -> dict[str, Tensor]:
-        """What `model` says of the wanted tokens, `asked` as there; with a graph unless under no_grad."""
+        """What `model` says of the predicted tokens, `asked` as there; with a graph unless under no_grad."""
         ...
 
     def backward(self, loss: Tensor) -> None:

@@ -31,7 +31,7 @@ class GradientSimilarity:
         """`max_entries`: kept of what the optimizer is given at once on this rank."""
         self._seed = seed
         self._max_entries = max_entries
-        self._places: list[list[Tensor]] = []
+        self._indices: list[list[Tensor]] = []
         self._before: list[Tensor] = []
         self._square_before = torch.zeros(())
         self._spare: list[Tensor] = []
@@ -64,25 +64,25 @@ class GradientSimilarity:
         if total <= self._max_entries:
             self._keep([_gradient(parameter).flatten().float() for parameter in parameters])
             return
-        if len(self._places) == len(self._now):
-            self._places.append(self._choose(parameters, total=total))
-        places = self._places[len(self._now)]
-        chosen = [_gradient(p).flatten()[place].float() for p, place in zip(parameters, places, strict=True)]
+        if len(self._indices) == len(self._now):
+            self._indices.append(self._choose(parameters, total=total))
+        indices = self._indices[len(self._now)]
+        chosen = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
         # Products of samples must add up as those of all entries do, however large the pieces and the ranks' shares.
-        self._keep(chosen).mul_(math.sqrt(total / sum(len(place) for place in places)))
+        self._keep(chosen).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
         """In memory that the gradient before the last one has left: a fresh copy would cost more than all the rest."""
-        place = len(self._now)
-        self._now.append(torch.cat(pieces, out=self._spare[place] if self._spare else None))
-        return self._now[place]
+        index = len(self._now)
+        self._now.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
+        return self._now[index]
 
     def _choose(self, parameters: list[Tensor], *, total: int) -> list[Tensor]:
         """Which entries of each are kept."""
-        generator = torch.Generator().manual_seed(self._seed + len(self._places))
-        places = torch.randint(total, (self._max_entries,), generator=generator).unique()
+        generator = torch.Generator().manual_seed(self._seed + len(self._indices))
+        indices = torch.randint(total, (self._max_entries,), generator=generator).unique()
         ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)
-        parts = places.tensor_split(torch.searchsorted(places, ends)[:-1])
+        parts = indices.tensor_split(torch.searchsorted(indices, ends)[:-1])
         starts = [0, *ends[:-1].tolist()]
         return [
             (part - start).to(parameter.device)

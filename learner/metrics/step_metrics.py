@@ -62,7 +62,7 @@ METRICS = {
     "learner/advantage_mean": "mean advantage of the tokens to be trained on",
     "learner/advantage_std": "standard deviation of their advantages",
     "learner/advantage_zero_fraction": "share of those tokens whose advantage is exactly 0: their group is all equal",
-    "learner/over_age_fraction": "share of model-written tokens masked because they are older than max_lag",
+    "learner/stale_fraction": "share of model-written tokens masked because they are older than max_lag",
     "learner/failed_fraction": "share of trajectories masked because their reward function did not answer",
 }
 """Key -> what it is. Everything `Trainer.step` returns is in here, BY_LAG for all of its kind."""
@@ -124,7 +124,7 @@ RANGES = {
         high=0.5, advice="stale gradients repeat themselves: " + _TOO_OLD, patience=5, only_stale=True
     ),
     "learner/failed_fraction": Range(high=0.1, advice="a reward function raises or hangs"),
-    "learner/over_age_fraction": Range(high=0.5, advice="most tokens are too old to train on: " + _TOO_OLD),
+    "learner/stale_fraction": Range(high=0.5, advice="most tokens are too old to train on: " + _TOO_OLD),
     "learner/advantage_zero_fraction": Range(
         high=0.95, advice="hardly a group teaches: prompts are too easy or too hard, see buffer.filter", patience=5
     ),

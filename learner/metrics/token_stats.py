@@ -83,9 +83,9 @@ class Counts:
             ranks.sum(self.tokens), ranks.sum(self.trajectories), ranks.sum(self.histogram), ranks.max(self.maxima)
         )
 
-    def bucket(self, place: int) -> "Counts":
+    def bucket(self, index: int) -> "Counts":
         """Of one bucket of lags alone."""
-        return self._map(lambda table: table[:, place : place + 1])
+        return self._map(lambda table: table[:, index : index + 1])
 
     def to_cpu(self) -> "Counts":
         """The same, read from the device."""
@@ -224,7 +224,7 @@ def describe(counts: Counts) -> dict[str, float]:
 
 def describe_by_lag(counts: Counts) -> dict[str, float]:
     """`<bucket>/<name>` -> number."""
-    cells = {bucket: describe(counts.bucket(place)) for place, bucket in enumerate(LAG_BUCKETS)}
+    cells = {bucket: describe(counts.bucket(index)) for index, bucket in enumerate(LAG_BUCKETS)}
     return {f"{bucket}/{name}": value for bucket, cell in cells.items() for name, value in cell.items()}
 
 
@@ -273,5 +273,5 @@ def _describe_trajectories(sums: dict[str, float]) -> dict[str, float]:
 def _quantiles(histogram: list[float], *, largest: float) -> dict[str, float]:
     """Upper end of the bin that the quantile falls into."""
     reached = list(accumulate(histogram))
-    places = {percent: bisect_left(reached, percent / 100 * reached[-1]) for percent in (50, 99)}
-    return {f"mismatch_p{p}": min(_LOWEST_EDGE * _EDGE_GROWTH**place, largest) for p, place in places.items()}
+    indices = {percent: bisect_left(reached, percent / 100 * reached[-1]) for percent in (50, 99)}
+    return {f"mismatch_p{p}": min(_LOWEST_EDGE * _EDGE_GROWTH**index, largest) for p, index in indices.items()}

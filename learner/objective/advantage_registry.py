@@ -102,7 +102,7 @@ def _reinforce_plus_plus_baseline(config: ReinforcePlusPlusBaselineConfig, batch
     trajectories = batch.trajectories
     return Estimate(
         advantages.reinforce_plus_plus_baseline(
-            trajectories.rewards, trajectories.groups, trajectories.num_wanted, epsilon=config.epsilon
+            trajectories.rewards, trajectories.groups, trajectories.num_trained, epsilon=config.epsilon
         )
     )
 
@@ -126,14 +126,14 @@ def _gdpo(config: GdpoConfig, batch: Batch, _: ObjectiveState) -> Estimate:
     return Estimate(found / (found.std(correction=0) + config.epsilon) if len(found) else found)
 
 
-def _moving_baseline(config: MovingBaselineConfig, batch: Batch, memory: ObjectiveState) -> Estimate:
+def _moving_baseline(config: MovingBaselineConfig, batch: Batch, state: ObjectiveState) -> Estimate:
     """Begins at the mean of the first batch."""
     rewards = batch.trajectories.rewards
-    if memory.baseline is None:
-        memory.baseline = float(rewards.mean()) if len(rewards) else None
-    baseline = memory.baseline or 0.0
+    if state.baseline is None:
+        state.baseline = float(rewards.mean()) if len(rewards) else None
+    baseline = state.baseline or 0.0
     if len(rewards):
-        memory.baseline = advantages.moving_baseline(baseline, rewards, decay=config.decay)
+        state.baseline = advantages.moving_baseline(baseline, rewards, decay=config.decay)
     return Estimate(advantages.above_baseline(rewards, baseline=baseline))
 
 
@@ -164,7 +164,7 @@ def _win_rate(_: WinRateConfig, batch: Batch, __: ObjectiveState) -> Estimate:
 def _gae(config: GaeConfig, batch: Batch, _: ObjectiveState) -> Estimate:
     lam: float | Tensor = config.lam
     if config.length_adaptive is not None:
-        lam = token_advantages.length_adaptive_lambda(batch.trajectories.num_wanted, alpha=config.length_adaptive)
+        lam = token_advantages.length_adaptive_lambda(batch.trajectories.num_trained, alpha=config.length_adaptive)
     found = _generalised(batch, gamma=config.gamma, lam=lam)[0]
     returns = _generalised(batch, gamma=config.gamma, lam=config.critic_lam)[1]
     whitened = found if config.epsilon is None else whiten(found, epsilon=config.epsilon)
@@ -242,17 +242,17 @@ ESTIMATORS: dict[type, Estimator] = {
 """Record -> function."""
 
 
-def estimate(config: Any, batch: Batch, *, memory: ObjectiveState) -> Batch:
+def estimate(config: Any, batch: Batch, *, state: ObjectiveState) -> Batch:
     """Fill `advantages`, and `returns` where there is a critic; both are 0 for trajectories that are no members."""
     members = batch.trajectories.is_member
     chosen = batch.select(members)
-    found = ESTIMATORS[type(config)](config, chosen, memory)
+    found = ESTIMATORS[type(config)](config, chosen, state)
     values = found.advantages if found.is_per_token else chosen.per_token(found.advantages)
     if not isinstance(config, WITH_OWN_BASELINE):
         values = values * chosen.per_token(_has_siblings(chosen))
-    places = batch.per_token(members)
-    returns = None if found.returns is None else _spread(found.returns, places)
-    return batch.with_tokens(advantages=_spread(values, places), returns=returns)
+    indices = batch.per_token(members)
+    returns = None if found.returns is None else _spread(found.returns, indices)
+    return batch.with_tokens(advantages=_spread(values, indices), returns=returns)
 
 
 def _has_siblings(batch: Batch) -> Tensor:
@@ -261,8 +261,8 @@ def _has_siblings(batch: Batch) -> Tensor:
     return segments.sizes(groups, num_segments=segments.count(groups))[groups] > 1
 
 
-def _spread(values: Tensor, places: Tensor) -> Tensor:
-    """float32[N]: the values where `places` is true, 0 elsewhere."""
-    column = torch.zeros(len(places), dtype=torch.float32, device=places.device)
-    column[places] = values.float()
+def _spread(values: Tensor, indices: Tensor) -> Tensor:
+    """float32[N]: the values where `indices` is true, 0 elsewhere."""
+    column = torch.zeros(len(indices), dtype=torch.float32, device=indices.device)
+    column[indices] = values.float()
     return column

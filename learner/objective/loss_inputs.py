@@ -26,11 +26,11 @@ _AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @torch.no_grad()
-def judge(batch: Batch, *, config: AlgorithmConfig, memory: ObjectiveState, max_tokens: int) -> Batch:
+def prepare(batch: Batch, *, config: AlgorithmConfig, state: ObjectiveState, max_tokens: int) -> Batch:
     """Fill the columns from `correction_weights` on. `max_tokens`: longest response. Raises BatchError."""
     batch = _correct(batch, config=config)
-    batch = shape_rewards(batch, config=config, memory=memory, max_tokens=max_tokens)
-    batch = estimate(config.advantage, batch, memory=memory)
+    batch = shape_rewards(batch, config=config, state=state, max_tokens=max_tokens)
+    batch = estimate(config.advantage, batch, state=state)
     if config.distillation:
         batch = teach_advantages(batch, config=config.distillation)
     return batch.with_tokens(
@@ -40,7 +40,7 @@ def judge(batch: Batch, *, config: AlgorithmConfig, memory: ObjectiveState, max_
 
 
 def describe(batch: Batch) -> dict[str, float]:
-    """`learner/...` about the advantages of a judged batch."""
+    """`learner/...` about the advantages of a prepared batch."""
     advantages = known(batch.tokens.advantages)
     if not len(advantages):
         return {f"learner/advantage_{name}": 0.0 for name in ("mean", "std", "zero_fraction")}
@@ -78,14 +78,14 @@ def _correct(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     )
     if not config.correction.rebaseline:
         return batch
-    is_rejected = (batch.trajectories.num_wanted > 0) & (_num_kept(batch) == 0)
+    is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
     is_left = batch.trajectories.is_member & ~is_rejected
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
 
 
 def _token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
     """Factor of every token's loss; denominators are those of its own optimizer update."""
-    counts = _num_kept(batch) if config.correction.denominator == "kept" else batch.trajectories.num_wanted
+    counts = _num_kept(batch) if config.correction.denominator == "kept" else batch.trajectories.num_trained
     weights = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=counts.device)
     for update in batch.trajectories.updates.unique():
         own = batch.trajectories.updates == update
@@ -104,7 +104,7 @@ def _aggregate(counts: Tensor, groups: Tensor, *, config: AlgorithmConfig, max_t
 def _num_kept(batch: Batch) -> Tensor:
     is_kept = batch.tokens.is_kept
     if is_kept is None:
-        return batch.trajectories.num_wanted
+        return batch.trajectories.num_trained
     return rejection.num_kept(is_kept, batch.tokens.sequences, num_sequences=batch.num_trajectories)
 
 

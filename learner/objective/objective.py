@@ -15,27 +15,27 @@ from torch import Tensor
 
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.learner.algorithms import controllers, importance, kl
-from slipstream.learner.algorithms.logprobs import Wanted
+from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.batch import Batch, Tokens, known
 from slipstream.learner.metrics.step_metrics import StepMetrics
 from slipstream.learner.metrics.token_stats import TokenStats
 from slipstream.learner.objective.importance_correction import Correction, correct
-from slipstream.learner.objective.loss_inputs import judge, learning_rate_scale
+from slipstream.learner.objective.loss_inputs import learning_rate_scale, prepare
 from slipstream.learner.objective.loss_registry import LossInputs, PolicyLoss, policy_loss
 from slipstream.learner.objective.rewards import kl_coefficient
 from slipstream.learner.objective.state import ObjectiveState
-from slipstream.learner.objective.token_selection import choose
+from slipstream.learner.objective.token_selection import select_tokens
 from slipstream.learner.training.frozen_models import teaching_losses
 
 
 class Objective:
-    """What is minimised. Life: (judge -> (choose -> loss*)* -> end_step)*."""
+    """What is minimised. Life: (prepare -> (select_tokens -> loss*)* -> end_step)*."""
 
     def __init__(self, config: AlgorithmConfig, *, max_tokens: int) -> None:
         """`max_tokens`: longest response."""
         self._config = config
         self._max_tokens = max_tokens
-        self.memory = ObjectiveState()
+        self.state = ObjectiveState()
         """What it carries from step to step; restored from a checkpoint."""
 
     @property
@@ -44,36 +44,36 @@ class Objective:
         return self._config
 
     @property
-    def wanted(self) -> Wanted:
+    def requested(self) -> Requested:
         """What a forward pass with gradient must tell."""
-        return Wanted(entropy=True, differentiate_entropy=self._config.entropy_coefficient > 0)
+        return Requested(entropy=True, differentiate_entropy=self._config.entropy_coefficient > 0)
 
-    def judge(self, batch: Batch) -> Batch:
+    def prepare(self, batch: Batch) -> Batch:
         """All that the loss needs to know without a gradient. Raises BatchError."""
-        return judge(batch, config=self._config, memory=self.memory, max_tokens=self._max_tokens)
+        return prepare(batch, config=self._config, state=self.state, max_tokens=self._max_tokens)
 
     def learning_rate_scale(self, batch: Batch) -> float:
         """Factor of the learning rate in this step."""
         return learning_rate_scale(batch, config=self._config.ess_learning_rate)
 
-    def choose(self, batch: Batch, *, update: int, seed: int) -> Batch:
+    def select_tokens(self, batch: Batch, *, update: int, seed: int) -> Batch:
         """Pick out tokens among all of an optimizer update, from `current_logprobs`; `seed` is for random picks."""
-        return choose(batch, config=self._config, update=update, seed=seed)
+        return select_tokens(batch, config=self._config, update=update, seed=seed)
 
     def end_step(self, *, reference_kl: float, num_trajectories: int) -> None:
         """Move what is adaptive, by what was measured."""
         adaptive = self._config.kl.adaptive
         if adaptive:
-            self.memory.kl_coefficient = controllers.adaptive_kl_coefficient(
-                kl_coefficient(self._config, self.memory),
+            self.state.kl_coefficient = controllers.adaptive_kl_coefficient(
+                kl_coefficient(self._config, self.state),
                 kl=reference_kl,
                 target=adaptive.target,
                 num_sequences=num_trajectories,
                 horizon=adaptive.horizon,
             )
 
-    def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, tally: StepMetrics) -> Tensor:
-        """The part of the update's loss that these tokens make, whole trajectories; what it saw goes into `tally`.
+    def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
+        """The part of the update's loss that these tokens make, whole trajectories; what it saw goes into `metrics`.
 
         `measured`: what the forward pass said of them.
         """
@@ -103,7 +103,7 @@ class Objective:
             sequences=sequences,
             num_sequences=len(numbers),
         )
-        tally.add(facts, loss=loss)
+        metrics.add(facts, loss=loss)
         return loss
 
     def _policy_loss(
@@ -121,7 +121,7 @@ class Objective:
 
     def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
         """KL, entropy and teacher, per token."""
-        price = 0.0 if self._config.kl.charged_in == "reward" else kl_coefficient(self._config, self.memory)
+        price = 0.0 if self._config.kl.charged_in == "reward" else kl_coefficient(self._config, self.state)
         losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
         if self._config.distillation:
             losses = losses + teaching_losses(tokens, measured, config=self._config.distillation)

@@ -10,19 +10,19 @@ from slipstream.learner.batching.batch import Batch, known
 from slipstream.learner.objective.state import ObjectiveState
 
 
-def shape_rewards(batch: Batch, *, config: AlgorithmConfig, memory: ObjectiveState, max_tokens: int) -> Batch:
+def shape_rewards(batch: Batch, *, config: AlgorithmConfig, state: ObjectiveState, max_tokens: int) -> Batch:
     """Replace the rewards of trajectories and fill those of tokens. `max_tokens`: longest response."""
     rewards = _penalised(_mixed(batch, config.reward), batch, config.reward, max_tokens=max_tokens)
     rewards = _normalised(rewards, batch, config.reward)
-    price = kl_coefficient(config, memory) if config.kl.charged_in == "reward" else 0.0
+    price = kl_coefficient(config, state) if config.kl.charged_in == "reward" else 0.0
     measured = _measured_kl(batch, config=config) if price else torch.zeros_like(batch.tokens.generator_logprobs)
     totals, tokens = reward_shaping.kl_in_reward(rewards, measured, batch.tokens.sequences, coefficient=price)
     return batch.replace(trajectories=batch.trajectories.replace(rewards=totals)).with_tokens(rewards=tokens)
 
 
-def kl_coefficient(config: AlgorithmConfig, memory: ObjectiveState) -> float:
+def kl_coefficient(config: AlgorithmConfig, state: ObjectiveState) -> float:
     """Where it stands now."""
-    return config.kl.coefficient if memory.kl_coefficient is None else memory.kl_coefficient
+    return config.kl.coefficient if state.kl_coefficient is None else state.kl_coefficient
 
 
 def _mixed(batch: Batch, shaping: RewardShapingConfig) -> Tensor:

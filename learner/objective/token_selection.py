@@ -14,7 +14,7 @@ from slipstream.learner.batching.batch import Batch, Tokens, known
 
 
 @torch.no_grad()
-def choose(batch: Batch, *, config: AlgorithmConfig, update: int, seed: int) -> Batch:
+def select_tokens(batch: Batch, *, config: AlgorithmConfig, update: int, seed: int) -> Batch:
     """Fill `is_trusted` and `is_selected` for the tokens of optimizer update `update` of the step."""
     own = batch.trajectories.updates[batch.tokens.sequences] == update
     tokens = batch.tokens

@@ -60,7 +60,7 @@ def _read(path: Path, *, run: RunConfig, max_rows: int | None) -> SftFile:
 
 
 def _take(demonstration: Demonstration | None, *, into: SftFile, run: RunConfig, vocab_size: int) -> None:
-    if demonstration is None or not len(demonstration.wanted):
+    if demonstration is None or not len(demonstration.trained):
         _check_may_skip(run, "the response must not be empty: there is nothing to learn")
         into.num_empty += 1
     elif demonstration.num_tokens > run.model.max_length:

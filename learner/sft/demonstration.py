@@ -31,7 +31,7 @@ class Demonstration:
         return len(self.token_ids)
 
     @property
-    def wanted(self) -> np.ndarray:
+    def trained(self) -> np.ndarray:
         """int64[W]: indices of the tokens that are learnt. Nothing predicts token 0, so it never is."""
         return np.flatnonzero(self.model_mask[1:]) + 1
 
@@ -86,7 +86,7 @@ def to_demonstration(pieces: Sequence[Piece], *, tokenizer: Any, end_token: int 
 
 def _num_written(token_ids: Sequence[int], end_token: int | None) -> int:
     """Up to and with the last end token; all where there is none."""
-    ends = [place for place, token_id in enumerate(token_ids, start=1) if token_id == end_token]
+    ends = [index for index, token_id in enumerate(token_ids, start=1) if token_id == end_token]
     return ends[-1] if ends else len(token_ids)
 
 

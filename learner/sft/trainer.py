@@ -73,14 +73,14 @@ class SftTrainer:
 
 def count_tokens(demonstrations: Sequence[Demonstration]) -> int:
     """Those that are learnt."""
-    return sum(len(demonstration.wanted) for demonstration in demonstrations)
+    return sum(len(demonstration.trained) for demonstration in demonstrations)
 
 
 def to_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:
     """What is collated; each may have a prompt of its own."""
-    wanted = [demonstration.wanted for demonstration in demonstrations]
-    starts = [0, *accumulate(map(len, wanted))]
+    trained = [demonstration.trained for demonstration in demonstrations]
+    starts = [0, *accumulate(map(len, trained))]
     return [
-        Sample(demonstration.token_ids, places, start, group_id=str(index))
-        for index, (demonstration, places, start) in enumerate(zip(demonstrations, wanted, starts, strict=False))
+        Sample(demonstration.token_ids, indices, start, group_id=str(index))
+        for index, (demonstration, indices, start) in enumerate(zip(demonstrations, trained, starts, strict=False))
     ]

@@ -40,7 +40,7 @@ CRITIC_METRICS = {
 """Key -> what it is. Steps with a critic return these beside `diagnostics.METRICS`."""
 
 
-class CriticTally:
+class CriticMetrics:
     """Sums over the tokens that the critic learns from. `add` on every rank, then `report` on every rank."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ _TRUNK = "trunk."
 
 
 class ValueModel(nn.Module):
-    """Says what the state before each wanted token is worth: float32 weights, the head computed in float32."""
+    """Says what the state before each trained token is worth: float32 weights, the head computed in float32."""
 
     def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ValueModel(nn.Module):
         return self.trunk.config.get_text_config().vocab_size
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """`values`, float32[N]: from the hidden state that the wanted token was predicted with."""
+        """`values`, float32[N]: from the hidden state that the trained token was predicted with."""
         output = read(self.trunk, microbatch, compute_dtype=self._compute_dtype)
         hidden = output.last_hidden_state.flatten(0, 1)[microbatch.sources]
         return {"values": self.head(hidden.float()).squeeze(-1)}
@@ -175,14 +175,16 @@ class Critic:
     def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
         """One optimizer update for each sequence of microbatches; returns `learner/critic_...`. Raises DivergenceError.
 
-        `batch` must be judged.
+        `batch` must be prepared.
         """
-        tally = CriticTally()
-        norms = [self._update(batch.tokens, microbatches, tally=tally, step=step) for microbatches in updates]
-        return tally.report(self._ranks, norms=norms) | describe_values(batch.tokens)
+        metrics = CriticMetrics()
+        norms = [self._update(batch.tokens, microbatches, metrics=metrics, step=step) for microbatches in updates]
+        return metrics.report(self._ranks, norms=norms) | describe_values(batch.tokens)
 
-    def _update(self, tokens: Tokens, microbatches: Sequence[Microbatch], *, tally: CriticTally, step: int) -> float:
-        losses = [self._backward(tokens.take(m.places), m, tally=tally) for m in microbatches]
+    def _update(
+        self, tokens: Tokens, microbatches: Sequence[Microbatch], *, metrics: CriticMetrics, step: int
+    ) -> float:
+        losses = [self._backward(tokens.take(m.indices), m, metrics=metrics) for m in microbatches]
         total = torch.stack(losses).sum()
         check_loss(total, what="the critic's loss", step=step, setting=SETTING, ranks=self._ranks)
         rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
@@ -190,13 +192,13 @@ class Critic:
         self.num_updates += 1
         return norm
 
-    def _backward(self, tokens: Tokens, microbatch: Microbatch, *, tally: CriticTally) -> Tensor:
+    def _backward(self, tokens: Tokens, microbatch: Microbatch, *, metrics: CriticMetrics) -> Tensor:
         values = self._engine.forward(microbatch)["values"]
         losses, is_clipped = clipped_value_loss(
             values, known(tokens.returns), known(tokens.values), clip=self._config.clip
         )
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()
-        tally.add(loss, is_clipped, is_kept)
+        metrics.add(loss, is_clipped, is_kept)
         self._engine.backward(loss)
         return loss.detach()

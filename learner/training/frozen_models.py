@@ -18,7 +18,7 @@ from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import Policy
 
 
-# @@ Teacher: another model's opinion of what the learner's policy wrote, and what it adds to advantages and loss.
+# @@ Teacher: another model's aux_inputs of what the learner's policy wrote, and what it adds to advantages and loss.
 class Candidates(NamedTuple):
     """What the teacher finds most likely at each token."""
 
@@ -37,7 +37,7 @@ def candidates(teacher: Policy, microbatch: Microbatch, *, top_k: int) -> Candid
 
 
 def teach_advantages(batch: Batch, *, config: DistillationConfig) -> Batch:
-    """A judged batch with the teacher's advantages, instead of the rewards' or beside them."""
+    """A prepared batch with the teacher's advantages, instead of the rewards' or beside them."""
     advantages = known(batch.tokens.advantages)
     if not config.with_rewards:
         advantages = torch.zeros_like(advantages)
@@ -74,7 +74,7 @@ def teaching_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: Dist
 
 
 class AuxInputs(NamedTuple):
-    """What onlookers say of a microbatch that a forward pass of the learner must know."""
+    """What frozen_models say of a microbatch that a forward pass of the learner must know."""
 
     asked: dict[str, Tensor]
     """Arguments of that pass."""
@@ -104,22 +104,22 @@ class FrozenModels:
         return batch
 
     @torch.no_grad()
-    def opinion(self, microbatch: Microbatch) -> AuxInputs:
+    def aux_inputs(self, microbatch: Microbatch) -> AuxInputs:
         """What no column can hold, since it takes the vocabulary."""
-        opinion = AuxInputs({}, {})
+        aux_inputs = AuxInputs({}, {})
         if self.reference and self._config.kl.estimator == "full":
-            opinion.asked["reference_logits"] = self.reference.logits(microbatch)
+            aux_inputs.asked["reference_logits"] = self.reference.logits(microbatch)
         if self._teacher and self._config.distillation and self._config.distillation.takes_candidates:
             best = candidates(self._teacher, microbatch, top_k=self._config.distillation.top_k)
-            opinion.asked["candidates"] = best.token_ids
-            opinion.known["teacher_candidate_logprobs"] = best.logprobs
-        return opinion
+            aux_inputs.asked["candidates"] = best.token_ids
+            aux_inputs.known["teacher_candidate_logprobs"] = best.logprobs
+        return aux_inputs
 
     @torch.no_grad()
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
         """The reference becomes the learner of a step that is due. Collective."""
         every = self._config.kl.refresh_every_steps
         if self.reference and every and step % every == 0:
-            places = dict(named_parameters(self.reference.causal_lm))
+            targets = dict(named_parameters(self.reference.causal_lm))
             for name, parameter in engine.gather_parameters():
-                places[name].copy_(parameter)
+                targets[name].copy_(parameter)

@@ -1,4 +1,4 @@
-"""The policy: a transformers causal language model that answers with log-probabilities of wanted tokens."""
+"""The policy: a transformers causal language model that answers with log-probabilities of tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import is_flash_attn_2_available, logging
 
 from slipstream.configs.data import ModelConfig
-from slipstream.learner.algorithms.logprobs import LOGPROBS, Wanted, measure_tokens
+from slipstream.learner.algorithms.logprobs import LOGPROBS, Requested, measure_tokens
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_parameters
 from slipstream.learner.errors import ModelError
@@ -50,22 +50,22 @@ class Policy(nn.Module):
         self,
         microbatch: Microbatch,
         *,
-        wanted: Wanted = LOGPROBS,
+        requested: Requested = LOGPROBS,
         candidates: Tensor | None = None,
         reference_logits: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`logprobs` of the wanted tokens, float32[N], and what else is asked for: see `measure_tokens`."""
+        """`logprobs` of the predicted tokens, float32[N], and what else is asked for: see `measure_tokens`."""
         return measure_tokens(
             self.logits(microbatch),
             microbatch.targets,
             microbatch.temperatures,
-            wanted=wanted,
+            requested=requested,
             candidates=candidates,
             reference_logits=reference_logits,
         )
 
     def logits(self, microbatch: Microbatch) -> Tensor:
-        """Of the places where the wanted tokens are predicted, [N, V]."""
+        """Logits of the predicted tokens, [N, V]."""
         is_one_row = len(microbatch.token_ids) == 1
         kept = microbatch.sources if is_one_row else 0
         output = read(self.causal_lm, microbatch, compute_dtype=self._compute_dtype, logits_to_keep=kept)

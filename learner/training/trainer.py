@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.run import RunConfig
-from slipstream.learner.algorithms.logprobs import Wanted
+from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.build_batch import BuiltBatch, build_batch
 from slipstream.learner.batching.collate import Layout, collate
@@ -45,17 +45,17 @@ class Trainer:
         *,
         engine: TrainEngine[Policy],
         ranks: Ranks,
-        onlookers: FrozenModels | None = None,
+        frozen_models: FrozenModels | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """`onlookers` hold the initial policy when `algorithm.kl.coefficient` > 0, and a teacher when there is one.
+        """`frozen_models` hold the initial policy when `algorithm.kl.coefficient` > 0, and a teacher when there is one.
 
         `critic` is needed when `algorithm.has_critic`.
         """
         self._run = run
         self._engine = engine
         self._ranks = ranks
-        self._onlookers = onlookers or FrozenModels(run.algorithm)
+        self._frozen_models = frozen_models or FrozenModels(run.algorithm)
         self._critic = critic
         self._objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
         self._layout = _choose_layout(engine.model, microbatch_tokens=run.learner.tokens_per_microbatch)
@@ -76,7 +76,7 @@ class Trainer:
     @property
     def reference(self) -> Policy | None:
         """What the learner is held near to."""
-        return self._onlookers.reference
+        return self._frozen_models.reference
 
     @property
     def critic(self) -> Critic | None:
@@ -112,14 +112,14 @@ class Trainer:
         )
         updates = [self.collate(samples) for samples in admitted.updates]
         batch = self._survey(admitted.batch.to(self._engine.device), [m for update in updates for m in update])
-        batch = self._objective.judge(batch)
+        batch = self._objective.prepare(batch)
         scale = self._objective.learning_rate_scale(batch)
-        tally = StepMetrics()
-        found = self._go_through(batch, updates, tally=tally, step=step, scale=scale)
+        step_metrics = StepMetrics()
+        found = self._go_through(batch, updates, metrics=step_metrics, step=step, scale=scale)
         norms = [norm for norm in found if norm is not None]
-        metrics = tally.report(self._ranks, num_updates=len(found))
-        self._onlookers.refresh_reference(self._engine, step=step)
-        price = kl_coefficient(self._run.algorithm, self._objective.memory)
+        metrics = step_metrics.report(self._ranks, num_updates=len(found))
+        self._frozen_models.refresh_reference(self._engine, step=step)
+        price = kl_coefficient(self._run.algorithm, self._objective.state)
         if norms:
             self._objective.end_step(
                 reference_kl=metrics["learner/reference_kl"], num_trajectories=batch.num_trajectories
@@ -187,13 +187,15 @@ class Trainer:
         """The columns that take forward passes of their own."""
         config = self._run.algorithm
         if config.needs_start_logprobs:
-            wanted = Wanted(collision=config.needs_collisions)
-            names = ["logprobs", "collisions"] if wanted.collision else ["logprobs"]
-            columns = self._ask(batch, microbatches, lambda m: self._engine.forward(m, wanted=wanted), names=names)
+            requested = Requested(collision=config.needs_collisions)
+            names = ["logprobs", "collisions"] if requested.collision else ["logprobs"]
+            columns = self._ask(
+                batch, microbatches, lambda m: self._engine.forward(m, requested=requested), names=names
+            )
             batch = batch.with_tokens(start_logprobs=columns["logprobs"], collisions=columns.get("collisions"))
         if self._critic:
             batch = self._critic.recompute_logprobs(batch, microbatches)
-        return self._onlookers.recompute_logprobs(batch, microbatches, ranks=self._ranks)
+        return self._frozen_models.recompute_logprobs(batch, microbatches, ranks=self._ranks)
 
     def _ask(
         self,
@@ -206,23 +208,23 @@ class Trainer:
         return recompute_logprobs(batch, microbatches, measure, names=names, ranks=self._ranks)
 
     def _go_through(
-        self, batch: Batch, updates: list[list[Microbatch]], *, tally: StepMetrics, step: int, scale: float
+        self, batch: Batch, updates: list[list[Microbatch]], *, metrics: StepMetrics, step: int, scale: float
     ) -> list[float | None]:
         """See `_update`, of each that has tokens."""
         return [
-            self._update(batch, index, microbatches, tally=tally, step=step, scale=scale)
+            self._update(batch, index, microbatches, metrics=metrics, step=step, scale=scale)
             for index, microbatches in enumerate(updates)
             if self._tokens_of(batch, index).any()
         ]
 
     def _update(
-        self, batch: Batch, index: int, microbatches: list[Microbatch], *, tally: StepMetrics, step: int, scale: float
+        self, batch: Batch, index: int, microbatches: list[Microbatch], *, metrics: StepMetrics, step: int, scale: float
     ) -> float | None:
         """The gradient norm; None where the policy is measured only."""
         is_moving = self._is_moving(step) and self._has_loss(batch, index)
         batch = self._choose(batch, index, microbatches)
         with torch.set_grad_enabled(is_moving):
-            losses = [self._measure(batch, microbatch, tally=tally) for microbatch in microbatches]
+            losses = [self._measure(batch, microbatch, metrics=metrics) for microbatch in microbatches]
         if not is_moving:
             return None
         return self.move(losses, learning_rate=scale * self._learning_rate(self.num_updates), step=step)
@@ -253,14 +255,16 @@ class Trainer:
             return batch
         current = self._ask(batch, microbatches, self._engine.forward, names=["logprobs"])["logprobs"]
         seed = self._run.seed + self.num_updates
-        return self._objective.choose(batch.with_tokens(current_logprobs=current), update=index, seed=seed)
+        return self._objective.select_tokens(batch.with_tokens(current_logprobs=current), update=index, seed=seed)
 
-    def _measure(self, batch: Batch, microbatch: Microbatch, *, tally: StepMetrics) -> Tensor:
+    def _measure(self, batch: Batch, microbatch: Microbatch, *, metrics: StepMetrics) -> Tensor:
         """The loss of a microbatch, whose gradient is added to the engine's unless gradients are off."""
-        opinion = self._onlookers.opinion(microbatch)
-        measured = self._engine.forward(microbatch, wanted=self._objective.wanted, **opinion.asked) | opinion.known
-        tally.count_forward(microbatch.num_tokens)
-        loss = self._objective.loss(batch.tokens.take(microbatch.places), measured, tally=tally)
+        aux_inputs = self._frozen_models.aux_inputs(microbatch)
+        measured = (
+            self._engine.forward(microbatch, requested=self._objective.requested, **aux_inputs.asked) | aux_inputs.known
+        )
+        metrics.count_forward(microbatch.num_tokens)
+        loss = self._objective.loss(batch.tokens.take(microbatch.indices), measured, metrics=metrics)
         if torch.is_grad_enabled():
             self._engine.backward(loss)
         return loss.detach()

@@ -90,13 +90,13 @@ def make_policy(**settings: Any) -> Policy:
     return Policy(make_tiny_module(**settings).train())
 
 
-def make_sample(trajectory: Trajectory, *, first_place: int = 0) -> Sample:
-    """Every model-written token is wanted."""
-    wanted = np.flatnonzero(trajectory.model_mask)
+def make_sample(trajectory: Trajectory, *, first_index: int = 0) -> Sample:
+    """Every model-written token is trained."""
+    trained = np.flatnonzero(trajectory.model_mask)
     return Sample(
         trajectory.token_ids,
-        wanted[wanted > 0],
-        first_place,
+        trained[trained > 0],
+        first_index,
         group_id=trajectory.group_id,
         temperature=trajectory.sampling.temperature,
     )
@@ -105,9 +105,9 @@ def make_sample(trajectory: Trajectory, *, first_place: int = 0) -> Sample:
 def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
     """One after the other in the columns of their batch."""
     samples = [make_sample(trajectory) for trajectory in trajectories]
-    ends = np.cumsum([len(sample.wanted) for sample in samples])
+    ends = np.cumsum([len(sample.trained) for sample in samples])
     return [
-        dataclasses.replace(sample, first_place=int(end) - len(sample.wanted))
+        dataclasses.replace(sample, first_index=int(end) - len(sample.trained))
         for sample, end in zip(samples, ends, strict=True)
     ]
 

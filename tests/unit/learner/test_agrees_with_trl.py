@@ -88,7 +88,7 @@ def make_batch(config, *, rewards=BATCH["rewards"], **columns):
         vocab_size=VOCABULARY,
         masks_truncated=config.reward.truncated == "mask",
     ).batch
-    is_in = (batch.trajectories.num_wanted > 0)[SEQUENCES]
+    is_in = (batch.trajectories.num_trained > 0)[SEQUENCES]
     return is_in, batch.with_tokens(
         start_logprobs=known["start_logprobs"][is_in] if config.needs_start_logprobs else None,
         current_logprobs=known["learner_logprobs"][is_in] if config.needs_current_logprobs else None,
@@ -100,13 +100,13 @@ def ours(config, **columns):
     """Loss, and its gradient by the log-probability and by the entropy of every token."""
     is_in, batch = make_batch(config, **columns)
     objective = Objective(config, max_tokens=BATCH["longest"])
-    batch = objective.judge(batch)
+    batch = objective.prepare(batch)
     if config.needs_current_logprobs:
-        batch = objective.choose(batch, update=0, seed=0)
+        batch = objective.select_tokens(batch, update=0, seed=0)
     learner = column((BATCH | columns)["learner_logprobs"]).requires_grad_()
     entropies = column(BATCH["entropies"]).requires_grad_()
     measured = {"logprobs": learner[is_in], "entropies": entropies[is_in]}
-    loss = objective.loss(batch.tokens, measured, tally=StepMetrics())
+    loss = objective.loss(batch.tokens, measured, metrics=StepMetrics())
     return loss, *torch.autograd.grad(loss, [learner, entropies])
 
 

@@ -78,14 +78,14 @@ def near(logprobs, *, seed):
 
 
 def gradient(objective, tokens, logprobs, parts):
-    """Of the sum over the parts' losses, each formed by itself, places [K] each."""
+    """Of the sum over the parts' losses, each formed by itself, indices [K] each."""
     leaf = logprobs.clone().requires_grad_()
     entropies = torch.zeros_like(leaf)
     losses = [
         objective.loss(
-            tokens.take(places), {"logprobs": leaf[places], "entropies": entropies[places]}, tally=StepMetrics()
+            tokens.take(indices), {"logprobs": leaf[indices], "entropies": entropies[indices]}, metrics=StepMetrics()
         )
-        for places in parts
+        for indices in parts
     ]
     (found,) = torch.autograd.grad(torch.stack(losses).sum(), leaf)
     return found
@@ -114,13 +114,13 @@ def test_no_split_changes_the_gradient_of_any_composition(name):
     chance, num_moved, configs = torch.Generator().manual_seed(0), 0, list(compositions(LOSSES[name]))
     for config in configs:
         objective = Objective(config, max_tokens=9)
-        batch = objective.judge(make_batch(config))
+        batch = objective.prepare(make_batch(config))
         start = batch.tokens.generator_logprobs if batch.tokens.start_logprobs is None else batch.tokens.start_logprobs
         for update in range(config.updates_per_step):
             # The first update begins at the start of the step, the second one somewhere else.
             learner = start if update == 0 else near(start, seed=2)
             if config.needs_current_logprobs:
-                batch = objective.choose(batch.with_tokens(current_logprobs=learner), update=update, seed=update)
+                batch = objective.select_tokens(batch.with_tokens(current_logprobs=learner), update=update, seed=update)
             numbers = (batch.trajectories.updates == update).nonzero().squeeze(1)
             order = numbers[torch.randperm(len(numbers), generator=chance)]
             shares = (order[:1], order[1:4], order[4:])

@@ -44,9 +44,9 @@ class Enumeration:
     def _states(self) -> Tensor:
         """A number for each prefix, of each token: 0, then 1 + first token, then 4 + 3 * first + second."""
         before, states = torch.zeros(self.num_sequences, dtype=torch.int64), []
-        for place in range(LENGTH):
-            states.append(before + (VOCABULARY**place - 1) // (VOCABULARY - 1))
-            before = before * VOCABULARY + self.written[:, place]
+        for index in range(LENGTH):
+            states.append(before + (VOCABULARY**index - 1) // (VOCABULARY - 1))
+            before = before * VOCABULARY + self.written[:, index]
         return torch.stack(states, dim=1)
 
     def logprobs_of(self, logits: Tensor) -> Tensor:
@@ -134,14 +134,14 @@ def test_the_exact_gradient_is_that_of_finite_differences():
         return float(world.per_sequence(world.logprobs_of(logits)).exp() @ world.rewards)
 
     exact = world.exact_gradient.flatten()
-    for place in range(0, exact.numel(), 5):
+    for index in range(0, exact.numel(), 5):
         nudge = torch.zeros_like(exact)
-        nudge[place] = step
+        nudge[index] = step
         nudge = nudge.view_as(world.logits)
         slope = (expected_reward(world.logits.detach() + nudge) - expected_reward(world.logits.detach() - nudge)) / (
             2 * step
         )
-        assert float(exact[place]) == pytest.approx(slope, abs=1e-8)
+        assert float(exact[index]) == pytest.approx(slope, abs=1e-8)
 
 
 def test_untruncated_sequence_weights_give_the_exact_gradient(errors):

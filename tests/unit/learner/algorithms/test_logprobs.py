@@ -11,13 +11,13 @@ measure = jaxtyped(module.measure_tokens, typechecker=beartype)
 
 
 def token_logprobs_and_entropy(logits, targets, temperatures, *, differentiate_entropy, **settings):
-    wanted = module.Wanted(entropy=True, differentiate_entropy=differentiate_entropy)
-    measured = measure(logits, targets, temperatures, wanted=wanted, **settings)
+    requested = module.Requested(entropy=True, differentiate_entropy=differentiate_entropy)
+    measured = measure(logits, targets, temperatures, requested=requested, **settings)
     return measured["logprobs"], measured["entropies"]
 
 
 measure_tokens = jaxtyped(module.measure_tokens, typechecker=beartype)
-ALL = module.Wanted(entropy=True, differentiate_entropy=True, collision=True)
+ALL = module.Requested(entropy=True, differentiate_entropy=True, collision=True)
 
 
 def make_inputs(num_tokens: int = 7, vocabulary: int = 5):
@@ -81,13 +81,13 @@ def test_an_impossible_token_adds_nothing_to_the_entropy():
 
 def test_the_entropy_has_a_gradient_only_when_asked():
     logits, targets, temperatures = make_inputs()
-    for wanted in (True, False):
-        _, entropy = token_logprobs_and_entropy(logits, targets, temperatures, differentiate_entropy=wanted)
-        assert entropy.requires_grad == wanted
+    for requested in (True, False):
+        _, entropy = token_logprobs_and_entropy(logits, targets, temperatures, differentiate_entropy=requested)
+        assert entropy.requires_grad == requested
 
 
 def make_everything(num_tokens: int = 7, vocabulary: int = 5):
-    """Inputs of a measurement in which all is wanted, float64."""
+    """Inputs of a measurement in which all is requested, float64."""
     logits, targets, temperatures = make_inputs(num_tokens, vocabulary)
     optional = {
         "candidates": torch.randint(0, vocabulary, (num_tokens, 3)),
@@ -97,10 +97,10 @@ def make_everything(num_tokens: int = 7, vocabulary: int = 5):
 
 
 def test_only_what_is_wanted_is_measured():
-    inputs = *make_inputs(), module.Wanted()
-    assert set(measure_tokens(*inputs[:3], wanted=inputs[3])) == {"logprobs"}
+    inputs = *make_inputs(), module.Requested()
+    assert set(measure_tokens(*inputs[:3], requested=inputs[3])) == {"logprobs"}
     logits, targets, temperatures, optional = make_everything()
-    measured = measure_tokens(logits, targets, temperatures, wanted=ALL, **optional)
+    measured = measure_tokens(logits, targets, temperatures, requested=ALL, **optional)
     assert set(measured) == {"logprobs", "entropies", "collisions", "candidate_logprobs", "exact_kl"}
 
 
@@ -110,7 +110,7 @@ def test_every_measure_by_hand():
         logits,
         torch.tensor([1]),
         torch.ones(1),
-        wanted=ALL,
+        requested=ALL,
         candidates=torch.tensor([[1, 0, 1]]),
         reference_logits=torch.tensor([[0.0, 0.0]]),
     )
@@ -122,17 +122,17 @@ def test_every_measure_by_hand():
 
 def test_the_collision_of_equal_odds_is_one_over_their_number_and_that_of_a_certainty_is_one():
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 90.0, 0.0, float("-inf")]])
-    measured = measure_tokens(logits, torch.tensor([0, 1]), torch.ones(2), wanted=module.Wanted(collision=True))
+    measured = measure_tokens(logits, torch.tensor([0, 1]), torch.ones(2), requested=module.Requested(collision=True))
     assert measured["collisions"].tolist() == pytest.approx([0.25, 1.0])
 
 
 def test_policy_and_reference_are_both_at_the_tokens_temperature():
     logits, targets, temperatures = make_inputs()
-    measured = measure_tokens(logits, targets, temperatures, wanted=module.Wanted(), reference_logits=logits + 2)
+    measured = measure_tokens(logits, targets, temperatures, requested=module.Requested(), reference_logits=logits + 2)
     assert measured["exact_kl"].abs().max() < 1e-6
     ours, theirs = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.0, 0.0]])
-    cool = measure_tokens(ours, torch.tensor([0]), torch.full((1,), 2.0), wanted=ALL, reference_logits=theirs)
-    warm = measure_tokens(ours / 2, torch.tensor([0]), torch.ones(1), wanted=ALL, reference_logits=theirs)
+    cool = measure_tokens(ours, torch.tensor([0]), torch.full((1,), 2.0), requested=ALL, reference_logits=theirs)
+    warm = measure_tokens(ours / 2, torch.tensor([0]), torch.ones(1), requested=ALL, reference_logits=theirs)
     assert cool["exact_kl"].item() == pytest.approx(warm["exact_kl"].item())
 
 
@@ -140,7 +140,9 @@ def test_chunks_change_no_measure_and_no_gradient():
     logits, targets, temperatures, optional = make_everything()
     results = []
     for chunk_elements in (1, 10, 1000):
-        measured = measure_tokens(logits, targets, temperatures, wanted=ALL, chunk_elements=chunk_elements, **optional)
+        measured = measure_tokens(
+            logits, targets, temperatures, requested=ALL, chunk_elements=chunk_elements, **optional
+        )
         total = sum((i + 1) * value.sum() for i, value in enumerate(measured.values()))
         results.append((*measured.values(), torch.autograd.grad(total, logits)[0]))
     for other in results[1:]:
@@ -152,7 +154,9 @@ def test_every_measure_has_the_gradient_of_its_formula(chunk_elements):
     logits, targets, temperatures, optional = make_everything()
 
     def measures(values):
-        measured = measure_tokens(values, targets, temperatures, wanted=ALL, chunk_elements=chunk_elements, **optional)
+        measured = measure_tokens(
+            values, targets, temperatures, requested=ALL, chunk_elements=chunk_elements, **optional
+        )
         return tuple(value for name, value in measured.items() if name != "collisions")
 
     assert torch.autograd.gradcheck(measures, logits)
@@ -162,7 +166,7 @@ def test_every_measure_has_the_gradient_of_its_formula(chunk_elements):
 def test_collisions_and_the_reference_get_no_gradient(chunk_elements):
     logits, targets, temperatures, optional = make_everything()
     optional["reference_logits"].requires_grad_()
-    measured = measure_tokens(logits, targets, temperatures, wanted=ALL, chunk_elements=chunk_elements, **optional)
+    measured = measure_tokens(logits, targets, temperatures, requested=ALL, chunk_elements=chunk_elements, **optional)
     assert not measured["collisions"].requires_grad
     (unused,) = torch.autograd.grad(measured["exact_kl"].sum(), optional["reference_logits"], allow_unused=True)
     assert unused is None
@@ -170,5 +174,5 @@ def test_collisions_and_the_reference_get_no_gradient(chunk_elements):
 
 def test_no_tokens_have_no_measures():
     logits, targets, temperatures, optional = make_everything(num_tokens=0)
-    measured = measure_tokens(logits, targets, temperatures, wanted=ALL, **optional)
+    measured = measure_tokens(logits, targets, temperatures, requested=ALL, **optional)
     assert all(len(value) == 0 for value in measured.values())

@@ -41,11 +41,11 @@ def sums_to_go(values: torch.Tensor, decay: float) -> torch.Tensor:
 def masked_gae(rewards, values, is_ours, *, gamma, lam):
     """The loop over one trajectory with tool tokens in it, which are stepped over."""
     advantages, following, running = torch.zeros_like(rewards), 0.0, 0.0
-    for place in reversed(range(len(rewards))):
-        if is_ours[place]:
-            running = rewards[place] + gamma * following - values[place] + gamma * lam * running
-            following = values[place]
-            advantages[place] = running
+    for index in reversed(range(len(rewards))):
+        if is_ours[index]:
+            running = rewards[index] + gamma * following - values[index] + gamma * lam * running
+            following = values[index]
+            advantages[index] = running
     return advantages
 
 
@@ -53,10 +53,10 @@ def masked_vtrace(rewards, values, ratio, *, gamma, lam, rho_bar, c_bar):
     """v_s by its definition, a sum of products, not by the recursion."""
     following, targets = torch.cat([values[1:], wide(0)]), values.clone()
     for start in range(len(values)):
-        for place in range(start, len(values)):
-            error = min(rho_bar, ratio[place]) * (rewards[place] + gamma * following[place] - values[place])
-            traces = [lam * min(c_bar, float(r)) for r in ratio[start:place]]
-            targets[start] += gamma ** (place - start) * torch.tensor(traces).prod() * error
+        for index in range(start, len(values)):
+            error = min(rho_bar, ratio[index]) * (rewards[index] + gamma * following[index] - values[index])
+            traces = [lam * min(c_bar, float(r)) for r in ratio[start:index]]
+            targets[start] += gamma ** (index - start) * torch.tensor(traces).prod() * error
     nexts = torch.cat([targets[1:], wide(0)])
     return ratio.clamp(max=rho_bar) * (rewards + gamma * nexts - values), targets
 
@@ -112,9 +112,9 @@ def test_masked_tool_tokens_are_as_good_as_deleted():
 def test_lam_may_differ_between_trajectories():
     rewards, values, lam = drawn(0), drawn(1), wide(0.1, 0.5, 0.7, 1.0)
     together, _ = gae(rewards, values, SEQUENCES, num_sequences=4, gamma=0.9, lam=lam)
-    for place in range(4):
-        apart, _ = gae(rewards, values, SEQUENCES, num_sequences=4, gamma=0.9, lam=float(lam[place]))
-        assert together[place == SEQUENCES].equal(apart[place == SEQUENCES])
+    for index in range(4):
+        apart, _ = gae(rewards, values, SEQUENCES, num_sequences=4, gamma=0.9, lam=float(lam[index]))
+        assert together[index == SEQUENCES].equal(apart[index == SEQUENCES])
 
 
 def test_a_trajectory_does_not_see_the_others():
@@ -205,11 +205,11 @@ class World:
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
-        places = [prefix for length in range(3) for prefix in itertools.product(range(3), repeat=length)]
-        logits = {prefix: torch.randn(2, 3, dtype=torch.float64, generator=generator) for prefix in places}
+        prefixes = [prefix for length in range(3) for prefix in itertools.product(range(3), repeat=length)]
+        logits = {prefix: torch.randn(2, 3, dtype=torch.float64, generator=generator) for prefix in prefixes}
         self.writer = {prefix: both[0].softmax(0) for prefix, both in logits.items()}
         self.learner = {prefix: both[1].softmax(0) for prefix, both in logits.items()}
-        self.rewards = {prefix: torch.randn(3, dtype=torch.float64, generator=generator) for prefix in places}
+        self.rewards = {prefix: torch.randn(3, dtype=torch.float64, generator=generator) for prefix in prefixes}
 
     def values(self, rho_bar: float) -> dict:
         """Of the policy proportional to min(rho_bar * writer, learner)."""
@@ -223,7 +223,7 @@ class World:
     def expected_targets(self, values: dict, *, rho_bar: float, c_bar: float) -> dict:
         """v of each prefix, averaged over all 27 texts as the writer writes them."""
         texts = list(itertools.product(range(3), repeat=3))
-        steps = [(text[:place], text[place]) for text in texts for place in range(3)]
+        steps = [(text[:index], text[index]) for text in texts for index in range(3)]
         learner, writer = (
             torch.stack([policy[p][a] for p, a in steps]).log() for policy in (self.learner, self.writer)
         )

@@ -35,12 +35,12 @@ def looped(returns, norms, weights, turns, *, epsilon):
     """Token by token: who else of the group has one at this position?"""
     tokens, energy = [], []
     for sequence, length in enumerate(LENGTHS):
-        start, total, places = sum(LENGTHS[:sequence]), 0.0, {}
+        start, total, indices = sum(LENGTHS[:sequence]), 0.0, {}
         for token in range(start, start + length):
             total += float(norms[token] * weights[token] ** 2)
             turn = int(turns[token])
-            places[turn] = places.get(turn, -1) + 1
-            tokens.append((int(GROUPS[sequence]), turn, places[turn]))
+            indices[turn] = indices.get(turn, -1) + 1
+            tokens.append((int(GROUPS[sequence]), turn, indices[turn]))
             energy.append(total + epsilon)
     result = []
     for position in tokens:

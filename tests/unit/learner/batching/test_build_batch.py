@@ -31,7 +31,7 @@ def test_columns_lie_group_by_group_and_token_by_token():
     batch = admitted(groups, weights=[1.0, 0.25]).batch
     assert batch.trajectories.groups.tolist() == [0, 0, 1]
     assert batch.trajectories.rewards.tolist() == [1, 3, 70]
-    assert batch.trajectories.num_wanted.tolist() == batch.trajectories.lengths.tolist() == [4, 2, 4]
+    assert batch.trajectories.num_trained.tolist() == batch.trajectories.lengths.tolist() == [4, 2, 4]
     assert batch.trajectories.draw_weights.tolist() == [1.0, 1.0, 0.25]
     assert batch.tokens.sequences.tolist() == [0] * 4 + [1] * 2 + [2] * 4
     assert batch.tokens.lags.tolist() == [0] * 4 + [2] * 2 + [1] * 4
@@ -40,11 +40,11 @@ def test_columns_lie_group_by_group_and_token_by_token():
 
 def test_samples_know_their_places_in_the_columns():
     updates = admitted(make_groups(num_groups=4, version=5), num_updates=2).updates
-    places = np.concatenate([sample.places for samples in updates for sample in samples])
-    assert sorted(places.tolist()) == list(range(len(places)))
+    indices = np.concatenate([sample.indices for samples in updates for sample in samples])
+    assert sorted(indices.tolist()) == list(range(len(indices)))
     batch = admitted(make_groups(num_groups=4, version=5), num_updates=2).batch
     for update, samples in enumerate(updates):
-        own = batch.tokens.sequences[np.concatenate([sample.places for sample in samples])]
+        own = batch.tokens.sequences[np.concatenate([sample.indices for sample in samples])]
         assert set(batch.trajectories.updates[own].tolist()) == {update}
 
 
@@ -97,29 +97,29 @@ def test_a_failed_reward_leaves_the_loss_and_the_baseline():
     result = admitted([[fresh(0, reward=4.0), fresh(1, reward=2.0), failed]])
     (samples,) = result.updates
     assert result.batch.trajectories.is_member.tolist() == [True, True, False]
-    assert [len(s.wanted) for s in samples] == [4, 4, 0]
+    assert [len(s.trained) for s in samples] == [4, 4, 0]
     assert result.metrics["learner/failed_fraction"] == pytest.approx(1 / 3)
     assert result.metrics["learner/reward_mean"] == 3.0
 
 
-def test_over_age_tokens_leave_the_loss_and_stay_in_the_baseline():
+def test_stale_tokens_leave_the_loss_and_stay_in_the_baseline():
     old = fresh(0, reward=4.0, version_spans=[VersionSpan(4, 2), VersionSpan(6, 3)])
     result = admitted([[old, fresh(1, reward=2.0)]])
     (samples,) = result.updates
-    assert samples[0].wanted.tolist() == [6, 7]
+    assert samples[0].trained.tolist() == [6, 7]
     assert result.batch.trajectories.is_member.all()
-    assert result.metrics["learner/over_age_fraction"] == pytest.approx(2 / 8)
+    assert result.metrics["learner/stale_fraction"] == pytest.approx(2 / 8)
 
 
 def test_tokens_newer_than_the_learner_are_trained_on():
     (samples,) = admitted([[fresh(0, version_spans=[VersionSpan(4, 9)])]]).updates
-    assert len(samples[0].wanted) == 4
+    assert len(samples[0].trained) == 4
 
 
-def test_the_first_token_is_never_wanted():
+def test_the_first_token_is_never_trained():
     whole = fresh(0, model_mask=np.ones(8, dtype=bool), version_spans=[VersionSpan(0, 5)])
     (samples,) = admitted([[whole]]).updates
-    assert samples[0].wanted.tolist() == list(range(1, 8))
+    assert samples[0].trained.tolist() == list(range(1, 8))
 
 
 def test_groups_are_dealt_out_to_the_updates():
@@ -135,7 +135,7 @@ def test_groups_are_dealt_out_to_the_updates():
 def test_tokens_of_another_run_are_older_than_any_of_this_one():
     batch = admitted([[fresh(0)], [make_response(1, 0, version=100)]], max_lags=[2, None], num_mixed=1).batch
     assert batch.tokens.lags[:4].tolist() == [0] * 4
-    assert batch.trajectories.num_wanted.tolist() == [4, 4]
+    assert batch.trajectories.num_trained.tolist() == [4, 4]
     assert (batch.tokens.lags[4:] > 1000).all()
 
 
@@ -167,15 +167,15 @@ def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
     assert trajectories.greedy_rewards.tolist()[:3] == [70.0] * 3
     assert trajectories.greedy_rewards[3:].isnan().all()
     assert trajectories.is_member.tolist() == [True, True, False, True, True]
-    assert trajectories.num_wanted.tolist() == [4, 4, 0, 4, 4]
+    assert trajectories.num_trained.tolist() == [4, 4, 0, 4, 4]
     assert result.metrics == without.metrics
     assert result.batch.tokens.generator_logprobs.equal(without.batch.tokens.generator_logprobs)
     assert without.batch.trajectories.greedy_rewards.isnan().all()
 
 
-def test_a_greedy_answer_that_is_too_old_is_no_over_age_token():
+def test_a_greedy_answer_that_is_too_old_is_no_stale_token():
     groups = [[fresh(0), fresh(1, sampling=GREEDY, version_spans=[VersionSpan(4, 0)])]]
-    assert admitted(groups, has_baseline=True).metrics["learner/over_age_fraction"] == 0.0
+    assert admitted(groups, has_baseline=True).metrics["learner/stale_fraction"] == 0.0
 
 
 def test_a_greedy_answer_without_a_reward_is_no_baseline():
@@ -193,13 +193,13 @@ def test_a_group_has_one_baseline_at_most():
 def test_a_group_that_is_used_again_may_have_a_bound_of_its_own():
     old = [[make_response(0, index, version=0) for index in range(2)] for _ in range(3)]
     result = admitted(old, max_lags=[2, 5, None])
-    assert [len(s.wanted) for s in result.updates[0]] == [0, 0, 4, 4, 4, 4]
-    assert result.metrics["learner/over_age_fraction"] == pytest.approx(1 / 3)
+    assert [len(s.trained) for s in result.updates[0]] == [0, 0, 4, 4, 4, 4]
+    assert result.metrics["learner/stale_fraction"] == pytest.approx(1 / 3)
 
 
 def test_a_truncated_answer_may_leave_the_loss_and_stays_in_the_baseline():
     groups = [[fresh(0, stop_reason="length"), fresh(1)]]
-    assert [len(s.wanted) for s in admitted(groups).updates[0]] == [4, 4]
+    assert [len(s.trained) for s in admitted(groups).updates[0]] == [4, 4]
     result = admitted(groups, masks_truncated=True)
-    assert [len(s.wanted) for s in result.updates[0]] == [0, 4]
+    assert [len(s.trained) for s in result.updates[0]] == [0, 4]
     assert result.batch.trajectories.is_member.all()

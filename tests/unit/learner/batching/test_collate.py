@@ -17,16 +17,16 @@ def random_samples(seed: int = 0):
 def logprobs_one_by_one(policy, sample):
     token_ids = torch.from_numpy(sample.token_ids.astype("int64"))[None]
     logits = policy.causal_lm(input_ids=token_ids).logits[0].log_softmax(-1)
-    wanted = torch.from_numpy(sample.wanted)
-    return logits[wanted - 1].gather(-1, token_ids[0, wanted][:, None])[:, 0]
+    trained = torch.from_numpy(sample.trained)
+    return logits[trained - 1].gather(-1, token_ids[0, trained][:, None])[:, 0]
 
 
 def logprobs_packed(policy, samples, layout):
     """Of each sample, in order."""
-    column = torch.zeros(sum(len(sample.wanted) for sample in samples))
+    column = torch.zeros(sum(len(sample.trained) for sample in samples))
     for microbatch in collate(samples, layout=layout):
-        column[microbatch.places] = policy(microbatch)["logprobs"]
-    return [column[sample.places] for sample in samples]
+        column[microbatch.indices] = policy(microbatch)["logprobs"]
+    return [column[sample.indices] for sample in samples]
 
 
 @torch.no_grad()
@@ -58,10 +58,10 @@ def test_a_shared_prompt_is_computed_once():
 
 def test_tokens_come_with_their_own_numbers():
     trajectory = make_response(0, 0, prompt=(4, 8), response=(5, 6))
-    (microbatch,) = collate([make_sample(trajectory, first_place=48)], layout=ROWS)
+    (microbatch,) = collate([make_sample(trajectory, first_index=48)], layout=ROWS)
     assert microbatch.targets.tolist() == [5, 6]
     assert microbatch.token_ids.flatten()[microbatch.sources].tolist() == [8, 5]
-    assert microbatch.places.tolist() == [48, 49]
+    assert microbatch.indices.tolist() == [48, 49]
     assert microbatch.temperatures.tolist() == [1.0, 1.0]
 
 
@@ -70,8 +70,8 @@ def test_ranks_get_everything_once_and_equally_many_microbatches(layout):
     samples = random_samples()
     shares = [collate(samples, layout=layout, rank=rank, num_ranks=3) for rank in range(3)]
     assert len({len(share) for share in shares}) == 1
-    places = sorted(place for share in shares for m in share for place in m.places.tolist())
-    assert places == list(range(sum(len(sample.wanted) for sample in samples)))
+    indices = sorted(index for share in shares for m in share for index in m.indices.tolist())
+    assert indices == list(range(sum(len(sample.trained) for sample in samples)))
     loads = [sum(m.num_tokens for m in share) for share in shares]
     assert max(loads) < 1.5 * min(loads)
 
@@ -84,7 +84,7 @@ def test_a_rank_without_samples_still_has_its_microbatch():
     logprobs.sum().backward()
 
 
-def test_nothing_wanted_makes_no_microbatch():
+def test_nothing_to_train_on_makes_no_microbatch():
     assert collate([], layout=ROWS) == []
 
 

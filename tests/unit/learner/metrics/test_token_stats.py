@@ -175,7 +175,7 @@ def test_tokens_are_split_by_their_own_lag_and_trajectories_by_that_of_the_oldes
 
 def test_the_buckets_are_those_named():
     lags = torch.tensor([0, 1, 2, 3, 4, 7, 8, 15, 16, 1000])
-    names = [list(LAG_BUCKETS)[place] for place in lag_buckets(lags)]
+    names = [list(LAG_BUCKETS)[index] for index in lag_buckets(lags)]
     assert names == ["0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "8-15", "16+", "16+"]
 
 

@@ -8,9 +8,9 @@ from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.correction import CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.objective.loss_inputs import describe, judge
+from slipstream.learner.objective.loss_inputs import describe, prepare
 from slipstream.learner.objective.state import ObjectiveState
-from slipstream.learner.objective.token_selection import choose
+from slipstream.learner.objective.token_selection import select_tokens
 from tests.unit.learner.builders import VOCABULARY, make_groups, make_response
 
 
@@ -25,10 +25,10 @@ def batch_of(groups, *, num_updates: int = 1, weights=None):
     ).batch
 
 
-def judged(groups, *, num_updates: int = 1, weights=None, **settings):
+def prepared(groups, *, num_updates: int = 1, weights=None, **settings):
     config = AlgorithmConfig(**({"advantage": DrGrpoConfig()} | settings))
     batch = batch_of(groups, num_updates=num_updates, weights=weights)
-    return judge(batch, config=config, memory=ObjectiveState(), max_tokens=8)
+    return prepare(batch, config=config, state=ObjectiveState(), max_tokens=8)
 
 
 def of_trajectories(batch, column):
@@ -41,22 +41,22 @@ def test_advantages_are_those_of_the_own_group():
         [make_response(0, 0, reward=1.0), make_response(0, 1, reward=3.0)],
         [make_response(1, 0, reward=70.0), make_response(1, 1, reward=80.0)],
     ]
-    assert of_trajectories(judged(groups), "advantages") == [-1, 1, -5, 5]
+    assert of_trajectories(prepared(groups), "advantages") == [-1, 1, -5, 5]
 
 
 def test_token_weights_count_over_the_whole_update():
     groups = [[make_response(0, 0, response=(5, 6)), make_response(0, 1, response=(5, 6, 7, 1))]]
-    assert of_trajectories(judged(groups), "token_weights") == pytest.approx([1 / 6, 1 / 6])
+    assert of_trajectories(prepared(groups), "token_weights") == pytest.approx([1 / 6, 1 / 6])
 
 
 def test_each_update_has_denominators_of_its_own():
     groups = [[make_response(0, 0, response=(5, 6))], [make_response(1, 0, response=(5, 6, 7, 1))]]
-    assert of_trajectories(judged(groups, num_updates=2), "token_weights") == pytest.approx([1 / 2, 1 / 4])
+    assert of_trajectories(prepared(groups, num_updates=2), "token_weights") == pytest.approx([1 / 2, 1 / 4])
 
 
 def test_a_groups_weight_multiplies_the_weight_of_its_tokens():
     groups = make_groups(num_groups=2, group_size=2)
-    plain, weighed = judged(groups), judged(groups, weights=[1.0, 0.25])
+    plain, weighed = prepared(groups), prepared(groups, weights=[1.0, 0.25])
     ratios = torch.tensor(of_trajectories(weighed, "token_weights")) / torch.tensor(
         of_trajectories(plain, "token_weights")
     )
@@ -68,7 +68,7 @@ def test_a_group_that_is_drawn_for_less_is_imitated_for_less():
     groups = [[make_response(group, index) for index in range(2)] for group in range(2)]
     groups = [[msgspec.structs.replace(member, reward=right) for member in group] for group in groups]
     settings = {"positive_nll_coefficient": 0.5}
-    plain, weighed = judged(groups, **settings), judged(groups, weights=[1.0, 0.25], **settings)
+    plain, weighed = prepared(groups, **settings), prepared(groups, weights=[1.0, 0.25], **settings)
     own = plain.tokens.sequences >= 2
     assert plain.tokens.nll_weights[own].any()
     assert weighed.tokens.nll_weights[own].equal(0.25 * plain.tokens.nll_weights[own])
@@ -89,12 +89,12 @@ def test_after_a_rejection_the_baseline_still_has_who_was_masked_for_its_length(
         masks_truncated=True,
     ).batch
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs)
-    found = judge(batch, config=config, memory=ObjectiveState(), max_tokens=8)
+    found = prepare(batch, config=config, state=ObjectiveState(), max_tokens=8)
     assert found.tokens.advantages.unique().tolist() == pytest.approx([-1 / 3, 2 / 3])
 
 
 def test_a_description_of_no_token_is_zeros():
-    batch = judged(make_groups())
+    batch = prepared(make_groups())
     empty = batch.select(torch.zeros(batch.num_trajectories, dtype=torch.bool))
     assert set(describe(empty).values()) == {0.0}
 
@@ -111,7 +111,7 @@ def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():
         [scored(0, i, {"a": 0.1, "b": 0.2}) for i in range(3)],
         [scored(1, i, {"a": 0.1, "b": i}) for i in (0, 1, 3)],
     ]
-    found = judged(groups, advantage=GdpoConfig())
+    found = prepared(groups, advantage=GdpoConfig())
     assert of_trajectories(found, "advantages")[:3] == [0, 0, 0]
     assert of_trajectories(found, "advantages")[3:] != [0, 0, 0]
 
@@ -124,7 +124,7 @@ def test_a_token_baseline_compares_tokens_at_the_same_place_though_older_ones_ar
     ).batch
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs, collisions=torch.full((6,), 0.5))
     config = AlgorithmConfig(advantage=OptimalTokenBaselineConfig())
-    found = judge(batch, config=config, memory=ObjectiveState(), max_tokens=8).tokens.advantages
+    found = prepare(batch, config=config, state=ObjectiveState(), max_tokens=8).tokens.advantages
     # The last two tokens of either have company, the first two of the young one have none.
     assert (found[:2] > 0).all()
     assert found[2:4].tolist() == [0, 0]
@@ -139,9 +139,11 @@ def test_tokens_are_chosen_among_those_that_the_correction_leaves():
     batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
     rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)])
     masked = AlgorithmConfig(advantage=DrGrpoConfig(), masks=[M2poConfig(threshold=0.05)], correction=rejects)
-    found = judge(batch, config=masked, memory=ObjectiveState(), max_tokens=8)
-    assert choose(found, config=masked, update=0, seed=0).tokens.is_trusted.all(), "what is far is rejected already"
+    found = prepare(batch, config=masked, state=ObjectiveState(), max_tokens=8)
+    assert select_tokens(found, config=masked, update=0, seed=0).tokens.is_trusted.all(), (
+        "what is far is rejected already"
+    )
     penalised = AlgorithmConfig(advantage=DrGrpoConfig(), policy_loss=KlCovConfig(share=0.5), correction=rejects)
-    chosen = choose(found, config=penalised, update=0, seed=0).tokens.is_selected
+    chosen = select_tokens(found, config=penalised, update=0, seed=0).tokens.is_selected
     assert not chosen[drift == 1].any()
     assert int(chosen.sum()) == int((drift < 1).sum()) // 2

@@ -33,11 +33,11 @@ def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
     return Tokens(**(columns | overrides))
 
 
-def loss_of(config, tokens, logprobs, *, proximal=None, reference=None, entropies=None, tally=None):
+def loss_of(config, tokens, logprobs, *, proximal=None, reference=None, entropies=None, metrics=None):
     entropies = torch.zeros_like(logprobs) if entropies is None else entropies
     tokens = tokens.replace(start_logprobs=proximal, reference_logprobs=reference)
     measured = {"logprobs": logprobs, "entropies": entropies}
-    return Objective(config, max_tokens=8).loss(tokens, measured, tally=tally or StepMetrics())
+    return Objective(config, max_tokens=8).loss(tokens, measured, metrics=metrics or StepMetrics())
 
 
 def gradient(config, tokens, logprobs, **settings):
@@ -97,10 +97,10 @@ def test_any_split_into_microbatches_has_the_same_gradient(sizes):
     config = AlgorithmConfig(kl=KlConfig(0.1))
     whole = gradient(config, tokens, learner, reference=tokens.generator_logprobs)
     ends = np.cumsum(sizes)
-    places = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    indices = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     parts = [
         gradient(config, tokens.take(torch.arange(9)[p]), learner[p], reference=tokens.generator_logprobs[p])
-        for p in places
+        for p in indices
     ]
     assert torch.allclose(torch.cat(parts), whole, atol=1e-8)
 
@@ -157,10 +157,10 @@ def test_the_kl_and_entropy_terms_are_added():
 def test_a_log_probability_that_is_not_finite_is_neutral_and_counted():
     broken = make_tokens()
     broken.generator_logprobs[3] = float("inf")
-    tally = StepMetrics()
-    found = gradient(AlgorithmConfig(), broken, -torch.rand(9), tally=tally)
+    metrics = StepMetrics()
+    found = gradient(AlgorithmConfig(), broken, -torch.rand(9), metrics=metrics)
     assert found.isfinite().all()
-    assert tally.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
+    assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
 
 
 def test_ppo_that_recomputes_its_proximal_policy_needs_a_pass_at_the_start():
@@ -180,9 +180,9 @@ def test_diagnostics_by_hand_and_documented():
         2, generator_logprobs=torch.tensor([0.5, 0.1]).log(), advantages=torch.ones(2), token_weights=torch.ones(2)
     )
     learner, proximal = torch.tensor([0.25, 0.6]).log(), torch.tensor([0.25, 0.4]).log()
-    tally = StepMetrics()
-    loss_of(AlgorithmConfig(), tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]), tally=tally)
-    report = tally.report(make_alone(), num_updates=1)
+    metrics = StepMetrics()
+    loss_of(AlgorithmConfig(), tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]), metrics=metrics)
+    report = metrics.report(make_alone(), num_updates=1)
     assert documented(report) <= set(METRICS)
     assert report["learner/tokens"] == 2
     assert report["learner/ratio_mean"] == pytest.approx(1.25)
@@ -197,9 +197,9 @@ def test_diagnostics_by_hand_and_documented():
 
 
 def report_of(config, tokens, logprobs, **settings):
-    tally = StepMetrics()
-    loss_of(config, tokens, logprobs, tally=tally, **settings)
-    return tally.report(make_alone(), num_updates=1)
+    metrics = StepMetrics()
+    loss_of(config, tokens, logprobs, metrics=metrics, **settings)
+    return metrics.report(make_alone(), num_updates=1)
 
 
 def test_weights_of_trajectories_are_changed_only_where_a_bound_changes_them():

@@ -81,7 +81,7 @@ def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(tmp_path):
     (Path(run.model.path) / "tokenizer.json").unlink()
     (demonstration,) = read_train(run).demonstrations
     assert demonstration.token_ids.tolist() == [4, 5, 6]
-    assert demonstration.wanted.tolist() == [1, 2]
+    assert demonstration.trained.tolist() == [1, 2]
 
 
 def test_a_held_out_file_is_read_from_its_beginning(tmp_path):

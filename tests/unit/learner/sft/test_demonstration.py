@@ -61,12 +61,12 @@ def test_text_is_taken_as_it_is_and_ends_with_the_end_token():
     demonstration = to_demonstration(pieces, tokenizer=tokenizer, end_token=tokenizer.eos_token_id)
     assert tokenizer.decode(demonstration.token_ids) == "12=21<eos>"
     assert demonstration.model_mask.tolist() == [False] * 3 + [True] * 3
-    assert demonstration.wanted.tolist() == [3, 4, 5]
+    assert demonstration.trained.tolist() == [3, 4, 5]
 
 
-def test_the_first_token_is_never_wanted_because_nothing_predicts_it():
+def test_the_first_token_is_never_trained_because_nothing_predicts_it():
     demonstration = to_demonstration([Piece("21", is_model=True)], tokenizer=make_tokenizer())
-    assert demonstration.wanted.tolist() == [1]
+    assert demonstration.trained.tolist() == [1]
 
 
 @pytest.mark.parametrize("turns", [[("user", "1")], [("user", "1"), ("assistant", "")], []])

@@ -138,6 +138,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
 def test_samples_stand_one_after_the_other_and_share_no_prompt():
     demonstrations = make_demonstrations(5)
     samples = to_samples(demonstrations)
-    assert [p for sample in samples for p in sample.places.tolist()] == list(range(count_tokens(demonstrations)))
+    assert [p for sample in samples for p in sample.indices.tolist()] == list(range(count_tokens(demonstrations)))
     assert len({sample.group_id for sample in samples}) == 5
     assert {sample.temperature for sample in samples} == {1.0}

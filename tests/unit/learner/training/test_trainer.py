@@ -75,7 +75,7 @@ def _poison(trajectory):
     return msgspec.structs.replace(trajectory, generator_logprobs=logprobs)
 
 
-def test_over_age_tokens_may_hold_anything(tmp_path):
+def test_stale_tokens_may_hold_anything(tmp_path):
     run = make_run(make_model(tmp_path))
 
     def claimed(logprob):
@@ -86,7 +86,7 @@ def test_over_age_tokens_may_hold_anything(tmp_path):
     trainers = [make_trainer(run) for _ in range(2)]
     metrics = [t.step(claimed(v), learner_version=9, step=1) for t, v in zip(trainers, (-1.0, -1e30), strict=True)]
     assert metrics[0] == metrics[1]
-    assert metrics[0]["learner/over_age_fraction"] == pytest.approx(2 / 6)
+    assert metrics[0]["learner/stale_fraction"] == pytest.approx(2 / 6)
 
 
 def test_equal_rewards_move_nothing(tmp_path):

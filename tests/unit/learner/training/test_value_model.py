@@ -29,17 +29,17 @@ def make_value_model(**settings):
 def values_packed(model, trajectories, layout):
     """float32[N]: in the order of the trajectories."""
     microbatches = collate(make_samples(trajectories), layout=layout)
-    values = torch.empty(sum(len(microbatch.places) for microbatch in microbatches))
+    values = torch.empty(sum(len(microbatch.indices) for microbatch in microbatches))
     for microbatch in microbatches:
-        values[microbatch.places] = model(microbatch)["values"]
+        values[microbatch.indices] = model(microbatch)["values"]
     return values
 
 
 def values_alone(model, trajectory):
     """What is said with everything before each model-written token in sight, and nothing else."""
     token_ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
-    places = np.flatnonzero(trajectory.model_mask)
-    hidden = [model.trunk(input_ids=token_ids[None, :place]).last_hidden_state[0, -1] for place in places]
+    indices = np.flatnonzero(trajectory.model_mask)
+    hidden = [model.trunk(input_ids=token_ids[None, :index]).last_hidden_state[0, -1] for index in indices]
     return model.head(torch.stack(hidden))[:, 0]
 
 
