@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from slipstream.broker.messages import Hello, HelloHeader
+from slipstream.broker.messages import Hello
+from slipstream.broker.partial_decode import HelloHeader
 from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Record

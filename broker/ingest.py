@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 
 from slipstream.broker.messages import Ack, Message, Nack, Put, oversized
-from slipstream.broker.outage import Outage
+from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, check_header
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
 from slipstream.buffer.store import Insertion, Store
@@ -18,7 +18,7 @@ _MAX_TRAJECTORIES = 512
 _MAX_BYTES = 16 * 2**20
 _RETRY_S = 1.0
 _RETRIABLE = ("store_full",)
-"""The store's own reasons that pass; so do those of an Outage."""
+"""The store's own reasons that pass; so do those of an StoreOutage."""
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +38,7 @@ class Ingest:
     """
 
     def __init__(
-        self, store: Store, outage: Outage, *, throttle: LogLimiter | None = None, max_payload_bytes: int = 2**26
+        self, store: Store, outage: StoreOutage, *, throttle: LogLimiter | None = None, max_payload_bytes: int = 2**26
     ) -> None:
         """`outage` is told when the store is away, `throttle` of every refusal."""
         self._throttle = throttle or LogLimiter(log.warning)
@@ -51,7 +51,7 @@ class Ingest:
         self._num_taken = 0
         self._bytes_taken = 0
         self._inserter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inserter")
-        self.put_off: Counter[str] = Counter()
+        self.deferred: Counter[str] = Counter()
         """Trajectories a sender was told to send again, by reason, since this broker started."""
         self.reason = ""
         """Why the newest batch was put off; empty when it was not."""
@@ -78,7 +78,7 @@ class Ingest:
             return self._fatal(header, refusal.reason, detail=refusal.detail)
         except Exception:
             # What nobody foresaw must not be sent again, to the next broker, for ever.
-            if self._throttle.note("check_failed", "fault", id=header.id):
+            if self._throttle.log("check_failed", "fault", id=header.id):
                 log.exception("check_failed", id=header.id)
             self._keep("fault", payload)
             return self._fatal(header, "fault", detail="its check failed; the broker's log says how")
@@ -110,7 +110,7 @@ class Ingest:
         try:
             insertions = result()
         except StoreUnavailableError as error:
-            self._outage.note(error)
+            self._outage.record(error)
             self.reason = self._outage.reason
             return [(who, self._not_now(header)) for who, header, _ in batch]
         self.reason = next((each.reason for each in insertions if each.reason in _RETRIABLE), "")
@@ -136,15 +136,15 @@ class Ingest:
         return [self._fatal(header, "frame_count", detail=detail) for header in headers]
 
     def _not_now(self, header: TrajectoryHeader) -> Nack:
-        self.put_off[self.reason] += 1
+        self.deferred[self.reason] += 1
         return Nack(header.id, self.reason, False, retry_after_s=_RETRY_S, lease_id=header.lease_id)
 
     def _keep(self, reason: str, payload: bytes) -> None:
         try:
             self._store.quarantine(reason, payload)
         except StoreUnavailableError as error:
-            self._throttle.note("quarantine_failed", reason, error=str(error))
+            self._throttle.log("quarantine_failed", reason, error=str(error))
 
     def _fatal(self, header: TrajectoryHeader, reason: str, *, detail: str = "") -> Nack:
-        self._throttle.note("trajectory_refused", reason, id=header.id, detail=detail)
+        self._throttle.log("trajectory_refused", reason, id=header.id, detail=detail)
         return Nack(header.id, f"{reason}: {detail}" if detail else reason, True, lease_id=header.lease_id)

@@ -13,8 +13,8 @@ from slipstream.broker.admission import (
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.fair_share import FairShare
 from slipstream.broker.messages import Ack, Message, Prompt, Prompts
-from slipstream.broker.outage import Outage
 from slipstream.broker.peers import Peer
+from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import RunState
@@ -53,7 +53,7 @@ class LeaseScheduler:
     """
 
     def __init__(
-        self, store: Store, *, run: RunConfig, train: Dataset, heldout: Dataset, outage: Outage, clock: Clock
+        self, store: Store, *, run: RunConfig, train: Dataset, heldout: Dataset, outage: StoreOutage, clock: Clock
     ) -> None:
         """`outage` is told when the store is away; requests are answered nevertheless."""
         self._store = store
@@ -106,7 +106,7 @@ class LeaseScheduler:
             prompts = self._lease(request.peer, offer)
             return prompts, (offer.reason or self._reason()) if is_over and not prompts else ""
         except StoreUnavailableError as error:
-            self._outage.note(error)
+            self._outage.record(error)
             return [], self._outage.reason if is_over else ""
 
     # --- how much ------------------------------------------------------------------------------------------------

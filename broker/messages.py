@@ -10,24 +10,23 @@ below, told apart by `type`; the payloads (only with Put) are trajectories as th
     ReturnLeases (generator)
     Pong                                        Ping
     OpenEpoch, Update (learner, relayed)        OpenEpoch, Update (to the generators named in `members`)
-    EpochOpened, Adopted (generator, relayed)   EpochOpened, Adopted (to the learner), Members (to the learner)
+    EpochOpened, UpdateApplied (generator, relayed)   EpochOpened, UpdateApplied (to the learner), Members (to the learner)
     Bye                                         Drain, Bye
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from slipstream.broker.transport.channels import Frames
-from slipstream.broker.weights.records import Source, TensorSlot, WeightTransport
+from slipstream.broker.weights.records import SnapshotSource, TensorSlot, WeightTransport
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.store import Lease
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Name, Record, TrajectoryHeader
 from slipstream.runtime.model_files import ModelFingerprint
 
-FETCHED = 0
+NO_EPOCH = 0
 """Epoch of an update that is not broadcast: each member fetches it."""
 _MOST_LEASES = 2**16
 Sentence = Annotated[str, Meta(max_length=2**16)]
@@ -276,7 +275,7 @@ class Update(Message):
     """Learner: version `version` is about to be broadcast over group `epoch`, or lies ready to be fetched."""
 
     epoch: int
-    """Over which group; FETCHED: over none."""
+    """Over which group; NO_EPOCH: over none."""
     members: list[Member]
     """Who takes part."""
     version: int
@@ -295,11 +294,11 @@ class Update(Message):
     """Mean absolute difference above which the weights count as wrong, nats."""
     timeout_s: float
     """For each bucket of a broadcast; for all of a version that is fetched."""
-    source: Source | None = None
+    source: SnapshotSource | None = None
     """Where every member fetches it for itself; None: it is broadcast."""
 
 
-class Adopted(Message):
+class UpdateApplied(Message):
     """Generator: the version is in (or why not)."""
 
     epoch: int
@@ -336,52 +335,9 @@ AnyMessage = (
     | OpenEpoch
     | EpochOpened
     | Update
-    | Adopted
+    | UpdateApplied
 )
 """What `codec.decode` is asked for."""
-
-
-# @@ What can be read of a message that as a whole cannot: enough to answer its sender in words it knows.
-#
-# A peer of another version, or one whose frame was damaged on its way, would otherwise wait for an answer for ever.
-UNREADABLE = "unreadable"
-"""Reason of a Nack for each trajectory of a Put that cannot be read."""
-_MOST_HEADERS = 1024
-_NAME_CHARACTERS = 128
-T = TypeVar("T")
-
-
-class HelloHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
-    """A Hello, whatever is in it."""
-
-    peer_id: Any = ""
-    """Who says it."""
-    schema_version: Any = None
-    """What its sender speaks."""
-
-    @property
-    def sender(self) -> str:
-        """For people."""
-        return str(self.peer_id)[:_NAME_CHARACTERS]
-
-
-class RefuseHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Refuse"):
-    """A Refuse, whatever else is in it."""
-
-    reason: Sentence
-    """Why."""
-
-
-class _Header(msgspec.Struct, frozen=True):
-    id: Name
-    lease_id: Name = ""
-
-
-class PutHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Put"):
-    """A Put, whatever else is in it."""
-
-    headers: list[_Header]
-    """Of its trajectories."""
 
 
 def read_message(frames: Frames, *, max_bytes: int) -> Message:
@@ -401,19 +357,3 @@ def oversized(frame: bytes, *, max_bytes: int) -> RecordRefusedError:
     return RecordRefusedError(
         "oversized", f"a frame must have at most broker.max_message_bytes ({max_bytes}), got {len(frame)}"
     )
-
-
-def decode_header(frames: Frames, kind: type[T]) -> T | None:
-    """What `kind` names of the message, when it is one."""
-    try:
-        return decode(frames[0], kind) if frames else None
-    except RecordRefusedError:
-        return None
-
-
-def nacks_of(frames: Frames, refusal: RecordRefusedError) -> list[Nack]:
-    """One for each trajectory whose id can be read in a Put that as a whole cannot."""
-    put = decode_header(frames, PutHeader)
-    headers = put.headers[:_MOST_HEADERS] if put else []
-    reason = f"{UNREADABLE}: {refusal.detail}"
-    return [Nack(header.id, reason, True, lease_id=header.lease_id) for header in headers]

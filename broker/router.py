@@ -18,17 +18,14 @@ import msgspec
 import structlog
 
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.draining import Drains
 from slipstream.broker.handshake import Handshake, Objection, objection_to_unreadable
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.lease_scheduler import LeaseScheduler
 from slipstream.broker.messages import (
-    Adopted,
     Bye,
     Drain,
     EpochOpened,
     Hello,
-    HelloHeader,
     LeaseRequest,
     Member,
     Members,
@@ -40,13 +37,13 @@ from slipstream.broker.messages import (
     Refuse,
     ReturnLeases,
     Update,
+    UpdateApplied,
     Welcome,
-    decode_header,
-    nacks_of,
     read_message,
 )
-from slipstream.broker.outage import Outage
-from slipstream.broker.peers import Peer, Peers
+from slipstream.broker.partial_decode import HelloHeader, decode_header, nacks_for_unreadable
+from slipstream.broker.peers import Drains, Peer, Peers
+from slipstream.broker.store_outage import StoreOutage
 from slipstream.broker.transport.channels import Frames, ServerChannel
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
@@ -100,7 +97,7 @@ class Router:
             clock=clock,
         )
         self._doorkeeper = Handshake(token=token, namesake=self._place_of_namesake)
-        self._outage = Outage(say=log.warning, clock=clock)
+        self._outage = StoreOutage(report=log.warning, clock=clock)
         self._throttle = LogLimiter(log.warning, clock=clock)
         limit = run.broker.max_message_bytes
         self._ingest = Ingest(store, self._outage, throttle=self._throttle, max_payload_bytes=limit)
@@ -137,7 +134,7 @@ class Router:
         try:
             action()
         except StoreUnavailableError as error:
-            self._outage.note(error)
+            self._outage.record(error)
 
     # --- receiving -----------------------------------------------------------------------------------------------
     def _receive_all(self, *, timeout_s: float) -> int:
@@ -168,12 +165,12 @@ class Router:
 
     def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: RecordRefusedError) -> None:
         """So that nobody waits for an answer that never comes. It is counted, and kept for a look."""
-        self._throttle.note("frame_refused", refusal.reason, error=str(refusal))
+        self._throttle.log("frame_refused", refusal.reason, error=str(refusal))
         hello = decode_header(frames, HelloHeader)
         if hello:
             self._turn_away(identity, hello.sender, objection_to_unreadable(hello, refusal))
         elif self._peers.get(identity):
-            for nack in nacks_of(frames, refusal):
+            for nack in nacks_for_unreadable(frames, refusal):
                 self._send(identity, nack)
         # Nothing of a Hello is kept: a token may be in it.
         self._store.quarantine(refusal.reason, b"" if hello or not frames else frames[0])
@@ -193,13 +190,13 @@ class Router:
                 log.info("leases_returned", peer=peer.hello.peer_id, leases=len(ids), reason=reason)
             case OpenEpoch() | Update() if peer.hello.role == "learner":
                 self._relay_to(message.members, message)
-            case EpochOpened() | Adopted() if message.member == peer.member:
+            case EpochOpened() | UpdateApplied() if message.member == peer.member:
                 if learner := self._peers.learner():
                     self._send(learner.identity, message)
             case Bye(reason=reason):
                 self._part(peer, f"left: {reason}" if reason else _GOODBYE)
             case _:
-                self._throttle.note("message_out_of_place", type(message).__name__, peer=peer.hello.peer_id)
+                self._throttle.log("message_out_of_place", type(message).__name__, peer=peer.hello.peer_id)
 
     # --- peers ---------------------------------------------------------------------------------------------------
     def _welcome(self, identity: bytes, hello: Hello) -> None:
@@ -232,7 +229,7 @@ class Router:
     def _turn_away(self, identity: bytes, peer_id: str, objection: Objection) -> None:
         """The peer first: the store may be away."""
         self._send(identity, Refuse(objection.sentence))
-        if self._throttle.note("peer_refused", objection.kind, peer=peer_id, reason=objection.sentence):
+        if self._throttle.log("peer_refused", objection.kind, peer=peer_id, reason=objection.sentence):
             self._store.record_event(peer_id, f"refused: {objection.sentence}")
 
     def _place_of_namesake(self, hello: Hello) -> str:
@@ -294,7 +291,7 @@ class Router:
             self._tell_store()
         if now >= self._next_reap_at:
             self._next_reap_at = now + _REAP_EVERY_S
-            self._throttle.settle()
+            self._throttle.flush()
             self._reap()
 
     def _reap(self) -> None:
@@ -332,14 +329,14 @@ class Router:
                 self._store.record_event(peer.hello.peer_id, "is told to leave, as asked")
 
     def _own_gauges(self) -> dict[str, object]:
-        put_off = {f"put_off_{reason}": number for reason, number in self._ingest.put_off.items()}
-        reason = f"trajectories are put off: {self._ingest.reason}" if self._ingest.reason else ""
+        deferred = {f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()}
+        reason = f"trajectories are deferred: {self._ingest.reason}" if self._ingest.reason else ""
         where = {"host": socket.gethostname(), "pid": os.getpid()}
         waits = {"reason": reason, "waits_for": "store" if reason else ""}
-        return {"role": "broker", "state": "ready", "peers": len(list(self._peers)), **waits, **where, **put_off}
+        return {"role": "broker", "state": "ready", "peers": len(list(self._peers)), **waits, **where, **deferred}
 
     def _send(self, identity: bytes, message: Message) -> bool:
         sent = self._channel.send(identity, [encode(message)])
         if not sent:
-            self._throttle.note("undeliverable", type(message).__name__)
+            self._throttle.log("undeliverable", type(message).__name__)
         return sent

@@ -6,7 +6,7 @@ from msgspec import Meta
 
 from slipstream.configs.base import Config
 
-LINK_SILENCE_S = 8.0
+BROKER_SILENCE_S = 8.0
 """Silence of the broker after which a peer connects anew, seconds."""
 
 
@@ -27,7 +27,7 @@ class BrokerConfig(Config):
     credit_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
     """Bytes a generator may have sent without an acknowledgement."""
     heartbeat_s: Annotated[float, Meta(gt=0)] = 1.0
-    """Time between pings, seconds; at most half of `LINK_SILENCE_S`."""
+    """Time between pings, seconds; at most half of `BROKER_SILENCE_S`."""
     peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
     """Silence after which a peer counts as gone, seconds."""
     lease_s: Annotated[float, Meta(gt=0)] = 30.0

@@ -8,7 +8,7 @@ from msgspec import Meta
 from slipstream.configs.advantages import WITH_OWN_BASELINE, RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import Config, ConfigError
-from slipstream.configs.broker import LINK_SILENCE_S, BrokerConfig
+from slipstream.configs.broker import BROKER_SILENCE_S, BrokerConfig
 from slipstream.configs.buffer import BufferConfig, MemoryStoreConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig
 from slipstream.configs.drawing import AccuracyConfig, ZeroSignalConfig
@@ -255,9 +255,9 @@ def _check_peer_patience(run: RunConfig) -> None:
             f"broker.peer_timeout_s must be >= 2 x broker.heartbeat_s ({2 * broker.heartbeat_s}), "
             f"got {broker.peer_timeout_s}: one late ping would count as a death."
         )
-    if broker.heartbeat_s > LINK_SILENCE_S / 2:
+    if broker.heartbeat_s > BROKER_SILENCE_S / 2:
         raise ConfigError(
-            f"broker.heartbeat_s must be <= {LINK_SILENCE_S / 2:g}, half of the silence after which a peer connects "
+            f"broker.heartbeat_s must be <= {BROKER_SILENCE_S / 2:g}, half of the silence after which a peer connects "
             f"anew, got {broker.heartbeat_s:g}: a role with nothing to say would drop its connection again and again."
         )
     if broker.lease_s < 3 * broker.heartbeat_s:

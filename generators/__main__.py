@@ -12,7 +12,7 @@ import structlog
 
 from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.broker.handshake import read_token
-from slipstream.broker.transport.inbox import call_in
+from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         token=read_token(broker),
         weight_transport=_chosen_transport(overrides),
     )
-    with joined.until_left(flush_s=_FLUSH_S):
+    with joined.leave_at_exit(flush_s=_FLUSH_S):
         asyncio.run(_generate(joined, board))
     log.info("stopped")
 
@@ -65,14 +65,14 @@ async def _generate(joined: Session, board: StatusBoard) -> None:
     generator = assemble(
         run,
         member=joined.member,
-        link=joined.link,
+        link=joined.client,
         tokenizer=load_tokenizer(run.model),
         receiver=CollectiveReceiver(device="cpu"),
     )
-    board.show(generator.status)
+    board.set_source(generator.status)
     loop = asyncio.get_running_loop()
-    joined.inbox.forward_to(partial(call_in, loop, generator.receive))
-    on_stop_signal(partial(call_in, loop, generator.drain, "stop signal"))
+    joined.inbox.forward_to(partial(call_threadsafe, loop, generator.receive))
+    on_stop_signal(partial(call_threadsafe, loop, generator.drain, "stop signal"))
     await generator.run()
 
 

@@ -202,18 +202,18 @@ class Generator:
                 "kv_usage": round(self._load.kv_usage, 3),
                 "preemptions": self._load.num_preempted,
                 "outbox": len(self._link.outbox),
-                "put_off": self._link.outbox.num_put_off,
+                "put_off": self._link.outbox.num_deferred,
                 "waits_for": self._waits_for,
             }
         )
         held = {prompt.lease.id for prompt in list(self._work.values())} | self._link.outbox.lease_ids()
-        put_off_by = self._link.outbox.put_off_by
+        put_off_by = self._link.outbox.deferral_reason
         reason = f"trajectories are put off: {put_off_by}" if put_off_by else self._reason
         return PeerStatus(self._state, self._adoption.version, reason, gauges, lease_ids=sorted(held))
 
     @property
     def _waits_for(self) -> WaitsFor:
-        if self._link.outbox.put_off_by:
+        if self._link.outbox.deferral_reason:
             return "store"
         if self._state == "unsynced":
             return "transfer" if self._adoption.is_fetching else "weights"

@@ -1,7 +1,7 @@
 """WeightUpdates: orders about weights, carried out one after the other, each answered, each version verified.
 
 Consumes: OpenEpoch, Update; the bytes by broadcast or fetched.
-Produces: EpochOpened, Adopted.
+Produces: EpochOpened, UpdateApplied.
 Waits for: orders; within one, for at most the time it gives.
 Woken by: an order.
 Invariant: `is_verified` is set only while the engine holds a version that the probe agreed with.
@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import FETCHED, Adopted, EpochOpened, Member, OpenEpoch, Update
+from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, Update, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.shared_buckets import SharedBuckets
@@ -88,7 +88,7 @@ class WeightUpdates:
         self._fetching_thread = ThreadPoolExecutor(1, thread_name_prefix="fetch-weights")
         self._orders: asyncio.Queue[OpenEpoch | Update] = asyncio.Queue()
         self._order: OpenEpoch | Update | None = None
-        self._answer: EpochOpened | Adopted | None = None
+        self._answer: EpochOpened | UpdateApplied | None = None
         self._abandoned = Event()
         self.version = -1
         """The newest that was verified; -1 before the first."""
@@ -129,7 +129,7 @@ class WeightUpdates:
     def _is_overtaken(self, order: OpenEpoch | Update) -> bool:
         """Whether the learner has given it up for a later one: that of another epoch, or another one to fetch."""
         newest = self._order or order
-        return order is not newest and (order.epoch != newest.epoch or order.epoch == FETCHED)
+        return order is not newest and (order.epoch != newest.epoch or order.epoch == NO_EPOCH)
 
     async def _open_epoch(self, opening: OpenEpoch) -> None:
         error = ""
@@ -173,7 +173,7 @@ class WeightUpdates:
             self._become("unsynced", f"fetching version {update.version} from the learner")
         if update is self._order:
             self._abandoned = Event()
-        fetch = partial(self._fetcher.fetch, update, abandoned=self._abandoned)
+        fetch = partial(self._fetcher.fetch, update, cancelled=self._abandoned)
         self.is_fetching = True
         try:
             fetched = await asyncio.get_running_loop().run_in_executor(self._fetching_thread, fetch)
@@ -184,15 +184,15 @@ class WeightUpdates:
 
     def _note(self, update: Update, pause_s: float, result: ProbeResult, error: str) -> None:
         if update.source and not update.source.has_deltas:
-            self._fetcher.let_go()
+            self._fetcher.release()
         if error:
             log.error("weights_not_adopted", version=update.version, error=error)
         self.gauges["updates"] += not error
         self.gauges |= {"pause_ms": round(1000 * pause_s, 1), "probe_diff": result.mean}
-        answer = Adopted(update.epoch, update.version, self._member, error, result.mean, result.largest, pause_s)
+        answer = UpdateApplied(update.epoch, update.version, self._member, error, result.mean, result.largest, pause_s)
         self._reply(update, answer)
 
-    def _reply(self, order: OpenEpoch | Update, answer: EpochOpened | Adopted) -> None:
+    def _reply(self, order: OpenEpoch | Update, answer: EpochOpened | UpdateApplied) -> None:
         if order is self._order:
             self._answer = answer
         self._link.send(answer)

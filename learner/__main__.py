@@ -101,7 +101,7 @@ def _lead(run: RunConfig, *, token: str) -> None:
         timeout_s=run.broker.join_timeout_s,
         token=token,
     )
-    with joined.until_left():
+    with joined.leave_at_exit():
         _train(run, joined, board)
 
 
@@ -117,13 +117,13 @@ def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
         team=team,
         store=store,
         folder=folder,
-        link=joined.link,
+        link=joined.client,
         inbox=joined.inbox,
         sender=CollectiveSender(run.weights.host, device=_wire_device(run)),
         lender=_lender(run, folder),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
     )
-    board.show(lambda: _status(learner, store))
+    board.set_source(lambda: _status(learner, store))
     learner.run()
     team.shutdown()
     store.close()

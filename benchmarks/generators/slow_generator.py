@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.router_thread import routing
-from slipstream.broker.messages import Adopted, Member, Update
+from slipstream.broker.messages import Member, Update, UpdateApplied
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.memory.store import MemoryStore
@@ -81,7 +81,7 @@ class FleetRun:
         joined = self._join("generator", name, board)
         self._members.append(joined.member)
         generator = _generator(self._run, joined, seconds_per_token=seconds_per_token)
-        board.show(generator.status)
+        board.set_source(generator.status)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_serve, args=(loop, generator, joined, ready), name=name)
         thread.start()
@@ -145,7 +145,7 @@ class FleetRun:
             message = self._learner.inbox.get(timeout_s=_PATIENCE_S)
             if message is None:
                 raise RuntimeError(f"version {version} must be adopted within {_PATIENCE_S:g} s, missing: {missing}")
-            if isinstance(message, Adopted) and message.version == version:
+            if isinstance(message, UpdateApplied) and message.version == version:
                 missing.discard(message.member)
         self._store.commit_version(version)
 
@@ -162,7 +162,7 @@ def _generator(run: RunConfig, joined: Session, *, seconds_per_token: float) -> 
         prompting=PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens),
         generator_id=joined.member.peer_id,
     )
-    return Generator(run=run, member=joined.member, link=joined.link, engine=engine, agent=agent, rewards=pool)
+    return Generator(run=run, member=joined.member, link=joined.client, engine=engine, agent=agent, rewards=pool)
 
 
 def _serve(loop: asyncio.AbstractEventLoop, generator: Generator, joined: Session, ready: threading.Event) -> None:

@@ -31,7 +31,7 @@ class SlipstreamPath:
         self._step = self._store.run_state().step
         self._leases: list[Lease] = []
         status = StatusBoard()
-        status.show(lambda: PeerStatus("ready", version=0))
+        status.set_source(lambda: PeerStatus("ready", version=0))
         self._joined = join(
             "generator",
             address=served.address,

@@ -147,11 +147,11 @@ def _assemble(run: RunConfig) -> tuple[Session, Generator, Engine]:
     generator = assemble(
         run,
         member=joined.member,
-        link=joined.link,
+        link=joined.client,
         tokenizer=AutoTokenizer.from_pretrained(run.model.path),
         receiver=CollectiveReceiver(device="cpu"),
     )
-    board.show(generator.status)
+    board.set_source(generator.status)
     loop = asyncio.get_running_loop()
 
     def forward(message: Message) -> None:

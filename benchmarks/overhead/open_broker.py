@@ -81,7 +81,7 @@ def _publish(run: RunConfig, stops: Event) -> None:
     ranks = join_ranks(rank=0, size=1, device=device, timeout_s=_JOIN_TIMEOUT_S)
     trainer = build_trainer(run, ranks=ranks, device=device)
     publisher = Publisher(
-        link=joined.link,
+        link=joined.client,
         inbox=joined.inbox,
         sender=CollectiveSender(run.weights.host, device=device),
         config=run.weights,

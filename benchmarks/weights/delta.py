@@ -165,7 +165,7 @@ def fetch(base: Staged, new: Staged) -> dict[str, Any]:
 
 def bring_up(holding: HostWeights, files: SnapshotStore | WeightStream, staged: Staged) -> None:
     """As a generator does."""
-    holding.bring_up(files, staged.version, slots=staged.update.slots, with_deltas=True, timeout_s=_PATIENCE_S)
+    holding.update_to(files, staged.version, slots=staged.update.slots, with_deltas=True, timeout_s=_PATIENCE_S)
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:

@@ -179,7 +179,7 @@ def _learner(run: RunConfig, stack: ExitStack, *, shelf: SnapshotStore, mib: int
     stack.callback(joined.thread.stop)
     sender = CollectiveSender(run.weights.host, device="cpu")
     lender = SnapshotServer(shelf, StreamServer(shelf, host=run.weights.host))
-    publisher = Publisher(link=joined.link, inbox=joined.inbox, sender=sender, lender=lender, config=run.weights)
+    publisher = Publisher(link=joined.client, inbox=joined.inbox, sender=sender, lender=lender, config=run.weights)
     store = MemoryStore()
     store.open_run("faults", config_json="{}", num_rows=1, seed=0)
     publishing = BackgroundPublisher(

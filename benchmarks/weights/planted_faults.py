@@ -36,7 +36,7 @@ from benchmarks.weights.engine_and_learner import (
     prompt_logprobs,
     tensors_of,
 )
-from slipstream.broker.messages import Adopted, Update
+from slipstream.broker.messages import Update, UpdateApplied
 from slipstream.broker.weights.records import TensorSlot
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.generators.weight_updates import WeightUpdates
@@ -264,7 +264,7 @@ class PlantedFaults:
         is_healed = not healing.error and self._adoption.is_verified.is_set() and await self._agrees()
         return Outcome(answer.error, _catcher(answer.error), is_loaded, is_verified, states, seconds, is_healed)
 
-    async def _adopt(self, module: Qwen2ForCausalLM, fault: Fault | None = None) -> Adopted:
+    async def _adopt(self, module: Qwen2ForCausalLM, fault: Fault | None = None) -> UpdateApplied:
         """Publish the module's weights as the next version, as the fault wants."""
         self._version += 1
         update, packed = self._ship(module, fault)

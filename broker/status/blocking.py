@@ -23,18 +23,18 @@ _OVER = ("finished", "failed")
 class Wait(Record):
     """One side waits for another.
 
-    Example: Wait(who="learner", for_whom="the generators", why="waiting for the 32 groups of step 13: 5 are ready")
+    Example: Wait(waiter="learner", blocked_on="the generators", reason="waiting for the 32 groups of step 13: 5 are ready")
     """
 
-    who: str
+    waiter: str
     """A role's name, or all of a kind."""
-    for_whom: str
+    blocked_on: str
     """Who could end the wait."""
-    why: str
+    reason: str
     """What is missing, in words."""
 
 
-def waits_of(state: RunState, roles: list[RoleStatus], *, admission_reason: str) -> list[Wait]:
+def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str) -> list[Wait]:
     """Those for the dead first; none when the run is over. `admission_reason`: why no prompt is admitted now."""
     if state.phase in _OVER:
         return []
@@ -42,7 +42,7 @@ def waits_of(state: RunState, roles: list[RoleStatus], *, admission_reason: str)
     return [*_for_the_missing(roles), *_for_admission(roles, own, admission_reason), *own]
 
 
-def dead_end_of(roles: dict[str, dict[str, Any]]) -> str:
+def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
     """Why the learner's wait will not end by itself, from what the roles told last; empty when it may."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
@@ -64,7 +64,7 @@ def _for_the_missing(roles: list[RoleStatus]) -> list[Wait]:
 
 def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
     """Generators with room are told why they get no prompts only after a while."""
-    told = {wait.who for wait in own}
+    told = {wait.waiter for wait in own}
     with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
     is_known = not with_room or any(role.name in told for role in with_room)
     return [] if is_known or not reason else [Wait(_GENERATORS, _LEARNER, reason)]

@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.broker.status.blocking import dead_end_of
-from slipstream.broker.status.monitor import Snapshot
+from slipstream.broker.status.blocking import dead_end_cause
+from slipstream.broker.status.monitor import RunSnapshot
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.configs.run import RunConfig
 
@@ -41,7 +41,7 @@ class LiveView:
             yield
         self._live = None
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, snapshot: RunSnapshot) -> None:
         """Draw a snapshot, or print a line per new step."""
         if self._live:
             self._live.update(self._panel(snapshot))
@@ -50,22 +50,22 @@ class LiveView:
             self._console.print(
                 line(row, snapshot, max_steps=self._run.learner.max_steps), highlight=False, soft_wrap=True
             )
-        self._show_dead_end(dead_end_of(snapshot.roles))
-        if not snapshot.rows and snapshot.who_waits() != self._last_wait:
-            self._last_wait = snapshot.who_waits()
+        self._show_dead_end(dead_end_cause(snapshot.roles))
+        if not snapshot.rows and snapshot.describe_waits() != self._last_wait:
+            self._last_wait = snapshot.describe_waits()
             self._console.print(f"{snapshot.state.phase}: {self._last_wait}", highlight=False, soft_wrap=True)
 
-    def say(self, sentence: str) -> None:
+    def print_line(self, sentence: str) -> None:
         """One line above the panel."""
         self._console.print(sentence, highlight=False, soft_wrap=True)
 
     def _show_dead_end(self, cause: str) -> None:
         if cause and cause != self._last_dead_end:
-            self.say(f"dead end: {cause}")
+            self.print_line(f"dead end: {cause}")
         self._last_dead_end = cause
 
     # --- the panel -----------------------------------------------------------------------------------------------
-    def _panel(self, snapshot: Snapshot) -> Panel:
+    def _panel(self, snapshot: RunSnapshot) -> Panel:
         return Panel(
             Group(
                 self._progress(snapshot),
@@ -74,14 +74,14 @@ class LiveView:
                 Text(),
                 _lag_line(snapshot.last),
                 _roles(snapshot),
-                Text(f"waits   {snapshot.who_waits()}", style="yellow", overflow="ellipsis", no_wrap=True),
-                *_dead_end(dead_end_of(snapshot.roles)),
+                Text(f"waits   {snapshot.describe_waits()}", style="yellow", overflow="ellipsis", no_wrap=True),
+                *_dead_end(dead_end_cause(snapshot.roles)),
             ),
             title=f"slipstream · {self._run.name} · {snapshot.state.phase}",
             title_align="left",
         )
 
-    def _progress(self, snapshot: Snapshot) -> Table:
+    def _progress(self, snapshot: RunSnapshot) -> Table:
         grid = Table.grid(padding=(0, 2))
         total = self._run.learner.max_steps
         eta = "…" if snapshot.eta_s is None else f"at most {duration(snapshot.eta_s)} left"
@@ -99,7 +99,7 @@ def _dead_end(cause: str) -> list[Text]:
     return [Text(f"dead end: {cause}", style="bold red")] if cause else []
 
 
-def line(row: dict[str, Any], snapshot: Snapshot, *, max_steps: int) -> str:
+def line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> str:
     """One step as one plain line."""
     return (
         f"step {row['step']:>4}/{max_steps}  {duration(row['time_s']):>6}  reward {row['learner/reward_mean']:.3f}  "
@@ -117,7 +117,7 @@ def sparkline(values: list[float], *, low: float, high: float) -> str:
     return "".join(_BARS[round(level * (len(_BARS) - 1))] for level in levels)
 
 
-def _numbers(snapshot: Snapshot) -> Table:
+def _numbers(snapshot: RunSnapshot) -> Table:
     grid = Table.grid(padding=(0, 2))
     last = snapshot.last
     rewards = [row["learner/reward_mean"] for row in snapshot.rows]
@@ -146,7 +146,7 @@ def _lag_line(row: dict[str, Any]) -> Text:
     )
 
 
-def _roles(snapshot: Snapshot) -> Table:
+def _roles(snapshot: RunSnapshot) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column in ("role", "state", "version", "tokens/s", "running"):
         table.add_column(column)
@@ -162,7 +162,7 @@ def _roles(snapshot: Snapshot) -> Table:
     return table
 
 
-def _accuracy(snapshot: Snapshot) -> str:
+def _accuracy(snapshot: RunSnapshot) -> str:
     sampled, greedy = (_share(snapshot.newest(f"eval/accuracy_{purpose}")) for purpose in ("sampled", "greedy"))
     return f"{sampled} sampled {greedy} greedy"
 

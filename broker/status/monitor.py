@@ -11,7 +11,7 @@ from slipstream.runtime.clock import Clock
 _RECENT_STEPS = 20
 
 
-class Snapshot(Record):
+class RunSnapshot(Record):
     """The run as it is now."""
 
     state: RunState
@@ -41,7 +41,7 @@ class Snapshot(Record):
         """Names of those that the broker knows."""
         return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
 
-    def who_waits(self) -> str:
+    def describe_waits(self) -> str:
         """One sentence: which side waits for the other."""
         waiting = [
             f"{name}: {g.get('reason')}"
@@ -61,12 +61,12 @@ class Monitor:
         self._rows: list[dict[str, Any]] = []
         self._last = 0
 
-    def look(self) -> Snapshot:
+    def poll(self) -> RunSnapshot:
         """Read everything once. Raises StoreUnavailableError."""
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows.extend(new.rows)
-        return Snapshot(
+        return RunSnapshot(
             state=self._store.run_state(),
             counts=self._store.counts(),
             roles=self._store.roles(),

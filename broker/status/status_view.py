@@ -10,7 +10,7 @@ from rich.text import Text
 from slipstream.broker.status.blocking import Wait
 from slipstream.broker.status.live_view import duration
 from slipstream.broker.status.role_status import Liveness, RoleStatus
-from slipstream.broker.status.status import RunStatus, StatusEvent
+from slipstream.broker.status.run_status import RunStatus, StatusEvent
 from slipstream.buffer.cli.show import add_row, make_table, printable
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
@@ -90,7 +90,7 @@ def _roles(status: RunStatus) -> RenderableType:
     numbers = ("version", "lag", "tokens/s", "running", "progress", "restarts", "heard")
     table = make_table("role", "where", *numbers, "state", numbers=numbers)
     gone = sorted((role for role in status.roles if role.liveness == "gone"), key=lambda role: role.report_age_s)
-    waiting = {wait.who for wait in status.waits}
+    waiting = {wait.waiter for wait in status.waits}
     for role in status.roles:
         if role not in gone[_MOST_GONE:]:
             add_row(table, *_role_cells(role, is_waiting=role.name in waiting))
@@ -131,15 +131,15 @@ def _waits(status: RunStatus) -> RenderableType:
         shares.append(f"the learner waited {status.learner_wait_fraction:.0%} of its last steps")
     if status.generators_busy_fraction is not None:
         shares.append(f"the generators run {status.generators_busy_fraction:.0%} of what they can together")
-    if status.generators_wanted is not None:
+    if status.generators_target is not None:
         alive = sum(role.role == "generator" and role.is_alive for role in status.roles)
-        shares.append(f"the launcher keeps {status.generators_wanted} generators, {alive} are alive")
+        shares.append(f"the launcher keeps {status.generators_target} generators, {alive} are alive")
     lines = [_wait_line(wait) for wait in status.waits] or [Text("nobody", style="green")]
     return Group(*lines, Text("; ".join(shares), style="dim")) if shares else Group(*lines)
 
 
 def _wait_line(wait: Wait) -> Text:
-    return Text(printable(f"{wait.who} for {wait.for_whom}: {wait.why}"), style="yellow")
+    return Text(printable(f"{wait.waiter} for {wait.blocked_on}: {wait.reason}"), style="yellow")
 
 
 # --- the buffer ------------------------------------------------------------------------------------------------------

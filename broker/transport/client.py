@@ -28,17 +28,16 @@ from slipstream.broker.messages import (
     Pong,
     Put,
     Refuse,
-    RefuseHeader,
     Update,
     Welcome,
-    decode_header,
 )
+from slipstream.broker.partial_decode import RefuseHeader, decode_header
 from slipstream.broker.transport.channels import ClientChannel, Frames
 from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import chunks, decode, encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import Record, TrajectoryHeader
-from slipstream.configs.broker import LINK_SILENCE_S
+from slipstream.configs.broker import BROKER_SILENCE_S
 from slipstream.runtime.clock import Clock
 
 _HELLO_EVERY_S = 1.0
@@ -65,7 +64,7 @@ class PeerStatus(Record):
 class BrokerClient:
     """Session or joining. `step` belongs to one thread (BrokerClientThread, or the serial run's), the rest to any.
 
-    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After a silence of `LINK_SILENCE_S` it connects
+    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After a silence of `BROKER_SILENCE_S` it connects
     anew; each Welcome sends the outbox again, which the store's idempotent insert makes safe.
     """
 
@@ -147,7 +146,7 @@ class BrokerClient:
 
     def _stay_joined(self) -> None:
         now = self._clock()
-        if self.is_joined and now - self._heard_at > LINK_SILENCE_S:
+        if self.is_joined and now - self._heard_at > BROKER_SILENCE_S:
             self._welcomed.clear()
             self._channel.reconnect()
         if not self.is_joined and not self.refusal and now >= self._next_hello_at:

@@ -57,7 +57,7 @@ class QueueInbox:
             return None
 
 
-def call_in(loop: asyncio.AbstractEventLoop, call: Callable[[Any], object], argument: object) -> None:
+def call_threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[[Any], object], argument: object) -> None:
     """Have `loop` make the call soon; for any thread, and for signal handlers.
 
     Does nothing once the loop is closed: while a role empties its outbox, messages and signals still come, and nobody

@@ -31,10 +31,10 @@ class Outbox:
         self._sent_at: dict[str, float] = {}
         self._sent_bytes = 0
         self._max_messages = 0
-        self.put_off_by = ""
+        self.deferral_reason = ""
         """Why the broker would not have some of them yet, such as `store_full`; empty once it takes them again."""
         self._max_bytes = 0
-        self.num_put_off = 0
+        self.num_deferred = 0
         """Times a trajectory was to be sent again later."""
 
     def __len__(self) -> int:
@@ -86,7 +86,7 @@ class Outbox:
         with self._lock:
             for trajectory_id in ids:
                 self._forget(trajectory_id)
-            self.put_off_by = ""
+            self.deferral_reason = ""
 
     def reject(self, nack: Nack) -> None:
         """The store does not have this one: forget it, or keep it for later."""
@@ -95,8 +95,8 @@ class Outbox:
                 self._forget(nack.id)
             elif nack.id in self._sent_at:
                 self._wait(nack.id, until=self._clock() + nack.retry_after_s)
-                self.put_off_by = nack.reason
-                self.num_put_off += 1
+                self.deferral_reason = nack.reason
+                self.num_deferred += 1
 
     def resend_all(self) -> None:
         """A new broker: everything unacknowledged waits again."""

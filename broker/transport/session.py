@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 class Session:
     """A peer that the broker has welcomed."""
 
-    link: BrokerClient
+    client: BrokerClient
     """To send with."""
     thread: BrokerClientThread
     """Steps the link; stop it at the end."""
@@ -37,7 +37,7 @@ class Session:
     """Our name in membership epochs."""
 
     @contextmanager
-    def until_left(self, *, flush_s: float = 0.0) -> Iterator[None]:
+    def leave_at_exit(self, *, flush_s: float = 0.0) -> Iterator[None]:
         """Say Bye at the end; when a fault ends the role, with its sentence, so that the broker knows why."""
         reason = ""
         try:
@@ -59,7 +59,7 @@ class StatusBoard:
         """The status now."""
         return self._read()
 
-    def show(self, read: Callable[[], PeerStatus]) -> None:
+    def set_source(self, read: Callable[[], PeerStatus]) -> None:
         """From now on show what `read` returns."""
         self._read = read
 
@@ -90,15 +90,15 @@ def join(
     )
     inbox = QueueInbox()
     channel = ZmqClientChannel(address, max_message_bytes=max_message_bytes)
-    link = BrokerClient(channel, hello=hello, status=status, on_message=inbox.put, on_end=inbox.put)
-    thread = BrokerClientThread(link)
+    client = BrokerClient(channel, hello=hello, status=status, on_message=inbox.put, on_end=inbox.put)
+    thread = BrokerClientThread(client)
     thread.start()
     try:
         welcome = _wait_for_welcome(thread, inbox, address=address, timeout_s=timeout_s)
     except BaseException:
         thread.stop()
         raise
-    return Session(link, thread, inbox, welcome, Member(peer_id, hello.incarnation))
+    return Session(client, thread, inbox, welcome, Member(peer_id, hello.incarnation))
 
 
 def _wait_for_welcome(thread: BrokerClientThread, inbox: QueueInbox, *, address: str, timeout_s: float) -> Welcome:

@@ -16,7 +16,7 @@ from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import snapshot
 from slipstream.broker.weights.host_weights import HostWeights
-from slipstream.broker.weights.records import Source
+from slipstream.broker.weights.records import SnapshotSource
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshot_store import SnapshotStore, WeightFiles
 from slipstream.broker.weights.stream import WeightStream
@@ -36,25 +36,25 @@ class Fetcher:
     def __init__(self) -> None:
         self._stream: WeightStream | None = None
         self._address = ""
-        self._holding = HostWeights()
+        self._host_weights = HostWeights()
 
     @property
     def num_bytes(self) -> int:
         """What the last `fetch` read."""
-        return self._holding.num_bytes
+        return self._host_weights.num_bytes
 
-    def fetch(self, update: Update, *, abandoned: Event) -> SharedBuckets:
+    def fetch(self, update: Update, *, cancelled: Event) -> SharedBuckets:
         """The version of an update that has a source, verified; good until the next call.
 
-        `update.timeout_s` bounds it all; soon after `abandoned` is set it ends. Raises WeightTransferError.
+        `update.timeout_s` bounds it all; soon after `cancelled` is set it ends. Raises WeightTransferError.
         """
         assert update.source is not None, "what is broadcast cannot be fetched"
         deadline = Deadline(update.timeout_s, what=f"version {update.version}")
         try:
-            self._bring_up(update, self._sources(update.source, abandoned), deadline)
+            self._bring_up(update, self._sources(update.source, cancelled), deadline)
         except WeightTransferError as fault:
             raise WeightTransferError(f"version {update.version} could not be fetched: {fault}") from fault
-        buckets = self._holding.buckets
+        buckets = self._host_weights.buckets
         assert buckets is not None, "what was brought up is held"
         if buckets.sizes != update.bucket_bytes:
             raise WeightTransferError(
@@ -62,22 +62,22 @@ class Fetcher:
             )
         return buckets
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free the memory, once the buckets are no longer used; the next version comes whole."""
-        self._holding.let_go()
+        self._host_weights.release()
 
     def close(self) -> None:
         """Let everything go. May be called again."""
-        self.let_go()
+        self.release()
         self._disconnect()
 
-    def _sources(self, source: Source, abandoned: Event) -> list[WeightFiles]:
+    def _sources(self, source: SnapshotSource, cancelled: Event) -> list[WeightFiles]:
         """Nearest first."""
         address = f"tcp://{source.host}:{source.port}"
         if self._stream is None or address != self._address:
             self._disconnect()
             self._stream, self._address = WeightStream(address), address
-        self._stream.abandoned = abandoned
+        self._stream.cancelled = cancelled
         folder = Path(source.folder)
         return [SnapshotStore(folder), self._stream] if _is_visible(folder) else [self._stream]
 
@@ -88,7 +88,7 @@ class Fetcher:
 
     def _bring_up(self, update: Update, sources: list[WeightFiles], deadline: Deadline) -> None:
         wanted = flat.combine(update.checksums)
-        if self._holding.checksum == wanted:
+        if self._host_weights.checksum == wanted:
             return
         while not self._has_come(wanted, update, sources, deadline):
             if deadline.is_over:
@@ -113,7 +113,9 @@ class Fetcher:
 
     def _take(self, files: WeightFiles, version: int, update: Update, deadline: Deadline) -> None:
         with_deltas = update.source is not None and update.source.has_deltas
-        self._holding.bring_up(files, version, slots=update.slots, with_deltas=with_deltas, timeout_s=deadline.left_s)
+        self._host_weights.update_to(
+            files, version, slots=update.slots, with_deltas=with_deltas, timeout_s=deadline.left_s
+        )
 
 
 def _is_visible(folder: Path) -> bool:

@@ -29,9 +29,9 @@ class HostWeights:
         self.checksum = ""
         """Of all of them. Empty: they are of no version."""
         self.num_bytes = 0
-        """What the last `bring_up` took from files."""
+        """What the last `update_to` took from files."""
 
-    def bring_up(
+    def update_to(
         self, files: WeightFiles, version: int, *, slots: Sequence[TensorSlot], with_deltas: bool, timeout_s: float
     ) -> None:
         """Become this version: by deltas from what is held, where they lead there and are smaller, else as a whole.
@@ -50,7 +50,7 @@ class HostWeights:
             snapshot.check_bucket(manifest, index, self.tensors[index])
         self.checksum = manifest.checksum
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Hold nothing."""
         if self.buckets:
             self.buckets.close()
@@ -63,7 +63,7 @@ class HostWeights:
 
     def _allocate(self, sizes: list[int]) -> None:
         if self.buckets is None or self.buckets.sizes != sizes:
-            self.let_go()
+            self.release()
             self.buckets = SharedBuckets(sizes)
 
     def _has_stepped(self, files: WeightFiles, manifest: Manifest, *, timeout_s: float) -> bool:

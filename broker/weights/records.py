@@ -25,8 +25,8 @@ class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
     """First byte in the bucket."""
 
 
-class Source(Record):
-    """Where a version lies. Example: Source(host="10.0.0.3", port=41234, folder="/runs/a/weights", has_deltas=True)."""
+class SnapshotSource(Record):
+    """Where a version lies. Example: SnapshotSource(host="10.0.0.3", port=41234, folder="/runs/a/weights", has_deltas=True)."""
 
     host: str
     """Of the learner's weight server."""

@@ -73,11 +73,11 @@ class SnapshotStore:
 
     # --- the learner's end ---------------------------------------------------------------------------------------
     def put(
-        self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, keeping: Collection[int] = ()
+        self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> None:
         """Write a version, with the delta from the newest one if wanted; does nothing when it is there already.
 
-        Versions of `keeping` stay whole, however old. Blocks while it writes and waits for the disk. Raises
+        Versions of `pinned` stay whole, however old. Blocks while it writes and waits for the disk. Raises
         WeightTransferError: there is no room, or the buckets are not what the update says.
         """
         manifest = Manifest.of(update)
@@ -90,7 +90,7 @@ class SnapshotStore:
             more = self._delta_files(*base, manifest, buckets) if base else ()
             snapshot.write(self.folder / snapshot.folder_name(manifest.version), manifest, buckets, more=more)
             try:
-                self._prune(newest=manifest.version, keeping=keeping)
+                self._prune(newest=manifest.version, pinned=pinned)
             except OSError as error:
                 # What is too old is tried again with the next version.
                 log.warning("shelf_not_pruned", reason=str(error))
@@ -127,13 +127,13 @@ class SnapshotStore:
         step = Delta(manifest.version, manifest.checksum, base.version, base.checksum, entries)
         yield DELTA, msgspec.json.encode(step)
 
-    def _prune(self, *, newest: int, keeping: Collection[int]) -> None:
+    def _prune(self, *, newest: int, pinned: Collection[int]) -> None:
         """Delete what is too old, and what is above the newest."""
         held = snapshot.versions(self.folder)
         kept = [version for version in held if version <= newest]
-        for version in set(held) - set(kept[-self._num_deltas_kept :]) - (set(keeping) & set(kept)):
+        for version in set(held) - set(kept[-self._num_deltas_kept :]) - (set(pinned) & set(kept)):
             snapshot.remove(self.folder / snapshot.folder_name(version))
-        for version in set(kept[-self._num_deltas_kept : -self._num_kept]) - set(keeping):
+        for version in set(kept[-self._num_deltas_kept : -self._num_kept]) - set(pinned):
             for bucket in (self.folder / snapshot.folder_name(version)).glob("bucket-*.bin"):
                 bucket.unlink()
 

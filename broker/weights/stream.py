@@ -171,7 +171,7 @@ class WeightStream:
         self._address = address
         self._channel = channel or ZmqClientChannel(address, max_message_bytes=CHUNK_BYTES + _HEADER_BYTES)
         self._stall_s = stall_s
-        self.abandoned = threading.Event()
+        self.cancelled = threading.Event()
         """Another thread sets it: what is waited for ends soon, with WeightTransferError."""
         self.num_resumed = 0
         """Times it had to connect anew."""
@@ -210,10 +210,10 @@ class WeightStream:
         self._channel.close()
 
     def _receive(self, *, stall_s: float, deadline: Deadline) -> Frames | None:
-        """What comes next; None when nothing has for `stall_s`. Raises WeightTransferError when abandoned."""
+        """What comes next; None when nothing has for `stall_s`. Raises WeightTransferError when cancelled."""
         ends_at = time.monotonic() + min(stall_s, deadline.left_s)
         while True:
-            if self.abandoned.is_set():
+            if self.cancelled.is_set():
                 raise WeightTransferError("the fetching of these weights was given up: others are wanted now")
             left_s = max(0.0, ends_at - time.monotonic())
             frames = self._channel.receive(timeout_s=min(_STEP_S, left_s))

@@ -14,9 +14,9 @@ import structlog
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import FETCHED, Adopted, Member, Update
+from slipstream.broker.messages import NO_EPOCH, Member, Update, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
-from slipstream.broker.weights.records import Source
+from slipstream.broker.weights.records import SnapshotSource
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.configs.weights import WeightsConfig
@@ -38,14 +38,14 @@ class SnapshotServer:
 
     def lend(
         self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, keeping: Collection[int] = ()
-    ) -> Source:
+    ) -> SnapshotSource:
         """Put a version on the shelf, unless it is there; `buckets` may then be written over.
 
         Versions of `keeping` are still being fetched by somebody and stay. Raises WeightTransferError: no room.
         """
-        self._shelf.put(update, buckets, with_delta=with_delta, keeping=keeping)
+        self._shelf.put(update, buckets, with_delta=with_delta, pinned=keeping)
         host, port = self._server.address
-        return Source(host, port, str(self._shelf.folder.resolve()), has_deltas=with_delta)
+        return SnapshotSource(host, port, str(self._shelf.folder.resolve()), has_deltas=with_delta)
 
     def close(self) -> None:
         """Stop lending and clear the shelf: whoever comes now finds no learner either. May be called again."""
@@ -135,7 +135,7 @@ class FetchTracker:
                 order.repeat_at = now + _REPEAT_AFTER_S
                 self._link.send(order.update)
 
-    def take(self, adopted: Adopted) -> bool:
+    def take(self, adopted: UpdateApplied) -> bool:
         """A member's answer; returns whether it holds a version now that it was told to fetch."""
         order = self._orders.get(adopted.member)
         if order is None or order.update.version != adopted.version:
@@ -166,7 +166,7 @@ class FetchTracker:
         source = self._lender.lend(staged.update, staged.buckets, with_delta=put_delta, keeping=self._being_fetched())
         order = msgspec.structs.replace(
             staged.update,
-            epoch=FETCHED,
+            epoch=NO_EPOCH,
             timeout_s=self._config.fetch_timeout_s,
             source=msgspec.structs.replace(source, has_deltas=with_deltas),
         )

@@ -1,6 +1,6 @@
 """Publisher: brings a policy version into every living generator, and verifies that it got there.
 
-Consumes: a staged version, news of members, EpochOpened and Adopted.
+Consumes: a staged version, news of members, EpochOpened and UpdateApplied.
 Produces: OpenEpoch, Update, the broadcast itself; a snapshot for those that fetch.
 Waits for: every word of a member of the epoch, each phase at most its configured time; of those that fetch, for one,
 and only when nobody else holds the version.
@@ -19,7 +19,7 @@ import msgspec
 import structlog
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import FETCHED, Adopted, EpochOpened, Member, Members, Message, OpenEpoch
+from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, Members, Message, OpenEpoch, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.inbox import Inbox
 from slipstream.broker.weights.transport import WeightSender
@@ -91,8 +91,8 @@ class Publisher:
         self._epoch = 0
         self._epoch_members: list[Member] = []
         self._opened: dict[Member, EpochOpened] = {}
-        self._adopted: dict[Member, Adopted] = {}
-        self._fetched: dict[Member, Adopted] = {}
+        self._adopted: dict[Member, UpdateApplied] = {}
+        self._fetched: dict[Member, UpdateApplied] = {}
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
         self._staged: Staged | None = None
         self._is_patient = is_patient
@@ -265,10 +265,10 @@ class Publisher:
                 self._roster.take(message)
             case EpochOpened(epoch=epoch, member=member) if epoch == self._epoch:
                 self._opened[member] = message
-            case Adopted(epoch=epoch, member=member) if epoch == FETCHED and self._lending:
+            case UpdateApplied(epoch=epoch, member=member) if epoch == NO_EPOCH and self._lending:
                 if self._lending.take(message):
                     self._fetched[member] = message
-            case Adopted(epoch=epoch, version=version, member=member):
+            case UpdateApplied(epoch=epoch, version=version, member=member):
                 if (epoch, version) == (self._epoch, self.version):
                     self._adopted[member] = message
                     if not message.error:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.broker.status.status import wait_fraction
+from slipstream.broker.status.run_status import wait_fraction
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.runtime.clock import Clock

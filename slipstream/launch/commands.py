@@ -15,9 +15,9 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from slipstream.broker.draining import DRAIN
+from slipstream.broker.peers import DRAIN_REQUEST
 from slipstream.broker.status.role_status import LAUNCHER
-from slipstream.broker.status.status import RunStatus, StatusReader
+from slipstream.broker.status.run_status import RunStatus, StatusReader
 from slipstream.broker.status.status_view import draw_status
 from slipstream.buffer.cli.show import make_console
 from slipstream.buffer.errors import ReplayBufferError
@@ -42,7 +42,7 @@ def drain(arguments: list[str]) -> None:
     try:
         with open_store_of(folder) as (store, _):
             _check_is_here(store, generator_id, run=folder.name)
-            store.request("broker", DRAIN + generator_id, str(store.now() + _DRAIN_PATIENCE_S))
+            store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_PATIENCE_S))
             print(f"{generator_id} of {folder.name} is told to leave")
             _wait_until_gone(store, generator_id)
     except ReplayBufferError as fault:
@@ -131,7 +131,7 @@ def _ask(store: Store, wanted: int, *, run: str) -> str:
     if launcher["refusal"]:
         raise ConfigError(launcher["refusal"])
     return (
-        f"{run}: {wanted} generators are kept from now on, not {before['generators_wanted']}; see `run_async.py status`"
+        f"{run}: {wanted} generators are kept from now on, not {before['generators_target']}; see `run_async.py status`"
     )
 
 

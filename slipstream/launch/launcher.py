@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import msgspec
 from rich.console import Console
 
-from slipstream.broker.outage import Outage
 from slipstream.broker.status.live_view import LiveView
 from slipstream.broker.status.monitor import Monitor
+from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
 from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import EmbeddedRedis
@@ -47,7 +47,7 @@ class Launcher:
         self._run = run
         self._folder = folder
         self._view = LiveView(run, console=console)
-        self._outage = Outage(say=lambda sentence: self._view.say(sentence))
+        self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
         self._keeper: RedisSupervisor | None = None
         self._visible_gpus = visible_gpus()
         self._gpus = place(run, gpus=self._visible_gpus)
@@ -154,7 +154,7 @@ class Launcher:
             report.note("launcher", f"gives up: {death}")
             raise
         finally:
-            report.end(reason=reason, restarts=self._restarts(), generators_wanted=self._fleet.wanted)
+            report.end(reason=reason, restarts=self._restarts(), generators_target=self._fleet.wanted)
 
     def _watch(self, store: RedisStore, report: LauncherReport) -> None:
         monitor = Monitor(store, self._run)
@@ -167,7 +167,7 @@ class Launcher:
 
     def _tell(self, happened: list[Happening], report: LauncherReport) -> None:
         for name, sentence in happened:
-            self._view.say(sentence)
+            self._view.print_line(sentence)
             report.note(name, sentence)
 
     def _attend_all(self) -> list[Happening]:
@@ -183,14 +183,14 @@ class Launcher:
     def _look(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
         """Show the run; while its store is away, for how long. Raises StoreUnavailableError when that lasts too long."""
         try:
-            snapshot = monitor.look()
+            snapshot = monitor.poll()
             self._living = snapshot.living_generators
             self._view.show(snapshot)
             self._tell(scaling.look(store, snapshot), report)
-            report.send(restarts=self._restarts(), generators_wanted=self._fleet.wanted)
+            report.send(restarts=self._restarts(), generators_target=self._fleet.wanted)
             self._outage.end()
         except StoreUnavailableError as fault:
-            self._outage.note(fault)
+            self._outage.record(fault)
             if self._outage.seconds > self._run.buffer.patience_s:
                 raise
         except ReplayBufferError:

@@ -10,9 +10,9 @@ from contextlib import suppress
 from math import inf
 from typing import Any
 
-from slipstream.broker.status.monitor import Snapshot
+from slipstream.broker.status.monitor import RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER, RoleStatus, role_statuses
-from slipstream.broker.status.status import busy_fraction
+from slipstream.broker.status.run_status import busy_fraction
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import EVENTS_KEPT
 from slipstream.buffer.store import Store
@@ -67,7 +67,7 @@ class LauncherReport:
         """What was asked for is done, or why not; with the next `send`."""
         self._answer = {"answered": request_id, "refusal": refusal}
 
-    def send(self, *, restarts: Mapping[str, int], generators_wanted: int) -> None:
+    def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
         """Tell the store what was noted, and who is kept and was restarted. Raises StoreUnavailableError, RunConflictError.
 
         The oldest first, each dropped only once the store has it: an answer that gets lost tells it twice.
@@ -75,12 +75,12 @@ class LauncherReport:
         while self._untold:
             self._store.record_event(*self._untold[0])
             self._untold.popleft()
-        self._report("ready", {"restarts": dict(restarts), "generators_wanted": generators_wanted, **self._answer})
+        self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
 
-    def end(self, *, reason: str, restarts: Mapping[str, int], generators_wanted: int) -> None:
+    def end(self, *, reason: str, restarts: Mapping[str, int], generators_target: int) -> None:
         """The last word; a store that does not answer (any more) goes without it."""
         with suppress(ReplayBufferError):
-            self.send(restarts=restarts, generators_wanted=generators_wanted)
+            self.send(restarts=restarts, generators_target=generators_target)
             self._report("gone", {"restarts": dict(restarts), "reason": reason})
 
     def _report(self, state: str, gauges: dict[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Scaling:
         self._refused: tuple[int, str] | None = None
         self._is_first_look = True
 
-    def look(self, store: Store, snapshot: Snapshot) -> list[Happening]:
+    def look(self, store: Store, snapshot: RunSnapshot) -> list[Happening]:
         """Do what was asked for since the last look, or what the waits call for. Raises StoreUnavailableError."""
         asked = store.take_requests("launcher")
         if self._is_first_look:
@@ -146,7 +146,7 @@ class Scaling:
                 f"{wanted}: the waits decide in between; begin the run with other bounds."
             )
 
-    def _follow_the_waits(self, store: Store, snapshot: Snapshot) -> list[Happening]:
+    def _follow_the_waits(self, store: Store, snapshot: RunSnapshot) -> list[Happening]:
         state = snapshot.state
         if self._autoscaler is None or state.phase != "training":
             return []

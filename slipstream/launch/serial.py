@@ -81,7 +81,7 @@ class Pump:
     def start(self, generator: Generator) -> None:
         """From now on every turn gives this generator its time."""
         self._generator = generator
-        self._peer.board.show(generator.status)
+        self._peer.board.set_source(generator.status)
         self._running = self._loop.create_task(generator.run())
 
     def turn(self) -> None:
@@ -167,7 +167,7 @@ def run_serial(
             wait=lambda _num_ready, _timeout_s: pump.turn(),
             clock=clock,
         )
-        learner_peer.board.show(learner.status)
+        learner_peer.board.set_source(learner.status)
         learner.run()
         team.shutdown()
         pump.stop()

@@ -29,7 +29,7 @@ class _Allowance:
 
 
 class LogLimiter:
-    """Life: (note, again and again -> settle)*. Kinds are few and the program's own: never made of what a peer sent."""
+    """Life: (log* -> flush)*. Kinds are few and the program's own: never made of what a peer sent."""
 
     def __init__(self, say: Callable[..., object], *, clock: Clock = time.monotonic) -> None:
         """`say(event, **details)` is called for each line."""
@@ -37,7 +37,7 @@ class LogLimiter:
         self._clock = clock
         self._allowances: dict[tuple[str, str], _Allowance] = {}
 
-    def note(self, event: str, kind: str, **details: object) -> bool:
+    def log(self, event: str, kind: str, **details: object) -> bool:
         """It happened once; returns whether that was said now."""
         now = self._clock()
         allowance = self._allowances.setdefault((event, kind), _Allowance(_BURST, now))
@@ -48,7 +48,7 @@ class LogLimiter:
         self._tell(event, kind, allowance, details)
         return True
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Say how often what was left out happened, once a line may be said of it again."""
         now = self._clock()
         for (event, kind), allowance in self._allowances.items():

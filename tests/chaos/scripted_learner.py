@@ -127,12 +127,12 @@ def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
         team=_make_team(run, folder),
         store=store,
         folder=folder,
-        link=joined.link,
+        link=joined.client,
         inbox=joined.inbox,
         sender=CollectiveSender(run.weights.host, device="cpu"),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
     )
-    board.show(learner.status)
+    board.set_source(learner.status)
     learner.run()
     store.close()
 

@@ -7,7 +7,6 @@ import msgspec
 import numpy as np
 
 from slipstream.broker.messages import (
-    Adopted,
     Bye,
     EpochOpened,
     Hello,
@@ -19,6 +18,7 @@ from slipstream.broker.messages import (
     Put,
     ReturnLeases,
     Update,
+    UpdateApplied,
 )
 from slipstream.broker.transport.channels import Frames
 from slipstream.broker.weights.records import TensorSlot
@@ -88,7 +88,7 @@ def _others(randomness: random.Random, stored: list[Packed]) -> Frames:
         OpenEpoch(1, [Member("good", "good-1")], "127.0.0.1", 1, 1.0),
         Update(1, [Member("good", "good-1")], 7, [slot], [16], [1], [[1, 2]], [[-1.0]], 0.1, 1.0),
         EpochOpened(1, _MEMBER),
-        Adopted(1, 7, _MEMBER),
+        UpdateApplied(1, 7, _MEMBER),
         Bye(),
     ]
     return [encode(randomness.choice(messages))]

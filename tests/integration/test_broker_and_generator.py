@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.messages import Adopted, Drain, EpochOpened, Member, Message, OpenEpoch, Refuse, Update
+from slipstream.broker.messages import Drain, EpochOpened, Member, Message, OpenEpoch, Refuse, Update, UpdateApplied
 from slipstream.broker.router import Router
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.buffer.trajectory import Reward
@@ -105,7 +105,7 @@ def make_generator(scene: Scene) -> Generator:
         rewards=pool,
         clock=scene.clock,
     )
-    scene.peer.board.show(generator.status)
+    scene.peer.board.set_source(generator.status)
     return generator
 
 
@@ -169,7 +169,7 @@ def test_nothing_is_leased_before_weights_are_verified_and_then_groups_become_re
         scene.order(make_update(member, 0, CANARY))
         await scene.turn()
         assert [opened.error for opened in scene.heard(EpochOpened)] == [""]
-        assert [(adopted.version, adopted.error) for adopted in scene.heard(Adopted)] == [(0, "")]
+        assert [(adopted.version, adopted.error) for adopted in scene.heard(UpdateApplied)] == [(0, "")]
         assert scene.store.counts().ready == 4
         assert scene.store.counts().accepted == 8
 
@@ -184,7 +184,7 @@ def test_weights_that_fail_the_probe_stop_the_work_and_the_reason_is_told(scene:
         wrong = [value - 0.5 for value in CANARY]
         scene.order(make_update(member, 0, wrong))
         await scene.turn()
-        (adopted,) = scene.heard(Adopted)
+        (adopted,) = scene.heard(UpdateApplied)
         assert "must agree with the learner's" in adopted.error
         assert scene.generator.status().state == "unsynced"
         assert scene.store.counts().admitted == 0
@@ -286,7 +286,7 @@ def test_an_order_that_is_said_again_is_answered_again_and_carried_out_once(scen
         for _ in range(2):
             scene.order(update)
             await scene.turn()
-        assert [(adopted.version, adopted.error) for adopted in scene.heard(Adopted)] == [(0, ""), (0, "")]
+        assert [(adopted.version, adopted.error) for adopted in scene.heard(UpdateApplied)] == [(0, ""), (0, "")]
         assert scene.generator.status().gauges["updates"] == 1
 
     play(scene, script)

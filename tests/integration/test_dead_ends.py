@@ -242,7 +242,7 @@ def test_told_to_wait_the_reason_is_shown_until_somebody_comes(folder: Path) -> 
             return is_there and reason in str(hands.look()[1].get("learner", {}).get("reason"))
 
         until(is_shown, timeout_s=DEADLINE_S, what="the reason")
-        waits = [wait["why"] for wait in hands.status()["waits"] if wait["who"] == "learner"]
+        waits = [wait["reason"] for wait in hands.status()["waits"] if wait["waiter"] == "learner"]
         assert any(why.startswith("waiting for the evaluation 'before'") and reason in why for why in waits), waits
         until(
             lambda: hands.log("learner").read_text().count("dead_end") > 2, timeout_s=DEADLINE_S, what="lines in a log"

@@ -83,12 +83,12 @@ def test_a_run_goes_from_one_generator_to_three_to_one_and_loses_no_step(run: Ru
     run.until(lambda status: at_work(status) == {"generator-0"})
     assert "3 generators are kept from now on, not 1" in run.scale(3)
     run.until(lambda status: at_work(status) == {"generator-0", "generator-1", "generator-2"})
-    assert run.status()["generators_wanted"] == 3
+    assert run.status()["generators_target"] == 3
     nobody = run.drain("generator-7")
     assert (nobody.returncode, "got 'generator-7'; there are: generator-0, generator-1" in nobody.stderr) == (2, True)
     drained = run.drain("generator-0")
     assert (drained.returncode, drained.stdout.splitlines()[-1]) == (0, "generator-0 has left")
-    run.until(lambda status: status["generators_wanted"] == 2 and len(here(status)) == 2)
+    run.until(lambda status: status["generators_target"] == 2 and len(here(status)) == 2)
     run.scale(1)
     run.until(lambda status: here(status) == {"generator-1"})
     run.launcher.send_signal(signal.SIGINT)

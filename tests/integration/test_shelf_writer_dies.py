@@ -47,7 +47,9 @@ def test_every_version_is_whole_however_often_the_writer_is_killed(tmp_path: Pat
     for _ in range(5):
         kill_after(folder, first=first, num_versions=2, delay_s=chance.uniform(0, 0.05))
         for version in snapshot.versions(folder)[-NUM_KEPT:]:
-            HostWeights().bring_up(SnapshotStore(folder), version, slots=slots, with_deltas=False, timeout_s=PATIENCE_S)
+            HostWeights().update_to(
+                SnapshotStore(folder), version, slots=slots, with_deltas=False, timeout_s=PATIENCE_S
+            )
         newest = SnapshotStore(folder).newest()
         assert newest is not None
         assert newest >= first + 1

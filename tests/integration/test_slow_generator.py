@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.messages import Adopted, Hello, Member, Message
+from slipstream.broker.messages import Hello, Member, Message, UpdateApplied
 from slipstream.broker.router import Router
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.memory_channels import MemoryBroker
@@ -89,7 +89,7 @@ class SimulatedRun:
         )
         parts = {"engine": engine, "agent": agent, "rewards": pool}
         generator = Generator(run=self.run, member=peer.member, link=peer.link, clock=self.loop.time, **parts)
-        peer.board.show(generator.status)
+        peer.board.set_source(generator.status)
         return generator
 
     def play(self) -> float:
@@ -148,7 +148,7 @@ class SimulatedRun:
         adopted: set[Member] = set()
         while len(adopted) < len(members):
             await self._turn()
-            answers = [each for each in self.learner.received if isinstance(each, Adopted)]
+            answers = [each for each in self.learner.received if isinstance(each, UpdateApplied)]
             assert not any(answer.error for answer in answers)
             adopted = {answer.member for answer in answers if answer.version == version}
         self.learner.received.clear()

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.messages import Ack, Nack, Put
-from slipstream.broker.outage import Outage
+from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.codec import Packed
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.connect import connect, open_store
@@ -86,7 +86,7 @@ def put(ingest: Ingest, batch: list[Packed]) -> list[Ack | Nack]:
 
 def test_a_full_disk_puts_trajectories_off_and_loses_none(server, store):
     said: list[str] = []
-    outage = Outage(say=said.append)
+    outage = StoreOutage(report=said.append)
     ingest = Ingest(store, outage)
     batches = iter(make_batches(store, 200))
     acknowledged: list[Packed] = []
@@ -96,7 +96,7 @@ def test_a_full_disk_puts_trajectories_off_and_loses_none(server, store):
         acknowledged += batch
         batch = next(batches)
     assert {(answer.reason, answer.is_fatal) for answer in answers} == {("store_cannot_write", False)}
-    assert ingest.put_off == {"store_cannot_write": GROUP_SIZE}
+    assert ingest.deferred == {"store_cannot_write": GROUP_SIZE}
     assert outage.reason == "store_cannot_write"
     assert "takes no writes" in said[0]
     assert "MISCONF" in said[0]
@@ -144,7 +144,7 @@ def test_a_replica_is_told_apart_from_a_store_that_is_away(server, store):
     try:
         with pytest.raises(StoreCannotWriteError, match="name a primary"):
             store.set_phase("training")
-        ingest = Ingest(store, Outage(say=lambda sentence: None))
+        ingest = Ingest(store, StoreOutage(report=lambda sentence: None))
         assert {answer.reason for answer in put(ingest, batch)} == {"store_cannot_write"}
     finally:
         admin.replicaof("NO", "ONE")

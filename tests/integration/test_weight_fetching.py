@@ -12,7 +12,7 @@ import torch
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Update
 from slipstream.broker.weights.fetcher import Fetcher
-from slipstream.broker.weights.records import Source
+from slipstream.broker.weights.records import SnapshotSource
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.fetches import SnapshotServer
@@ -43,9 +43,9 @@ class Scene:
         self._fetchers.append(Fetcher())
         return self._fetchers[-1]
 
-    def source(self, folder: Path | None = None) -> Source:
+    def source(self, folder: Path | None = None) -> SnapshotSource:
         host, port = self.server.address
-        return Source(host, port, str(folder or "/not/shared"), has_deltas=self.with_deltas)
+        return SnapshotSource(host, port, str(folder or "/not/shared"), has_deltas=self.with_deltas)
 
     def order(self, version: int, *, folder: Path | None = None, timeout_s: float = PATIENCE_S) -> Update:
         update, _ = make_version(version, moved=100 * version)
@@ -53,7 +53,7 @@ class Scene:
 
     def fetch(self, fetcher: Fetcher, version: int, *, folder: Path | None = None) -> int:
         """Returns how many bytes it took to get the right weights."""
-        fetched = fetcher.fetch(self.order(version, folder=folder), abandoned=Event())
+        fetched = fetcher.fetch(self.order(version, folder=folder), cancelled=Event())
         _, packed = make_version(version, moved=100 * version)
         assert all(torch.equal(got, wanted) for got, wanted in zip(fetched.tensors, packed, strict=True))
         return fetcher.num_bytes
@@ -98,7 +98,7 @@ def test_a_version_that_somebody_still_fetches_is_kept(scene: Scene) -> None:
     assert scene.fetch(scene.join(), 1) > NUM_BYTES
     scene.publish(30)
     with pytest.raises(WeightTransferError, match="in version 30, the newest there"):
-        scene.join().fetch(scene.order(1, timeout_s=0.3), abandoned=Event())
+        scene.join().fetch(scene.order(1, timeout_s=0.3), cancelled=Event())
 
 
 def test_a_version_that_is_held_is_not_fetched_again(scene: Scene) -> None:
@@ -113,7 +113,7 @@ def test_who_has_let_go_takes_the_whole(scene: Scene) -> None:
     scene.publish(1)
     fetcher = scene.join()
     scene.fetch(fetcher, 1)
-    fetcher.let_go()
+    fetcher.release()
     scene.publish(2)
     assert scene.fetch(fetcher, 2) > NUM_BYTES
 
@@ -132,16 +132,18 @@ def test_a_learner_that_comes_back_at_its_address_is_followed_on(scene: Scene) -
 def test_fetching_that_is_abandoned_ends_soon_and_the_next_one_works(scene: Scene) -> None:
     scene.publish(1)
     fetcher = scene.join()
-    nobody = msgspec.structs.replace(scene.order(1), source=Source("127.0.0.1", 9, "/not/shared"), timeout_s=600.0)
-    abandoned = Event()
+    nobody = msgspec.structs.replace(
+        scene.order(1), source=SnapshotSource("127.0.0.1", 9, "/not/shared"), timeout_s=600.0
+    )
+    cancelled = Event()
     with ThreadPoolExecutor(1) as thread:
-        underway = thread.submit(fetcher.fetch, nobody, abandoned=abandoned)
+        underway = thread.submit(fetcher.fetch, nobody, cancelled=cancelled)
         assert not wait([underway], timeout=0.3).done
-        abandoned.set()
+        cancelled.set()
         with pytest.raises(WeightTransferError, match="was given up"):
             underway.result(timeout=PATIENCE_S)
     with pytest.raises(WeightTransferError, match="was given up"):
-        fetcher.fetch(nobody, abandoned=abandoned)
+        fetcher.fetch(nobody, cancelled=cancelled)
     assert scene.fetch(fetcher, 1) > NUM_BYTES
 
 
@@ -174,17 +176,17 @@ def test_a_version_of_another_model_is_refused_with_the_reason(scene: Scene) -> 
     with pytest.raises(
         WeightTransferError, match=r"version 1 could not be fetched: version 1 must hold the model's 2 tensors: lm_head"
     ):
-        fetcher.fetch(msgspec.structs.replace(order, slots=order.slots[:-1]), abandoned=Event())
+        fetcher.fetch(msgspec.structs.replace(order, slots=order.slots[:-1]), cancelled=Event())
     assert scene.fetch(fetcher, 1) > NUM_BYTES
 
 
 def test_a_version_that_does_not_come_is_one_clear_error_in_time(scene: Scene) -> None:
     fetcher = scene.join()
     with pytest.raises(WeightTransferError, match=r"within 0\.3 s, got none at all"):
-        fetcher.fetch(scene.order(1, timeout_s=0.3), abandoned=Event())
+        fetcher.fetch(scene.order(1, timeout_s=0.3), cancelled=Event())
     scene.publish(1)
     with pytest.raises(WeightTransferError, match=r"in version 1, the newest there; nothing was loaded"):
-        fetcher.fetch(scene.order(2, timeout_s=0.3), abandoned=Event())
+        fetcher.fetch(scene.order(2, timeout_s=0.3), cancelled=Event())
     scene.publish(2)
     assert scene.fetch(fetcher, 2) > NUM_BYTES
 

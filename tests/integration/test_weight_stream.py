@@ -93,7 +93,7 @@ def fetch_over(server: StreamServer, meddle: Meddle) -> tuple[WeightStream, Medd
     update, packed = make_version(12, num_columns=COLUMNS)
     holding = HostWeights()
     try:
-        holding.bring_up(stream, 12, slots=update.slots, with_deltas=False, timeout_s=PATIENCE_S)
+        holding.update_to(stream, 12, slots=update.slots, with_deltas=False, timeout_s=PATIENCE_S)
     finally:
         stream.close()
     assert all(torch.equal(got, wanted) for got, wanted in zip(holding.tensors, packed, strict=True))
@@ -216,7 +216,7 @@ def test_a_peer_that_has_the_version_may_lend_it_out(server: StreamServer, tmp_p
     update, _ = make_version(12, num_columns=COLUMNS)
     holding, own = HostWeights(), SnapshotStore(tmp_path / "peer")
     stream = WeightStream(address_of(server))
-    holding.bring_up(stream, 12, slots=make_slots(num_columns=COLUMNS)[0], with_deltas=False, timeout_s=PATIENCE_S)
+    holding.update_to(stream, 12, slots=make_slots(num_columns=COLUMNS)[0], with_deltas=False, timeout_s=PATIENCE_S)
     stream.close()
     own.put(update, holding.tensors)
     peer = StreamServer(own)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from slipstream.broker.status.role_status import RoleStatus
-from slipstream.broker.status.status import RunStatus
+from slipstream.broker.status.run_status import RunStatus
 
 DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", (Path(__file__).parents[2] / "docs" / "status.md").read_text(), re.M)
 

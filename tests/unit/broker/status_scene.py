@@ -3,7 +3,7 @@
 from typing import Any
 
 from slipstream.broker.status.monitor import Monitor
-from slipstream.broker.status.status import RunStatus, make_status
+from slipstream.broker.status.run_status import RunStatus, make_status
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Event
 from slipstream.configs.run import RunConfig
@@ -76,5 +76,5 @@ def look(
     for name, (age_s, gauges) in (roles() if reported is None else reported).items():
         clock[0] = NOW - age_s
         store.report_role(name, gauges)
-    snapshot = Monitor(store, run).look()
+    snapshot = Monitor(store, run).poll()
     return make_status(snapshot, run=run, now=NOW, ready_versions=ready_versions or {}, events=events or [])

@@ -8,7 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker.errors import RefusedByBrokerError
-from slipstream.broker.messages import UNREADABLE, Bye, Hello, Message, Nack, Put, Refuse, Welcome
+from slipstream.broker.messages import Bye, Hello, Message, Nack, Put, Refuse, Welcome
+from slipstream.broker.partial_decode import UNREADABLE
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
 from slipstream.broker.transport.inbox import QueueInbox
 from slipstream.buffer.codec import decode, encode

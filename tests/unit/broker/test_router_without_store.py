@@ -74,8 +74,8 @@ def test_trajectories_are_put_off_and_taken_later_and_the_number_is_told(scene: 
     scene.store.fault = None
     beat(scene)
     gauges = scene.store.roles()["broker"]
-    assert gauges[f"put_off_{reason}"] == 1
-    assert gauges["reason"] == f"trajectories are put off: {reason}"
+    assert gauges[f"deferred_{reason}"] == 1
+    assert gauges["reason"] == f"trajectories are deferred: {reason}"
     assert peer.say(Put([header]), payload) == [Ack([header.id])]
     beat(scene)
     assert scene.store.roles()["broker"]["reason"] == ""

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.messages import FETCHED, Adopted, EpochOpened, Member, OpenEpoch, Update
-from slipstream.broker.weights.records import Source
+from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, Update, UpdateApplied
+from slipstream.broker.weights.records import SnapshotSource
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.configs.generators import ScriptedEngineConfig
@@ -58,7 +58,7 @@ class Scene:
         self.states.append(("handed back", reason))
 
     def order(
-        self, version: int, *, epoch: int = 1, source: Source | None = None, logprobs: list[float] = CANARY
+        self, version: int, *, epoch: int = 1, source: SnapshotSource | None = None, logprobs: list[float] = CANARY
     ) -> Update:
         update, _ = make_version(version, moved=version)
         canary = {"canary_token_ids": [[1, 2, 3]], "canary_logprobs": [logprobs]}
@@ -68,7 +68,7 @@ class Scene:
 
     def lend(self, version: int) -> Update:
         source = self.lender.lend(*make_version(version, moved=version), with_delta=True)
-        return self.order(version, epoch=FETCHED, source=source)
+        return self.order(version, epoch=NO_EPOCH, source=source)
 
     async def until(self, reached: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -106,7 +106,7 @@ def test_a_version_is_fetched_and_verified_without_a_group(scene: Scene) -> None
 
     scene.play(script)
     (answer,) = scene.said
-    assert (answer.epoch, answer.version, answer.error) == (FETCHED, 3, "")
+    assert (answer.epoch, answer.version, answer.error) == (NO_EPOCH, 3, "")
     assert scene.adoption.version == scene.engine.version == 3
     assert scene.adoption.is_verified.is_set()
     assert scene.states == [("unsynced", "fetching version 3 from the learner"), ("updating", ""), ("ready", "")]
@@ -133,7 +133,7 @@ def test_an_epoch_and_the_update_within_it_are_both_carried_out(scene: Scene) ->
         await scene.until(lambda: len(scene.said) == 2)
 
     scene.play(script)
-    assert [type(answer) for answer in scene.said] == [EpochOpened, Adopted]
+    assert [type(answer) for answer in scene.said] == [EpochOpened, UpdateApplied]
 
 
 def test_what_a_later_order_overtakes_is_skipped(scene: Scene) -> None:
@@ -147,10 +147,10 @@ def test_what_a_later_order_overtakes_is_skipped(scene: Scene) -> None:
 
 
 def test_fetching_from_a_learner_that_is_gone_ends_when_the_next_one_speaks(scene: Scene) -> None:
-    gone = Source("127.0.0.1", 9, "/not/shared")
+    gone = SnapshotSource("127.0.0.1", 9, "/not/shared")
 
     async def script() -> None:
-        scene.adoption.take(scene.order(1, epoch=FETCHED, source=gone))
+        scene.adoption.take(scene.order(1, epoch=NO_EPOCH, source=gone))
         await scene.until(lambda: bool(scene.states))
         scene.adoption.take(scene.lend(2))
         await scene.until(lambda: scene.adoption.version == 2)

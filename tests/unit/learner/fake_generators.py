@@ -5,8 +5,8 @@ from collections import deque
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Adopted, EpochOpened, Member, Members, MemberState, OpenEpoch, Update
-from slipstream.broker.weights.records import Source
+from slipstream.broker.messages import EpochOpened, Member, Members, MemberState, OpenEpoch, Update, UpdateApplied
+from slipstream.broker.weights.records import SnapshotSource
 from slipstream.configs.weights import WeightsConfig
 from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Staged, Stager
@@ -57,7 +57,7 @@ class FakeGenerators:
                 self.inbox.append(EpochOpened(message.epoch, member(name)))
             if isinstance(message, Update) and (behaviour not in ("silent", "slow") or message.source is None):
                 error = "the probe differs" if behaviour == "wrong" else ""
-                answer = Adopted(message.epoch, message.version, member(name), error, 1e-7, 2e-7, 0.02)
+                answer = UpdateApplied(message.epoch, message.version, member(name), error, 1e-7, 2e-7, 0.02)
                 self.inbox.append(answer)
 
     def updates(self, *, fetched: bool) -> list[tuple[int, list[str]]]:
@@ -67,7 +67,7 @@ class FakeGenerators:
 
     def finish_fetching(self, name: str, version: int, *, error: str = "") -> None:
         """A slow one has got there."""
-        self.inbox.append(Adopted(0, version, member(name), error, 1e-7, 2e-7, 0.02))
+        self.inbox.append(UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02))
 
     # --- inbox ---
     def get(self, *, timeout_s: float):
@@ -102,11 +102,11 @@ class FakeLender:
         self.lent: list[tuple[int, bool, list[int]]] = []
         self.fault = ""
 
-    def lend(self, update, buckets, *, with_delta: bool = False, keeping=()) -> Source:
+    def lend(self, update, buckets, *, with_delta: bool = False, keeping=()) -> SnapshotSource:
         if self.fault:
             raise WeightTransferError(self.fault)
         self.lent.append((update.version, with_delta, sorted(keeping)))
-        return Source("127.0.0.1", 2, "/weights", has_deltas=with_delta)
+        return SnapshotSource("127.0.0.1", 2, "/weights", has_deltas=with_delta)
 
     def close(self) -> None:
         self.lent.append((-1, False, []))

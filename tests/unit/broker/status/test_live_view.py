@@ -33,7 +33,7 @@ def show(*, is_terminal: bool) -> str:
     output = io.StringIO()
     view = LiveView(make_run(), console=Console(file=output, force_terminal=is_terminal, width=120))
     with view.shown():
-        view.show(monitor.look())
+        view.show(monitor.poll())
         for step in (1, 2):
             store.append_metrics({"step": step, "version": step, **ROW})
         store.append_metrics(
@@ -43,7 +43,7 @@ def show(*, is_terminal: bool) -> str:
             "generator-0",
             {"role": "generator", "state": "ready", "version": 3, "reason": "pacing", "waits_for": "prompts"},
         )
-        view.show(monitor.look())
+        view.show(monitor.poll())
     return output.getvalue()
 
 
@@ -68,29 +68,29 @@ def test_a_sparkline_spans_its_range():
 
 def test_the_eta_is_the_recent_pace_times_what_is_left():
     monitor, store = make_monitor()
-    assert monitor.look().eta_s is None
+    assert monitor.poll().eta_s is None
     for step in (1, 2, 3):
         store.append_metrics({"step": step, "time_s": 2.0 * step})
-    assert monitor.look().eta_s == 2.0
+    assert monitor.poll().eta_s == 2.0
 
 
 def test_after_a_roll_back_the_eta_is_the_pace_of_the_steps_that_came_since():
     monitor, store = make_monitor()
     for step, time_s in ((1, 100.0), (2, 200.0), (3, 300.0), (1, 100.0)):
         store.append_metrics({"step": step, "time_s": time_s})
-    assert monitor.look().eta_s is None
+    assert monitor.poll().eta_s is None
     store.append_metrics({"step": 2, "time_s": 105.0})
-    assert monitor.look().eta_s == 10.0
+    assert monitor.poll().eta_s == 10.0
 
 
 def test_rows_are_new_once_though_the_store_has_let_go_of_older_ones():
     monitor, store = make_monitor()
     for step in range(1, 1003):
         store.append_metrics({"step": step, "time_s": 1.0 * step})
-    assert len(monitor.look().new_rows) == 1000
-    assert monitor.look().new_rows == []
+    assert len(monitor.poll().new_rows) == 1000
+    assert monitor.poll().new_rows == []
     store.append_metrics({"step": 1003, "time_s": 1003.0})
-    looked = monitor.look()
+    looked = monitor.poll()
     assert looked.new_rows == [{"step": 1003, "time_s": 1003.0}]
     assert [row["step"] for row in looked.rows] == list(range(3, 1004))
 
@@ -105,7 +105,7 @@ def show_dead_end(*, is_terminal: bool) -> str:
             waits = {"reason": f"waiting for 4 groups: {missing}", "waits_for": "groups"}
             dead_end = {"dead_end": "no generator is alive: start one"}
             store.report_role("learner", {"role": "learner", "state": "ready", **waits, **dead_end})
-            view.show(monitor.look())
+            view.show(monitor.poll())
     return output.getvalue()
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from slipstream.broker.status.status import RunStatus
+from slipstream.broker.status.run_status import RunStatus
 from slipstream.broker.status.status_view import draw_status
 from slipstream.buffer.records import Event
 from tests.unit.broker.status_scene import ROW, look, roles

@@ -1,7 +1,7 @@
 import asyncio
 
 from slipstream.broker.messages import Drain
-from slipstream.broker.transport.inbox import QueueInbox, call_in
+from slipstream.broker.transport.inbox import QueueInbox, call_threadsafe
 
 
 def test_what_came_before_the_listener_is_handed_to_it_first() -> None:
@@ -16,7 +16,7 @@ def test_a_running_loop_makes_the_call() -> None:
     heard: list[str] = []
 
     async def listen() -> None:
-        call_in(asyncio.get_running_loop(), heard.append, "drain")
+        call_threadsafe(asyncio.get_running_loop(), heard.append, "drain")
         await asyncio.sleep(0)
 
     asyncio.run(listen())
@@ -27,5 +27,5 @@ def test_a_message_or_signal_after_the_end_of_the_loop_does_no_harm() -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     heard: list[str] = []
-    call_in(loop, heard.append, "drain")
+    call_threadsafe(loop, heard.append, "drain")
     assert heard == []

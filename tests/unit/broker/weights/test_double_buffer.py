@@ -1,6 +1,6 @@
 import torch
 
-from slipstream.broker.weights.double_buffer import DoubleBuffer
+from slipstream.broker.weights.collective import DoubleBuffer
 
 CPU = torch.device("cpu")
 

@@ -27,7 +27,7 @@ def fill(shelf: SnapshotStore, versions: Sequence[int], *, with_delta: bool = Tr
 def bring_up(holding: HostWeights, shelf: SnapshotStore, version: int, *, with_deltas: bool = True) -> int:
     """Returns how many bytes that took."""
     update, packed = make_version(version, moved=100 * version)
-    holding.bring_up(shelf, version, slots=update.slots, with_deltas=with_deltas, timeout_s=1.0)
+    holding.update_to(shelf, version, slots=update.slots, with_deltas=with_deltas, timeout_s=1.0)
     assert holding.checksum == flat.combine(update.checksums)
     assert all(torch.equal(got, wanted) for got, wanted in zip(holding.tensors, packed, strict=True))
     return holding.num_bytes
@@ -147,7 +147,7 @@ def test_a_damaged_delta_is_replaced_by_the_whole(shelf: SnapshotStore, damaged:
 def test_a_holding_of_other_bytes_takes_no_delta(shelf: SnapshotStore) -> None:
     holding, other = HostWeights(), SnapshotStore(shelf.folder / "other")
     other.put(*make_version(1, seed=5))
-    holding.bring_up(other, 1, slots=make_version(1)[0].slots, with_deltas=True, timeout_s=1.0)
+    holding.update_to(other, 1, slots=make_version(1)[0].slots, with_deltas=True, timeout_s=1.0)
     fill(shelf, [1, 2])
     assert bring_up(holding, shelf, 2) > NUM_BYTES
 
@@ -165,7 +165,7 @@ def test_a_bucket_that_changed_entirely_travels_whole_beside_deltas(shelf: Snaps
     bring_up(holding, shelf, 1)
     update, packed = half_new(2)
     shelf.put(update, packed, with_delta=True)
-    holding.bring_up(shelf, 2, slots=update.slots, with_deltas=True, timeout_s=1.0)
+    holding.update_to(shelf, 2, slots=update.slots, with_deltas=True, timeout_s=1.0)
     assert all(torch.equal(got, wanted) for got, wanted in zip(holding.tensors, packed, strict=True))
     assert NUM_BYTES / 3 < holding.num_bytes < NUM_BYTES / 2
 
@@ -193,5 +193,5 @@ def test_another_model_is_refused_before_its_bytes_are_read(shelf: SnapshotStore
     fill(shelf, [1])
     holding = HostWeights()
     with pytest.raises(WeightTransferError, match="it is of another model"):
-        holding.bring_up(shelf, 1, slots=make_version(1, num_columns=8)[0].slots, with_deltas=True, timeout_s=1.0)
+        holding.update_to(shelf, 1, slots=make_version(1, num_columns=8)[0].slots, with_deltas=True, timeout_s=1.0)
     assert holding.tensors == []

@@ -3,7 +3,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.broker.status.blocking import dead_end_of
+from slipstream.broker.status.blocking import dead_end_cause
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim
 from slipstream.buffer.trajectory import Reward
@@ -92,7 +92,7 @@ def test_told_to_wait_it_shows_the_cause_and_goes_on_by_itself():
     scene = Scene(policy="wait")
     reason = scene.wait(AFTER_S + 60, state="unsynced", reason="the probe differs")
     assert reason.startswith("waiting for the 2 groups of step 1: 0 are ready; dead end: ")
-    assert "does not hold verified weights" in dead_end_of({"learner": scene.watch.gauges()})
+    assert "does not hold verified weights" in dead_end_cause({"learner": scene.watch.gauges()})
     assert scene.wait(1, state="ready") == "waiting for the 2 groups of step 1: 0 are ready"
     told = [event.text for event in scene.store.events(limit=9) if event.role == "learner"]
     assert len(told) == 2

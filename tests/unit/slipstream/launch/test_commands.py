@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.broker.status.status import RunStatus
+from slipstream.broker.status.run_status import RunStatus
 from slipstream.configs.load import load
 from slipstream.launch.commands import as_json, show_status
 from slipstream.runtime.run_folder import RunFolder

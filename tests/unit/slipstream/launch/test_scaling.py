@@ -42,8 +42,8 @@ class Scene:
         self.scaling = Scaling(self.fleet, self.report, run=run, check_room=check_room, clock=self.clock)  # type: ignore[arg-type]
 
     def look(self) -> list[tuple[str, str]]:
-        happened = self.scaling.look(self.store, self.monitor.look())
-        self.report.send(restarts={}, generators_wanted=self.fleet.wanted)
+        happened = self.scaling.look(self.store, self.monitor.poll())
+        self.report.send(restarts={}, generators_target=self.fleet.wanted)
         return happened
 
 
@@ -63,7 +63,7 @@ def test_a_request_is_done_said_and_answered(scene: Scene):
     scene.store.request("launcher", "generators", "4 request-1")
     assert scene.look() == [("launcher", "4 generators are wanted, not 1: as asked"), ("generator-1", "started")]
     launcher = scene.store.roles()["launcher"]
-    assert (launcher["answered"], launcher["refusal"], launcher["generators_wanted"]) == ("request-1", "", 4)
+    assert (launcher["answered"], launcher["refusal"], launcher["generators_target"]) == ("request-1", "", 4)
 
 
 def test_a_number_without_room_is_refused_with_the_reason(scene: Scene):

@@ -82,7 +82,7 @@ def test_who_is_dead_or_missing_is_waited_for():
     reported = roles()
     reported["learner"] = (20.0, reported["learner"][1])
     del reported["generator-0"]
-    assert [(wait.who, wait.for_whom) for wait in look(reported).waits] == [
+    assert [(wait.waiter, wait.blocked_on) for wait in look(reported).waits] == [
         ("the generators", "the learner"),
         ("the learner", "the generators"),
     ]
@@ -98,7 +98,7 @@ def test_whoever_is_kept_by_the_store_waits_for_it():
     }
     waiting = {"role": "learner", "state": "ready", "reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
     waits = look(roles() | {"broker": (0, put_off), "learner": (0, waiting)}).waits
-    assert {wait.who for wait in waits if wait.for_whom == "the store"} == {"broker", "learner"}
+    assert {wait.waiter for wait in waits if wait.blocked_on == "the store"} == {"broker", "learner"}
 
 
 def test_nobody_waits_when_the_run_is_over():

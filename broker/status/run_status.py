@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.broker.admission import admission_limit, admission_reason
-from slipstream.broker.status.blocking import Wait, waits_of
-from slipstream.broker.status.monitor import Monitor, Snapshot
+from slipstream.broker.status.blocking import Wait, find_waits
+from slipstream.broker.status.monitor import Monitor, RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER, RoleStatus, role_statuses
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.records import CheckpointPointer, Event
@@ -71,7 +71,7 @@ class RunStatus(Record):
     """Who waits for whom, and why."""
     learner_wait_fraction: float | None
     """Share of the learner's time spent waiting for groups, last 20 steps; None before the first."""
-    generators_wanted: int | None
+    generators_target: int | None
     """How many the launcher keeps; None without one."""
     generators_busy_fraction: float | None
     """Trajectories under way / what the living generators can run together; None without any."""
@@ -102,7 +102,7 @@ class StatusReader:
     def read(self) -> RunStatus:
         """Look once; nothing in the store changes."""
         return make_status(
-            self._monitor.look(),
+            self._monitor.poll(),
             run=self._run,
             now=self._store.now(),
             ready_versions=self._store.ready_versions(),
@@ -111,7 +111,7 @@ class StatusReader:
 
 
 def make_status(
-    snapshot: Snapshot, *, run: RunConfig, now: float, ready_versions: dict[int, int], events: list[Event]
+    snapshot: RunSnapshot, *, run: RunConfig, now: float, ready_versions: dict[int, int], events: list[Event]
 ) -> RunStatus:
     """The status of what was read at `now`, seconds of the store's clock."""
     state, counts = snapshot.state, snapshot.counts
@@ -133,9 +133,9 @@ def make_status(
         progress_age_s=None if state.stepped_at is None else max(0.0, now - state.stepped_at),
         eta_s=snapshot.eta_s,
         roles=roles,
-        waits=waits_of(state, roles, admission_reason=admission.reason),
+        waits=find_waits(state, roles, admission_reason=admission.reason),
         learner_wait_fraction=wait_fraction(snapshot.rows[-_RECENT_STEPS:]),
-        generators_wanted=snapshot.roles.get(LAUNCHER, {}).get("generators_wanted"),
+        generators_target=snapshot.roles.get(LAUNCHER, {}).get("generators_target"),
         generators_busy_fraction=busy_fraction(roles),
         admission=admission,
         counts=counts,

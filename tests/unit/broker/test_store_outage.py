@@ -1,6 +1,6 @@
 """An outage is told when it begins, now and then while it lasts, and when it is over."""
 
-from slipstream.broker.outage import Outage
+from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 
 
@@ -8,11 +8,11 @@ class Scene:
     def __init__(self) -> None:
         self.now = 100.0
         self.said: list[str] = []
-        self.outage = Outage(say=self.said.append, clock=lambda: self.now)
+        self.outage = StoreOutage(report=self.said.append, clock=lambda: self.now)
 
     def fail(self, error: StoreUnavailableError, *, at: float) -> None:
         self.now = at
-        self.outage.note(error)
+        self.outage.record(error)
 
 
 def test_a_thousand_failures_are_a_few_lines():
