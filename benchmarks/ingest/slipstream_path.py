@@ -63,7 +63,7 @@ class SlipstreamPath:
     def _make(self, count: int) -> list[Packed]:
         """Lease prompts and answer them."""
         self._leases.clear()
-        self._joined.link.send(LeaseRequest(count))
+        self._joined.client.send(LeaseRequest(count))
         self._wait_until(lambda: len(self._leases) * GROUP_SIZE >= count)
         made = [
             (lease, make_trajectory(lease, index, num_tokens=self._num_tokens, randomness=self._randomness))
@@ -78,8 +78,8 @@ class SlipstreamPath:
     def _put(self, packed: list[Packed]) -> float:
         started_at = time.perf_counter()
         for header, payload in packed:
-            self._joined.link.put(header, payload)
-        self._wait_until(lambda: not len(self._joined.link.outbox))
+            self._joined.client.put(header, payload)
+        self._wait_until(lambda: not len(self._joined.client.outbox))
         return time.perf_counter() - started_at
 
     def _take(self, count: int) -> float:
