@@ -1,14 +1,16 @@
-"""Imports go one way, and what needs no torch does not load it."""
+"""Imports go one way, make no circle, and do not load torch where it is not needed."""
 
+import json
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 
-import pytest
+import grimp
 
-ROOT = Path(__file__).parents[2]
+from tests.shape.tree import ROOT, assert_none
+
 WITHOUT_TORCH = [
-    "slipstream.configs.load",
     "slipstream.configs.load",
     "slipstream.runtime.exits",
     "slipstream.buffer.trajectory",
@@ -20,10 +22,22 @@ WITHOUT_TORCH = [
     "slipstream.broker.dataset",
     "slipstream.broker.router",
     "slipstream.launch.preflight",
+    "slipstream.launch.commands",
     "slipstream.scripts.print_config",
     "slipstream.scripts.plot_run",
-    "slipstream.launch.commands",
+    "slipstream.scripts.write_docs",
+    "run_async",
 ]
+"""Modules that load in a moment, because commands and light roles begin with them."""
+
+LOAD = """
+import importlib, json, sys
+heavy = {"torch", "vllm", "deepspeed"}
+for module in sys.argv[1:]:
+    before = heavy & sys.modules.keys()
+    importlib.import_module(module)
+    print(json.dumps([module, sorted(heavy & sys.modules.keys() - before)]))
+"""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,13 +47,26 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_import_contracts_hold() -> None:
-    done = run("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
-    assert done.returncode == 0, done.stdout + done.stderr
+    checked = run("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-@pytest.mark.parametrize("module", WITHOUT_TORCH)
-def test_it_loads_without_torch(module: str) -> None:
-    done = run(
-        "-c", f"import sys, {module}; sys.exit(sorted(sys.modules.keys() & {{'torch', 'vllm', 'deepspeed'}}) or 0)"
-    )
-    assert done.returncode == 0, done.stderr
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = grimp.build_graph("slipstream", cache_dir=None)
+    assert_none(list(circles({module: graph.find_modules_directly_imported_by(module) for module in graph.modules})))
+
+
+def circles(imports: dict[str, set[str]]) -> Iterator[str]:
+    """The first circle, if there is any."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        yield " <- ".join(error.args[1])
+
+
+def test_light_modules_load_without_torch() -> None:
+    loaded = run("-c", LOAD, *WITHOUT_TORCH)
+    assert loaded.returncode == 0, loaded.stderr
+    rows = [json.loads(line) for line in loaded.stdout.splitlines()]
+    assert [module for module, _ in rows] == WITHOUT_TORCH
+    assert_none([f"{module} loads {', '.join(heavy)}" for module, heavy in rows if heavy])

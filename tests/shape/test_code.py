@@ -1,0 +1,120 @@
+"""Layout and shape of the code: sizes, names, docstrings, and nothing that runs foreign bytes."""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from tests.shape.tree import assert_none, paths, syntax, text
+
+MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_FOLDER_MODULES = 400, 60, 16
+BANNED_STEMS = {"util", "utils", "common", "helper", "helpers", "misc", "manager", "base_impl"}
+BANNED_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
+BANNED_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load"}
+QUESTION = re.compile(r"(What|Whose|Who|Whom|Of|Which|Where|How|When|Why)\b")
+MACHINE_PATH = re.compile(r"(?<![\w.])/(home|Users|root|work)/\w")
+
+
+def test_no_module_is_longer_than_400_lines() -> None:
+    # A contract stays one list of tests for every twin, however long it gets.
+    lengths = {path: len(text(path).splitlines()) for path in paths(".py") if not path.startswith("tests/contract/")}
+    assert_none([f"{path}: {length} lines" for path, length in lengths.items() if length > MAX_MODULE_LINES])
+
+
+def test_no_function_is_longer_than_60_lines() -> None:
+    assert_none([found for path in paths(".py") for found in long_functions(path)])
+
+
+def long_functions(path: str) -> Iterator[str]:
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{path}:{node.lineno} {node.name}: {length} lines"
+
+
+def test_no_folder_holds_more_than_16_modules() -> None:
+    # Folders of tests mirror the modules, with more than one file for some of them.
+    modules = [PurePosixPath(path) for path in paths(".py") if not path.startswith("tests/")]
+    counts = Counter(module.parent for module in modules if module.name != "__init__.py")
+    assert_none([f"{folder}/: {count} modules" for folder, count in counts.items() if count > MAX_FOLDER_MODULES])
+
+
+def test_no_module_has_a_name_that_says_nothing() -> None:
+    assert_none([path for path in paths(".py") if PurePosixPath(path).stem.lower() in BANNED_STEMS])
+
+
+def test_every_module_has_a_docstring() -> None:
+    # The names of tests are sentences: a test module may do without one more.
+    documented = [path for path in paths(".py") if text(path).strip() and not is_test_module(path)]
+    assert_none([path for path in documented if not ast.get_docstring(syntax(path))])
+
+
+def is_test_module(path: str) -> bool:
+    return PurePosixPath(path).name.startswith("test_")
+
+
+def test_no_docstring_opens_with_a_question_word() -> None:
+    found = [(path, line, words) for path in paths(".py") for line, words in docstrings(syntax(path))]
+    assert_none([f"{path}:{line} {words.splitlines()[0]}" for path, line, words in found if QUESTION.match(words)])
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and content of every string that stands alone: of modules, classes, functions, fields and constants."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value.strip()
+
+
+def test_every_class_of_errors_ends_in_error() -> None:
+    assert_none([found for path in paths(".py") for found in misnamed_errors(path)])
+
+
+def misnamed_errors(path: str) -> Iterator[str]:
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.ClassDef) and not node.name.endswith("Error"):
+            bases = [ast.unparse(base) for base in node.bases]
+            if any(base.endswith(("Error", "Exception")) for base in bases):
+                yield f"{path}:{node.lineno} {node.name}({', '.join(bases)})"
+
+
+def test_nothing_unpickles_or_evaluates() -> None:
+    assert_none([f"{path}:{found}" for path in paths(".py") for found in dangerous_lines(syntax(path))])
+
+
+def dangerous_lines(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        elif isinstance(node, ast.Call) and is_dangerous(node):
+            yield f"{node.lineno} {ast.unparse(node.func)}"
+            continue
+        else:
+            continue
+        yield from (f"{node.lineno} import {name}" for name in names if name.split(".")[0] in BANNED_IMPORTS)
+
+
+def is_dangerous(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name == "torch.load":
+        return options.get("weights_only") != "True"
+    if name in ("np.load", "numpy.load"):
+        return options.get("allow_pickle", "False") != "False"
+    return name in BANNED_CALLS
+
+
+def test_the_search_for_dangerous_lines_finds_them_and_no_others() -> None:
+    dangerous = ["import pickle", "from dill import loads", "eval('1')", "yaml.load(text)", "torch.load(path)"]
+    dangerous += ["torch.load(path, weights_only=False)", "np.load(path, allow_pickle=True)"]
+    harmless = ["model.eval()", "torch.load(path, weights_only=True)", "np.load(path)", "yaml.safe_load(x)"]
+    assert [line for line in dangerous + harmless if list(dangerous_lines(ast.parse(line)))] == dangerous
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    files = [path for path in paths() if not path.endswith((".png", "tests/shape/test_code.py"))]
+    numbered = [(path, number, line) for path in files for number, line in enumerate(text(path).splitlines(), start=1)]
+    assert_none([f"{path}:{number} {line.strip()}" for path, number, line in numbered if MACHINE_PATH.search(line)])
