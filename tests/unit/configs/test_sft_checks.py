@@ -20,8 +20,8 @@ def test_supervised_training_needs_a_file_and_nothing_of_the_generators() -> Non
         (["mode=sft", "sft.train_path=a", "replay.path=b"], "mode=replay needs replay.path"),
         (["mode=sft", "sft.train_path=a", "model.max_length=4096"], "learner.tokens_per_microbatch must be >="),
         (["mode=sft", "sft.train_path=a", "learner/engine=torch", "learner.num_ranks=2"], "runs one rank"),
-        (["mode=sft", "sft.train_path=a", "sft.epochs=0"], "sft.epochs: expected `int` >= 1"),
-        (["mode=sft", "sft.train_path=a", "sft.unfit=drop"], "sft.unfit: must be one of refuse, skip"),
+        (["mode=sft", "sft.train_path=a", "sft.epochs=0"], "sft.epochs must be an integer >= 1"),
+        (["mode=sft", "sft.train_path=a", "sft.unfit=drop"], "sft.unfit must be one of refuse, skip"),
     ],
 )
 def test_what_cannot_work_is_refused(overrides: list[str], complaint: str) -> None:

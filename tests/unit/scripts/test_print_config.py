@@ -35,4 +35,4 @@ def test_a_misspelt_key_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as caught:
         main(["learner.max_step=3"])
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: learner.max_step: unknown key `max_step`, did you mean `max_steps`?\n"
+    assert capsys.readouterr().err == "error: unknown key learner.max_step; did you mean learner.max_steps?\n"
