@@ -31,6 +31,7 @@ def load(overrides: list[str]) -> RunConfig:
     Raises ConfigError.
     """
     arguments = hydra_arguments(overrides)
+    groups()  # registers the options that the records define, before Hydra looks for them
     try:
         with initialize_config_dir(str(PRESETS), version_base=None):
             data = OmegaConf.to_container(compose(PRIMARY, overrides=arguments), resolve=True)

@@ -1,5 +1,7 @@
 """Every preset composes, every option of every group can be chosen, and none leaves another's fields behind."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +51,13 @@ def test_every_option_of_every_group_composes() -> None:
         except ConfigError as error:
             failures.append(f"{' '.join(overrides)}: {error}")
     assert failures == []
+
+
+def test_the_default_experiment_composes_in_a_fresh_process() -> None:
+    # Here the groups are registered already, by the test above.
+    program = "from slipstream.configs.load import load; print(load([]).name)"
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (printed.returncode, printed.stdout) == (0, "digits_cpu\n"), printed.stderr
 
 
 def test_an_experiment_is_named_after_its_file() -> None:
