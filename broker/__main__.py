@@ -24,7 +24,7 @@ from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
 from slipstream.runtime.process import die_with_launcher, has_launcher, on_stop_signal

@@ -2,7 +2,7 @@
 
 from slipstream.buffer.cli.app import app
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 
 
 @fail_cleanly(ReplayBufferError)

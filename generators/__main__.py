@@ -18,7 +18,7 @@ from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.errors import EngineDiedError, GeneratorError
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
 from slipstream.runtime.process import die_with_launcher, on_stop_signal
@@ -28,7 +28,7 @@ _FLUSH_S = 3.0
 log = structlog.get_logger(__name__)
 
 
-@fail_cleanly(BrokerError, GeneratorError, passing=(EngineDiedError, ClientDiedError))
+@fail_cleanly(BrokerError, GeneratorError, restartable=(EngineDiedError, ClientDiedError))
 def main(arguments: list[str]) -> None:
     """Join, then generate until drained."""
     peer_id, overrides = _split(arguments)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.learner.errors import RankGroupError
-from slipstream.runtime.exits import TRY_AGAIN
+from slipstream.runtime.command_line import TRY_AGAIN
 
 
 # @@ torchrun: a learner of several ranks as one process that its launcher can judge by its exit code.

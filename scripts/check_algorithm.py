@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slipstream.buffer.cli.show import make_console
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.import_path import load_function
 
 _TOLERANCE = 1e-5

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 
 
 # @@ Model folders in transformers format: read with one sentence when something is missing, written whole or not.

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 
 # @@ Prompt files: Parquet in the verl-compatible form, as `slipstream.broker.dataset` reads them.
 HELDOUT = "heldout.parquet"

@@ -8,7 +8,7 @@ import argparse
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.configs.load import config_hash, leaves, load, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 
 
 def arithmetic(config: RunConfig) -> dict[str, str]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 from slipstream.scripts.init_random_model import load_model, save_model
 from slipstream.scripts.make_digits_data import HELDOUT, TRAIN
 

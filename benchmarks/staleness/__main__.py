@@ -29,7 +29,7 @@ from benchmarks.staleness.tables import Rows, lag_tables, replay_table
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.launch.preflight import prepare
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 
 LAGS = (0, 1, 4, 8, 16, 32)
 LAG_STEPS, REPLAY_STEPS = 240, 120

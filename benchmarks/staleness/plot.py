@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from benchmarks.staleness.plans import METHODS
 from benchmarks.staleness.tables import Rows, methods_of, select
 from slipstream.configs.base import ConfigError
-from slipstream.scripts.plot_run import BLUE, GREEN, GREY, ORANGE, STYLE
+from slipstream.launch.plot import BLUE, GREEN, GREY, ORANGE, STYLE
 
 _CURVES = {"none": GREY, "naive_ppo": ORANGE, "token_tis": BLUE, "decoupled_ppo": GREEN}
 _REPLAY_COLOURS = (GREY, BLUE, GREEN, ORANGE)

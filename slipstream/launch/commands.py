@@ -1,12 +1,8 @@
-"""python run_async.py status [--json | --watch] [name=RUN] [runs_dir=FOLDER]: a run on one screen.
+"""Commands on a run in progress: status, scale and drain. Each finds the run's store by its folder."""
 
-Read from the store alone: works whichever role is dead, and changes nothing. Without a name it is the newest run.
-Exit codes: 0, 1 when the store does not answer, 2 for a run that is not there.
-"""
-
-import argparse
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +17,30 @@ from slipstream.broker.status.run_status import RunStatus, StatusReader
 from slipstream.broker.status.status_view import draw_status
 from slipstream.buffer.cli.show import make_console
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.run_store import find_run, open_store_of
+from slipstream.buffer.redis.run_store import open_store_of
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.launch.scaling import GENERATORS
-from slipstream.runtime.exits import NO_ANSWER, fail_cleanly, give_up
+from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
 from slipstream.runtime.process import on_stop_signal
+from slipstream.runtime.run_folder import find_run
 
 # @@ The drain command: it leaves a request in the run's store; the broker passes it on, to a generator on whatever machine.
 _DRAIN_PATIENCE_S = 60.0
 _DRAIN_LOOK_EVERY_S = 0.2
 
 
-def drain(arguments: list[str]) -> None:
-    """`ID [name=RUN] [runs_dir=FOLDER]`. Raises ConfigError; exits with NO_ANSWER when it does not leave in time."""
-    if not arguments or "=" in arguments[0]:
-        raise ConfigError(f"drain needs the id of a generator first, got {' '.join(arguments) or 'nothing'}.")
-    generator_id = arguments[0]
-    folder = find_run(arguments[1:], command="drain")
+def drain(generator_id: str, run: Sequence[str]) -> None:
+    """Have a generator leave, and wait until it has. Raises ConfigError; exits with NO_ANSWER when it stays."""
+    folder = find_run(run, command="drain")
     try:
         with open_store_of(folder) as (store, _):
             _check_is_here(store, generator_id, run=folder.name)
             store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_PATIENCE_S))
             print(f"{generator_id} of {folder.name} is told to leave")
             _wait_until_gone(store, generator_id)
-    except ReplayBufferError as fault:
-        give_up(fault, code=NO_ANSWER)
+    except ReplayBufferError as error:
+        exit_with_error(error, code=NO_ANSWER)
     print(f"{generator_id} has left")
 
 
@@ -60,7 +54,7 @@ def _wait_until_gone(store: Store, generator_id: str) -> None:
     ends_at = time.monotonic() + _DRAIN_PATIENCE_S
     while _is_here(gauges := store.roles().get(generator_id, {})):
         if time.monotonic() >= ends_at:
-            give_up(
+            exit_with_error(
                 f"{generator_id} must leave within {_DRAIN_PATIENCE_S:g} s, it is still {gauges.get('state')} "
                 f"({gauges.get('reason') or 'no reason told'}): are it and the broker alive?",
                 code=NO_ANSWER,
@@ -85,20 +79,18 @@ _LOOK_EVERY_S = 0.2
 _SETTING = f"{GENERATORS}="
 
 
-@fail_cleanly()
-def scale(arguments: list[str]) -> None:
-    """Do what the command line after `scale` says."""
-    if arguments in (["--help"], ["-h"]):
-        print(__doc__)
-        return
-    wanted = _parse_scale([argument for argument in arguments if argument.startswith(_SETTING)])
-    settings = [argument for argument in arguments if not argument.startswith(_SETTING)]
-    folder = find_run(settings, command="scale")
+def scale(words: Sequence[str]) -> None:
+    """Have the launcher of a run keep another number of generators: generators=N, then as for `find_run`.
+
+    Raises ConfigError; exits with NO_ANSWER when no launcher or store answers.
+    """
+    wanted = _parse_scale([word for word in words if word.startswith(_SETTING)])
+    folder = find_run([word for word in words if not word.startswith(_SETTING)], command="scale")
     try:
         with open_store_of(folder) as (store, _):
             print(_ask(store, wanted, run=folder.name))
-    except ReplayBufferError as fault:
-        give_up(fault, code=NO_ANSWER)
+    except ReplayBufferError as error:
+        exit_with_error(error, code=NO_ANSWER)
 
 
 def _parse_scale(given: list[str]) -> int:
@@ -113,7 +105,7 @@ def _ask(store: Store, wanted: int, *, run: str) -> str:
     """Have the launcher do it; returns what it says."""
     before = _launcher(store)
     if before.get("state") != "ready" or store.now() - before["reported_at"] > _PATIENCE_S:
-        give_up(
+        exit_with_error(
             f"run {run!r} must have a launcher that lives, got none: start generators with `python -m generators`",
             code=NO_ANSWER,
         )
@@ -123,7 +115,7 @@ def _ask(store: Store, wanted: int, *, run: str) -> str:
     while (launcher := _launcher(store)).get("answered") != request_id:
         if time.monotonic() >= ends_at:
             store.take_requests("launcher")
-            give_up(
+            exit_with_error(
                 f"the launcher of run {run!r} must answer within {_PATIENCE_S:g} s, it did not; nothing was changed",
                 code=NO_ANSWER,
             )
@@ -131,7 +123,7 @@ def _ask(store: Store, wanted: int, *, run: str) -> str:
     if launcher["refusal"]:
         raise ConfigError(launcher["refusal"])
     return (
-        f"{run}: {wanted} generators are kept from now on, not {before['generators_target']}; see `run_async.py status`"
+        f"{run}: {wanted} generators are kept from now on, not {before['generators_target']}; see `slipstream status`"
     )
 
 
@@ -142,26 +134,15 @@ def _launcher(store: Store) -> dict[str, Any]:
 _REFRESH_S = 1.0
 
 
-@fail_cleanly()
-def show_status(arguments: list[str]) -> None:
-    """Do what the command line after `status` says."""
-    asked = _parse_status(arguments)
-    folder = find_run(asked.settings, command="status")
+def show_status(run: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
+    """Show a run on one screen; `run` as for `find_run`. Raises ConfigError; exits with NO_ANSWER without a store."""
+    if is_json and is_watching:
+        raise ConfigError("--json prints once: leave --watch away.")
+    folder = find_run(run, command="status")
     try:
-        _show(folder, is_json=asked.json, is_watching=asked.watch)
-    except ReplayBufferError as fault:
-        give_up(_sentence(fault, folder), code=NO_ANSWER)
-
-
-def _parse_status(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python run_async.py status", description=__doc__.partition("\n\n")[2])
-    parser.add_argument("--json", action="store_true", help="one JSON object; docs/status.md says what its keys are")
-    parser.add_argument("--watch", action="store_true", help="look again every second, until Ctrl-C")
-    parser.add_argument("settings", nargs="*", metavar="name=RUN | runs_dir=FOLDER", help="which run")
-    asked = parser.parse_args(arguments)
-    if asked.json and asked.watch:
-        parser.error("--json prints once: leave --watch away")
-    return asked
+        _show(folder, is_json=is_json, is_watching=is_watching)
+    except ReplayBufferError as error:
+        exit_with_error(_sentence(error, folder), code=NO_ANSWER)
 
 
 def _sentence(fault: ReplayBufferError, folder: Path) -> str:

@@ -11,11 +11,9 @@ from slipstream.buffer.redis.connect import open_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
-from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.reward import load_reward
-from slipstream.launch.replay import plan_replay
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.launch.replay_plan import plan_replay
 from slipstream.runtime.model_files import check_model_path
 
 # @@ Makes what a run needs and does not have: runs the `prepare` steps of its config whose product is missing, in order.
@@ -53,17 +51,6 @@ def _run(step: PrepareStep) -> None:
         raise ConfigError(f"prepare step `{shown}` failed with exit code {code}; its own message is above.")
     if not Path(step.creates).exists():
         raise ConfigError(f"prepare step `{shown}` must create {step.creates}, but did not: check prepare[].creates.")
-
-
-@fail_cleanly()
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: overrides as for run_async.py."""
-    if prepare(load(sys.argv[1:] if arguments is None else arguments)) == 0:
-        print("prepare: everything is there")
-
-
-if __name__ == "__main__":
-    main()
 
 
 _STORE_TIMEOUT_S = 10.0

@@ -15,24 +15,19 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import groupby
-from pathlib import Path
 
 import msgspec
 import structlog
 import torch
 
 from slipstream.broker.dataset import Dataset, Row
-from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import encode, unpack
-from slipstream.buffer.errors import ArchiveError, ReplayBufferError
+from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.memory.store import MemoryStore
-from slipstream.buffer.records import FinishedGroup, StepEntry
-from slipstream.buffer.sampling import Draw
-from slipstream.buffer.trajectory import Record, Reward, Trajectory
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
 from slipstream.configs.load import load
@@ -41,81 +36,18 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
+from slipstream.launch.replay_plan import ReplayPlan, plan_replay
 from slipstream.launch.serial import run_serial
 from slipstream.learner.build import build_rank_group, choose_device
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.errors import LearnerError, RankGroupError
 from slipstream.learner.ranks import become_ranks, end_rank
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import LAUNCHER_VARIABLE, die_with_launcher, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 log = structlog.get_logger(__name__)
-
-
-# @@ What a replay trains on: the groups of an archive, and which of them each step claims.
-class ReplayPlan(Record):
-    """Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], draws={1: Draw(["17", "12"], ...), ...})."""
-
-    groups: list[FinishedGroup]
-    """By the step that trained on them first; those no step is known of come last, in the order archived."""
-    draws: dict[int, Draw]
-    """What the ledger says the steps claimed; empty where groups are claimed in their order."""
-
-
-def plan_replay(run: RunConfig) -> ReplayPlan:
-    """Read the archive that the run replays.
-
-    The ledger's batches when its steps are as large as the replay's, else the same groups in the same order.
-    Raises ArchiveError; ConfigError when the archive holds too little.
-    """
-    archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
-    groups, steps = stored_groups(archive), Archive(archive).steps()
-    if any(len(entry.group_ids) != per_step for entry in steps):
-        steps = []
-    num_steps = len(steps) or len(groups) // per_step
-    _check_suffices(archive, num_steps, wanted=run.learner.max_steps, num_groups=len(groups))
-    wanted = steps[: run.learner.max_steps]
-    _check_whole(archive, wanted, groups)
-    return ReplayPlan(groups, draws={entry.step: _draw(entry) for entry in wanted})
-
-
-def stored_groups(archive: Path) -> list[FinishedGroup]:
-    """The groups that were trained on, or brought from elsewhere to be. Raises ArchiveError."""
-    rows = Archive(archive).read(TrajectoryFilter(outcome="retired"))
-    groups = []
-    for group_id, members in groupby(rows, key=lambda stored: stored.trajectory.group_id):
-        group = sorted(members, key=lambda stored: stored.trajectory.index)
-        payloads = [encode(stored.trajectory) for stored in group]
-        groups.append(FinishedGroup(group_id, "retired", "", group[0].steps, payloads))
-    return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
-
-
-def _draw(entry: StepEntry) -> Draw:
-    ones, none = [1.0] * len(entry.group_ids), [False] * len(entry.group_ids)
-    return Draw(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
-
-
-def _check_suffices(archive: Path, num_steps: int, *, wanted: int, num_groups: int) -> None:
-    if wanted > num_steps:
-        raise ConfigError(
-            f"learner.max_steps must be <= {num_steps} to replay {archive}, got {wanted}: it holds {num_groups} groups "
-            f"and {num_steps} steps."
-        )
-
-
-def _check_whole(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
-    """A batch that lacks a trajectory would be another batch."""
-    stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
-    for entry in steps:
-        for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
-            if stored.get(group_id) != names:
-                raise ArchiveError(
-                    f"{archive} must hold what step {entry.step} of its ledger trained on, {', '.join(names)}, got "
-                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `python -m buffer verify {archive}` "
-                    "tells what else is missing."
-                )
 
 
 # @@ Rescoring: the rewards of stored trajectories, computed again by another reward function.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from slipstream.runtime.exits import BAD_INPUT, TRY_AGAIN
+from slipstream.runtime.command_line import BAD_INPUT, TRY_AGAIN
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles: they end when it does, however it ends."""
@@ -27,7 +27,7 @@ _SAME_SIGNAL_S = 1.0
 """Shells and `timeout` send the same one to a process and to its group."""
 _LOG_TAIL_LINES = 15
 _SENTENCE = "error: "
-"""How slipstream/runtime/exits.py begins what a program says when it ends for a fault that the user can mend."""
+"""How slipstream/runtime/command_line.py begins what a program says when it ends for a fault that the user can mend."""
 
 
 Restart = Literal["killed", "always", "kept"]

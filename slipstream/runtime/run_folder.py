@@ -16,6 +16,7 @@ runs/<name>/
 
 import json
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import msgspec
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 
+_CONFIG = "config.yaml"
 _RECORDED = (
     "torch",
     "vllm",
@@ -96,7 +98,7 @@ class RunFolder:
 
     def check_name(self) -> None:
         """Raises ConfigError when the name is used and the run is not to be resumed."""
-        if (self.path / "config.yaml").exists() and not self._run.resume:
+        if (self.path / _CONFIG).exists() and not self._run.resume:
             raise ConfigError(
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
                 "choose another with name=..., go on with it with resume=true, or delete the folder."
@@ -106,7 +108,7 @@ class RunFolder:
         """Make the folder where it is missing, and write down what the run is."""
         for folder in (self.path, self.logs, self.store, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
-        (self.path / "config.yaml").write_bytes(msgspec.yaml.encode(self._run))
+        (self.path / _CONFIG).write_bytes(msgspec.yaml.encode(self._run))
         (self.path / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
@@ -139,3 +141,23 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def find_run(words: Sequence[str], *, command: str) -> Path:
+    """Return the folder of the run that the words of a command line name; without a name, of the newest run.
+
+    Words: the run's name or folder, or name=RUN; and runs_dir=FOLDER. Raises ConfigError.
+    """
+    chosen = {"runs_dir": "runs", "name": ""}
+    for word in words:
+        key, value = word.split("=", 1) if "=" in word else ("name", word)
+        if key not in chosen:
+            raise ConfigError(f"{command} takes the name or the folder of a run and runs_dir=FOLDER, got {word!r}.")
+        chosen[key] = value
+    runs_dir, name = Path(chosen["runs_dir"]), chosen["name"]
+    if name:
+        return Path(name) if (Path(name) / _CONFIG).is_file() else runs_dir / name
+    configs = sorted(runs_dir.glob(f"*/{_CONFIG}"), key=lambda config: config.stat().st_mtime)
+    if not configs:
+        raise ConfigError(f"there must be a run in {runs_dir}/, got none: start one with `slipstream run`.")
+    return configs[-1].parent

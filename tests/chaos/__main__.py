@@ -3,7 +3,7 @@
 import os
 import sys
 
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 
 if __name__ == "__main__":
     # Before the process that all roles are forked from is started: they share few cores.

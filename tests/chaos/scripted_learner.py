@@ -30,7 +30,7 @@ from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.trainer import Trainer
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder

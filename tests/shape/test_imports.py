@@ -12,7 +12,7 @@ from tests.shape.tree import ROOT, assert_none
 
 WITHOUT_TORCH = [
     "slipstream.configs.load",
-    "slipstream.runtime.exits",
+    "slipstream.runtime.command_line",
     "slipstream.buffer.trajectory",
     "slipstream.buffer.codec",
     "slipstream.buffer.store",
@@ -24,7 +24,9 @@ WITHOUT_TORCH = [
     "slipstream.launch.preflight",
     "slipstream.launch.commands",
     "slipstream.scripts.print_config",
-    "slipstream.scripts.plot_run",
+    "slipstream.launch.plot",
+    "slipstream.launch.run",
+    "slipstream.cli",
     "slipstream.scripts.write_docs",
     "run_async",
 ]

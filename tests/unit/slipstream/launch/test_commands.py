@@ -7,15 +7,16 @@ import msgspec
 import pytest
 
 from slipstream.broker.status.run_status import RunStatus
+from slipstream.cli import main
 from slipstream.configs.load import load
-from slipstream.launch.commands import as_json, show_status
-from slipstream.runtime.run_folder import RunFolder
+from slipstream.launch.commands import as_json
+from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.unit.broker.status_scene import ROW, look
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as caught:
-        show_status([*arguments])
+        main(["status", *arguments])
     return caught.value.code, capsys.readouterr().err
 
 
@@ -36,9 +37,13 @@ def test_a_run_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.Capture
     assert "there must be a run in" in said
 
 
-@pytest.mark.parametrize("arguments", [["learner.max_steps=3"], ["mine"], ["--jso"], ["--json", "--watch"]])
-def test_what_it_does_not_know_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
-    assert failure(capsys, *arguments)[0] == 2
+def test_a_name_a_folder_and_a_setting_name_the_same_run(tmp_path: Path):
+    folder = RunFolder(load(["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path}"]))
+    folder.open()
+    runs_dir = f"runs_dir={tmp_path}"
+    assert find_run(["mine", runs_dir], command="plot") == folder.path
+    assert find_run(["name=mine", runs_dir], command="plot") == folder.path
+    assert find_run([str(folder.path)], command="plot") == folder.path
 
 
 def test_without_a_name_it_is_the_run_begun_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -9,7 +9,7 @@ from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
-from slipstream.launch.replay import plan_replay
+from slipstream.launch.replay_plan import plan_replay
 from tests.builders import make_run
 from tests.contract.stores import OLDEST_FIRST, Clock, make_memory_store
 from tests.unit.buffer.archive.finished import make_finished, write_archive

@@ -1,13 +1,5 @@
-"""Compares algorithms on the same data: replays a stored run under several settings, curves side by side.
+"""Compares algorithms on the same data: replays a stored run under several settings, with one table and one picture."""
 
-    python -m slipstream.scripts.compare_replays runs/mine/archive --out runs/losses \
-        --replay algorithm/policy_loss=ppo_clip --replay algorithm/policy_loss=reinforce \
-        --all learner.max_steps=60 algorithm.updates_per_step=4 algorithm.proximal=recompute
-
-Each replay is a run of its own beside the picture (`runs/losses/replay-1`, ...); they differ in settings alone.
-"""
-
-import argparse
 import json
 import subprocess
 import sys
@@ -23,10 +15,8 @@ from rich.table import Table
 from slipstream.buffer.cli.show import add_row, make_console, make_table
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.exits import fail_cleanly
-from slipstream.scripts.plot_run import BLUE, GREEN, GREY, ORANGE, STYLE, Rows, read_metrics, running_mean
+from slipstream.launch.plot import BLUE, GREEN, GREY, ORANGE, STYLE, Rows, read_metrics, running_mean
 
-_LAUNCHER = Path(__file__).resolve().parents[1] / "run_async.py"
 _COLOURS = (BLUE, ORANGE, GREEN, GREY)
 _PANELS = {
     "eval/accuracy_sampled": "Held-out accuracy, sampled",
@@ -64,6 +54,15 @@ class Replay(Record):
         return json.loads((Path(self.folder) / "summary.json").read_text())
 
 
+def compare_replays(archive: Path, settings: list[str], *, shared: list[str], out: Path) -> None:
+    """Replay `archive` under each of `settings`, then print the table and draw the curves. Raises ConfigError."""
+    if not 2 <= len(settings) <= len(_COLOURS):
+        raise ConfigError(f"--replay must be given 2 to {len(_COLOURS)} times, got {len(settings)}.")
+    replays = run_replays(archive, settings, shared=shared, out=out)
+    make_console().print(tabulate(replays))
+    print(f"picture {write_picture(replays, out / 'compared.png', title=f'{archive}, replayed')}")
+
+
 def run_replays(archive: Path, settings: list[str], *, shared: list[str], out: Path) -> list[Replay]:
     """Replay `archive` once under each of `settings` (overrides, separated by blanks), one after the other.
 
@@ -75,7 +74,16 @@ def run_replays(archive: Path, settings: list[str], *, shared: list[str], out: P
     for number, replay in enumerate(replays, start=1):
         print(f"replay {number} of {len(replays)}: {replay.label}", flush=True)
         own = [f"name=replay-{number}", f"runs_dir={out}", f"replay.path={archive}"]
-        command = [sys.executable, str(_LAUNCHER), "experiment=digits_replay", *shared, *replay.label.split(), *own]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream",
+            "run",
+            "experiment=digits_replay",
+            *shared,
+            *replay.label.split(),
+            *own,
+        ]
         if (code := subprocess.run(command, check=False).returncode) != 0:
             raise ConfigError(f"the replay under {replay.label} failed with exit code {code}; its message is above.")
     return replays
@@ -121,26 +129,3 @@ def write_picture(replays: list[Replay], target: Path, *, title: str) -> Path:
     with mpl.rc_context(STYLE):
         FigureCanvasAgg(draw(replays, title=title)).print_png(str(target))
     return target
-
-
-@fail_cleanly()
-def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("archive", type=Path, help="of the stored run, such as runs/mine/archive")
-    parser.add_argument(
-        "--replay", action="append", required=True, metavar="OVERRIDES", help="once for each to compare"
-    )
-    parser.add_argument("--all", nargs="*", default=[], metavar="OVERRIDE", help="settings of every replay")
-    parser.add_argument("--out", type=Path, required=True, help="folder to be made")
-    options = parser.parse_args(arguments)
-    if not 2 <= len(options.replay) <= len(_COLOURS):
-        raise ConfigError(f"--replay must be given 2 to {len(_COLOURS)} times, got {len(options.replay)}.")
-    replays = run_replays(options.archive, options.replay, shared=options.all, out=options.out)
-    make_console().print(tabulate(replays))
-    picture = write_picture(replays, options.out / "compared.png", title=f"{options.archive}, replayed")
-    print(f"picture {picture}")
-
-
-if __name__ == "__main__":
-    main()

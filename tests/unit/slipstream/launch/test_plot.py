@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.scripts.plot_run import draw, main, plot_run, read_metrics, running_mean
+from slipstream.launch.plot import draw, plot_run, read_metrics, running_mean
 
 
 def make_row(step: int) -> dict[str, Any]:
@@ -29,9 +29,9 @@ def write(folder: Path, rows: list[dict[str, Any]], *, tail: str = "") -> Path:
     return folder
 
 
-def test_a_run_becomes_a_picture_beside_its_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(write(tmp_path, [make_row(step) for step in range(1, 31)]))])
-    assert capsys.readouterr().out.strip() == str(tmp_path / "curve.png")
+def test_a_run_becomes_a_picture_beside_its_metrics(tmp_path: Path) -> None:
+    picture = plot_run(write(tmp_path, [make_row(step) for step in range(1, 31)]))
+    assert picture == tmp_path / "curve.png"
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 

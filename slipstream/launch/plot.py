@@ -1,11 +1,7 @@
-"""Plots a run: reads `metrics.jsonl` of a run folder, writes `curve.png` beside it.
-
-python -m slipstream.scripts.plot_run runs/digits_cpu
-"""
+"""Plots a run: reads `metrics.jsonl` of its folder and writes `curve.png` beside it."""
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,6 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.exits import fail_cleanly
 
 Rows = list[dict[str, Any]]
 """One flat dict per step."""
@@ -143,18 +138,3 @@ def running_mean(values: list[float], *, width: int) -> list[float]:
     """Mean of each value and up to `width - 1` before it."""
     windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
     return [sum(window) / len(window) for window in windows]
-
-
-@fail_cleanly()
-def main(arguments: list[str] | None = None) -> None:
-    """Command line: the run folder."""
-    folders = sys.argv[1:] if arguments is None else arguments
-    if len(folders) != 1:
-        raise ConfigError(
-            f"one run folder must be named, as in `python -m slipstream.scripts.plot_run runs/NAME`, got {folders}."
-        )
-    print(plot_run(Path(folders[0])))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.command_line import fail_cleanly
 
 
 class FaultError(Exception):
@@ -24,7 +24,7 @@ def test_a_fault_is_one_line_on_stderr_and_exit_code_2(error: Exception, capsys:
 
 
 def test_a_fault_that_another_start_mends_is_exit_code_75(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught, fail_cleanly(FaultError, passing=(FaultError,)):
+    with pytest.raises(SystemExit) as caught, fail_cleanly(FaultError, restartable=(FaultError,)):
         raise FaultError("the claim lapsed")
     assert caught.value.code == 75
     assert capsys.readouterr().err == "error: the claim lapsed\n"

@@ -7,7 +7,7 @@ from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
 from slipstream.buffer.sampling import DrawRules
 from slipstream.configs.base import ConfigError
-from slipstream.scripts.explain import explain_step, explain_trajectory, explain_version
+from slipstream.launch.explain import explain_step, explain_trajectory, explain_version
 from tests.builders import make_packed
 
 

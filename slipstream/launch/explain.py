@@ -1,29 +1,37 @@
-"""Where a step, a trajectory or a policy version came from: the chain from the step ledger down to seeds and rewards.
+"""Explains where a step, a trajectory or a policy version came from, from the step ledger down to seeds and rewards.
 
-    python -m slipstream.scripts.explain runs/digits_cpu step 12
-    python -m slipstream.scripts.explain runs/digits_cpu trajectory 380-0-3
-    python -m slipstream.scripts.explain runs/digits_cpu version 12
-
-Works on a run that is going on and on one that is over, from its store alone.
+Reads the store alone, of a run in progress or of one that has ended.
 """
 
-import argparse
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
+from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.redis.run_store import stored_run
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Trajectory, group_of, lease_of
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.exits import fail_cleanly
+from slipstream.runtime.run_folder import find_run
 
 console = Console(highlight=False, soft_wrap=True)
+
+
+def explain(kind: Literal["step", "trajectory", "version"], which: str, run: Sequence[str]) -> None:
+    """Print where a part of a run came from; `run` as for `find_run`. Raises ConfigError, ReplayBufferError."""
+    if kind != "trajectory" and not which.isdecimal():
+        raise ConfigError(f"{kind} must be a whole number, got {which!r}.")
+    with stored_run(find_run(run, command="explain")) as store:
+        if kind == "step":
+            explain_step(store, int(which))
+        elif kind == "trajectory":
+            explain_trajectory(store, which)
+        else:
+            explain_version(store, int(which))
 
 
 def explain_step(store: Store, step: int) -> None:
@@ -133,26 +141,3 @@ def _stored(store: Store, group_id: str) -> list[Trajectory]:
     except StaleFenceError:
         return []
     return [unpack(payload) for payload in payloads]
-
-
-@fail_cleanly(ReplayBufferError)
-def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="run folder, such as runs/digits_cpu")
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("step", help="what a step trained on").add_argument("number", type=int)
-    kinds.add_parser("trajectory", help="where a trajectory came from").add_argument("id")
-    kinds.add_parser("version", help="which weights a version is").add_argument("number", type=int)
-    options = parser.parse_args(arguments)
-    with stored_run(options.run) as store:
-        if options.kind == "step":
-            explain_step(store, options.number)
-        elif options.kind == "trajectory":
-            explain_trajectory(store, options.id)
-        else:
-            explain_version(store, options.number)
-
-
-if __name__ == "__main__":
-    main()

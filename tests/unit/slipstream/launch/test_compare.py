@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream.scripts.compare_replays import Replay, draw, main, tabulate, write_picture
+from slipstream.configs.base import ConfigError
+from slipstream.launch.compare import Replay, compare_replays, draw, tabulate, write_picture
 
 SUMMARY = {"accuracy_before": 0.3, "accuracy_sampled": 0.75, "accuracy_greedy": 0.8, "train_seconds": 12.5}
 
@@ -52,15 +53,12 @@ def test_the_table_has_a_line_per_replay(replays: list[Replay]) -> None:
     assert lines[2][-2:] == ["-8.0000", "2.000"]
 
 
-@pytest.mark.parametrize("replay", [["--replay", "seed=1"], []])
-def test_one_replay_is_no_comparison(replay: list[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main([str(tmp_path), *replay, "--out", str(tmp_path / "new")])
-    assert caught.value.code == 2
+@pytest.mark.parametrize("settings", [["seed=1"], []])
+def test_one_replay_is_no_comparison(settings: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--replay must be given 2 to 4 times"):
+        compare_replays(tmp_path, settings, shared=[], out=tmp_path / "new")
 
 
-def test_a_folder_that_is_there_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(tmp_path), "--replay", "seed=1", "--replay", "seed=2", "--out", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        main(arguments)
-    assert "--out must not exist yet" in capsys.readouterr().err
+def test_a_folder_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--out must not exist yet"):
+        compare_replays(tmp_path, ["seed=1", "seed=2"], shared=[], out=tmp_path)

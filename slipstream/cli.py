@@ -1,0 +1,276 @@
+"""The command line: `slipstream COMMAND`, one function per command.
+
+Each command imports its own modules: torch takes seconds to load, and `slipstream --help` or `slipstream status` must
+not wait for it.
+"""
+
+import sys
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from slipstream.broker.errors import BrokerError
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.configs.base import ConfigError
+from slipstream.generators.errors import GeneratorError
+from slipstream.learner.errors import LearnerError
+from slipstream.runtime.command_line import fail_cleanly, run_app
+from slipstream.runtime.process import RoleDiedError
+
+SETTINGS = """\b
+Most used settings:
+  experiment=PRESET             digits_cpu (the default), addition_cpu, gsm8k_1gpu, gsm8k_8gpu, digits_serial,
+                                digits_replay, digits_sft
+  recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
+  name=NAME                     run folder runs/NAME; resume=true continues it
+  seed=0                        every random choice of the run derives from it
+  model.path=FOLDER             model to train: a transformers folder, or a name on the Hugging Face hub
+  data.train_path=FILE          prompts, in Parquet; data.heldout_path=FILE those to evaluate on
+  generators.count=1            vLLM engines; generators.group_size=8 answers to each prompt
+  generators.reward.function=module:function
+  buffer.staleness.max_lag=4    versions that a trajectory may be old; 0 is synchronous training
+  learner.max_steps=400         learner.groups_per_step=32 prompts each
+  learner.optimizer.learning_rate=3e-4
+
+All settings: docs/settings.md; `slipstream config` prints them with their values.
+"""
+
+app = typer.Typer(
+    help="""Asynchronous actor-learner reinforcement learning for language models.
+
+    \b
+    slipstream run                                   train the default experiment on this machine
+    slipstream run learner.max_steps=50 name=short   any setting: key=value
+    slipstream COMMAND --help                        usage and most used settings of a command
+
+    All settings: docs/settings.md; `slipstream config` prints them with their values.
+    """,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# Overrides may not look like options: unknown ones are passed on, so that the advice of `check_overrides` fits.
+_WITH_OVERRIDES = {"ignore_unknown_options": True}
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
+]
+RunWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RUN", help="Name or folder of a run, by default the newest; runs_dir=FOLDER says where runs are."
+    ),
+]
+
+
+@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+def run(
+    ctx: typer.Context,
+    overrides: Overrides = None,
+    cfg: Annotated[
+        str | None, typer.Option("--cfg", metavar="job", help="Print the resolved configuration and stop.")
+    ] = None,
+) -> None:
+    """Train: start the roles, watch them, report and plot the result.
+
+    \b
+    slipstream run                                    the default experiment, on this machine
+    slipstream run experiment=gsm8k_1gpu              another preset
+    slipstream run learner.max_steps=50 name=short    any setting
+    slipstream run experiment=digits_serial           all roles in one process, deterministic
+    slipstream run experiment=digits_replay replay.path=runs/NAME/archive    train on stored trajectories
+    """
+    if cfg is not None:
+        config(overrides)
+        return
+    from slipstream.launch.run import run_experiment
+
+    run_experiment(_checked(overrides), program=ctx.find_root().info_name or "slipstream")
+
+
+@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+def sft(overrides: Overrides = None) -> None:
+    """Train on demonstrations, with the learner alone.
+
+    The preset is experiment=digits_sft unless another is given.
+    """
+    from slipstream.launch.run import start_sft
+
+    checked = _checked(overrides)
+    has_experiment = any(override.startswith("experiment=") for override in checked)
+    start_sft(checked if has_experiment else ["experiment=digits_sft", *checked])
+
+
+@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+def prepare(overrides: Overrides = None) -> None:
+    """Make the data and models that a run needs and lacks, as `run` does."""
+    from slipstream.configs.load import load
+    from slipstream.launch.preflight import prepare as make_missing
+
+    if make_missing(load(_checked(overrides))) == 0:
+        print("prepare: everything is there")
+
+
+@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+def config(
+    overrides: Overrides = None,
+    sources: Annotated[bool, typer.Option(help="Name the file or override that sets each value.")] = False,
+    arithmetic: Annotated[bool, typer.Option(help="Print derived sizes: tokens, microbatches, devices.")] = False,
+) -> None:
+    """Print the resolved configuration of a run."""
+    from slipstream.scripts.print_config import main as print_config
+
+    options = ["--sources"] * sources + ["--arithmetic"] * arithmetic
+    print_config([*options, *_checked(overrides)])
+
+
+@app.command()
+def status(
+    run: RunWords = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/status.md lists its keys.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")] = False,
+) -> None:
+    """Show a run on one screen.
+
+    Reads the store alone: it works whichever role is dead, and changes nothing.
+
+    Exit codes: 0, 1 when the store does not answer, 2 for a run that does not exist.
+    """
+    from slipstream.launch.commands import show_status
+
+    show_status(run or [], is_json=json, is_watching=watch)
+
+
+@app.command()
+def scale(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="generators=N [RUN]", help="Generators to keep from now on, and the name or folder of the run."
+        ),
+    ],
+) -> None:
+    """Change the number of generators of a run.
+
+    The launcher of the run starts or drains the difference; without a name it is the newest run.
+
+    Exit codes: 0, 1 when no launcher or store answers, 2 for a number or a run that is not valid.
+    """
+    from slipstream.launch.commands import scale as scale_run
+
+    scale_run(words)
+
+
+@app.command()
+def drain(
+    generator: Annotated[str, typer.Argument(metavar="GENERATOR", help="Its id, such as generator-1.")],
+    run: RunWords = None,
+) -> None:
+    """Have one generator return its prompts and leave, on any machine.
+
+    Exit codes: 0, 1 when it does not leave in time, 2 for a generator or a run that does not exist.
+    """
+    from slipstream.launch.commands import drain as drain_generator
+
+    drain_generator(generator, run or [])
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def data(ctx: typer.Context) -> None:
+    """List, show, export, import and verify stored trajectories."""
+    from slipstream.buffer.cli.app import app as data_app
+
+    run_app(data_app, ctx.args, program=ctx.command_path)
+
+
+@app.command()
+def explain(
+    kind: Annotated[Literal["step", "trajectory", "version"], typer.Argument(help="What to explain.")],
+    which: Annotated[str, typer.Argument(metavar="ID", help="Number of a step or version, id of a trajectory.")],
+    run: RunWords = None,
+) -> None:
+    """Trace a step, trajectory or policy version back to its origin.
+
+    Prompts, seeds, generators, rewards and weights, from the store of the run.
+
+    \b
+    slipstream explain step 12
+    slipstream explain trajectory 380-0-3 runs/digits_cpu
+    """
+    from slipstream.launch.explain import explain as explain_part
+
+    explain_part(kind, which, run or [])
+
+
+@app.command()
+def plot(run: RunWords = None) -> None:
+    """Draw the curves of a run into its folder, as curve.png."""
+    from slipstream.launch.plot import plot_run
+    from slipstream.runtime.run_folder import find_run
+
+    print(plot_run(find_run(run or [], command="plot")))
+
+
+@app.command()
+def compare(
+    archive: Annotated[Path, typer.Argument(help="Archive of a stored run, such as runs/mine/archive.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="A folder to be made.")],
+    replay: Annotated[list[str], typer.Option(metavar="OVERRIDES", help="Settings of one replay; given 2 to 4 times.")],
+    shared: Annotated[
+        list[str] | None, typer.Option("--all", metavar="OVERRIDE", help="A setting of every replay; repeatable.")
+    ] = None,
+) -> None:
+    """Train on the same stored trajectories under several settings.
+
+    Prints a table and draws the curves side by side.
+
+    \b
+    slipstream compare runs/mine/archive --out runs/losses \\
+        --replay algorithm/policy_loss=ppo_clip --replay algorithm/policy_loss=reinforce \\
+        --all learner.max_steps=60 --all algorithm.updates_per_step=4 --all algorithm.proximal=recompute
+
+    Each replay is a run of its own in the new folder: replay-1, replay-2, ...
+    """
+    from slipstream.launch.compare import compare_replays
+
+    compare_replays(archive, replay, shared=shared or [], out=out)
+
+
+def _checked(overrides: list[str] | None) -> list[str]:
+    from slipstream.runtime.overrides import check_overrides
+
+    check_overrides(overrides or [])
+    return overrides or []
+
+
+@fail_cleanly(BrokerError, ReplayBufferError, GeneratorError, LearnerError, RoleDiedError)
+def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> None:
+    """Parse the command line and dispatch."""
+    # As `python -m` does for the roles: a reward function may lie in the current folder.
+    sys.path.insert(0, str(Path.cwd()))
+    run_app(app, _with_command(sys.argv[1:] if arguments is None else arguments), program=program)
+
+
+def _with_command(arguments: list[str]) -> list[str]:
+    """Put `run` before arguments that begin with an override. Raises ConfigError for an unknown command."""
+    first = arguments[0] if arguments else "--help"
+    commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    if first in (*commands, "-h", "--help"):
+        return arguments
+    if "=" in first or first.startswith(("-", "~")):
+        return ["run", *arguments]
+    close = get_close_matches(first, commands, n=1)
+    if close:
+        raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
+    from slipstream.runtime.overrides import nearest_setting
+
+    if nearest_setting(first):
+        return ["run", *arguments]
+    raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")
+
+
+if __name__ == "__main__":
+    main()

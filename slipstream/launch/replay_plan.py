@@ -1,0 +1,78 @@
+"""What a replay trains on: the groups of an archive, and which of them each step claims."""
+
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.codec import encode, unpack
+from slipstream.buffer.errors import ArchiveError
+from slipstream.buffer.records import FinishedGroup, StepEntry
+from slipstream.buffer.sampling import Draw
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
+
+
+class ReplayPlan(Record):
+    """Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], draws={1: Draw(["17", "12"], ...), ...})."""
+
+    groups: list[FinishedGroup]
+    """By the step that trained on them first; those no step is known of come last, in the order archived."""
+    draws: dict[int, Draw]
+    """What the ledger says the steps claimed; empty where groups are claimed in their order."""
+
+
+def plan_replay(run: RunConfig) -> ReplayPlan:
+    """Read the archive that the run replays.
+
+    The ledger's batches when its steps are as large as the replay's, else the same groups in the same order.
+    Raises ArchiveError; ConfigError when the archive holds too little.
+    """
+    archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
+    groups, steps = stored_groups(archive), Archive(archive).steps()
+    if any(len(entry.group_ids) != per_step for entry in steps):
+        steps = []
+    num_steps = len(steps) or len(groups) // per_step
+    _check_suffices(archive, num_steps, wanted=run.learner.max_steps, num_groups=len(groups))
+    wanted = steps[: run.learner.max_steps]
+    _check_whole(archive, wanted, groups)
+    return ReplayPlan(groups, draws={entry.step: _draw(entry) for entry in wanted})
+
+
+def stored_groups(archive: Path) -> list[FinishedGroup]:
+    """The groups that were trained on, or brought from elsewhere to be. Raises ArchiveError."""
+    rows = Archive(archive).read(TrajectoryFilter(outcome="retired"))
+    groups = []
+    for group_id, members in groupby(rows, key=lambda stored: stored.trajectory.group_id):
+        group = sorted(members, key=lambda stored: stored.trajectory.index)
+        payloads = [encode(stored.trajectory) for stored in group]
+        groups.append(FinishedGroup(group_id, "retired", "", group[0].steps, payloads))
+    return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
+
+
+def _draw(entry: StepEntry) -> Draw:
+    ones, none = [1.0] * len(entry.group_ids), [False] * len(entry.group_ids)
+    return Draw(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
+
+
+def _check_suffices(archive: Path, num_steps: int, *, wanted: int, num_groups: int) -> None:
+    if wanted > num_steps:
+        raise ConfigError(
+            f"learner.max_steps must be <= {num_steps} to replay {archive}, got {wanted}: it holds {num_groups} groups "
+            f"and {num_steps} steps."
+        )
+
+
+def _check_whole(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
+    """A batch that lacks a trajectory would be another batch."""
+    stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
+    for entry in steps:
+        for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
+            if stored.get(group_id) != names:
+                raise ArchiveError(
+                    f"{archive} must hold what step {entry.step} of its ledger trained on, {', '.join(names)}, got "
+                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `python -m buffer verify {archive}` "
+                    "tells what else is missing."
+                )

@@ -1,0 +1,122 @@
+"""A run from its overrides to its report: name, preparation, preflight, the runtime of its mode, the result."""
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.launch.launcher import Launcher
+from slipstream.launch.plot import plot_run
+from slipstream.launch.preflight import check_surroundings, prepare
+from slipstream.runtime.run_folder import RunFolder
+
+console = Console()
+
+
+def run_experiment(overrides: list[str], *, program: str) -> None:
+    """Train as the overrides say and report the result. Blocks until the run has ended.
+
+    `program` is how the user calls this program, for the commands that the report suggests.
+    Raises ConfigError, and the errors of every role.
+    """
+    run = load(overrides)
+    if run.mode == "sft":
+        start_sft(overrides)
+    run, overrides = _with_free_name(run, overrides)
+    folder = RunFolder(run)
+    folder.check_name()
+    prepare(run)
+    check_surroundings(run)
+    folder.claim()
+    # The launcher works without torch, which takes seconds to import.
+    if run.mode == "serial":
+        from slipstream.launch.serial import run_serial
+
+        run_serial(run, folder)
+    elif run.mode == "replay":
+        from slipstream.launch.replay import run_replay
+
+        run_replay(run, folder, overrides=overrides)
+    else:
+        Launcher(run, folder, overrides=overrides, console=console).launch()
+    _report(run, folder, program=program)
+
+
+def start_sft(overrides: list[str]) -> None:
+    """Replace this process by a learner that trains on demonstrations: mode=sft has no other role.
+
+    Raises ConfigError.
+    """
+    run = load(overrides)
+    if run.mode != "sft":
+        raise ConfigError(f"mode must be sft, got {run.mode}: choose experiment=digits_sft or set mode and sft.*.")
+    prepare(run)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])
+
+
+def _with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
+    """Number a default name that is in use, so that the same command can be repeated."""
+    is_chosen = any(override.startswith("name=") for override in overrides)
+    if is_chosen or run.resume:
+        return run, overrides
+    names = itertools.chain([run.name], (f"{run.name}-{number}" for number in itertools.count(2)))
+    free = next(name for name in names if not (Path(run.runs_dir) / name).exists())
+    return msgspec.structs.replace(run, name=free), [*overrides, f"name={free}"]
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+_REPORTED = {
+    "accuracy before, sampled": "accuracy_before",
+    "accuracy after, sampled": "accuracy_sampled",
+    "accuracy after, greedy": "accuracy_greedy",
+    "seconds to the goal": "seconds_to_goal",
+    "seconds of training": "train_seconds",
+    "steps": "steps",
+    "tokens/s generated": "generated_tokens_per_s",
+    "tokens/s learned": "learner_tokens_per_s",
+    "lag mean": "lag_mean",
+    "lag max": "lag_max",
+    "largest log-prob difference": "logprob_diff_max",
+}
+
+
+def _report(run: RunConfig, folder: RunFolder, *, program: str) -> None:
+    summary = json.loads(folder.summary.read_text())
+    curve = plot_run(folder.path)
+    console.print(f"{run.name}: {verdict(run, summary)}", style="bold", highlight=False, soft_wrap=True)
+    table = Table(show_header=False, box=None)
+    for label, key in _REPORTED.items():
+        value = summary[key]
+        table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
+    console.print(table)
+    console.print(
+        f"curve        {curve}",
+        f"final model  {folder.final_model}",
+        f"all figures  {folder.summary}",
+        "",
+        "Next:",
+        f"  {program} run name={run.name}-sync buffer.staleness.max_lag=0   # the synchronous oracle",
+        f"  {program} run name={run.name}-two generators.count=2            # two generators",
+        f"  {program} config --arithmetic experiment=gsm8k_1gpu             # the sizes of a GPU run",
+        sep="\n",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def verdict(run: RunConfig, summary: dict[str, float]) -> str:
+    """Return whether the run reached its goal, with its final accuracies; a run without a goal is `done`."""
+    sampled, greedy = summary["accuracy_sampled"], summary["accuracy_greedy"]
+    goal_sampled, goal_greedy = run.evaluation.goal_sampled, run.evaluation.goal_greedy
+    reached = sampled >= (goal_sampled or 0) and greedy >= (goal_greedy or 0)
+    word = "done" if goal_sampled is None and goal_greedy is None else "learned" if reached else "NOT learned"
+    return f"{word}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"

@@ -1,0 +1,60 @@
+"""Conventions of every command line: exit codes, errors as one sentence, `--help`."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import typer
+
+from slipstream.configs.base import ConfigError
+
+NO_ANSWER = 1
+"""Exit code of a command whose store, broker or launcher did not answer in time."""
+BAD_INPUT = 2
+"""Exit code of an error that the user can correct."""
+TRY_AGAIN = 75
+"""Exit code of an error that a restart may cure: EX_TEMPFAIL of sysexits.h."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
+
+# Typer brings click along as a private package, and exports this subclass of click's UsageError alone.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+def exit_with_error(sentence: object, *, code: int) -> NoReturn:
+    """Print one sentence to stderr and end the process."""
+    print(f"error: {sentence}", file=sys.stderr)
+    raise SystemExit(code) from None
+
+
+@contextmanager
+def fail_cleanly(*errors: type[Exception], restartable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn ConfigError, `errors` and Ctrl-C into a message and an exit code; any other exception is a bug and passes.
+
+    `restartable` errors end with exit code 75, which asks a launcher for a restart.
+
+    Usable as a context and as a decorator: `@fail_cleanly(ReplayBufferError, BrokerError)` above `main`.
+    """
+    try:
+        yield
+    except restartable as error:
+        exit_with_error(error, code=TRY_AGAIN)
+    except (ConfigError, *errors) as error:
+        exit_with_error(error, code=BAD_INPUT)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
+    """Run a typer program as `program`; its usage errors become one sentence and exit code 2."""
+    command = typer.main.get_command(app)
+    try:
+        code = command.main(arguments or ["--help"], prog_name=program, standalone_mode=False)
+    except _UsageError as error:
+        message = error.format_message().rstrip(".")
+        path = error.ctx.command_path if error.ctx else program
+        exit_with_error(f"{message[:1].lower()}{message[1:]}; see `{path} --help`.", code=BAD_INPUT)
+    if code:
+        raise SystemExit(code)

@@ -1,0 +1,112 @@
+"""The command line: help, dispatch, and the advice on mistakes."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from slipstream import cli
+from slipstream.configs.load import groups, leaves, load, to_plain
+from tests.e2e.runs import ROOT
+
+COMMANDS = ["run", "sft", "prepare", "config", "status", "scale", "drain", "data", "explain", "plot", "compare"]
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    code = 0
+    try:
+        cli.main([*arguments])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    return code, *capsys.readouterr()
+
+
+def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, told, _ = call(capsys, "--help")
+    assert code == 0
+    assert re.findall(r"^  ([a-z]+) {2,}[A-Z]", told, re.MULTILINE) == COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told, _ = call(capsys, command, "--help")
+    assert code == 0
+    assert f"Usage: slipstream {command}" in told
+
+
+@pytest.mark.parametrize("command", ["run", "sft", "prepare", "config"])
+def test_commands_with_overrides_name_settings_and_where_all_are(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = call(capsys, command, "--help")[1]
+    assert "Most used settings:" in told
+    assert "docs/settings.md" in told
+
+
+def test_the_settings_named_in_the_help_exist() -> None:
+    known = {key for key, _ in leaves(to_plain(load([])))} | set(groups())
+    assert set(re.findall(r"\b([a-z][a-z_./]*)=", cli.SETTINGS)) <= known
+    assert set(groups()["experiment"]) <= set(re.findall(r"\w+", cli.SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--learner.max_steps=5"], "settings are given as learner.max_steps=5, without dashes"),
+        (["run", "--learner.max_steps", "5"], "settings are given as learner.max_steps=5, without dashes"),
+        (["run", "--max-steps=5"], "settings are given as learner.max_steps=5, without dashes"),
+        (["stat"], "no command `stat`, did you mean `status`?"),
+        (["max_steps", "5"], "write learner.max_steps=5"),
+        (["run", "max_steps", "5"], "write learner.max_steps=5"),
+        (["config", "learner.max_steps", "=", "5"], "write learner.max_steps=5"),
+        (["run", "experiment"], "write experiment=VALUE"),
+        (["run", "xyzzy"], "key=value, got `xyzzy`"),
+        (["xyzzy"], "no command `xyzzy`; there are: run, "),
+        (["status", "--jso"], "--jso"),
+        (["explain", "steps", "3"], "'steps'"),
+        (["explain", "step"], "'ID'"),
+        (["explain", "step", "three"], "step must be a whole number, got 'three'"),
+        (["data", "lst"], "lst"),
+        (["status", "--json", "--watch"], "--json prints once"),
+        (["status", "learner.max_steps=3"], "got 'learner.max_steps=3'"),
+    ],
+)
+def test_a_mistake_gets_one_sentence_of_advice(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed, error = call(capsys, *arguments)
+    assert (code, printed) == (2, "")
+    assert error.startswith("error: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_overrides_without_a_command_mean_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "max_steps: 3\n" in call(capsys, "--cfg", "job", "learner.max_steps=3")[1]
+    assert "max_steps: 3\n" in call(capsys, "learner.max_steps=3", "--cfg", "job")[1]
+    assert "max_steps: 3\n" in call(capsys, "config", "learner.max_steps=3")[1]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["status", "--help"], ["status", "runs_dir=nowhere"]])
+def test_it_starts_without_torch(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from slipstream.cli import main\n"
+        "try:\n"
+        f"    main({arguments})\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "sys.exit(sorted(sys.modules.keys() & {'torch', 'vllm', 'deepspeed', 'transformers'}) or 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("program", [["run_async.py"], ["-m", "slipstream"]])
+def test_every_way_to_start_it_is_the_same_program(program: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *program, "stat"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "error: no command `stat`, did you mean `status`?\n")
