@@ -1,4 +1,18 @@
-"""python -m broker [overrides]: start the broker, and keep the embedded store when no launcher does."""
+"""python -m broker [KEY=VALUE]...: start the broker, and keep the embedded store when no launcher does.
+
+python -m broker experiment=digits_cpu name=mine                         on this machine
+python -m broker name=mine broker.address=tcp://0.0.0.0:5757 broker.token_file=token    for generators elsewhere
+
+Most used settings; those of the learner must be the same:
+  experiment=PRESET, name=NAME  the run; resume=true continues it
+  broker.address=ADDRESS        where generators and learner connect, such as tcp://127.0.0.1:5757
+  broker.token_file=FILE        secret of the run; needed to listen beyond this machine
+  buffer/store=embedded         or redis, with buffer.store.url=redis://HOST:PORT/0
+  buffer.staleness.max_lag=4    versions that a trajectory may be old
+  data.train_path=FILE          prompts, in Parquet
+
+All settings: docs/settings.md; `slipstream config` prints them with their values.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -27,6 +41,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
+from slipstream.runtime.overrides import role_overrides
 from slipstream.runtime.process import die_with_launcher, has_launcher, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
@@ -38,9 +53,9 @@ log = structlog.get_logger(__name__)
 
 
 @fail_cleanly(BrokerError, ReplayBufferError)
-def main(overrides: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Run until SIGTERM or SIGINT."""
-    run = load(overrides)
+    run = load(role_overrides(arguments, help_text=__doc__))
     configure_logs("broker")
     die_with_launcher()
     token = read_token(run.broker)

@@ -1,4 +1,17 @@
-"""python -m generators [--id NAME] [broker.address=...]: start a generator; the broker tells it the rest."""
+"""python -m generators [--id NAME] [KEY=VALUE]...: start a generator, which gets the settings of the run from the broker.
+
+python -m generators                                                     on the machine of the broker
+python -m generators broker.address=tcp://HOST:5757 broker.token_file=token    on another machine
+
+Most used settings:
+  --id NAME                     name in the status, the logs and the trajectories; by default host and process id
+  broker.address=ADDRESS        where the broker listens
+  broker.token_file=FILE        secret of the run, when the broker asks for one
+  broker.join_timeout_s=SECONDS how long to wait for a broker
+  weights.transport=TRANSPORT   how this generator gets weights, in place of the run's choice
+
+All settings: docs/settings.md; `slipstream config` prints them with their values.
+"""
 
 import asyncio
 import os
@@ -21,6 +34,7 @@ from slipstream.generators.errors import EngineDiedError, GeneratorError
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
+from slipstream.runtime.overrides import role_overrides
 from slipstream.runtime.process import die_with_launcher, on_stop_signal
 
 _FLUSH_S = 3.0
@@ -31,7 +45,8 @@ log = structlog.get_logger(__name__)
 @fail_cleanly(BrokerError, GeneratorError, restartable=(EngineDiedError, ClientDiedError))
 def main(arguments: list[str]) -> None:
     """Join, then generate until drained."""
-    peer_id, overrides = _split(arguments)
+    peer_id, words = _split(arguments)
+    overrides = role_overrides(words, help_text=__doc__)
     configure_logs(peer_id)
     die_with_launcher()
     broker = load(overrides).broker

@@ -1,6 +1,19 @@
-"""python -m learner [overrides]: start the learner; with learner.num_ranks > 1, all its ranks.
+"""python -m learner [KEY=VALUE]...: start the learner; with learner.num_ranks > 1, all its ranks.
 
-With mode=sft it learns from a file, alone: no broker, store or generator.
+python -m learner experiment=digits_cpu name=mine    with the settings that the broker was started with
+python -m learner experiment=digits_sft              mode=sft: train on demonstrations, without any other role
+
+Most used settings; those of the broker must be the same:
+  experiment=PRESET, name=NAME  the run; resume=true continues it
+  broker.address=ADDRESS        where the broker listens
+  model.path=FOLDER             model to train
+  learner.max_steps=400         learner.groups_per_step=32 prompts each
+  learner.optimizer.learning_rate=3e-4
+  learner.num_ranks=1           processes that share a step; learner/engine=deepspeed_zero3 shards the model
+  learner.checkpoint.every_steps=20
+  sft.train_path=FILE           demonstrations, in Parquet, for mode=sft
+
+All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
 
 import os
@@ -34,6 +47,7 @@ from slipstream.learner.sft.run import build_sft, check_sft
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
+from slipstream.runtime.overrides import role_overrides
 from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
@@ -41,8 +55,9 @@ log = structlog.get_logger(__name__)
 
 
 @fail_cleanly(BrokerError, ReplayBufferError, LearnerError, restartable=(StaleFenceError, ClientDiedError))
-def main(overrides: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Join the broker and train; as a rank above 0, follow rank 0. For mode=sft, train from a file."""
+    overrides = role_overrides(arguments, help_text=__doc__)
     run = load(overrides)
     check_model_path(run.model.path)
     if run.mode == "sft" and "RANK" not in os.environ:
