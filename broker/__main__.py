@@ -38,10 +38,9 @@ from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
-from slipstream.runtime.overrides import role_overrides
 from slipstream.runtime.process import die_with_launcher, has_launcher, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
@@ -53,9 +52,10 @@ log = structlog.get_logger(__name__)
 
 
 @fail_cleanly(BrokerError, ReplayBufferError)
-def main(arguments: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Run until SIGTERM or SIGINT."""
-    run = load(role_overrides(arguments, help_text=__doc__))
+    exit_after_help(overrides, __doc__)
+    run = load(overrides)
     configure_logs("broker")
     die_with_launcher()
     token = read_token(run.broker)

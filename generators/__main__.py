@@ -31,10 +31,9 @@ from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.errors import EngineDiedError, GeneratorError
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
-from slipstream.runtime.overrides import role_overrides
 from slipstream.runtime.process import die_with_launcher, on_stop_signal
 
 _FLUSH_S = 3.0
@@ -45,8 +44,8 @@ log = structlog.get_logger(__name__)
 @fail_cleanly(BrokerError, GeneratorError, restartable=(EngineDiedError, ClientDiedError))
 def main(arguments: list[str]) -> None:
     """Join, then generate until drained."""
-    peer_id, words = _split(arguments)
-    overrides = role_overrides(words, help_text=__doc__)
+    exit_after_help(arguments, __doc__)
+    peer_id, overrides = _split(arguments)
     configure_logs(peer_id)
     die_with_launcher()
     broker = load(overrides).broker

@@ -44,10 +44,9 @@ from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import become_ranks, end_rank
 from slipstream.learner.sft.run import build_sft, check_sft
-from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
-from slipstream.runtime.overrides import role_overrides
 from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
@@ -55,9 +54,9 @@ log = structlog.get_logger(__name__)
 
 
 @fail_cleanly(BrokerError, ReplayBufferError, LearnerError, restartable=(StaleFenceError, ClientDiedError))
-def main(arguments: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Join the broker and train; as a rank above 0, follow rank 0. For mode=sft, train from a file."""
-    overrides = role_overrides(arguments, help_text=__doc__)
+    exit_after_help(overrides, __doc__)
     run = load(overrides)
     check_model_path(run.model.path)
     if run.mode == "sft" and "RANK" not in os.environ:

@@ -53,7 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Overrides may not look like options: unknown ones are passed on, so that the advice of `check_overrides` fits.
+# What looks like an unknown option is passed on as an override, where `--learner.max_steps=5` gets advice that fits.
 _WITH_OVERRIDES = {"ignore_unknown_options": True}
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
@@ -88,7 +88,7 @@ def run(
         return
     from slipstream.launch.run import run_experiment
 
-    run_experiment(_checked(overrides), program=ctx.find_root().info_name or "slipstream")
+    run_experiment(overrides or [], program=ctx.find_root().info_name or "slipstream")
 
 
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
@@ -99,9 +99,9 @@ def sft(overrides: Overrides = None) -> None:
     """
     from slipstream.launch.run import start_sft
 
-    checked = _checked(overrides)
-    has_experiment = any(override.startswith("experiment=") for override in checked)
-    start_sft(checked if has_experiment else ["experiment=digits_sft", *checked])
+    given = overrides or []
+    has_experiment = any(override.startswith("experiment=") for override in given)
+    start_sft(given if has_experiment else ["experiment=digits_sft", *given])
 
 
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
@@ -110,7 +110,7 @@ def prepare(overrides: Overrides = None) -> None:
     from slipstream.configs.load import load
     from slipstream.launch.preflight import prepare as make_missing
 
-    if make_missing(load(_checked(overrides))) == 0:
+    if make_missing(load(overrides or [])) == 0:
         print("prepare: everything is there")
 
 
@@ -124,7 +124,7 @@ def config(
     from slipstream.scripts.print_config import main as print_config
 
     options = ["--sources"] * sources + ["--arithmetic"] * arithmetic
-    print_config([*options, *_checked(overrides)])
+    print_config([*options, *overrides or []])
 
 
 @app.command()
@@ -239,13 +239,6 @@ def compare(
     compare_replays(archive, replay, shared=shared or [], out=out)
 
 
-def _checked(overrides: list[str] | None) -> list[str]:
-    from slipstream.runtime.overrides import check_overrides
-
-    check_overrides(overrides or [])
-    return overrides or []
-
-
 @fail_cleanly(BrokerError, ReplayBufferError, GeneratorError, LearnerError, RoleDiedError)
 def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> None:
     """Parse the command line and dispatch."""
@@ -265,9 +258,9 @@ def _with_command(arguments: list[str]) -> list[str]:
     close = get_close_matches(first, commands, n=1)
     if close:
         raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
-    from slipstream.runtime.overrides import nearest_setting
+    from slipstream.configs.groups import nearest_key
 
-    if nearest_setting(first):
+    if len(arguments) > 1 and nearest_key(first):
         return ["run", *arguments]
     raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")
 

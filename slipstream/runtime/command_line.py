@@ -28,6 +28,13 @@ def exit_with_error(sentence: object, *, code: int) -> NoReturn:
     raise SystemExit(code) from None
 
 
+def exit_after_help(arguments: list[str], text: str | None) -> None:
+    """End the process with code 0 after printing the help of a role, when its command line asks for it."""
+    if any(argument in ("-h", "--help") for argument in arguments):
+        print((text or "").strip())
+        raise SystemExit(0)
+
+
 @contextmanager
 def fail_cleanly(*errors: type[Exception], restartable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn ConfigError, `errors` and Ctrl-C into a message and an exit code; any other exception is a bug and passes.
