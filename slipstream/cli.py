@@ -124,7 +124,7 @@ def config(
     from slipstream.scripts.print_config import main as print_config
 
     options = ["--sources"] * sources + ["--arithmetic"] * arithmetic
-    print_config([*options, *overrides or []])
+    print_config([*options, *(overrides or [])])
 
 
 @app.command()
