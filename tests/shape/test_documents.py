@@ -13,6 +13,7 @@ from tests.shape.tree import ROOT, assert_none, paths, text
 
 MAX_README_BYTES, MAX_TREE_LINES = 8 * 1024, 25
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"(?<![\w/.])((?:[a-z_0-9]+/)+[\w-]+\.(?:py|md|lua|yaml|sh))\b")
 
 
 def rows(page: str) -> list[tuple[str, str]]:
@@ -61,6 +62,12 @@ def anchors(page: str) -> set[str]:
     """Anchors that the headings of a page get: lower case, hyphens for spaces, no punctuation."""
     headings = re.findall(r"^#+ +(.*)$", page, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_file_that_a_document_names_exists() -> None:
+    pages = [page for page in paths(".md") if page != "CHANGELOG.md"]
+    named = [(page, path) for page in pages for path in PATH.findall(text(page))]
+    assert_none([f"{page}: {path}" for page, path in named if not (ROOT / path).exists() and not exists(page, path)])
 
 
 def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
