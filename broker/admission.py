@@ -1,4 +1,4 @@
-"""Pacing: how many training prompts may ever have been admitted, given what the learner has consumed."""
+"""Admission: how many training prompts may be out, given what the learner has consumed and what the store holds."""
 
 import sys
 
@@ -9,17 +9,18 @@ from slipstream.configs.run import RunConfig
 
 
 def admission_limit(run: RunConfig, *, consumed: int) -> int:
-    """Groups that may have been admitted in all, when the newest committed version has `consumed` in it.
+    """Total number of groups that may ever have been admitted, given the groups `consumed` by the committed version.
 
     limit = min(consumed + (max_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
 
-    With max_lag = 0 exactly one version's worth of groups is out at a time: the synchronous run. Groups that fall out
-    (rejected, expired, quarantined) are taken off `admitted` by the store, which gives their budget back.
+    With max_lag = 0 exactly one version's worth of groups is out at a time: the synchronous run. The store subtracts
+    groups that leave without a step (rejected, expired, quarantined) from `admitted`, which returns their budget. Both
+    counters live in the store, so a restarted broker neither bursts nor starves.
 
-    Source: AReaL, arXiv:2505.24298, section 5.1, whose version * groups_per_version is `consumed` where every group is
-    trained on once.
-    Differs: groups used again make no room, and never more is admitted than the run will consume, so that the last
-    steps leave nothing unused. A replay admits none: its groups are there.
+    Source: AReaL, arXiv:2505.24298, section 5.1; its version * groups_per_version equals `consumed` if every group is
+        trained on once.
+    Differs: reused groups make no room, and no more is admitted than the run will consume, so that the last steps leave
+        nothing unused. A replay admits none: its groups are in the store already.
     """
     if run.mode == "replay":
         return 0
@@ -28,12 +29,12 @@ def admission_limit(run: RunConfig, *, consumed: int) -> int:
 
 
 def pacing_reason(state: RunState) -> str:
-    """What a generator is told that must wait for the learner."""
+    """Text for a generator that must wait for the learner."""
     return f"pacing: the learner is at version {state.version} and must consume before more prompts are admitted"
 
 
 def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) -> str:
-    """Why no new training prompt is admitted now; empty when one may be."""
+    """Return why no new training prompt is admitted now; empty if one may be."""
     if state.phase not in ("starting", "training"):
         return f"the run is {state.phase}"
     if reason := capacity_reason(run.buffer.capacity, counts):
@@ -42,12 +43,12 @@ def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) ->
 
 
 def oldest_version(run: RunConfig, *, committed: int) -> int:
-    """Below this a generator's version is too old for training prompts: its tokens would be over age on arrival."""
+    """Oldest version whose generators are leased training prompts; tokens of an older one would be stale on arrival."""
     return committed - run.buffer.staleness.max_lag
 
 
 def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
-    """Why a generator with this version is leased no training prompts; empty when it is, or has told none yet (-1)."""
+    """Return why a generator with this version is leased no training prompts; empty if it is, or has no version (-1)."""
     if version < 0 or version >= oldest_version(run, committed=committed):
         return ""
     max_lag = run.buffer.staleness.max_lag
@@ -55,7 +56,7 @@ def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
 
 
 def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
-    """Why no prompt may be admitted for want of room in the store; empty when there is room."""
+    """Return which limit of the store's capacity is reached; empty if there is room."""
     if capacity.max_groups is not None and counts.in_play >= capacity.max_groups:
         return f"capacity: {counts.in_play} groups are in play, buffer.capacity.max_groups is {capacity.max_groups}"
     stored_mib = counts.payload_bytes / 2**20
@@ -65,7 +66,7 @@ def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
 
 
 def capacity_limit(capacity: CapacityConfig, counts: StoreCounts) -> int:
-    """Groups that may have been admitted in all, when the store holds as much as `counts` says."""
+    """Total number of groups that may ever have been admitted within the store's capacity."""
     if capacity_reason(capacity, counts):
         return counts.admitted
     if capacity.max_groups is None:

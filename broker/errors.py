@@ -1,15 +1,15 @@
-"""What can go wrong between processes.
+"""Errors between processes.
 
 BrokerError
-├── ChannelClosedError        a channel was used after close, or its address cannot be bound or reached
-├── ClientDiedError             the thread that speaks with the broker ended by itself
-├── RefusedByBrokerError      the broker will not have this peer; carries its sentence
-└── WeightTransferError  a weight group could not be built, or a broadcast or its verification failed
+├── ChannelClosedError    a channel was used after close, or its address cannot be bound or reached
+├── ClientDiedError       the thread that runs the broker client failed
+├── RefusedByBrokerError  the broker rejected this peer; carries its reason
+└── WeightTransferError   a weight group could not be built, or a broadcast, a fetch or its verification failed
 """
 
 
 class BrokerError(Exception):
-    """Root of the tree."""
+    """Root of the broker's errors."""
 
 
 class ChannelClosedError(BrokerError, ConnectionError):
@@ -17,12 +17,12 @@ class ChannelClosedError(BrokerError, ConnectionError):
 
 
 class ClientDiedError(BrokerError, RuntimeError):
-    """Nobody speaks with the broker any more: a bug, whose traceback is in the log; another start mends it."""
+    """The broker client's thread failed: a bug, whose traceback is in the log. Restarting the process recovers."""
 
 
 class RefusedByBrokerError(BrokerError, ValueError):
-    """The broker refused this peer for good; the message is the broker's sentence."""
+    """The broker permanently rejected this peer; the message is the broker's reason."""
 
 
 class WeightTransferError(BrokerError, RuntimeError):
-    """A process group could not be built, a broadcast failed, or what arrived is not what was sent."""
+    """A process group could not be built, a transfer failed, or the received bytes are not those that were sent."""

@@ -1,4 +1,4 @@
-"""LeaseScheduler: answers generators' requests for prompts, now or as soon as pacing allows."""
+"""LeaseScheduler: answers generators' requests for prompts, at once or as soon as pacing admits some."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
-_LONGEST_WAIT_S = 1.0
+_MAX_WAIT_S = 1.0
 """A request is answered empty after this, so that a generator always knows why it has nothing to do."""
 
 
@@ -31,66 +31,66 @@ _LONGEST_WAIT_S = 1.0
 class _Request:
     peer: Peer
     max_trajectories: int
-    ends_at: float
+    deadline: float
 
 
 @dataclass
 class _Offer:
-    """What a request may have now: groups in all, the admission limit for it, and why it is less than there is."""
+    """Upper bounds for one lease: groups in all, and the admission limit for new ones."""
 
     max_groups: int
     admission_limit: int
     reason: str = ""
+    """Reason why it offers less than there is."""
 
 
 class LeaseScheduler:
     """Holds at most one open request per generator.
 
     Consumes: lease requests.
-    Produces: Prompts, empty with a reason when nothing may be leased for a while.
-    Waits for: pacing to admit, an evaluation to be opened, a prompt to return.
-    Invariant: a generator gets its share of what may be leased, by its speed, and none with weights that are too old.
+    Produces: Prompts, empty with a reason if nothing may be leased for a while.
+    Waits for: pacing to admit prompts, an evaluation to open, a lease to be returned.
+    Invariant: a generator gets its fair share of what may be leased, and no training prompt with stale weights.
     """
 
     def __init__(
         self, store: Store, *, run: RunConfig, train: Dataset, heldout: Dataset, outage: StoreOutage, clock: Clock
     ) -> None:
-        """`outage` is told when the store is away; requests are answered nevertheless."""
+        """`outage` records failed calls of the store; requests are answered during an outage too."""
         self._store = store
         self._outage = outage
         self._run = run
         self._train = train
         self._heldout = heldout
         self._clock = clock
-        self._shares = FairShare(lost_after_s=run.broker.peer_timeout_s, clock=clock)
+        self._fair_share = FairShare(lost_after_s=run.broker.peer_timeout_s, clock=clock)
         self._requests: dict[bytes, _Request] = {}
         self._counts: StoreCounts | None = None
 
     @property
     def has_requests(self) -> bool:
-        """Whether somebody waits."""
         return bool(self._requests)
 
-    def ask(self, peer: Peer, *, max_trajectories: int) -> None:
-        """Open a request (a newer one replaces an older)."""
-        self._shares.enter(peer)
-        self._requests[peer.identity] = _Request(peer, max_trajectories, self._clock() + _LONGEST_WAIT_S)
+    def request(self, peer: Peer, *, max_trajectories: int) -> None:
+        """Open a request; it replaces an older one of the same peer."""
+        self._fair_share.add(peer)
+        self._requests[peer.identity] = _Request(peer, max_trajectories, self._clock() + _MAX_WAIT_S)
 
-    def note(self, peer: Peer | None, answer: Message) -> None:
-        """What a peer is told of its trajectories: speeds are measured by those that the store has."""
+    def record_answer(self, peer: Peer | None, answer: Message) -> None:
+        """Record the answer to a peer's trajectories: throughput is measured by Acks."""
         if peer and isinstance(answer, Ack):
-            self._shares.accept(peer, answer.ids)
+            self._fair_share.record_stored(peer, answer.ids)
 
-    def forget(self, peer: Peer) -> None:
-        """The peer is gone."""
+    def remove_peer(self, peer: Peer) -> None:
         self._requests.pop(peer.identity, None)
-        self._shares.leave(peer)
+        self._fair_share.remove(peer)
 
     def serve(self) -> list[tuple[bytes, Prompts]]:
-        """Answer what can be answered now, the quickest first; returns (identity, answer) pairs."""
+        """Answer the requests that can be answered now; returns (identity, answer) pairs."""
         self._counts = None
         answers: list[tuple[bytes, Prompts]] = []
-        for request in sorted(self._requests.values(), key=lambda each: self._shares.group_s(each.peer)):
+        # Fastest first: what there is goes to those who finish it soonest, whoever asked first.
+        for request in sorted(self._requests.values(), key=lambda each: self._fair_share.group_s(each.peer)):
             prompts, reason = self._try(request)
             if prompts or reason:
                 del self._requests[request.peer.identity]
@@ -98,54 +98,66 @@ class LeaseScheduler:
         return answers
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
-        """Prompts, or why there are none once there is no time left to wait."""
-        is_over = self._clock() >= request.ends_at
+        """Return prompts, or after the request's deadline the reason why there are none."""
+        is_over = self._clock() >= request.deadline
         try:
-            state = self._store.run_state()
-            offer = self._offer(request, state)
+            offer = self._offer(request, self._store.run_state())
             prompts = self._lease(request.peer, offer)
-            return prompts, (offer.reason or self._reason()) if is_over and not prompts else ""
+            return prompts, (offer.reason or self._admission_reason()) if is_over and not prompts else ""
         except StoreUnavailableError as error:
             self._outage.record(error)
             return [], self._outage.reason if is_over else ""
 
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
-        wanted = max(1, request.max_trajectories // self._run.generators.members_per_group)
+        requested = max(1, request.max_trajectories // self._run.generators.members_per_group)
         limit = self._admission_limit(state)
         if state.phase not in ("starting", "training"):
-            return _Offer(self._shares.rows(request.peer, wanted=wanted), limit)
+            return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
         if reason := weights_reason(self._run, version=request.peer.version, committed=state.version):
-            return self._none(request.peer, wanted, reason)
+            return self._offer_evaluation(request.peer, requested, reason)
         share = self._share(request.peer, state, limit=limit)
         if share == 0:
-            return self._none(request.peer, wanted, self._slow_reason(request.peer))
-        return _Offer(wanted if share is None else min(wanted, share), limit)
+            return self._offer_evaluation(request.peer, requested, self._speed_reason(request.peer))
+        return _Offer(requested if share is None else min(requested, share), limit)
 
-    def _none(self, peer: Peer, wanted: int, reason: str) -> _Offer:
-        """No training prompt; rows of evaluations all the same, but while prompts wait that would come with them."""
-        return _Offer(0 if self._counted().returned else self._shares.rows(peer, wanted=wanted), 0, reason)
+    def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
+        """Offer rows of an evaluation, but no training prompts."""
+        # The store leases returned prompts before new ones, whatever the admission limit: while there are any, even a
+        # lease that admits nothing would hand out training prompts.
+        if self._store_counts().returned:
+            return _Offer(0, 0, reason)
+        return _Offer(self._fair_share.num_rows(peer, requested=requested), 0, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
-        """Training groups it may have; None: as many as it likes, because there are none or nobody to share with."""
-        if not self._shares.are_limited:
+        """Number of training groups for this peer; None: unlimited, as nothing is available or nobody shares."""
+        if not self._fair_share.is_limiting:
             return None
-        counts = self._counted()
-        num_groups = counts.returned + max(0, limit - counts.admitted)
+        counts = self._store_counts()
+        available = counts.returned + max(0, limit - counts.admitted)
         oldest = oldest_version(self._run, committed=state.version)
-        return self._shares.of(peer, num_groups=num_groups, oldest_version=oldest) if num_groups else None
+        return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
 
     def _admission_limit(self, state: RunState) -> int:
         limit, capacity = admission_limit(self._run, consumed=state.consumed), self._run.buffer.capacity
         if capacity == CapacityConfig():
             return limit
-        return min(limit, capacity_limit(capacity, self._counted()))
+        return min(limit, capacity_limit(capacity, self._store_counts()))
 
-    def _counted(self) -> StoreCounts:
-        """Read once for all requests of a round, and again after each lease."""
+    def _store_counts(self) -> StoreCounts:
+        """Counts of the store, read once per round and again after each lease."""
         if self._counts is None:
             self._counts = self._store.counts()
         return self._counts
+
+    def _speed_reason(self, peer: Peer) -> str:
+        group_s = self._fair_share.group_s(peer)
+        own = f"; a group takes {group_s:.1f} s here" if group_s else ""
+        return f"speed: faster generators take all prompts that may be leased now{own}"
+
+    def _admission_reason(self) -> str:
+        state = self._store.run_state()
+        return admission_reason(self._run, state=state, counts=self._store.counts()) or pacing_reason(state)
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _lease(self, peer: Peer, offer: _Offer) -> list[Prompt]:
@@ -159,7 +171,7 @@ class LeaseScheduler:
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
         )
-        self._shares.lease(peer, leases)
+        self._fair_share.record_leases(peer, leases)
         self._counts = None if leases else self._counts
         return [self._prompt(lease) for lease in leases]
 
@@ -173,12 +185,3 @@ class LeaseScheduler:
             data_source=row.data_source,
             extra_info=row.extra_info,
         )
-
-    def _slow_reason(self, peer: Peer) -> str:
-        group_s = self._shares.group_s(peer)
-        here = f": a group takes {group_s:.1f} s here" if group_s else ""
-        return f"speed: what may be leased now is the other generators' share{here}"
-
-    def _reason(self) -> str:
-        state = self._store.run_state()
-        return admission_reason(self._run, state=state, counts=self._store.counts()) or pacing_reason(state)

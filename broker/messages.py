@@ -1,7 +1,7 @@
-"""Every message between a broker and its peers.
+"""Protocol: every message between the broker and its peers.
 
-A frame list on the wire is [message] or [message, payload, ...]: the message as MessagePack of one of the records
-below, told apart by `type`; the payloads (only with Put) are trajectories as the buffer keeps them.
+A message on the wire is a list of frames, [header] or [header, payload, ...]. The header is MessagePack of one of the
+records below, tagged by `type`; only Put carries payloads, which are trajectories in the buffer's encoding.
 
     peer -> broker                              broker -> peer
     Hello                                       Welcome | Refuse
@@ -27,18 +27,16 @@ from slipstream.buffer.trajectory import SCHEMA_VERSION, Name, Record, Trajector
 from slipstream.runtime.model_files import ModelFingerprint
 
 NO_EPOCH = 0
-"""Epoch of an update that is not broadcast: each member fetches it."""
-_MOST_LEASES = 2**16
-Sentence = Annotated[str, Meta(max_length=2**16)]
-"""For people; long enough for an error with its trace."""
-REASON_CHARACTERS = 256
-"""Of what the store counts by; the sender cuts it."""
-LeaseIds = Annotated[list[Name], Meta(max_length=_MOST_LEASES)]
-"""Of one peer. Bounded, because a script takes them all at once."""
+"""`Update.epoch` of a version that each member fetches for itself instead of receiving a broadcast."""
+MAX_REASON_LENGTH = 256
+"""Characters of a reason that the store uses as a counter's name; longer ones are cut by the sender."""
+ErrorText = Annotated[str, Meta(max_length=2**16)]
+"""Text for humans, long enough for an error with its traceback."""
+# Bounded because one Lua script receives all of them as arguments.
+LeaseIds = Annotated[list[Name], Meta(max_length=2**16)]
 Gauge = bool | int | float | Annotated[str, Meta(max_length=1024)] | None
-"""One plain value."""
+# Bounded because the store keeps the gauges of every role.
 Gauges = Annotated[dict[Name, Gauge], Meta(max_length=256)]
-"""By name. Bounded, because the store keeps those of every role."""
 
 
 class Message(Record, tag_field="type", tag=True):
@@ -47,66 +45,62 @@ class Message(Record, tag_field="type", tag=True):
 
 # --- joining ---------------------------------------------------------------------------------------------------------
 class Hello(Message):
-    """First message of an incarnation, and again after a silence.
+    """Request to join: the first message of an incarnation, repeated after the connection was lost.
 
     Example: Hello(role="generator", peer_id="generator-0", incarnation="9f3c...", host="node1", pid=4242)
     """
 
     role: Literal["generator", "learner"]
-    """What the peer is."""
     peer_id: Annotated[str, Meta(min_length=1, max_length=128)]
-    """Logical name, unique among living peers."""
+    """Logical name, unique among the connected peers."""
     incarnation: Annotated[str, Meta(max_length=128)]
-    """Random per process start."""
+    """Random, new for every process start."""
     host: Annotated[str, Meta(max_length=256)]
-    """For people."""
     pid: int
-    """For people."""
     schema_version: int = SCHEMA_VERSION
-    """One that is not the broker's is refused."""
+    """Must equal the broker's."""
     weight_transport: Literal["", "collective", "snapshot", "delta"] = ""
-    """How this generator wants its weights; empty: as the run says."""
+    """This generator's own choice of transport; empty: `weights.transport` of the run."""
     token: Annotated[str, Meta(max_length=1024)] = ""
-    """The run's token, where it has one: a secret, kept nowhere."""
+    """The run's token; a secret, which the broker neither logs nor stores. Empty for a run without one."""
 
 
 class Welcome(Message):
-    """The peer is in; everything it needs to know of the run."""
+    """Acceptance of a peer, with everything it needs to know about the run."""
 
     run_id: str
-    """Name of the run."""
     config_json: str
-    """The whole RunConfig."""
+    """The resolved RunConfig, as JSON."""
     store_url: str
-    """Where the learner finds the store; empty for generators."""
+    """Address of the store, for the learner; empty for generators."""
     version: int
     """Newest committed policy version."""
     credit_messages: int
-    """Puts that may be unacknowledged."""
+    """Trajectories the peer may have sent without an Ack."""
     credit_bytes: int
-    """Their bytes."""
+    """Payload bytes the peer may have sent without an Ack."""
     broker_incarnation: str
-    """Changes when the broker restarted."""
+    """Random, new for every start of the broker."""
     model: ModelFingerprint | None = None
-    """What `model.path` holds at the broker; None where it holds nothing."""
+    """Fingerprint of `model.path` on the broker's machine; None if there is no such folder."""
 
 
 class Refuse(Message):
-    """The peer is not wanted, for good."""
+    """Permanent rejection of a peer."""
 
     reason: str
     """One sentence: what must hold, what was got, what to do."""
 
 
 class Bye(Message):
-    """From a peer: it leaves, and what it still held has been returned. From a broker: say Hello, I do not know you."""
+    """From a peer: it leaves and has returned its leases. From the broker: it does not know the peer; say Hello."""
 
-    reason: Sentence = ""
-    """Of a peer that cannot go on: why."""
+    reason: ErrorText = ""
+    """The error that ends a peer; empty for a regular departure."""
 
 
 class Drain(Message):
-    """Finish or hand back what you hold, then say Bye."""
+    """Order to a generator: finish or return its leases, then say Bye."""
 
     reason: str
     """For the log."""
@@ -114,27 +108,27 @@ class Drain(Message):
 
 # --- heartbeats ------------------------------------------------------------------------------------------------------
 class Ping(Message):
-    """Are you there?"""
+    """Heartbeat of the broker."""
 
     sent_at: float
     """Broker's monotonic clock, seconds."""
 
 
 class Pong(Message):
-    """I am, and this is how I am."""
+    """Answer to a Ping: state, gauges and held leases of a peer. Also sent unasked when the state changes."""
 
     sent_at: float
-    """Copied from the Ping."""
+    """Copied from the Ping; -1 if there was none."""
     state: Literal["starting", "unsynced", "ready", "updating", "draining"]
-    """unsynced: no verified weights of the current version; only `ready` generators are leased prompts."""
+    """unsynced: without verified weights of the current version; only `ready` generators are leased prompts."""
     version: int
-    """Policy version in the engine, verified; -1 before the first."""
-    reason: Sentence = ""
-    """What it waits for, if it waits."""
+    """Verified policy version in the engine; -1 before the first."""
+    reason: ErrorText = ""
+    """Cause of a wait; empty if the peer does not wait."""
     gauges: Gauges = {}
-    """Plain numbers and strings: tokens per second, running, outbox length, ..."""
+    """Tokens per second, running requests, outbox length, ..."""
     lease_ids: LeaseIds = []
-    """Leases it holds: these are renewed, so that one lost on its way lapses and is handed out again."""
+    """Leases it holds. Only these are renewed, so one lost in transit lapses and is leased again."""
 
 
 # --- prompts and trajectories ----------------------------------------------------------------------------------------
@@ -146,175 +140,159 @@ class Prompt(Record):
     """
 
     lease: Lease
-    """What is owed, and until when."""
     uid: str
-    """Row identity, stable over runs."""
+    """Identity of the row, stable over runs."""
     prompt: str | list[dict[str, Any]]
-    """Plain text, or chat messages to be put through the tokenizer's chat template."""
+    """Plain text, or chat messages for the tokenizer's chat template."""
     ground_truth: str
-    """What the reward function compares with."""
+    """Reference answer for the reward function."""
     data_source: str
     """Kind of task."""
     extra_info: dict[str, Any] = {}
-    """Whatever else the row held."""
+    """Remaining columns of the row."""
 
 
 class LeaseRequest(Message):
-    """The generator has room."""
+    """Request of a generator for as many prompts as it has room for."""
 
     max_trajectories: Annotated[int, Meta(ge=1, le=2**20)]
-    """Room for so many trajectories."""
+    """Free slots; one group takes as many as it has members."""
 
 
 class Prompts(Message):
-    """The answer, also when empty."""
+    """Answer to every LeaseRequest, after a while also an empty one."""
 
     prompts: list[Prompt]
-    """At most what was asked."""
     reason: str = ""
-    """Why there are none (or fewer): `pacing`, `finishing`, `store_full`, ..."""
+    """Why there are none: `pacing: ...`, `capacity: ...`, `store_unavailable`, ...; empty if there are some."""
 
 
 class Put(Message):
-    """Finished trajectories; their payloads are the message's further frames, in the same order."""
+    """Finished trajectories; their payloads are the further frames of the message, in the same order."""
 
     headers: Annotated[list[TrajectoryHeader], Meta(min_length=1, max_length=1024)]
-    """What the broker reads."""
 
 
 class Ack(Message):
-    """These are in the store: forget them."""
+    """Confirmation that the store holds these trajectories; the sender may forget them."""
 
     ids: list[str]
     """Trajectory ids."""
 
 
 class Nack(Message):
-    """This one is not in the store."""
+    """Answer to a trajectory that the store did not take."""
 
     id: str
     """Trajectory id."""
     reason: str
-    """Why."""
     is_fatal: bool
-    """True: do not send it again, give its lease back. False: send it again after `retry_after_s`."""
+    """True: do not resend, return the lease. False: resend after `retry_after_s`."""
     retry_after_s: float = 0.0
     """Seconds."""
     lease_id: str = ""
-    """The lease it answered, as its header said."""
+    """Lease named in the trajectory's header."""
 
 
 class ReturnLeases(Message):
-    """These prompts will not be answered by me."""
+    """Return of leases that the generator will not answer."""
 
     lease_ids: LeaseIds
-    """Their leases."""
-    reason: Annotated[str, Meta(max_length=REASON_CHARACTERS)]
-    """Why; the store counts by it."""
+    reason: Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
+    """Name of the store's counter."""
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 class Member(Record):
-    """A generator that takes part in a membership epoch."""
+    """An incarnation of a generator, as a membership epoch names it."""
 
     peer_id: Name
-    """Logical name."""
     incarnation: Name
-    """Of this process start."""
 
 
 class MemberState(Record):
-    """What the broker knows of a living generator."""
+    """The broker's view of a connected generator."""
 
     member: Member
-    """Who."""
     state: str
-    """Pong.state; `silent` while it does not answer pings."""
+    """Pong.state, or `silent` while the generator does not answer pings."""
     version: int
     """Pong.version."""
     transport: WeightTransport = "collective"
-    """How it wants its weights."""
 
 
 class Members(Message):
-    """All living generators; sent to the learner at its Hello and whenever one comes, goes or changes state."""
+    """All connected generators; sent to the learner at its Hello and whenever one joins, leaves or changes state."""
 
     generators: list[MemberState]
     """Sorted by peer_id."""
 
 
 class OpenEpoch(Message):
-    """Learner: build process group `epoch` with me. The member at place i has rank i + 1, the learner rank 0."""
+    """Order of the learner to build a process group. `members[i]` has rank i + 1; the learner has rank 0."""
 
     epoch: int
-    """Number of the membership epoch; grows."""
+    """Number of the membership epoch; grows over the run."""
     members: list[Member]
-    """Who takes part."""
     host: str
-    """Of the learner's rendezvous store."""
+    """Host of the learner's rendezvous store."""
     port: int
-    """Of the learner's rendezvous store."""
+    """Port of the learner's rendezvous store."""
     timeout_s: float
-    """For building."""
+    """Time until the group must stand, seconds."""
     backend: Literal["auto", "gloo"] = "auto"
-    """auto: NCCL where the model is on a GPU, else Gloo | gloo: through host memory."""
+    """auto: NCCL if the model is on a GPU, else Gloo | gloo: through host memory."""
 
 
 class EpochOpened(Message):
-    """Generator: the group stands (or why not)."""
+    """Answer of a generator to OpenEpoch."""
 
     epoch: int
-    """Which."""
     member: Member
-    """Who."""
-    error: Sentence = ""
-    """Empty = well."""
+    error: ErrorText = ""
+    """Empty: the group stands."""
 
 
 class Update(Message):
-    """Learner: version `version` is about to be broadcast over group `epoch`, or lies ready to be fetched."""
+    """Announcement of a version that will be broadcast over the group of `epoch`, or is ready to be fetched."""
 
     epoch: int
-    """Over which group; NO_EPOCH: over none."""
+    """Epoch of the group; NO_EPOCH: to be fetched from `source`."""
     members: list[Member]
-    """Who takes part."""
     version: int
-    """What it will be called."""
     slots: list[TensorSlot]
     """Layout of the buckets."""
     bucket_bytes: list[int]
-    """Their sizes."""
+    """Size of each bucket."""
     checksums: list[int]
     """xxh3-64 of each bucket."""
     canary_token_ids: list[list[int]]
-    """Sequences to probe with."""
+    """Token sequences for the probe."""
     canary_logprobs: list[list[float]]
     """The learner's log-probability of token t + 1 given tokens <= t, for each sequence; at temperature 1."""
     max_probe_diff: float
-    """Mean absolute difference above which the weights count as wrong, nats."""
+    """Mean absolute difference of log-probabilities above which the probe fails, nats."""
     timeout_s: float
-    """For each bucket of a broadcast; for all of a version that is fetched."""
+    """Time for each bucket of a broadcast, or for a whole fetch, seconds."""
     source: SnapshotSource | None = None
-    """Where every member fetches it for itself; None: it is broadcast."""
+    """Location of the version, for a fetch; None: it is broadcast."""
 
 
 class UpdateApplied(Message):
-    """Generator: the version is in (or why not)."""
+    """Answer of a generator to Update."""
 
     epoch: int
-    """As in the Update."""
+    """Copied from the Update."""
     version: int
-    """Which."""
     member: Member
-    """Who."""
-    error: Sentence = ""
-    """Empty = loaded, checksums equal, probe within bounds."""
+    error: ErrorText = ""
+    """Empty: loaded, checksums equal, probe within bounds."""
     probe_diff: float = 0.0
     """Mean absolute difference of canary log-probabilities, nats."""
     probe_diff_max: float = 0.0
-    """Largest absolute difference, nats."""
+    """Largest absolute difference of canary log-probabilities, nats."""
     pause_s: float = 0.0
-    """How long generation stood still, seconds."""
+    """Time for which generation was paused, seconds."""
 
 
 AnyMessage = (
@@ -337,23 +315,23 @@ AnyMessage = (
     | Update
     | UpdateApplied
 )
-"""What `codec.decode` is asked for."""
+"""Type to decode a header as."""
 
 
-def read_message(frames: Frames, *, max_bytes: int) -> Message:
-    """The whole message. Raises RecordRefusedError."""
+def decode_message(frames: Frames, *, max_bytes: int) -> Message:
+    """Decode the header of a received message. Raises RecordRefusedError."""
     if not frames:
         raise RecordRefusedError("frame_count", "a message must have a frame, got none")
     if len(frames[0]) > max_bytes:
-        raise oversized(frames[0], max_bytes=max_bytes)
+        raise oversized_error(frames[0], max_bytes=max_bytes)
     message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
     if len(frames) > 1 and not isinstance(message, Put):
         raise RecordRefusedError("frame_count", f"{type(message).__name__} must have one frame, got {len(frames)}")
     return message
 
 
-def oversized(frame: bytes, *, max_bytes: int) -> RecordRefusedError:
-    """Why a frame above broker.max_message_bytes is refused."""
+def oversized_error(frame: bytes, *, max_bytes: int) -> RecordRefusedError:
+    """Build the refusal of a frame above broker.max_message_bytes."""
     return RecordRefusedError(
         "oversized", f"a frame must have at most broker.max_message_bytes ({max_bytes}), got {len(frame)}"
     )

@@ -1,60 +1,58 @@
-"""Partial decode: the readable part of a message that cannot be decoded whole, enough to answer its sender.
+"""Partial decode: reads just enough of an undecodable message to answer its sender.
 
-A peer of another version, or one whose frame was damaged in transit, would otherwise wait for an answer forever.
+A peer of another version, or one whose frame was damaged in transit, would otherwise wait forever for an answer.
 """
 
 from typing import Any, TypeVar
 
 import msgspec
 
-from slipstream.broker.messages import Nack, Sentence
+from slipstream.broker.messages import ErrorText, Nack
 from slipstream.broker.transport.channels import Frames
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import Name
 
 UNREADABLE = "unreadable"
-"""Reason of a Nack for each trajectory of a Put that cannot be read."""
-_MOST_HEADERS = 1024
-_NAME_CHARACTERS = 128
+"""Reason of the Nack for each trajectory of an undecodable Put."""
+_MAX_HEADERS = 1024
+_MAX_SENDER_LENGTH = 128
 T = TypeVar("T")
 
 
+# The fields below are typed as loosely as the answer allows: msgspec skips fields it does not know, so a record of a
+# newer schema still decodes, and a field of an unexpected type does not cost the sender its answer.
 class HelloHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
-    """A Hello, whatever is in it."""
+    """Sender and schema version of a Hello, whatever else it contains."""
 
     peer_id: Any = ""
-    """Who says it."""
     schema_version: Any = None
-    """What its sender speaks."""
 
     @property
     def sender(self) -> str:
-        """For people."""
-        return str(self.peer_id)[:_NAME_CHARACTERS]
+        """Printable name of the sender, bounded in length."""
+        return str(self.peer_id)[:_MAX_SENDER_LENGTH]
 
 
 class RefuseHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Refuse"):
-    """A Refuse, whatever else is in it."""
+    """Reason of a Refuse, whatever else it contains."""
 
-    reason: Sentence
-    """Why."""
+    reason: ErrorText
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _TrajectoryIds(msgspec.Struct, frozen=True):
     id: Name
     lease_id: Name = ""
 
 
 class PutHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Put"):
-    """A Put, whatever else is in it."""
+    """Trajectory and lease ids of a Put, whatever else it contains."""
 
-    headers: list[_Header]
-    """Of its trajectories."""
+    headers: list[_TrajectoryIds]
 
 
 def decode_header(frames: Frames, kind: type[T]) -> T | None:
-    """What `kind` names of the message, when it is one."""
+    """Decode the fields that `kind` names; None if the message is not of that type or they cannot be read."""
     try:
         return decode(frames[0], kind) if frames else None
     except RecordRefusedError:
@@ -62,8 +60,8 @@ def decode_header(frames: Frames, kind: type[T]) -> T | None:
 
 
 def nacks_for_unreadable(frames: Frames, refusal: RecordRefusedError) -> list[Nack]:
-    """One for each trajectory whose id can be read in a Put that as a whole cannot."""
+    """Build a fatal Nack for each trajectory id that can be read in an undecodable Put; none for other messages."""
     put = decode_header(frames, PutHeader)
-    headers = put.headers[:_MOST_HEADERS] if put else []
+    headers = put.headers[:_MAX_HEADERS] if put else []
     reason = f"{UNREADABLE}: {refusal.detail}"
     return [Nack(header.id, reason, True, lease_id=header.lease_id) for header in headers]

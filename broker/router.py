@@ -1,10 +1,10 @@
-"""Router: the broker's loop. It moves messages and holds no state that a restart could lose.
+"""Router: the broker's message loop. It holds no state that a restart would lose.
 
-Consumes: every message of broker/messages.py.
-Produces: answers, pings, news of members, relayed weight control.
+Consumes: every message of broker/messages.py that peers send.
+Produces: answers, pings, membership news for the learner, relayed weight orders.
 Waits for: the next message, at most `timeout_s` per step.
 Woken by: any peer.
-Invariant: whatever it forgets by dying is in the store, or is said again by the peers at their next Hello.
+Invariant: whatever is lost with the process is in the store, or peers send it again after their next Hello.
 """
 
 import os
@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.handshake import Handshake, Objection, objection_to_unreadable
+from slipstream.broker.handshake import Handshake, Rejection, reject_unreadable
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.lease_scheduler import LeaseScheduler
 from slipstream.broker.messages import (
@@ -39,10 +39,10 @@ from slipstream.broker.messages import (
     Update,
     UpdateApplied,
     Welcome,
-    read_message,
+    decode_message,
 )
 from slipstream.broker.partial_decode import HelloHeader, decode_header, nacks_for_unreadable
-from slipstream.broker.peers import Drains, Peer, Peers
+from slipstream.broker.peers import DrainRequests, Peer, Peers
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.broker.transport.channels import Frames, ServerChannel
 from slipstream.buffer.codec import encode
@@ -54,18 +54,18 @@ from slipstream.runtime.logs import LogLimiter
 from slipstream.runtime.model_files import ModelFingerprint
 
 _MAX_MESSAGES_PER_STEP = 512
-_SERVE_EVERY_S = 0.02
+_SERVE_INTERVAL_S = 0.02
+_REAP_INTERVAL_S = 1.0
 _SUSPECT_AFTER_PINGS = 2.5
-"""Pings without an answer after which a generator takes part in no broadcast; answers are due within one."""
-_REAP_EVERY_S = 1.0
-_GOODBYE = "said bye"
-"""Why a peer has left that meant to."""
+"""Unanswered pings after which a generator is left out of broadcasts; an answer is due within one interval."""
+_LEFT = "left"
+"""Reason of a regular departure; any other departure is recorded as an event."""
 
 log = structlog.get_logger(__name__)
 
 
 class Router:
-    """One broker. `step` does everything; call it in a loop from one thread."""
+    """The broker's loop over one server channel. Single-threaded: call `step` repeatedly from one thread."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Router:
         model: ModelFingerprint | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`token`: what peers must know; `model`: what theirs must be, as far as it is known."""
+        """`token`: required of peers unless empty. `model`: fingerprint sent to them; None if the broker has none."""
         self._channel = channel
         self._store = store
         self._run = run
@@ -96,41 +96,42 @@ class Router:
             transport=run.weights.transport,
             clock=clock,
         )
-        self._doorkeeper = Handshake(token=token, namesake=self._place_of_namesake)
+        self._handshake = Handshake(token=token, locate_duplicate=self._locate_duplicate)
         self._outage = StoreOutage(report=log.warning, clock=clock)
-        self._throttle = LogLimiter(log.warning, clock=clock)
+        self._log_limiter = LogLimiter(log.warning, clock=clock)
         limit = run.broker.max_message_bytes
-        self._ingest = Ingest(store, self._outage, throttle=self._throttle, max_payload_bytes=limit)
-        self._desk = LeaseScheduler(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
-        self._drains = Drains()
+        self._ingest = Ingest(store, self._outage, log_limiter=self._log_limiter, max_payload_bytes=limit)
+        self._leases = LeaseScheduler(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
+        self._drain_requests = DrainRequests()
         self._departed: list[tuple[Peer, str]] = []
         self._next_ping_at = 0.0
         self._next_reap_at = 0.0
         self._next_serve_at = 0.0
         self._members_changed = False
-        self._members_told: Members | None = None
+        self._members_sent: Members | None = None
 
     def step(self, *, timeout_s: float) -> int:
-        """Handle what has arrived, then what is due; blocks at most `timeout_s`. Returns the number of messages."""
-        handled = self._receive_all(timeout_s=self._patience(timeout_s))
+        """Handle received messages, then what is due; blocks at most `timeout_s`. Returns the number of messages."""
+        # An open lease request has to be tried again soon: pacing may admit prompts without any message arriving.
+        if self._leases.has_requests:
+            timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
+        handled = self._receive_all(timeout_s=timeout_s)
+        # Acks leave only here, after the store has confirmed the insert: a sender deletes its copy on Ack.
         for identity, answer in self._ingest.flush():
-            self._desk.note(self._peers.get(identity), answer)
+            self._leases.record_answer(self._peers.get(identity), answer)
             self._send(identity, answer)
         self._try(self._serve_leases)
-        self._try(self._tick)
-        self._tell_members()
+        self._try(self._run_periodic)
+        self._send_members()
         return handled
 
     def drain_all(self, *, reason: str) -> None:
-        """Ask every generator to leave."""
+        """Order every generator to leave."""
         for peer in self._peers.generators():
             self._send(peer.identity, Drain(reason))
 
-    def _patience(self, timeout_s: float) -> float:
-        return min(timeout_s, _SERVE_EVERY_S) if self._desk.has_requests else timeout_s
-
     def _try(self, action: Callable[[], object]) -> None:
-        """A store that is away must not end the broker: it says so, and the peers' own retries do the rest."""
+        """Run `action`; a store outage is recorded and does not end the broker, since peers and timers retry."""
         try:
             action()
         except StoreUnavailableError as error:
@@ -143,6 +144,7 @@ class Router:
         while received is not None:
             self._try(partial(self._handle, *received))
             count += 1
+            # Bounded, so that a flood of messages delays neither Acks nor pings.
             if count >= _MAX_MESSAGES_PER_STEP or self._ingest.is_full:
                 break
             received = self._channel.receive(timeout_s=0)
@@ -150,7 +152,7 @@ class Router:
 
     def _handle(self, identity: bytes, frames: Frames) -> None:
         try:
-            message = read_message(frames, max_bytes=self._run.broker.max_message_bytes)
+            message = decode_message(frames, max_bytes=self._run.broker.max_message_bytes)
         except RecordRefusedError as refusal:
             self._answer_unreadable(identity, frames, refusal)
             return
@@ -158,55 +160,59 @@ class Router:
         if isinstance(message, Hello):
             self._welcome(identity, message)
         elif peer is None:
-            log.debug("message_from_stranger", type=type(message).__name__)
+            # Known to a previous broker, or already reaped: Bye makes it say Hello again.
+            log.debug("message_from_unknown_peer", type=type(message).__name__)
             self._send(identity, Bye())
         else:
             self._dispatch(peer, message, frames)
 
     def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: RecordRefusedError) -> None:
-        """So that nobody waits for an answer that never comes. It is counted, and kept for a look."""
-        self._throttle.log("frame_refused", refusal.reason, error=str(refusal))
+        """Answer what can still be identified, so that its sender does not wait forever; count and quarantine it."""
+        self._log_limiter.log("frame_refused", refusal.reason, error=str(refusal))
         hello = decode_header(frames, HelloHeader)
         if hello:
-            self._turn_away(identity, hello.sender, objection_to_unreadable(hello, refusal))
+            self._reject(identity, hello.sender, reject_unreadable(hello, refusal))
         elif self._peers.get(identity):
             for nack in nacks_for_unreadable(frames, refusal):
                 self._send(identity, nack)
-        # Nothing of a Hello is kept: a token may be in it.
+        # The bytes of a Hello are never stored: they may contain a token.
         self._store.quarantine(refusal.reason, b"" if hello or not frames else frames[0])
 
     def _dispatch(self, peer: Peer, message: Message, frames: Frames) -> None:
         match message:
             case Put():
-                for nack in self._ingest.take(peer.identity, message, frames[1:]):
+                for nack in self._ingest.add(peer.identity, message, frames[1:]):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
-                self._desk.ask(peer, max_trajectories=room)
+                self._leases.request(peer, max_trajectories=room)
                 self._next_serve_at = 0.0
             case Pong():
-                self._members_changed |= self._peers.note(peer, message)
+                self._members_changed |= self._peers.record_pong(peer, message)
             case ReturnLeases(lease_ids=ids, reason=reason):
                 self._store.return_leases(lease_ids=ids, reason=reason, owner=peer.owner)
                 log.info("leases_returned", peer=peer.hello.peer_id, leases=len(ids), reason=reason)
             case OpenEpoch() | Update() if peer.hello.role == "learner":
-                self._relay_to(message.members, message)
+                self._relay(message.members, message)
+            # A generator answers for itself only: the name in the message must be that of its connection.
             case EpochOpened() | UpdateApplied() if message.member == peer.member:
                 if learner := self._peers.learner():
                     self._send(learner.identity, message)
             case Bye(reason=reason):
-                self._part(peer, f"left: {reason}" if reason else _GOODBYE)
+                self._peers.remove(peer.identity)
+                self._depart(peer, f"{_LEFT}: {reason}" if reason else _LEFT)
             case _:
-                self._throttle.log("message_out_of_place", type(message).__name__, peer=peer.hello.peer_id)
+                self._log_limiter.log("unexpected_message", type(message).__name__, peer=peer.hello.peer_id)
 
     # --- peers ---------------------------------------------------------------------------------------------------
     def _welcome(self, identity: bytes, hello: Hello) -> None:
-        if objection := self._doorkeeper.objection(hello):
-            self._turn_away(identity, hello.peer_id, objection)
+        if rejection := self._handshake.check(hello):
+            self._reject(identity, hello.peer_id, rejection)
             return
         replaced = self._peers.add(identity, msgspec.structs.replace(hello, token=""))
         for older in replaced:
+            # The same incarnation on a new connection keeps its leases; an older process of that name has lost them.
             if older.owner != f"{hello.peer_id}/{hello.incarnation}":
-                self._give_back(older, "replaced by a new incarnation")
+                self._depart(older, "replaced by a new incarnation")
         is_learner = hello.role == "learner"
         self._send(
             identity,
@@ -221,77 +227,78 @@ class Router:
                 model=self._model,
             ),
         )
-        # A peer that waited for us has said Hello once a second.
+        # A peer that waited for this broker has queued one Hello per second: only the first is news.
         if not any(older.identity == identity for older in replaced):
             log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
         self._members_changed = True
 
-    def _turn_away(self, identity: bytes, peer_id: str, objection: Objection) -> None:
-        """The peer first: the store may be away."""
-        self._send(identity, Refuse(objection.sentence))
-        if self._throttle.log("peer_refused", objection.kind, peer=peer_id, reason=objection.sentence):
-            self._store.record_event(peer_id, f"refused: {objection.sentence}")
+    def _reject(self, identity: bytes, peer_id: str, rejection: Rejection) -> None:
+        # The peer first: recording the event fails while the store is away.
+        self._send(identity, Refuse(rejection.reason))
+        if self._log_limiter.log("peer_refused", rejection.kind, peer=peer_id, reason=rejection.reason):
+            self._store.record_event(peer_id, f"refused: {rejection.reason}")
 
-    def _place_of_namesake(self, hello: Hello) -> str:
-        """Asks the connection, too: a peer that was killed and started again need not wait for its own silence."""
-        namesake = self._peers.namesake(hello)
-        if namesake is None or not self._send(namesake.identity, Ping(sent_at=self._clock())):
+    def _locate_duplicate(self, hello: Hello) -> str:
+        """Describe the connected peer that already has this name; empty if there is none.
+
+        Probes its connection too, so that a process that was killed and restarted need not wait for `peer_timeout_s`.
+        """
+        duplicate = self._peers.find_duplicate(hello)
+        if duplicate is None or not self._send(duplicate.identity, Ping(sent_at=self._clock())):
             return ""
-        return f"process {namesake.hello.pid} on {namesake.hello.host}"
+        return f"process {duplicate.hello.pid} on {duplicate.hello.host}"
 
-    def _part(self, peer: Peer, reason: str) -> None:
-        self._peers.remove(peer.identity)
-        self._give_back(peer, reason)
-
-    def _give_back(self, peer: Peer, reason: str) -> None:
-        self._desk.forget(peer)
+    def _depart(self, peer: Peer, reason: str) -> None:
+        self._leases.remove_peer(peer)
         self._members_changed = True
         self._departed.append((peer, reason))
-        self._try(self._settle_departures)
+        self._try(self._record_departures)
 
-    def _settle_departures(self) -> None:
-        """A departure stays on the list until the store knows of it; nobody who has come back loses its leases."""
+    def _record_departures(self) -> None:
+        """Return the leases of departed peers. A departure stays in the list until the store has recorded it."""
         while self._departed:
             peer, reason = self._departed[0]
+            # The same incarnation may have come back meanwhile, and works on its leases.
             if peer.owner not in [other.owner for other in self._peers]:
                 returned = self._store.return_leases_of(owner=peer.owner, reason=reason)
                 where = {"host": peer.hello.host, "pid": peer.hello.pid}
                 gone = {"role": peer.hello.role, "state": "gone", "reason": reason, **where}
                 self._store.report_role(peer.hello.peer_id, gone)
-                if reason != _GOODBYE:
+                if reason != _LEFT:
                     self._store.record_event(peer.hello.peer_id, f"{reason}; {returned} leases returned")
                 log.info("peer_gone", peer=peer.hello.peer_id, reason=reason, leases_returned=returned)
             del self._departed[0]
 
-    def _relay_to(self, members: list[Member], message: Message) -> None:
-        wanted = {(m.peer_id, m.incarnation) for m in members}
+    def _relay(self, members: list[Member], message: Message) -> None:
+        # Matched by incarnation: a restarted generator of the same name is not a member of the epoch.
         for peer in self._peers.generators():
-            if (peer.hello.peer_id, peer.hello.incarnation) in wanted:
+            if peer.member in members:
                 self._send(peer.identity, message)
 
-    def _tell_members(self) -> None:
+    def _send_members(self) -> None:
         learner, members = self._peers.learner(), self._peers.members()
-        if learner is not None and (self._members_changed or members != self._members_told):
+        if learner is not None and (self._members_changed or members != self._members_sent):
             self._members_changed = not self._send(learner.identity, members)
-            self._members_told = members
+            self._members_sent = members
 
-    # --- what is due ---------------------------------------------------------------------------------------------
+    # --- periodic ------------------------------------------------------------------------------------------------
     def _serve_leases(self) -> None:
-        if self._desk.has_requests and self._clock() >= self._next_serve_at:
-            self._next_serve_at = self._clock() + _SERVE_EVERY_S
-            for identity, prompts in self._desk.serve():
+        if self._leases.has_requests and self._clock() >= self._next_serve_at:
+            self._next_serve_at = self._clock() + _SERVE_INTERVAL_S
+            for identity, prompts in self._leases.serve():
                 if not self._send(identity, prompts):
                     self._store.return_leases(lease_ids=[p.lease.id for p in prompts.prompts], reason="undeliverable")
 
-    def _tick(self) -> None:
+    def _run_periodic(self) -> None:
         now = self._clock()
         if now >= self._next_ping_at:
             self._next_ping_at = now + self._run.broker.heartbeat_s
+            # Pings before reports: a slow store must not make peers look silent.
             self._ping_all(now)
-            self._tell_store()
+            self._report_to_store()
         if now >= self._next_reap_at:
-            self._next_reap_at = now + _REAP_EVERY_S
-            self._throttle.flush()
+            self._next_reap_at = now + _REAP_INTERVAL_S
+            self._log_limiter.flush()
             self._reap()
 
     def _reap(self) -> None:
@@ -299,34 +306,34 @@ class Router:
         for event in reaped:
             log.warning("reaped", what=event)
         if reaped:
-            # Together: the leases of a dead generator must not push everything else out of the list.
+            # One event for all: the leases of one dead generator must not push everything else off the list.
             self._store.record_event("broker", "; ".join(reaped))
 
     def _ping_all(self, now: float) -> None:
-        for peer in self._peers.take_silent():
-            self._give_back(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
+        for peer in self._peers.pop_silent():
+            self._depart(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
         for peer in self._peers:
-            peer.is_cut_off = not self._send(peer.identity, Ping(sent_at=now))
+            peer.is_disconnected = not self._send(peer.identity, Ping(sent_at=now))
 
-    def _tell_store(self) -> None:
-        """Leases that are still worked on, and how everybody is. After all pings: those must not wait for the store."""
-        self._settle_departures()
+    def _report_to_store(self) -> None:
+        """Renew the leases that peers still hold, and store everyone's gauges."""
+        self._record_departures()
         for peer in self._peers:
             if peer.lease_ids:
                 lease_s = self._run.broker.lease_s
                 self._store.renew_leases(owner=peer.owner, lease_s=lease_s, lease_ids=peer.lease_ids)
             self._store.report_role(peer.hello.peer_id, peer.report)
         self._store.report_role("broker", self._own_gauges())
-        self._do_requests()
+        self._send_requested_drains()
         self._outage.end()
 
-    def _do_requests(self) -> None:
+    def _send_requested_drains(self) -> None:
         requests = self._store.take_requests("broker")
-        if requests or not self._drains.are_none:
-            self._drains.take(requests, now=self._store.now())
-        for peer in self._drains.due(self._peers.generators()):
-            if self._send(peer.identity, Drain("asked to leave")) and self._drains.note_told(peer):
-                self._store.record_event(peer.hello.peer_id, "is told to leave, as asked")
+        if requests or self._drain_requests:
+            self._drain_requests.add(requests, now=self._store.now())
+        for peer in self._drain_requests.due(self._peers.generators()):
+            if self._send(peer.identity, Drain("drain requested")) and self._drain_requests.mark_sent(peer):
+                self._store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
 
     def _own_gauges(self) -> dict[str, object]:
         deferred = {f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()}
@@ -338,5 +345,5 @@ class Router:
     def _send(self, identity: bytes, message: Message) -> bool:
         sent = self._channel.send(identity, [encode(message)])
         if not sent:
-            self._throttle.log("undeliverable", type(message).__name__)
+            self._log_limiter.log("undeliverable", type(message).__name__)
         return sent

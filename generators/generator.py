@@ -14,7 +14,7 @@ import structlog
 
 from slipstream.broker.errors import ClientDiedError
 from slipstream.broker.messages import (
-    REASON_CHARACTERS,
+    MAX_REASON_LENGTH,
     Drain,
     LeaseRequest,
     Member,
@@ -284,7 +284,7 @@ class Generator:
 
     def _return(self, lease_ids: list[str], reason: str) -> None:
         if lease_ids:
-            self._link.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason[:REASON_CHARACTERS]))
+            self._link.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason[:MAX_REASON_LENGTH]))
 
     def _take_refusal(self, nack: Nack) -> None:
         """A trajectory refused for good leaves its prompt unanswered: the lease goes back now, not when it lapses."""

@@ -85,7 +85,7 @@ class Siege:
     def _look(self, store: RedisStore, good: GoodPeer, attacker: Attacker) -> None:
         counts = store.counts()
         assert sum(counts.refused.values()) == attacker.must_be_refused, (counts.refused, attacker.must_be_refused)
-        assert "fault" not in counts.refused, "an unforeseen error must not be met"
+        assert "internal_error" not in counts.refused, "an unforeseen error must not be met"
         assert attacker.acknowledged <= good.stored.keys()
         assert len(store.quarantined_frames()) <= FRAMES_KEPT
         as_if_alone = _counts_of(list(good.stored.values()))

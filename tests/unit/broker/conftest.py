@@ -1,4 +1,4 @@
-"""The scene of the router's tests."""
+"""Fixture of the router's tests."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A router on a clock the test moves, and peers that speak to it."""
+"""A router on a clock that the test moves, and peers that exchange messages with it."""
 
 from pathlib import Path
 
@@ -25,12 +25,12 @@ class FakeClock:
 
 
 class Scene:
-    """A router with two prompts' worth of everything, and peers that speak by hand."""
+    """A router that admits two groups, over a store in memory."""
 
     def __init__(
         self, folder: Path, *, token: str = "", model: ModelFingerprint | None = None, **buffer: object
     ) -> None:
-        """`buffer`: settings beside `max_lag=0`."""
+        """`buffer`: settings in addition to `max_lag=0`."""
         self.clock = FakeClock()
         self.store = MemoryStore(clock=self.clock)
         self.run = make_run(buffer={"staleness": {"max_lag": 0}} | buffer)
@@ -55,12 +55,12 @@ class Scene:
 
 
 class Peer:
-    """Speaks by hand. Frames leave a channel with its `receive`, so every sending is followed by one."""
+    """A peer driven by the test. Frames leave a channel with its `receive`, so every send is followed by one."""
 
     def __init__(self, scene: Scene, role: str, peer_id: str, incarnation: str = "1", *, token: str = "") -> None:
         self.scene = scene
         self.channel = scene.hub.client()
-        self.kept: list = []
+        self.received: list = []
         self.send([encode(Hello(role, peer_id, incarnation, "here", 1, token=token))])
 
     def send(self, frames: list[bytes]) -> None:
@@ -71,16 +71,16 @@ class Peer:
     def read(self) -> None:
         while (frames := self.channel.receive(timeout_s=0)) is not None:
             message = decode(frames[0], AnyMessage)
-            self.kept += [] if isinstance(message, Ping) else [message]
+            self.received += [] if isinstance(message, Ping) else [message]
 
     def receive(self) -> list:
-        """Everything since the last time, but for pings."""
+        """Return the messages since the last call, without pings."""
         self.read()
-        messages, self.kept = self.kept, []
+        messages, self.received = self.received, []
         return messages
 
-    def say(self, message, *payloads: bytes) -> list:
-        """Send, let the router work, return what came back."""
+    def exchange(self, message, *payloads: bytes) -> list:
+        """Send a message, step the router, return its answers."""
         self.send([encode(message), *payloads])
         return self.receive()
 
@@ -100,5 +100,5 @@ def write_rows(path: Path) -> Path:
 
 
 def lease(peer: Peer, *, room: int = 4) -> Prompts:
-    answers = peer.say(LeaseRequest(max_trajectories=room))
+    answers = peer.exchange(LeaseRequest(max_trajectories=room))
     return next(m for m in answers if isinstance(m, Prompts))

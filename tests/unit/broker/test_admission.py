@@ -1,4 +1,4 @@
-"""Pacing bounds how far generators run ahead."""
+"""Admission bounds how far generators run ahead and how much the store holds."""
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ from tests.builders import make_run
     ("max_lag", "publish_every", "consumed", "limit"),
     [(0, 1, 0, 4), (0, 1, 12, 16), (2, 1, 0, 12), (2, 2, 8, 32), (8, 1, 400, 40)],
 )
-def test_the_limit_follows_what_was_consumed_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
+def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
     run = make_run(
         buffer={"staleness": {"max_lag": max_lag}},
         weights={"publish_every_steps": publish_every},
@@ -33,7 +33,7 @@ def test_a_replay_admits_no_prompt():
     assert admission_limit(run, consumed=100) == 0
 
 
-def test_a_run_config_made_for_tests_survives_the_wire():
+def test_the_run_config_of_the_tests_survives_the_wire():
     run = make_run()
     assert msgspec.json.decode(msgspec.json.encode(run), type=type(run)) == run
 
@@ -44,7 +44,7 @@ def counts(**fields):
     return msgspec.structs.replace(store.counts(), **fields)
 
 
-def test_a_full_store_admits_nothing_and_says_why():
+def test_a_full_store_admits_nothing_and_gives_the_reason():
     full = counts(admitted=50, leased=2, returned=1, ready=4, claimed=4, used=5, unarchived=4)
     reason = "capacity: 20 groups are in play, buffer.capacity.max_groups is 20"
     assert capacity_reason(CapacityConfig(max_groups=20), full) == reason
@@ -53,14 +53,14 @@ def test_a_full_store_admits_nothing_and_says_why():
     assert capacity_reason(CapacityConfig(max_groups=21), full) == ""
 
 
-def test_stored_bytes_are_bounded_too():
+def test_stored_bytes_are_bounded():
     heavy = counts(admitted=7, payload_bytes=3 * 2**20)
     assert capacity_reason(CapacityConfig(max_mib=3), heavy).startswith("capacity: 3.0 MiB are stored")
     assert capacity_limit(CapacityConfig(max_mib=3), heavy) == 7
     assert capacity_limit(CapacityConfig(max_mib=4), heavy) > 10**9
 
 
-def test_why_no_prompt_is_admitted_is_the_first_thing_that_forbids_it():
+def test_the_reason_is_the_first_condition_that_forbids_admission():
     run = make_run(buffer={"capacity": {"max_groups": 200}, "staleness": {"max_lag": 1}})
     state = RunState("run", "training", step=0, version=0, announced_version=0)
     assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""

@@ -1,4 +1,4 @@
-"""The router hands out prompts, stores trajectories, and notices who comes and goes."""
+"""The router leases prompts, stores trajectories and tracks peers that join and leave."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.builders import make_packed
 from tests.unit.broker.router_scene import Peer, Scene, lease
 
 
-def test_hello_is_answered_with_the_whole_config(scene: Scene):
+def test_a_hello_is_answered_with_the_whole_config(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     (welcome,) = peer.receive()
     assert isinstance(welcome, Welcome)
@@ -27,19 +27,19 @@ def test_hello_is_answered_with_the_whole_config(scene: Scene):
     assert welcome.store_url == ""
 
 
-def test_two_living_generators_may_not_share_an_id(scene: Scene):
+def test_two_connected_generators_cannot_share_an_id(scene: Scene):
     Peer(scene, "generator", "g0", "1")
     (answer,) = Peer(scene, "generator", "g0", "2").receive()
     assert isinstance(answer, Refuse)
     assert "g0" in answer.reason
 
 
-def test_prompts_are_leased_up_to_the_pacing_limit_and_then_the_reason_is_told(scene: Scene):
+def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_reason(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     prompts = lease(peer).prompts
     assert [p.lease.group_id for p in prompts] == ["0", "1"]
-    assert peer.say(LeaseRequest(max_trajectories=4)) == []
+    assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
     scene.clock.now += 1.0
     scene.step()
     (answer,) = peer.receive()
@@ -47,7 +47,7 @@ def test_prompts_are_leased_up_to_the_pacing_limit_and_then_the_reason_is_told(s
     assert "pacing" in answer.reason
 
 
-def test_a_full_store_stops_admission_and_the_generator_is_told_why(tmp_path: Path):
+def test_a_full_store_stops_admission_and_the_answer_gives_the_reason(tmp_path: Path):
     scene = Scene(tmp_path, capacity={"max_mib": 1})
     peer = Peer(scene, "generator", "g0")
     peer.receive()
@@ -55,8 +55,8 @@ def test_a_full_store_stops_admission_and_the_generator_is_told_why(tmp_path: Pa
     heavy = {"data_source": "x" * 600_000}
     for index in (0, 1):
         header, payload = make_packed(first.lease.group_id, index, group_size=2, **heavy)
-        peer.say(Put([header]), payload)
-    assert peer.say(LeaseRequest(max_trajectories=2)) == []
+        peer.exchange(Put([header]), payload)
+    assert peer.exchange(LeaseRequest(max_trajectories=2)) == []
     scene.clock.now += 1.0
     scene.step()
     (answer,) = peer.receive()
@@ -64,26 +64,26 @@ def test_a_full_store_stops_admission_and_the_generator_is_told_why(tmp_path: Pa
     assert answer.reason == "capacity: 1.1 MiB are stored, buffer.capacity.max_mib is 1"
 
 
-def test_a_trajectory_is_acknowledged_once_it_is_in_the_store(scene: Scene):
+def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     lease(peer)
     header, payload = make_packed("0", 0)
-    assert peer.say(Put([header]), payload) == [Ack([header.id])]
-    assert peer.say(Put([header]), payload) == [Ack([header.id])]
+    assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
+    assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
     assert scene.store.counts().accepted == 1
     assert scene.store.counts().duplicates == 1
 
 
-def test_who_takes_another_name_on_the_same_connection_leaves_what_it_held(scene: Scene):
+def test_a_peer_that_changes_its_name_on_one_connection_loses_its_leases(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     lease(peer)
-    peer.say(Hello("generator", "g1", "1", "here", 1))
+    peer.exchange(Hello("generator", "g1", "1", "here", 1))
     assert scene.store.counts().returned == 2
 
 
-def test_leases_of_a_silent_generator_go_to_the_next_one(scene: Scene):
+def test_leases_of_a_silent_generator_go_to_another(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     lease(peer)
@@ -95,69 +95,69 @@ def test_leases_of_a_silent_generator_go_to_the_next_one(scene: Scene):
     assert [p.lease.attempt for p in lease(other).prompts] == [1, 1]
 
 
-def test_leases_a_generator_says_it_holds_are_renewed_and_others_lapse(scene: Scene):
+def test_leases_listed_in_pongs_are_renewed_and_others_lapse(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     held = lease(peer).prompts[0].lease.id
     for _ in range(int(scene.run.broker.lease_s) + 3):
         scene.clock.now += 1.0
-        peer.say(Pong(0.0, "ready", 0, lease_ids=[held]))
+        peer.exchange(Pong(0.0, "ready", 0, lease_ids=[held]))
     assert scene.store.counts().leased == 1
     assert scene.store.counts().returned == 1
 
 
-def test_returned_leases_and_a_bye_give_the_prompts_back(scene: Scene):
+def test_returned_leases_and_a_bye_make_the_prompts_available_again(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     first, _ = (p.lease.id for p in lease(peer).prompts)
-    peer.say(ReturnLeases([first], "test"))
+    peer.exchange(ReturnLeases([first], "test"))
     assert scene.store.counts().returned == 1
-    peer.say(Bye())
+    peer.exchange(Bye())
     assert scene.store.counts().returned == 2
 
 
-def test_the_learner_is_told_who_is_alive_and_its_orders_reach_the_named(scene: Scene):
+def test_the_learner_receives_the_members_and_its_orders_reach_those_it_names(scene: Scene):
     learner = Peer(scene, "learner", "learner")
     learner.receive()
     first, second = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
     first.receive()
     second.receive()
-    first.say(Pong(0.0, "unsynced", -1))
+    first.exchange(Pong(0.0, "unsynced", -1))
     members = [m for m in learner.receive() if isinstance(m, Members)][-1]
     assert [(g.member.peer_id, g.state) for g in members.generators] == [("g0", "unsynced"), ("g1", "starting")]
     order = OpenEpoch(1, [members.generators[0].member], "127.0.0.1", 1, 1.0)
-    learner.say(order)
+    learner.exchange(order)
     assert first.receive() == [order]
     assert second.receive() == []
 
 
-def test_a_stranger_is_told_that_it_is_one(scene: Scene):
+def test_an_unknown_peer_is_answered_with_bye(scene: Scene):
     peer = Peer(scene, "generator", "g0")
-    peer.say(Bye())
-    assert [type(answer) for answer in peer.say(LeaseRequest(max_trajectories=4))] == [Bye]
+    peer.exchange(Bye())
+    assert [type(answer) for answer in peer.exchange(LeaseRequest(max_trajectories=4))] == [Bye]
 
 
-def test_a_namesake_is_refused_while_the_first_is_connected_and_welcomed_when_it_is_cut_off(scene: Scene):
+def test_a_duplicate_is_refused_while_the_first_is_connected_and_welcomed_once_it_is_not(scene: Scene):
     first = Peer(scene, "generator", "g0", "1")
     (refusal,) = Peer(scene, "generator", "g0", "2").receive()
-    assert "taken" in refusal.reason
+    assert isinstance(refusal, Refuse)
     first.channel.close()
     (welcome,) = Peer(scene, "generator", "g0", "3").receive()
     assert isinstance(welcome, Welcome)
 
 
-def test_a_generator_that_does_not_answer_pings_is_silent_until_it_does(scene: Scene):
+def test_a_generator_that_misses_pings_is_reported_silent_until_it_answers(scene: Scene):
     learner, generator = Peer(scene, "learner", "learner"), Peer(scene, "generator", "g0")
-    generator.say(Pong(0.0, "ready", 3))
+    generator.exchange(Pong(0.0, "ready", 3))
 
-    def told() -> list[str]:
+    def reported() -> list[str]:
         members = [message for message in learner.receive() if isinstance(message, Members)]
         return [generator.state for message in members for generator in message.generators]
 
-    assert told()[-1:] == ["ready"]
+    assert reported()[-1:] == ["ready"]
     for _ in range(3):
         scene.clock.now += 1.0
         scene.step()
-    assert told() == ["silent"], "told once"
-    generator.say(Pong(0.0, "ready", 3))
-    assert told() == ["ready"]
+    assert reported() == ["silent"], "reported once"
+    generator.exchange(Pong(0.0, "ready", 3))
+    assert reported() == ["ready"]

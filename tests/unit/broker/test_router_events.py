@@ -1,4 +1,4 @@
-"""What the broker tells the store of peers that leave and of prompts that come back, for people to read."""
+"""Events for departed peers and lapsed leases."""
 
 from slipstream.broker.messages import Bye
 from tests.unit.broker.router_scene import Peer
@@ -8,7 +8,7 @@ def events(scene) -> list[tuple[str, str]]:
     return [(event.role, event.text) for event in scene.store.events(limit=9)]
 
 
-def test_a_peer_that_falls_silent_is_an_event_and_stays_known_by_its_place(scene):
+def test_a_silent_peer_is_an_event_and_its_host_and_pid_stay_known(scene):
     Peer(scene, "generator", "g0")
     scene.clock.now += scene.run.broker.peer_timeout_s + 1
     scene.step()
@@ -17,13 +17,13 @@ def test_a_peer_that_falls_silent_is_an_event_and_stays_known_by_its_place(scene
     assert (gone["state"], gone["host"], gone["pid"]) == ("gone", "here", 1)
 
 
-def test_a_peer_that_says_goodbye_is_no_event(scene):
-    Peer(scene, "generator", "g0").say(Bye())
+def test_a_regular_departure_is_no_event(scene):
+    Peer(scene, "generator", "g0").exchange(Bye())
     assert scene.store.roles()["g0"]["state"] == "gone"
     assert events(scene) == []
 
 
-def test_leases_that_lapse_together_are_one_event(scene):
+def test_leases_that_lapse_together_make_one_event(scene):
     lapsing = {"owner": "nobody", "group_size": 2, "lease_s": 1.0, "admission_limit": 9}
     scene.store.lease(max_groups=2, **lapsing)
     scene.clock.now += 5
@@ -33,6 +33,6 @@ def test_leases_that_lapse_together_are_one_event(scene):
     assert text.count("; ") == 1
 
 
-def test_the_broker_tells_where_it_is(scene):
+def test_the_broker_reports_its_host_and_pid(scene):
     scene.step()
     assert scene.store.roles()["broker"].keys() >= {"host", "pid"}

@@ -1,4 +1,4 @@
-"""What the router refuses, with a reason, and goes on."""
+"""The router refuses invalid messages with a reason and continues."""
 
 import pytest
 
@@ -21,25 +21,25 @@ from tests.builders import make_packed
 from tests.unit.broker.router_scene import Peer, Scene, lease
 
 
-def test_a_trajectory_that_is_not_what_its_header_says_is_refused_and_kept_aside(scene: Scene):
+def test_a_trajectory_that_does_not_match_its_header_is_refused_and_quarantined(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     lease(peer)
     header, payload = make_packed("0", 0)
-    (nack,) = peer.say(Put([header]), payload[:-1] + b"x")
+    (nack,) = peer.exchange(Put([header]), payload[:-1] + b"x")
     assert isinstance(nack, Nack)
     assert nack.is_fatal
     assert scene.store.counts().refused == {"checksum": 1}
 
 
-def test_of_trajectories_that_came_together_each_is_judged_alone(scene: Scene):
+def test_each_trajectory_of_one_put_is_checked_by_itself(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     lease(peer)
     packed = [make_packed("0", 0), make_packed("0", 1), make_packed("77", 0), make_packed("1", 0)]
     payloads = [payload for _, payload in packed]
     payloads[1] = payloads[1][:-1]
-    answers = peer.say(Put([header for header, _ in packed]), *payloads)
+    answers = peer.exchange(Put([header for header, _ in packed]), *payloads)
     assert [(nack.id, nack.is_fatal, nack.lease_id) for nack in answers[:2]] == [
         ("0-0-1", True, "0-0"),
         ("77-0-0", True, "77-0"),
@@ -49,66 +49,66 @@ def test_of_trajectories_that_came_together_each_is_judged_alone(scene: Scene):
 
 
 @pytest.mark.parametrize("num_payloads", [0, 1, 3])
-def test_headers_without_as_many_payloads_are_all_refused(scene: Scene, num_payloads: int):
+def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: Scene, num_payloads: int):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     lease(peer)
     packed = [make_packed("0", 0), make_packed("0", 1)]
-    answers = peer.say(Put([header for header, _ in packed]), *[packed[0][1]] * num_payloads)
+    answers = peer.exchange(Put([header for header, _ in packed]), *[packed[0][1]] * num_payloads)
     assert [nack.id for nack in answers] == ["0-0-0", "0-0-1"]
     assert all(nack.is_fatal for nack in answers)
     assert scene.store.counts().refused == {"frame_count": 1}
 
 
-def test_other_messages_than_trajectories_have_one_frame(scene: Scene):
+def test_payloads_after_any_other_message_are_refused(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
-    assert peer.say(LeaseRequest(max_trajectories=4), b"surplus") == []
+    assert peer.exchange(LeaseRequest(max_trajectories=4), b"surplus") == []
     assert scene.store.counts().refused == {"frame_count": 1}
     assert scene.store.counts().leased == 0
 
 
-def test_a_generator_cannot_give_orders_about_weights(scene: Scene):
+def test_weight_orders_of_a_generator_are_not_relayed(scene: Scene):
     one, other = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
     one.receive(), other.receive()
-    one.say(OpenEpoch(1, [Member("g1", "1")], "127.0.0.1", 1, 1.0))
+    one.exchange(OpenEpoch(1, [Member("g1", "1")], "127.0.0.1", 1, 1.0))
     assert other.receive() == []
 
 
-def test_what_is_too_large_is_refused_with_its_reason(scene: Scene):
+def test_oversized_frames_are_refused_with_their_reason(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     lease(peer)
     too_large = b"x" * (scene.run.broker.max_message_bytes + 1)
     header, _ = make_packed("0", 0)
-    (nack,) = peer.say(Put([header]), too_large)
+    (nack,) = peer.exchange(Put([header]), too_large)
     assert nack.is_fatal
     peer.send([too_large])
     assert scene.store.counts().refused == {"oversized": 2}
 
 
-def test_a_generator_speaks_of_adopted_weights_for_itself_alone(scene: Scene):
+def test_a_generator_answers_weight_orders_for_itself_only(scene: Scene):
     learner, one, other = (
         Peer(scene, "learner", "learner"),
         Peer(scene, "generator", "g0"),
         Peer(scene, "generator", "g1"),
     )
     learner.receive(), one.receive(), other.receive()
-    one.say(EpochOpened(1, Member("g1", "1")))
+    one.exchange(EpochOpened(1, Member("g1", "1")))
     assert not [message for message in learner.receive() if isinstance(message, EpochOpened)]
-    other.say(EpochOpened(1, Member("g1", "1")))
+    other.exchange(EpochOpened(1, Member("g1", "1")))
     assert [message for message in learner.receive() if isinstance(message, EpochOpened)]
 
 
-def test_a_generator_returns_its_own_leases_alone(scene: Scene):
+def test_a_generator_can_return_its_own_leases_only(scene: Scene):
     one, other = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
     one.receive(), other.receive()
     held = lease(one).prompts[0].lease.id
-    other.say(ReturnLeases([held], "test"))
+    other.exchange(ReturnLeases([held], "test"))
     assert scene.store.counts().returned == 0
 
 
-def test_a_fault_in_the_check_of_a_trajectory_ends_it_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: Scene, monkeypatch: pytest.MonkeyPatch):
     def check_header(header: TrajectoryHeader, payload: bytes) -> None:
         raise TypeError("nobody thought of this")
 
@@ -117,9 +117,9 @@ def test_a_fault_in_the_check_of_a_trajectory_ends_it_alone(scene: Scene, monkey
     lease(peer)
     monkeypatch.setattr(ingest, "check_header", check_header)
     header, payload = make_packed("0", 0)
-    (nack,) = peer.say(Put([header]), payload)
+    (nack,) = peer.exchange(Put([header]), payload)
     assert nack.is_fatal
-    assert scene.store.counts().refused == {"fault": 1}
+    assert scene.store.counts().refused == {"internal_error": 1}
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def test_a_fault_in_the_check_of_a_trajectory_ends_it_alone(scene: Scene, monkey
         ReturnLeases(["0-0"], "x" * 10_000),
     ],
 )
-def test_what_a_peer_says_of_itself_is_bounded(scene: Scene, message: Message):
+def test_the_size_of_a_peer_report_is_bounded(scene: Scene, message: Message):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
-    assert peer.say(message) == []
+    assert peer.exchange(message) == []
     assert scene.store.counts().refused == {"malformed": 1}
 
 
-def test_garbage_does_not_end_the_loop(scene: Scene):
+def test_malformed_frames_do_not_end_the_loop(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):

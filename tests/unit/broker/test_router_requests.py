@@ -1,4 +1,4 @@
-"""What the broker does with requests that were left for it in the store."""
+"""Drain requests in the store become orders to generators."""
 
 from slipstream.broker.messages import Bye, Drain, Pong
 from tests.unit.broker.router_scene import Peer, Scene
@@ -11,8 +11,8 @@ def tick(scene: Scene) -> None:
     scene.step()
 
 
-def asked(scene: Scene) -> Peer:
-    """One that was told to leave, once so far."""
+def drained(scene: Scene) -> Peer:
+    """A generator that was sent one order to drain."""
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
@@ -20,46 +20,48 @@ def asked(scene: Scene) -> Peer:
     return peer
 
 
-def test_the_generator_that_is_asked_to_leave_is_told_so_and_no_other(scene: Scene):
+def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: Scene):
     peers = [Peer(scene, "generator", name) for name in ("g0", "g1")]
     for peer in peers:
         peer.receive()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
     tick(scene)
-    assert [peer.receive() for peer in peers] == [[Drain("asked to leave")], []]
-    assert [(event.role, event.text) for event in scene.store.events(limit=9)] == [("g0", "is told to leave, as asked")]
+    assert [peer.receive() for peer in peers] == [[Drain("drain requested")], []]
+    assert [(event.role, event.text) for event in scene.store.events(limit=9)] == [
+        ("g0", "ordered to drain, as requested")
+    ]
 
 
-def test_one_who_comes_later_is_told_as_well(scene: Scene):
-    """The broker was killed and started again, and has taken the request before anybody is back."""
+def test_a_generator_that_joins_later_is_ordered_too(scene: Scene):
+    """As after a restart of the broker, which takes the request before any peer is back."""
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
     tick(scene)
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     tick(scene)
-    assert peer.receive() == [Drain("asked to leave")]
+    assert peer.receive() == [Drain("drain requested")]
     assert len(scene.store.events(limit=9)) == 1
 
 
-def test_one_who_does_not_begin_to_leave_is_told_again_until_it_does(scene: Scene):
-    peer = asked(scene)
+def test_the_order_is_repeated_until_the_generator_drains(scene: Scene):
+    peer = drained(scene)
     tick(scene)
-    assert peer.receive() == [Drain("asked to leave")] * 2
-    peer.say(Pong(sent_at=0.0, state="draining", version=0, reason="", gauges={}))
+    assert peer.receive() == [Drain("drain requested")] * 2
+    peer.exchange(Pong(sent_at=0.0, state="draining", version=0, reason="", gauges={}))
     tick(scene)
     assert peer.receive() == []
     assert len(scene.store.events(limit=9)) == 1
 
 
-def test_another_one_under_the_same_name_is_not_told(scene: Scene):
-    asked(scene).say(Bye())
+def test_a_successor_of_the_same_name_is_not_ordered(scene: Scene):
+    drained(scene).exchange(Bye())
     other = Peer(scene, "generator", "g0", "2")
     other.receive()
     tick(scene)
     assert other.receive() == []
 
 
-def test_a_request_that_nobody_waits_for_any_more_is_dropped(scene: Scene):
+def test_a_request_past_its_deadline_is_dropped(scene: Scene):
     peer = Peer(scene, "generator", "g0")
     peer.receive()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() - 1))

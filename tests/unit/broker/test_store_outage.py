@@ -1,4 +1,4 @@
-"""An outage is told when it begins, now and then while it lasts, and when it is over."""
+"""An outage is reported when it begins, every few seconds while it lasts, and when it ends."""
 
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
@@ -7,24 +7,24 @@ from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableErro
 class Scene:
     def __init__(self) -> None:
         self.now = 100.0
-        self.said: list[str] = []
-        self.outage = StoreOutage(report=self.said.append, clock=lambda: self.now)
+        self.reported: list[str] = []
+        self.outage = StoreOutage(report=self.reported.append, clock=lambda: self.now)
 
     def fail(self, error: StoreUnavailableError, *, at: float) -> None:
         self.now = at
         self.outage.record(error)
 
 
-def test_a_thousand_failures_are_a_few_lines():
+def test_a_thousand_failures_produce_few_lines():
     scene = Scene()
     for number in range(1000):
         scene.fail(StoreUnavailableError("it does not answer"), at=100 + number / 100)
-    assert scene.said == [f"waiting for the store for {s} s: it does not answer" for s in (0, 5)]
+    assert scene.reported == [f"waiting for the store for {s} s: it does not answer" for s in (0, 5)]
     assert scene.outage.reason == "store_unavailable"
     assert round(scene.outage.seconds) == 10
 
 
-def test_its_end_is_told_once_and_the_next_one_begins_anew():
+def test_its_end_is_reported_once_and_the_next_outage_starts_afresh():
     scene = Scene()
     scene.outage.end()
     scene.fail(StoreCannotWriteError("its disk is full"), at=101)
@@ -34,7 +34,7 @@ def test_its_end_is_told_once_and_the_next_one_begins_anew():
     scene.outage.end()
     scene.fail(StoreUnavailableError("gone"), at=104)
     assert scene.outage.seconds == 0
-    assert scene.said == [
+    assert scene.reported == [
         "waiting for the store for 0 s: its disk is full",
         "the store works again after 2.0 s",
         "waiting for the store for 0 s: gone",

@@ -1,4 +1,4 @@
-"""Builders of small versions of a model's weights, and of what an update says of them."""
+"""Builders of small weight versions and their updates."""
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ BUCKET_BYTES = 32 * 1024
 
 
 def make_slots(*, num_columns: int = 4096) -> tuple[list[TensorSlot], list[int]]:
-    """Three bfloat16 tensors in three buckets, and the sizes of these."""
+    """Slots of three bfloat16 tensors in three buckets, and the sizes of the buckets."""
     return buckets.plan([(name, (4, num_columns), torch.bfloat16) for name in NAMES], bucket_bytes=BUCKET_BYTES)
 
 
 def make_version(
     version: int, *, moved: int = 0, seed: int = 0, num_columns: int = 4096
 ) -> tuple[Update, list[Tensor]]:
-    """The same random weights for the same seed, of which the first `moved` of each tensor are one bit further."""
+    """The same random weights for the same seed, with the first `moved` elements of each tensor changed by one bit."""
     slots, sizes = make_slots(num_columns=num_columns)
     chance = torch.Generator().manual_seed(seed)
     weights = [(name, torch.randn(4, num_columns, generator=chance).to(torch.bfloat16)) for name in NAMES]
@@ -30,7 +30,7 @@ def make_version(
 
 
 def make_update(version: int, slots: list[TensorSlot], packed: list[Tensor]) -> Update:
-    """What the learner says of a version."""
+    """The update that announces a version."""
     return Update(
         epoch=1,
         members=[],
