@@ -96,7 +96,7 @@ class Learner:
         self._rollouts = rollouts
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation)
-        self._watch = StallDetector(
+        self._stall = StallDetector(
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=team.keep_alive, clock=clock
         )
         self._config_hash = config_hash(run)
@@ -110,7 +110,7 @@ class Learner:
 
     def status(self) -> PeerStatus:
         """What the next Pong says; may be called from any thread."""
-        gauges = self._record.gauges() | self._watch.gauges()
+        gauges = self._record.gauges() | self._stall.gauges()
         return PeerStatus("ready", version=self._version, reason=self._reason, gauges=gauges)
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -269,9 +269,9 @@ class Learner:
         what = f"the {wanted} groups of step {step}"
         missing, wanted_ready = "looking for them", wanted
         limit_s = self._run.learner.wait_timeout_s
-        self._watch.begin(what, waits_for="groups", timeout_s=limit_s, setting="learner.wait_timeout_s")
+        self._stall.begin(what, waits_for="groups", limit_s=limit_s, limit_setting="learner.wait_timeout_s")
         while True:
-            self._reason = self._watch.look(missing)
+            self._reason = self._stall.poll(missing)
             claim = self._store.claim(
                 step=step,
                 version=self._version,
@@ -280,8 +280,8 @@ class Learner:
                 lease_s=self._run.buffer.claim_lease_s,
             )
             if isinstance(claim, Claim):
-                if self._watch.takes(claim):
-                    self._watch.end()
+                if not self._stall.reject_unscored(claim):
+                    self._stall.end()
                     return claim
             else:
                 missing, wanted_ready = claim.reason, claim.ready_wanted
@@ -326,20 +326,20 @@ class Learner:
             result = self._await_evaluation(self._evaluator.open_final(name, version=self._version))
             if any(each.num_failed < each.num_answered for each in result.values()):
                 return result
-            self._watch.find_no_reward(num_failed=sum(each.num_failed for each in result.values()))
+            self._stall.report_no_reward(num_failed=sum(each.num_failed for each in result.values()))
 
     def _await_evaluation(self, name: str) -> dict[Purpose, EvaluationResult]:
-        self._watch.begin(
+        self._stall.begin(
             f"the evaluation {name!r}",
             waits_for="evaluation",
-            timeout_s=self._run.evaluation.timeout_s,
-            setting="evaluation.timeout_s",
+            limit_s=self._run.evaluation.timeout_s,
+            limit_setting="evaluation.timeout_s",
         )
         while (result := self._evaluator.result(name)) is None:
             answered = self._evaluator.num_answered(name)
-            self._reason = self._watch.look(f"{answered} answers are in", answered=answered)
+            self._reason = self._stall.poll(f"{answered} answers are in", answered=answered)
             self._publishing.look_after_members(timeout_s=0.05)
-        self._watch.end()
+        self._stall.end()
         return result
 
     def _checkpoint(self) -> None:

@@ -1,1 +1,1 @@
-"""Stall detection: causes and progress."""
+"""Stall detection: progress of a run, causes of a stall, and the detector that acts on them."""

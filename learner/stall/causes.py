@@ -1,187 +1,171 @@
-"""DeadEndCause: why a wait of the learner will not end by itself, in a sentence, and what to do about it."""
+"""Causes of a stall: checks that tell why a wait of the learner will not end by itself.
 
-from collections.abc import Iterable
+Each check is a function `Progress -> StallCause | None`. Root causes come first: a dead broker makes every generator
+look silent, and a generator without weights sends nothing.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from slipstream.broker.status.role_status import RoleStatus
 from slipstream.buffer.sampling import FLAWS
 from slipstream.configs.run import RunConfig
-from slipstream.learner.stall.progress import Arrivals, GeneratorProgress, RunProgress
+from slipstream.learner.stall.progress import Progress
+
+Kind = Literal[
+    "broker", "generators", "start", "weights", "adoption", "rewards", "filtered", "lost", "refused", "store",
+    "silence", "slow",
+]  # fmt: skip
 
 _MOST_NAMED = 3
-_SEE_WHY = "see why in their logs and among the events"
+_SEE_LOGS = "their logs and the events have the reason"
 
 
 @dataclass(frozen=True, slots=True)
-class DeadEndCause:
-    """One. Example: DeadEndCause("generators", "no generator is alive ...", "start one with ...")."""
+class StallCause:
+    """Example: StallCause("generators", "no generator is alive ...", "start one with ...")."""
 
-    kind: str
-    """broker, generators, start, weights, adoption, rewards, filtered, lost, refused, store, silence, slow."""
-    what: str
-    """What is wrong."""
+    kind: Kind
+    problem: str
     remedy: str
-    """What to do."""
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.remedy}"
 
 
-def standstill(look: RunProgress, run: RunConfig, *, arrivals: Arrivals, num_failed: int) -> DeadEndCause:
-    """Why nothing has helped for `arrivals.idle_s`: the first of the reasons below that holds, nearest to the root."""
-    return (
-        _no_broker(look)
-        or _no_generator(look, run, idle_s=arrivals.idle_s)
-        or _no_weights(look, idle_s=arrivals.idle_s)
-        or _not_adopted(look)
-        or (failing_rewards(run, num_failed=num_failed) if num_failed else None)
-        or (_all_filtered(arrivals) if look.answered is None else None)
-        or (_all_lost(arrivals) if look.answered is None else None)
-        or _all_refused(arrivals)
-        or _store_is_full(look)
-        or _silence(look, idle_s=arrivals.idle_s)
-    )
+def find_cause(progress: Progress) -> StallCause | None:
+    """First check that holds among those whose deadline has passed; None while the wait may still end by itself."""
+    run, limits = progress.run, progress.run.learner.dead_end
+    checks: list[Callable[[Progress], StallCause | None]] = []
+    # A replay trains on stored rewards.
+    if progress.failed_rewards >= max_failed_rewards(run) and run.mode != "replay":
+        checks.append(_rewards_failed)
+    if progress.outdated_s >= limits.start_after_s:
+        checks.append(_weights_not_adopted)
+    # Loading a model or fetching weights takes longer than anything else that a wait needs.
+    may_start = any(each.state == "starting" or each.waits_for == "transfer" for each in progress.now.living)
+    if progress.idle_s >= (max(limits.after_s, limits.start_after_s) if may_start else limits.after_s):
+        checks += [
+            _broker_dead, _generators_dead, _weights_missing, _weights_not_adopted, _rewards_failed, _groups_lost,
+            _frames_refused, _store_full, _generators_silent,
+        ]  # fmt: skip
+    if progress.served_s >= progress.limit_s:
+        checks.append(_too_slow)
+    return next(filter(None, (check(progress) for check in checks)), None)
 
 
-def failing_rewards(run: RunConfig, *, num_failed: int) -> DeadEndCause:
-    """All of them, one after the other."""
-    reward = run.generators.reward
-    return DeadEndCause(
-        "rewards",
-        f"none of the last {num_failed} trajectories has a reward, every call of {reward.function} failed or took "
-        f"longer than {reward.timeout_s:g} s",
-        "mend that function or what it asks, or raise generators.reward.timeout_s",
-    )
+def max_failed_rewards(run: RunConfig) -> int:
+    """Trajectories in a row without a reward that end a wait."""
+    return run.learner.dead_end.failed_batches * run.claimed_groups_per_step * run.generators.group_size
 
 
-def laggards(look: RunProgress, *, lag_s: float) -> DeadEndCause:
-    """Training goes on, but nobody adopts what comes of it."""
-    return DeadEndCause(
-        "adoption",
-        f"for {lag_s:.0f} s no living generator has adopted newer weights, though the learner is at version "
-        f"{look.announced_version} ({_told(look.living)})",
-        _SEE_WHY,
-    )
-
-
-def slowness(*, waited_s: float, accepted: int, setting: str) -> DeadEndCause:
-    """Something comes, but not enough of it."""
-    return DeadEndCause(
-        "slow",
-        f"after {waited_s:.0f} s it is not complete, {accepted} trajectories to train on came meanwhile",
-        f"start more generators, or raise {setting}",
-    )
-
-
-# --- why nothing helps -----------------------------------------------------------------------------------------------
-def _no_broker(look: RunProgress) -> DeadEndCause | None:
-    broker = look.broker
-    if broker is not None and broker.is_alive:
+def _broker_dead(progress: Progress) -> StallCause | None:
+    broker = progress.now.broker
+    if broker and broker.is_alive:
         return None
     since = f"has been silent for {broker.report_age_s:.0f} s" if broker else "has never reported"
-    return DeadEndCause(
-        "broker", f"the broker {since}", "start it with `python -m broker` and the settings of this run"
-    )
+    return StallCause("broker", f"the broker {since}", "start it with `python -m broker` and the settings of this run")
 
 
-def _no_generator(look: RunProgress, run: RunConfig, *, idle_s: float) -> DeadEndCause | None:
-    if look.living:
+def _generators_dead(progress: Progress) -> StallCause | None:
+    if progress.now.living:
         return None
-    told = _told(look.generators) or "none ever joined"
-    return DeadEndCause(
-        "generators",
-        f"no generator is alive, and nothing has come for {idle_s:.0f} s ({told})",
-        f"start one with `python -m generators broker.address={run.broker.address}`",
-    )
+    known = _describe(progress.now.generators) or "none ever joined"
+    problem = f"no generator is alive, and nothing has come for {progress.idle_s:.0f} s ({known})"
+    address = progress.run.broker.address
+    return StallCause("generators", problem, f"start one with `python -m generators broker.address={address}`")
 
 
-def _no_weights(look: RunProgress, *, idle_s: float) -> DeadEndCause | None:
-    if look.holding:
+def _weights_missing(progress: Progress) -> StallCause | None:
+    if progress.now.synced:
         return None
-    is_only = len(look.living) == 1
-    if all(generator.status.state == "starting" for generator in look.living):
-        kind, got = "start", "has not got beyond its start" if is_only else "has got beyond its start"
-    else:
-        kind, got = "weights", "does not hold verified weights" if is_only else "holds verified weights"
-    who = "the only living generator" if is_only else f"none of the {len(look.living)} living generators"
-    return DeadEndCause(kind, f"{who} {got} after {idle_s:.0f} s ({_told(look.living)})", _SEE_WHY)
+    is_starting = all(each.state == "starting" for each in progress.now.living)
+    missing = "has finished its start" if is_starting else "holds verified weights"
+    problem = f"no living generator {missing} after {progress.idle_s:.0f} s ({_describe(progress.now.living)})"
+    return StallCause("start" if is_starting else "weights", problem, _SEE_LOGS)
 
 
-def _not_adopted(look: RunProgress) -> DeadEndCause | None:
-    if any(generator.status.version == look.announced_version for generator in look.holding):
+def _weights_not_adopted(progress: Progress) -> StallCause | None:
+    version = progress.now.announced_version
+    if any(generator.version == version for generator in progress.now.synced):
         return None
-    return DeadEndCause(
-        "adoption",
-        f"no living generator has adopted version {look.announced_version} ({_told(look.living)})",
-        _SEE_WHY,
-    )
+    problem = f"no living generator has adopted version {version} ({_describe(progress.now.living)})"
+    return StallCause("adoption", problem, _SEE_LOGS)
 
 
-def _all_filtered(arrivals: Arrivals) -> DeadEndCause | None:
-    reasons = {f"rejected: {flaw}" for flaw in FLAWS}
-    if not arrivals.lost or not reasons.issuperset(arrivals.lost):
+def _rewards_failed(progress: Progress) -> StallCause | None:
+    return no_reward(progress.run, num_failed=progress.failed_rewards) if progress.failed_rewards else None
+
+
+def no_reward(run: RunConfig, *, num_failed: int) -> StallCause:
+    """The cause when the last `num_failed` trajectories have no reward."""
+    called = f"every call of {run.generators.reward.function} failed or timed out"
+    problem = f"none of the last {num_failed} trajectories has a reward, {called}"
+    timeout_s = run.generators.reward.timeout_s
+    return StallCause("rewards", problem, f"repair it, or raise generators.reward.timeout_s ({timeout_s:g} s)")
+
+
+def _groups_lost(progress: Progress) -> StallCause | None:
+    # Lost groups do not delay an evaluation.
+    if not progress.losses or progress.now.answered is not None:
         return None
-    return DeadEndCause(
-        "filtered",
-        f"buffer.filter rejected every group that came for {arrivals.idle_s:.0f} s ({_tally(arrivals.lost)})",
-        "train on prompts that the model answers neither always nor never, raise generators.group_size, or loosen "
-        "buffer.filter in another run",
-    )
+    lost = f"every group that came for {progress.idle_s:.0f} s ({_count(progress.losses)})"
+    if set(progress.losses) <= {f"rejected: {flaw}" for flaw in FLAWS}:
+        remedy = (
+            "start a new run with easier or harder prompts, a larger generators.group_size, or a looser buffer.filter"
+        )
+        return StallCause("filtered", f"buffer.filter rejected {lost}", remedy)
+    remedy = "speed up generators, or loosen buffer.staleness, group_deadline or max_attempts in a new run"
+    return StallCause("lost", f"the buffer dropped {lost}", remedy)
 
 
-def _all_lost(arrivals: Arrivals) -> DeadEndCause | None:
-    if not arrivals.lost:
+def _frames_refused(progress: Progress) -> StallCause | None:
+    if not progress.refused:
         return None
-    return DeadEndCause(
-        "lost",
-        f"every group that came was let go again for {arrivals.idle_s:.0f} s ({_tally(arrivals.lost)})",
-        "make generators faster, or loosen in another run what lets groups go (buffer.staleness, "
-        "buffer.group_deadline, buffer.max_attempts)",
-    )
+    problem = f"the broker has refused what came for {progress.idle_s:.0f} s ({_count(progress.refused)})"
+    return StallCause("refused", problem, "run generators and broker from one version; the broker's log has details")
 
 
-def _all_refused(arrivals: Arrivals) -> DeadEndCause | None:
-    if not arrivals.refused:
+def _store_full(progress: Progress) -> StallCause | None:
+    broker = progress.now.broker
+    deferred = broker.reason if broker and broker.waits_for == "store" else ""
+    if not (reason := progress.now.capacity_reason or deferred):
         return None
-    return DeadEndCause(
-        "refused",
-        f"the broker has refused what came for {arrivals.idle_s:.0f} s ({_tally(arrivals.refused)})",
-        "generators and broker must be of one version; look into the broker's log",
+    return StallCause(
+        "store", f"the store accepts nothing more ({reason})", "make room, or raise the limit named there"
     )
 
 
-def _store_is_full(look: RunProgress) -> DeadEndCause | None:
-    put_off = look.broker.reason if look.broker and look.broker.waits_for == "store" else ""
-    if not (reason := look.capacity_reason or put_off):
-        return None
-    return DeadEndCause(
-        "store", f"the store takes nothing more ({reason})", "make room, or raise the limit that this names"
+def _generators_silent(progress: Progress) -> StallCause:
+    synced = _describe(progress.now.synced)
+    problem = f"nothing has come for {progress.idle_s:.0f} s from generators that hold verified weights ({synced})"
+    return StallCause(
+        "silence", problem, "read their logs; one slow trajectory needs a larger learner.dead_end.after_s"
     )
 
 
-def _silence(look: RunProgress, *, idle_s: float) -> DeadEndCause:
-    return DeadEndCause(
-        "silence",
-        f"nothing has come for {idle_s:.0f} s from generators that hold verified weights ({_told(look.holding)})",
-        "look into their logs, or raise learner.dead_end.after_s when one trajectory may take as long",
-    )
+def _too_slow(progress: Progress) -> StallCause:
+    problem = f"it is incomplete after {progress.served_s:.0f} s, {progress.accepted} trajectories came meanwhile"
+    return StallCause("slow", problem, f"start more generators, or raise {progress.limit_setting}")
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
-def _told(generators: Iterable[GeneratorProgress]) -> str:
-    """How they are; the newest reports first."""
-    by_age = sorted(generators, key=lambda generator: generator.status.report_age_s)
-    more = [f"and {len(by_age) - _MOST_NAMED} more"] if len(by_age) > _MOST_NAMED else []
-    return ", ".join([*map(_how_it_is, by_age[:_MOST_NAMED]), *more])
+def _describe(generators: Sequence[RoleStatus]) -> str:
+    """State of the generators with the newest reports."""
+    newest = sorted(generators, key=lambda generator: generator.report_age_s)
+    more = [f"and {len(newest) - _MOST_NAMED} more"] if len(newest) > _MOST_NAMED else []
+    return ", ".join([*map(_describe_one, newest[:_MOST_NAMED]), *more])
 
 
-def _how_it_is(generator: GeneratorProgress) -> str:
-    status = generator.status
-    reason = f": {status.reason}" if status.reason else ""
-    if not status.is_alive:
-        word = "gone" if status.liveness == "gone" else "silent"
-        return f"{status.name} has been {word} for {status.report_age_s:.0f} s{reason}"
-    holds = "no weights" if status.version is None else f"version {status.version}"
-    busy = f", {status.running} trajectories under way" if status.running else ""
-    return f"{status.name} is {status.state} with {holds}{busy}{reason}"
+def _describe_one(generator: RoleStatus) -> str:
+    reason = f": {generator.reason}" if generator.reason else ""
+    if not generator.is_alive:
+        return f"{generator.name} has been {generator.liveness} for {generator.report_age_s:.0f} s{reason}"
+    holds = "no weights" if generator.version is None else f"version {generator.version}"
+    running = f", {generator.running} trajectories running" if generator.running else ""
+    return f"{generator.name} is {generator.state} with {holds}{running}{reason}"
 
 
-def _tally(counts: dict[str, int]) -> str:
+def _count(counts: dict[str, int]) -> str:
     largest_first = sorted(counts.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{count} {name}" for name, count in largest_first[:_MOST_NAMED])

@@ -1,7 +1,7 @@
-"""StallDetector: looks at the run while the learner waits, says why it waits, and ends or outlasts a wait that is hopeless.
+"""StallDetector: ends or outlasts a wait of the learner that has come to a dead end.
 
-Consumes: the store's counts, roles and events.
-Produces: the reason that status and live view show, a line in the log every few seconds, DeadEndError.
+Consumes: counts, roles and events of the store.
+Produces: the reason shown in status and live view, a log line every few seconds, DeadEndError.
 Waits for: nothing.
 """
 
@@ -17,86 +17,22 @@ from slipstream.buffer.records import Claim
 from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.learner.errors import DeadEndError
-from slipstream.learner.stall.causes import DeadEndCause, failing_rewards, laggards, slowness, standstill
-from slipstream.learner.stall.progress import AdoptionLag, Arrivals, RewardTally, RunProgress, look_at
+from slipstream.learner.stall.causes import StallCause, find_cause, max_failed_rewards, no_reward
+from slipstream.learner.stall.progress import Progress, take_snapshot
 from slipstream.runtime.clock import Clock
+
+_CHECK_EVERY_S = 1.0
+_LOG_EVERY_S = 5.0
+_EVENTS_READ, _EVENTS_SHOWN = 100, 3
 
 log = structlog.get_logger(__name__)
 
 
-# @@ DeadEndDetector: says whether what the learner waits for will not come, and why; knows a run by looks at it alone.
-class DeadEndDetector:
-    """Life: (begin -> judge*)*, one `begin` for each wait.
-
-    A run that is slow but gets on is none: whatever helps the wait starts the time anew, up to the wait's own limit.
-    """
-
-    def __init__(self, run: RunConfig, *, clock: Clock) -> None:
-        self._run = run
-        self._config = run.learner.dead_end
-        self._clock = clock
-        self._arrivals = Arrivals(group_size=run.generators.members_per_group, clock=clock)
-        self._rewards = RewardTally()
-        self._adoption = AdoptionLag(clock=clock)
-        self._num_fatal = self._config.failed_batches * run.claimed_groups_per_step * run.generators.group_size
-        self.begin(timeout_s=run.learner.wait_timeout_s, setting="learner.wait_timeout_s")
-
-    def begin(self, *, timeout_s: float, setting: str) -> None:
-        """A wait begins that may last `timeout_s`, as `setting` says, once somebody is there to work for it."""
-        self._timeout_s = timeout_s
-        self._setting = setting
-        self._works_since: float | None = None
-        self._arrivals.begin()
-
-    def judge(self, look: RunProgress) -> DeadEndCause | None:
-        """Why the wait is hopeless, if it is."""
-        self._arrivals.note(look)
-        self._rewards.note(look)
-        self._adoption.note(look)
-        if look.holding and self._works_since is None:
-            self._works_since = self._clock()
-        return self._by_rewards() or self._by_adoption(look) or self._by_standstill(look) or self._by_slowness()
-
-    def find_no_reward(self, *, num_failed: int) -> DeadEndCause:
-        """So many answers have come, and none has a reward: it stays so until a look shows one that has."""
-        self._rewards.num_failed = max(self._rewards.num_failed, self._num_fatal)
-        return failing_rewards(self._run, num_failed=num_failed)
-
-    def _by_rewards(self) -> DeadEndCause | None:
-        # A replay trains on the rewards that are stored.
-        if self._run.mode == "replay" or self._rewards.num_failed < self._num_fatal:
-            return None
-        return failing_rewards(self._run, num_failed=self._rewards.num_failed)
-
-    def _by_adoption(self, look: RunProgress) -> DeadEndCause | None:
-        lag_s = self._adoption.seconds
-        return laggards(look, lag_s=lag_s) if lag_s >= self._config.start_after_s else None
-
-    def _by_standstill(self, look: RunProgress) -> DeadEndCause | None:
-        may_yet_start = any(generator.is_starting for generator in look.living)
-        allowed_s = max(self._config.after_s, self._config.start_after_s) if may_yet_start else self._config.after_s
-        if self._arrivals.idle_s < allowed_s:
-            return None
-        return standstill(look, self._run, arrivals=self._arrivals, num_failed=self._rewards.num_failed)
-
-    def _by_slowness(self) -> DeadEndCause | None:
-        waited_s = 0.0 if self._works_since is None else self._clock() - self._works_since
-        if waited_s < self._timeout_s:
-            return None
-        return slowness(waited_s=waited_s, accepted=self._arrivals.accepted, setting=self._setting)
-
-
-_LOOK_EVERY_S = 1.0
-_SAY_EVERY_S = 5.0
-_EVENTS_READ = 100
-_EVENTS_TOLD = 3
-_OWN_NAME = "learner"
-_OF_ALL = ("broker", "store")
-"""Roles whose events concern every wait, beside the generators'."""
-
-
 class StallDetector:
-    """Life: (begin -> (look | takes)* -> end)*."""
+    """Life: (begin -> (poll | reject_unscored)* -> end)*.
+
+    A slow wait that makes progress is no dead end before the wait's own limit.
+    """
 
     def __init__(
         self,
@@ -111,110 +47,101 @@ class StallDetector:
         self._run = run
         self._store = store
         self._who_is_missing = who_is_missing
-        self._stand_by = keep_alive
+        self._keep_alive = keep_alive
         self._clock = clock
-        self._dead_ends = DeadEndDetector(run, clock=clock)
-        self._cause: DeadEndCause | None = None
-        self._look_at = clock()
-        self._what = ""
+        self._progress = Progress(run, clock=clock)
+        self._cause: StallCause | None = None
+        self._goal = ""
         self._waits_for: WaitsFor = ""
-        self._say_at = clock()
+        self._check_at = self._log_at = clock()
 
     def gauges(self) -> dict[str, str]:
-        """What the learner's Pong says of the wait under way; may be asked from any thread."""
-        cause = self._cause
-        return {"waits_for": self._waits_for, "dead_end": _sentence(cause) if cause else ""}
+        """Gauges of the wait in progress; callable from any thread."""
+        return {"waits_for": self._waits_for, "dead_end": str(self._cause or "")}
 
-    def begin(self, what: str, *, waits_for: WaitsFor, timeout_s: float, setting: str) -> None:
-        """A wait for `what` begins, of at most `timeout_s` (which `setting` says) while it gets on."""
-        self._what, self._waits_for = what, waits_for
-        self._say_at = self._clock() + _SAY_EVERY_S
-        self._dead_ends.begin(timeout_s=timeout_s, setting=setting)
+    def begin(self, goal: str, *, waits_for: WaitsFor, limit_s: float, limit_setting: str) -> None:
+        """Start a wait for `goal` that may last `limit_s`, the value of that setting, while it makes progress."""
+        self._goal, self._waits_for = goal, waits_for
+        self._log_at = self._clock() + _LOG_EVERY_S
+        self._progress.begin(limit_s=limit_s, limit_setting=limit_setting)
 
-    def look(self, missing: str, *, answered: int | None = None) -> str:
-        """Look, at most once a second, and return why the learner waits; `missing` says what for.
+    def poll(self, missing: str, *, answered: int | None = None) -> str:
+        """Check the run, at most once a second; return the reason of the wait, in which `missing` is what it lacks.
 
-        `answered`: answers in of the evaluation that is waited for; None for groups. Raises DeadEndError where the run is
-        told to fail.
+        `answered`: answers of the awaited evaluation; None while groups are awaited.
+        Raises DeadEndError under `learner.dead_end.policy=fail`.
         """
-        if self._clock() >= self._look_at:
-            self._look_at = self._clock() + _LOOK_EVERY_S
-            self._judge(answered=answered)
-        if self._clock() >= self._say_at:
-            self._say_at = self._clock() + _SAY_EVERY_S
-            self._stand_by()
-            self._say(missing)
-        cause = f"; dead end: {_sentence(self._cause)}" if self._cause else ""
-        return f"waiting for {self._what}: {missing}{cause}"
+        now = self._clock()
+        if now >= self._check_at:
+            self._check_at = now + _CHECK_EVERY_S
+            self._progress.update(take_snapshot(self._store, self._run, answered=answered))
+            self._set_cause(find_cause(self._progress))
+        if now >= self._log_at:
+            self._log_at = now + _LOG_EVERY_S
+            self._keep_alive()
+            if self._cause:
+                self._warn(self._cause)
+            else:
+                log.info("waiting", goal=self._goal, missing=f"{missing}, {self._who_is_missing()}")
+        return f"waiting for {self._goal}: {missing}" + (f"; dead end: {self._cause}" if self._cause else "")
 
-    def takes(self, claim: Claim) -> bool:
-        """Whether the step may train on the claim. While no reward answers, groups without any are let go instead."""
+    def reject_unscored(self, claim: Claim) -> bool:
+        """While rewards are the cause, reject the claim's groups without any; return whether there were some.
+
+        They would train on nothing, and the run must not use up its steps while a reward service is down.
+        """
         if self._cause is None or self._cause.kind != "rewards":
-            return True
+            return False
         payloads = zip(claim.group_ids, self._store.fetch(claim.group_ids), strict=True)
         unscored = [group_id for group_id, members in payloads if not any(map(_has_reward, members))]
         if unscored:
             self._store.reject(claim, group_ids=unscored, reason="no_reward")
-        return not unscored
+        return bool(unscored)
 
     def end(self) -> None:
-        """What was waited for is there. Rewards that do not answer may still do so: that is for the next look."""
+        """The wait has succeeded. Failed rewards stay the cause: groups without any still arrive."""
         self._waits_for = ""
         if self._cause and self._cause.kind != "rewards":
-            self._overcome()
+            self._set_cause(None)
 
-    def find_no_reward(self, *, num_failed: int) -> None:
-        """An evaluation is complete, and no reward function has answered in it. Raises DeadEndError like `look`."""
-        self._meet(self._dead_ends.find_no_reward(num_failed=num_failed))
+    def report_no_reward(self, *, num_failed: int) -> None:
+        """An evaluation is complete without a single reward. Raises DeadEndError like `poll`."""
+        self._progress.failed_rewards = max(self._progress.failed_rewards, max_failed_rewards(self._run))
+        self._set_cause(no_reward(self._run, num_failed=num_failed))
 
-    # --- dead ends -----------------------------------------------------------------------------------------------
-    def _judge(self, *, answered: int | None) -> None:
-        cause = self._dead_ends.judge(look_at(self._store, self._run, answered=answered))
-        if cause:
-            self._meet(cause)
-        elif self._cause:
-            self._overcome()
-
-    def _meet(self, cause: DeadEndCause) -> None:
-        if self._run.learner.dead_end.policy == "fail":
+    def _set_cause(self, cause: StallCause | None) -> None:
+        if cause and self._run.learner.dead_end.policy == "fail":
             raise DeadEndError(
-                f"{self._what} must come, but {_sentence(cause)}; then go on with resume=true.{self._last_events()}"
+                f"{self._goal} must come, but {cause}; then continue with resume=true.{self._last_events()}"
             )
-        if self._cause is None or self._cause.kind != cause.kind:
-            self._cause = cause
-            log.warning("dead_end", for_=self._what, cause=cause.what, remedy=cause.remedy)
-            self._note(f"dead end, waits for {self._what}: {cause.what}")
+        before, self._cause = self._cause, cause
+        if cause and (before is None or before.kind != cause.kind):
+            self._warn(cause)
+            self._record(f"dead end, waits for {self._goal}: {cause.problem}")
+        elif cause:
+            self._cause = before
+        elif before:
+            log.info("dead_end_resolved", goal=self._goal)
+            self._record("dead end resolved")
 
-    def _overcome(self) -> None:
-        self._cause = None
-        log.info("goes_on", for_=self._what)
-        self._note("goes on after a dead end")
+    def _warn(self, cause: StallCause) -> None:
+        log.warning("dead_end", goal=self._goal, cause=cause.problem, remedy=cause.remedy)
 
-    def _say(self, missing: str) -> None:
-        if self._cause:
-            log.warning("dead_end", for_=self._what, cause=self._cause.what, remedy=self._cause.remedy)
-        else:
-            log.info("waiting", for_=self._what, missing=f"{missing}, {self._who_is_missing()}")
-
-    def _note(self, text: str) -> None:
-        """For people; a wait does not end for want of it."""
+    def _record(self, text: str) -> None:
+        # Events are for people: a store that refuses one must not end the wait.
         with suppress(ReplayBufferError):
-            self._store.record_event(_OWN_NAME, text)
+            self._store.record_event("learner", text)
 
     def _last_events(self) -> str:
-        """Of the generators and of what everybody needs."""
-        roles = self._store.roles()
-        concerned = {name for name, gauges in roles.items() if gauges.get("role") == "generator"} | set(_OF_ALL)
-        events = [event for event in self._store.events(limit=_EVENTS_READ) if event.role in concerned]
+        """Events of the roles that every wait depends on, in one line: a launcher shows the last line of a log."""
+        generators = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
+        events = [e for e in self._store.events(limit=_EVENTS_READ) if e.role in generators | {"broker", "store"}]
         now = self._store.now()
-        told = [f"{max(0.0, now - each.at):.0f} s ago {each.role}: {each.text}" for each in events[-_EVENTS_TOLD:]]
-        # One line, whatever a role has said: a launcher shows the last line of a log.
-        return " Last events: " + " | ".join(" ".join(each.split()) for each in told) + "." if told else ""
+        shown = [
+            f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in events[-_EVENTS_SHOWN:]
+        ]
+        return f" Last events: {' | '.join(shown)}." if shown else ""
 
 
 def _has_reward(payload: bytes) -> bool:
     return unpack(payload).reward.status == "ok"
-
-
-def _sentence(cause: DeadEndCause) -> str:
-    return f"{cause.what}: {cause.remedy}"

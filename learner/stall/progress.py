@@ -1,8 +1,7 @@
-"""Vital signs of a run, followed from look to look: what arrives, whose rewards answer, whether weights are adopted."""
+"""Progress of a run while the learner waits: what the store shows now, and what has changed since the wait began."""
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 from slipstream.broker.admission import capacity_reason
 from slipstream.broker.status.role_status import RoleStatus, role_statuses
@@ -11,208 +10,157 @@ from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
-
-# @@ RunProgress: what one look at the store tells a learner that waits.
-@dataclass(frozen=True, slots=True)
-class GeneratorProgress:
-    """One generator that ever reported."""
-
-    status: RoleStatus
-    """How it is."""
-    trajectories: int | None = None
-    """Finished since it started; None for one that does not say (any more)."""
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether it lives and may still come to hold weights by itself: it loads its model or fetches them."""
-        return self.status.is_alive and (self.status.state == "starting" or self.status.waits_for == "transfer")
-
-    @property
-    def is_holding(self) -> bool:
-        """Whether it lives and works with verified weights."""
-        return self.status.is_alive and self.status.state in ("ready", "updating") and self.status.version is not None
+_MAX_COUNTED_STARTS = 4
+"""Restarts of one generator that count as progress while nothing arrives: a crash loop must not hide a dead end."""
+_LOSSES = ("rejected", "expired", "quarantined")
 
 
 @dataclass(frozen=True, slots=True)
-class RunProgress:
-    """The run, now."""
+class Snapshot:
+    """A run as its store shows it at one moment."""
 
     counts: StoreCounts
-    """Where everything is."""
     announced_version: int
-    """The newest the learner has made."""
-    generators: tuple[GeneratorProgress, ...] = ()
-    """All that ever reported, by name."""
+    """Newest version the learner has made."""
     broker: RoleStatus | None = None
-    """None when none has ever reported."""
+    """None before its first report."""
+    generators: tuple[RoleStatus, ...] = ()
+    """All that ever reported."""
+    rewarded: int = 0
+    """Trajectories with a reward that the living generators have finished since they started."""
+    unrewarded: int = 0
+    """Their trajectories whose reward function failed."""
     capacity_reason: str = ""
-    """Why the store has no room for more; empty when it has."""
+    """Limit that keeps the store from admitting more; empty while there is room."""
     answered: int | None = None
-    """Answers of the evaluation that is waited for; None when groups are."""
+    """Answers of the awaited evaluation; None while groups are awaited."""
 
     @property
-    def living(self) -> list[GeneratorProgress]:
-        """Generators that were reported of lately."""
-        return [generator for generator in self.generators if generator.status.is_alive]
+    def living(self) -> list[RoleStatus]:
+        """Generators that report."""
+        return [generator for generator in self.generators if generator.is_alive]
 
     @property
-    def holding(self) -> list[GeneratorProgress]:
-        """Those with verified weights."""
-        return [generator for generator in self.generators if generator.is_holding]
+    def synced(self) -> list[RoleStatus]:
+        """Living generators with verified weights."""
+        return [each for each in self.living if each.state in ("ready", "updating") and each.version is not None]
 
 
-def look_at(store: Store, run: RunConfig, *, answered: int | None = None) -> RunProgress:
-    """Read it. Raises StoreUnavailableError."""
-    counts, told, version = store.counts(), store.roles(), store.run_state().announced_version
-    statuses = role_statuses(told, run=run, now=store.now(), announced_version=version)
-    return RunProgress(
+def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) -> Snapshot:
+    """Read the store. Raises StoreUnavailableError."""
+    counts, gauges, version = store.counts(), store.roles(), store.run_state().announced_version
+    roles = role_statuses(gauges, run=run, now=store.now(), announced_version=version)
+    generators = tuple(role for role in roles if role.role == "generator")
+    finished = [(gauges[each.name].get("trajectories"), each.rewards_failed) for each in generators if each.is_alive]
+    pairs = [(int(all_), failed) for all_, failed in finished if isinstance(all_, int | float) and failed is not None]
+    return Snapshot(
         counts,
         version,
-        generators=tuple(_generator(each, told[each.name]) for each in statuses if each.role == "generator"),
-        broker=next((each for each in statuses if each.role == "broker"), None),
+        broker=next((role for role in roles if role.role == "broker"), None),
+        generators=generators,
+        rewarded=sum(all_ - failed for all_, failed in pairs),
+        unrewarded=sum(failed for _, failed in pairs),
         capacity_reason=capacity_reason(run.buffer.capacity, counts),
         answered=answered,
     )
 
 
-def _generator(status: RoleStatus, gauges: dict[str, Any]) -> GeneratorProgress:
-    trajectories = gauges.get("trajectories")
-    return GeneratorProgress(status, int(trajectories) if isinstance(trajectories, int | float) else None)
+class Progress:
+    """The newest snapshot, and what has changed up to it. Life: (begin -> update*)*, one `begin` per wait.
 
-
-_STARTS_COUNTED = 4
-"""A generator that comes to hold weights for the fifth time while nothing arrives is no sign of life any more."""
-_LOST = ("rejected", "expired", "quarantined")
-
-
-class Arrivals:
-    """For how long nothing has come that helps the wait: trajectories, answers, a generator that is ready to work.
-
-    A trajectory whose group is let go again has not helped: what counts is how many came and stayed.
-
-    Life: (begin -> note*)*.
+    Rewards and adopted versions are followed across waits: both can fail while every single wait succeeds.
     """
 
-    def __init__(self, *, group_size: int, clock: Clock) -> None:
-        self._group_size = group_size
-        self._clock = clock
-        self.begin()
+    now: Snapshot
+    idle_s: float
+    """Since anything helped the wait, or since it began, seconds."""
+    served_s: float
+    """Since a generator could first work for the wait, seconds."""
+    outdated_s: float
+    """Since a generator last adopted newer weights, seconds; 0 while one holds the newest or none holds any."""
+    accepted: int
+    """Trajectories stored since the wait began."""
+    losses: dict[str, int]
+    """Groups lost since the wait began, by `<outcome>: <reason>`."""
+    refused: dict[str, int]
+    """Frames the broker refused since the wait began, by reason."""
 
-    def begin(self) -> None:
-        """A wait begins."""
-        self._moved_at = self._clock()
+    def __init__(self, run: RunConfig, *, clock: Clock) -> None:
+        self.run = run
+        self.failed_rewards = 0
+        """Trajectories without a reward since the last one with a reward."""
+        self._clock = clock
+        self._rewards: tuple[int, int] | None = None
+        self._newest_held = -1
+        self._version_lag = 0
+        self._adopted_at = clock()
+
+    def begin(self, *, limit_s: float, limit_setting: str) -> None:
+        """Start a wait that may last `limit_s`, the value of that setting, once a generator can work for it."""
+        self.limit_s, self.limit_setting = limit_s, limit_setting
+        self._progressed_at = self._clock()
+        self._served_since: float | None = None
         self._base: StoreCounts | None = None
-        self._most_kept = 0
-        self._most_answered = 0
-        self._workers: dict[str, int | None] = {}
-        self._num_starts: Counter[str] = Counter()
-        self.lost: dict[str, int] = {}
-        """Groups let go since the wait began, by `<outcome>: <reason>`."""
-        self.refused: dict[str, int] = {}
-        """Frames the broker has refused since then, by reason."""
-        self.accepted = 0
-        """Trajectories stored since then."""
+        self._most_arrived: tuple[int, ...] = (0, 0)
 
-    @property
-    def idle_s(self) -> float:
-        """Since anything helped last, or since the wait began, seconds."""
-        return self._clock() - self._moved_at
-
-    def note(self, look: RunProgress) -> None:
-        """Take in a look."""
+    def update(self, now: Snapshot) -> None:
+        self.now, now_s = now, self._clock()
         if self._base is None:
-            self._base = look.counts
-            self._most_answered = look.answered or 0
-            self._workers = _versions(look)
-        base = self._base
-        self.accepted = look.counts.accepted - base.accepted
-        self.lost = _growth(base.reasons, look.counts.reasons, among=_LOST)
-        self.refused = _growth(base.refused, look.counts.refused)
-        has_come = [self._kept_more(base, look.counts), self._answered_more(look.answered or 0)]
-        if any(has_come):
+            self._base, self._most_arrived, self._versions = now.counts, (0, now.answered or 0), _versions(now)
+            self._num_starts: Counter[str] = Counter()
+        self.accepted = now.counts.accepted - self._base.accepted
+        self.losses = _growth(self._base.reasons, now.counts.reasons, prefixes=_LOSSES)
+        self.refused = _growth(self._base.refused, now.counts.refused)
+        if self._has_progressed(self._base):
+            self._progressed_at = now_s
+        if now.synced and self._served_since is None:
+            self._served_since = now_s
+        self.idle_s = now_s - self._progressed_at
+        self.served_s = 0.0 if self._served_since is None else now_s - self._served_since
+        self._track_rewards(now)
+        self._track_adoption(now, now_s)
+
+    def _has_progressed(self, base: StoreCounts) -> bool:
+        """Whether a trajectory came and stayed, an answer came, or a generator took up work or newer weights."""
+        # A trajectory whose group is lost has not helped. Losses of what was stored before the wait are subtracted:
+        # they do not count against what came since.
+        stored_before = base.open_members + base.ready * self.run.generators.members_per_group
+        lost = _lost_members(self.now.counts) - _lost_members(base)
+        arrived = (self.accepted - max(0, lost - stored_before), self.now.answered or 0)
+        before, self._most_arrived = self._most_arrived, tuple(map(max, arrived, self._most_arrived))
+        has_arrived = self._most_arrived != before
+        if has_arrived:
             self._num_starts.clear()
-        if self._works_more(look) or any(has_come):
-            self._moved_at = self._clock()
-
-    def _kept_more(self, base: StoreCounts, now: StoreCounts) -> bool:
-        """Losses of what was there before the wait do not count against what came since."""
-        there = base.open_members + base.ready * self._group_size
-        lost = _lost_members(now) - _lost_members(base)
-        kept = self.accepted - max(0, lost - there)
-        is_more, self._most_kept = kept > self._most_kept, max(kept, self._most_kept)
-        return is_more
-
-    def _answered_more(self, answered: int) -> bool:
-        is_more, self._most_answered = answered > self._most_answered, max(answered, self._most_answered)
-        return is_more
-
-    def _works_more(self, look: RunProgress) -> bool:
-        before, self._workers = self._workers, _versions(look)
-        started = [name for name, version in self._workers.items() if before.get(name) != version]
+        held, self._versions = self._versions, _versions(self.now)
+        started = [name for name, version in self._versions.items() if held.get(name) != version]
         self._num_starts.update(started)
-        return any(self._num_starts[name] <= _STARTS_COUNTED for name in started)
+        return has_arrived or any(self._num_starts[name] <= _MAX_COUNTED_STARTS for name in started)
+
+    def _track_rewards(self, now: Snapshot) -> None:
+        rewarded, unrewarded = self._rewards or (now.rewarded, now.unrewarded)
+        self._rewards = (now.rewarded, now.unrewarded)
+        # Both sums shrink when a generator leaves or restarts: that is neither a reward nor a failed one.
+        grown = max(0, now.unrewarded - unrewarded)
+        self.failed_rewards = 0 if now.rewarded > rewarded else self.failed_rewards + grown
+
+    def _track_adoption(self, now: Snapshot, now_s: float) -> None:
+        newest = max((generator.version or 0 for generator in now.synced), default=-1)
+        before, self._version_lag = self._version_lag, now.announced_version - newest if now.synced else 0
+        # Counted from the first snapshot that shows a lag: a whole training step may lie before it.
+        if self._version_lag <= 0 or before <= 0 or newest > self._newest_held:
+            self._adopted_at = now_s
+        self._newest_held = newest
+        self.outdated_s = now_s - self._adopted_at
 
 
-class RewardTally:
-    """How many trajectories in a row had a reward that failed, as the generators count them, since the first look."""
-
-    def __init__(self) -> None:
-        self._before: dict[str, tuple[int, int]] | None = None
-        self.num_failed = 0
-        """Since one was answered last, all generators together."""
-
-    def note(self, look: RunProgress) -> None:
-        """Take in a look."""
-        now = {
-            generator.status.name: (generator.trajectories, generator.status.rewards_failed)
-            for generator in look.living
-            if generator.trajectories is not None and generator.status.rewards_failed is not None
-        }
-        before = now if self._before is None else self._before
-        grown = [_grown(before.get(name, (0, 0)), counts) for name, counts in now.items()]
-        num_failed = sum(failed for _, failed in grown)
-        has_answer = sum(finished for finished, _ in grown) > num_failed
-        self.num_failed = 0 if has_answer else self.num_failed + num_failed
-        self._before = before | now
+def _versions(now: Snapshot) -> dict[str, int | None]:
+    return {generator.name: generator.version for generator in now.synced}
 
 
-class AdoptionLag:
-    """For how long no living generator has come nearer to the learner's newest version."""
-
-    def __init__(self, *, clock: Clock) -> None:
-        self._clock = clock
-        self._newest = -1
-        self._since: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """0 while one holds it, and while nobody holds any version."""
-        return 0.0 if self._since is None else self._clock() - self._since
-
-    def note(self, look: RunProgress) -> None:
-        """Take in a look. Between two looks a whole step may lie: it starts to count at the first that shows a lag."""
-        newest = max((generator.status.version or 0 for generator in look.holding), default=-1)
-        if newest == -1 or newest >= look.announced_version:
-            self._since = None
-        elif newest > self._newest or self._since is None:
-            self._since = self._clock()
-        self._newest = newest
-
-
-def _grown(before: tuple[int, int], now: tuple[int, int]) -> tuple[int, int]:
-    """Trajectories finished and failed meanwhile; who has fewer than before was started again and counts anew."""
-    return now if now[0] < before[0] else (now[0] - before[0], now[1] - before[1])
-
-
-def _versions(look: RunProgress) -> dict[str, int | None]:
-    """What each generator works with."""
-    return {generator.status.name: generator.status.version for generator in look.holding}
-
-
-def _growth(before: dict[str, int], now: dict[str, int], *, among: tuple[str, ...] = ("",)) -> dict[str, int]:
-    grown = {name: count - before.get(name, 0) for name, count in now.items() if name.startswith(among)}
+def _growth(before: dict[str, int], now: dict[str, int], *, prefixes: tuple[str, ...] = ("",)) -> dict[str, int]:
+    grown = {name: count - before.get(name, 0) for name, count in now.items() if name.startswith(prefixes)}
     return {name: count for name, count in grown.items() if count > 0}
 
 
 def _lost_members(counts: StoreCounts) -> int:
-    return sum(counts.outcome_members.get(outcome, 0) for outcome in _LOST)
+    return sum(counts.outcome_members.get(outcome, 0) for outcome in _LOSSES)

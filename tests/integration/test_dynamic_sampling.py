@@ -10,8 +10,8 @@ from slipstream.buffer.records import Claim, make_entry
 from slipstream.buffer.sampling import DrawRules
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.stall.detector import DeadEndDetector
-from slipstream.learner.stall.progress import look_at
+from slipstream.learner.stall.causes import find_cause
+from slipstream.learner.stall.progress import Progress, take_snapshot
 from tests.contract.stores import make_memory_store, make_redis_store
 from tests.integration.test_broker_and_generator import CANARY, Scene, make_update, play
 
@@ -96,8 +96,8 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_that_says_so(tmp_path
     scene = Scene(
         tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", buffer={"filter": accuracy}, learner=learner
     )
-    dead_ends = DeadEndDetector(scene.run, clock=scene.clock)
-    dead_ends.begin(timeout_s=10_000, setting="learner.wait_timeout_s")
+    progress = Progress(scene.run, clock=scene.clock)
+    progress.begin(limit_s=10_000, limit_setting="learner.wait_timeout_s")
     causes = []
 
     async def script() -> None:
@@ -105,7 +105,8 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_that_says_so(tmp_path
         for _ in range(200):
             await scene.turn()
             assert_paced(scene)
-            causes.append(dead_ends.judge(look_at(scene.store, scene.run)))
+            progress.update(take_snapshot(scene.store, scene.run))
+            causes.append(find_cause(progress))
             if causes[-1]:
                 break
 
@@ -113,8 +114,8 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_that_says_so(tmp_path
     cause = causes[-1]
     assert cause is not None, scene.store.counts()
     assert len(causes) > AFTER_S - 3, "not before its time"
-    assert "every group that came" in cause.what
-    assert "rejected: too_hard" in cause.what
+    assert cause.kind == "filtered"
+    assert "rejected: too_hard" in cause.problem
     counts = scene.store.counts()
     assert (counts.ready, counts.filtered_fraction) == (0, 1.0)
     assert counts.filtered > 50, "it went on trying"
@@ -153,5 +154,5 @@ def assert_column(groups: list[list[Trajectory]], *, version: int) -> None:
     trajectories = admitted.batch.trajectories
     assert trajectories.greedy_rewards.tolist() == [group[2].reward.total for group in groups for _ in group]
     assert trajectories.is_member.tolist() == [True, True, False] * 2
-    assert (trajectories.num_wanted > 0).tolist() == [True, True, False] * 2
+    assert (trajectories.num_trained > 0).tolist() == [True, True, False] * 2
     assert admitted.metrics["learner/trajectories"] == 4
