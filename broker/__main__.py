@@ -31,9 +31,8 @@ from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import EmbeddedRedis
-from slipstream.buffer.redis.run_store import store_url
+from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.load import load
@@ -80,7 +79,7 @@ def _keeper(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
     if has_launcher() or not isinstance(store, EmbeddedRedisConfig):
         return None
     server = EmbeddedRedis(folder.store, durability=store.durability, max_memory_mib=store.max_memory_mib)
-    return RedisSupervisor(server, start_timeout_s=run.buffer.patience_s)
+    return RedisSupervisor(server, start_timeout_s=run.buffer.retry_timeout_s)
 
 
 def _serve(
@@ -97,10 +96,10 @@ def _serve(
     url = store_url(run, folder.path)
     state = _open_run(run, url, config_json=config_json, num_rows=len(train))
     # Without patience: the peers must be answered, that the store is away if need be.
-    store = open_store(
+    store = open_run_store(
         url,
         run.name,
-        timeout_s=run.buffer.patience_s,
+        timeout_s=run.buffer.retry_timeout_s,
         max_attempts=run.buffer.max_attempts,
         answer_timeout_s=_ANSWER_TIMEOUT_S,
     )
@@ -130,8 +129,8 @@ def _serve(
 
 def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: int) -> RunState:
     """Begin the run, or take it up. Raises RunConflictError when it is over."""
-    patience_s = run.buffer.patience_s
-    with closing(open_store(url, run.name, timeout_s=patience_s, patience_s=patience_s)) as store:
+    timeout_s = run.buffer.retry_timeout_s
+    with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
         state = store.open_run(
             run.name,
             config_json=config_json,
@@ -155,7 +154,7 @@ def _archiving(run: RunConfig, folder: RunFolder, store_url: str) -> Iterator[No
     if not run.buffer.archive.enabled:
         yield
         return
-    connect = partial(open_store, store_url, run.name, timeout_s=run.buffer.patience_s)
+    connect = partial(open_run_store, store_url, run.name, timeout_s=run.buffer.retry_timeout_s)
     archiver = ArchiverThread(connect, folder.archive, run.buffer.archive)
     archiver.start()
     try:

@@ -57,8 +57,8 @@ def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
 
 def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
     """Return which limit of the store's capacity is reached; empty if there is room."""
-    if capacity.max_groups is not None and counts.in_play >= capacity.max_groups:
-        return f"capacity: {counts.in_play} groups are in play, buffer.capacity.max_groups is {capacity.max_groups}"
+    if capacity.max_groups is not None and counts.outstanding >= capacity.max_groups:
+        return f"capacity: {counts.outstanding} groups are outstanding, buffer.capacity.max_groups is {capacity.max_groups}"
     stored_mib = counts.payload_bytes / 2**20
     if capacity.max_mib is not None and stored_mib >= capacity.max_mib:
         return f"capacity: {stored_mib:.1f} MiB are stored, buffer.capacity.max_mib is {capacity.max_mib}"
@@ -71,4 +71,4 @@ def capacity_limit(capacity: CapacityConfig, counts: StoreCounts) -> int:
         return counts.admitted
     if capacity.max_groups is None:
         return sys.maxsize
-    return counts.admitted + capacity.max_groups - counts.in_play
+    return counts.admitted + capacity.max_groups - counts.outstanding

@@ -1,100 +1,107 @@
-"""The books of a run: where everything is, as the store counts along, and added up anew."""
+"""Accounting of a run: the counters a store keeps, and the audit that recomputes them from what is stored."""
 
-from slipstream.buffer.sampling import FLAWS
+from collections import Counter
+from collections.abc import Iterable
+
+from slipstream.buffer.group_filter import REJECTION_REASONS
+from slipstream.buffer.records import StepEntry
 from slipstream.buffer.trajectory import Record
+
+_MAX_NAMED = 5
+"""Groups named in one problem."""
 
 
 class StoreCounts(Record):
-    """Where everything is, now. Groups unless said otherwise.
+    """Counters of a store at one instant; in groups unless stated otherwise.
 
     Invariant: accepted == open_members + group_size * (ready + claimed + used) - short_members + sum of
     outcome_members.
     """
 
     admitted: int
-    """Training prompts ever leased for the first time, less those handed back to the budget."""
+    """Training prompts ever leased for the first time, less those whose admission was given back."""
     leased: int
-    """Training leases out now."""
+    """Training leases held by generators."""
     returned: int
     """Training prompts waiting to be leased again."""
     open: int
-    """Groups with at least one member, not complete."""
+    """Groups with at least one member and short of others."""
     ready: int
-    """Complete, unclaimed."""
+    """Complete and unclaimed."""
     claimed: int
-    """With the learner."""
+    """Held by the learner."""
     used: int
-    """Trained on, and not yet covered by a durable checkpoint or to be used again."""
+    """Trained on, and not yet covered by a durable checkpoint or still reusable."""
     reusable: int
-    """Those of `used` that may be drawn again."""
+    """Groups in `used` that may be sampled again."""
     accepted: int
     """Trajectories ever stored."""
     duplicates: int
-    """Trajectories that came again, unchanged."""
+    """Trajectories received again, unchanged."""
     superseded: int
-    """Trajectories whose place was taken."""
+    """Trajectories whose index in the group was taken already."""
     refused: dict[str, int]
     """Frames put into quarantine, by reason."""
     outcomes: dict[str, int]
     """Groups that are over, by outcome (retired, rejected, expired, quarantined)."""
     outcome_members: dict[str, int]
-    """The same in trajectories."""
+    """Trajectories of groups that are over, by outcome."""
     reasons: dict[str, int]
     """Groups that are over, by `<outcome>: <reason>`."""
     unarchived: int
-    """Groups that are over and still stored, for the archive."""
+    """Groups that are over and still stored for the archive."""
     open_members: int
     """Trajectories in open groups."""
     short_members: int
-    """Trajectories that groups lack which were made ready short of some."""
+    """Trajectories missing from groups that were made ready without them."""
     payload_bytes: int
-    """Encoded trajectories stored, bytes."""
+    """Size of the encoded trajectories stored, bytes."""
     accepted_tokens: int
     """Model-written tokens of all trajectories ever stored."""
     superseded_tokens: int
-    """Of those whose place was taken."""
+    """Model-written tokens of superseded trajectories."""
     wasted_tokens: int
-    """Of stored ones whose group was over without a step."""
+    """Model-written tokens of groups that ended without being trained on."""
     trained: int
     """Trajectories trained on; each use counts."""
     trained_tokens: int
-    """Model-written tokens of those."""
+    """Model-written tokens trained on; each use counts."""
     became_ready: int = 0
-    """Groups that were ever ready to be trained on."""
+    """Groups that ever became ready."""
 
     @property
-    def in_play(self) -> int:
-        """Groups admitted of which something is still stored, or to come."""
+    def outstanding(self) -> int:
+        """Groups admitted and not over, or over and still stored."""
         in_store = self.ready + self.claimed + self.used + self.unarchived
         return self.leased + self.returned + in_store
 
     @property
     def filtered(self) -> int:
-        """Groups that were complete, and rejected because they teach nothing (`buffer.filter`)."""
-        return sum(self.reasons.get(f"rejected: {flaw}", 0) for flaw in FLAWS)
+        """Complete groups rejected by `buffer.filter`."""
+        return sum(self.reasons.get(f"rejected: {reason}", 0) for reason in REJECTION_REASONS)
 
     @property
     def filtered_fraction(self) -> float:
-        """Share of the groups that were ever complete."""
+        """Share of complete groups that `buffer.filter` rejected; 0 before the first."""
         complete = self.filtered + self.became_ready
         return self.filtered / complete if complete else 0.0
 
     @property
     def length_bias(self) -> float:
-        """Mean length of what was trained on / mean length of what arrived; 1 = long ones are not left behind."""
+        """Mean length of trained trajectories / mean length of accepted ones; below 1, long ones are left behind."""
         if not self.trained or not self.accepted_tokens:
             return 1.0
         return (self.trained_tokens / self.trained) / (self.accepted_tokens / self.accepted)
 
     @property
     def waste_fraction(self) -> float:
-        """Share of the generated tokens that arrived and were let go without a step; masked ones come on top."""
+        """Share of received tokens that were discarded without a step; masked tokens come on top."""
         arrived = self.accepted_tokens + self.superseded_tokens
         return (self.wasted_tokens + self.superseded_tokens) / arrived if arrived else 0.0
 
 
 class Audit(Record):
-    """The books of a run, added up anew from what is stored. Trajectories unless said otherwise.
+    """Accounting recomputed from what is stored; in trajectories unless stated otherwise.
 
     Invariant of a sound store: accepted == buffered + claimed + used + retired + rejected + expired + quarantined.
     """
@@ -104,7 +111,7 @@ class Audit(Record):
     buffered: int
     """In open and ready groups."""
     claimed: int
-    """With the learner."""
+    """Held by the learner."""
     used: int
     """Trained on, not yet covered by a durable checkpoint."""
     retired: int
@@ -112,19 +119,113 @@ class Audit(Record):
     rejected: int
     """Refused by the run's filter or the learner."""
     expired: int
-    """Too late."""
+    """In groups that were too late."""
     quarantined: int
-    """Of groups tried too often."""
+    """In groups that were tried too often."""
     lost: int
-    """Acknowledged, and nowhere."""
+    """Acknowledged, and stored nowhere."""
     duplicated: int
-    """In two places, or trained on more often than they may be."""
+    """In two states at once, or trained on more often than allowed."""
     skipped_prompts: int
-    """Prompts that were admitted and are nowhere."""
+    """Prompts that were admitted and are in no state."""
     problems: list[str] = []
-    """A sentence for each thing found wrong."""
+    """One sentence per inconsistency."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found wrong."""
+        """Whether no inconsistency was found."""
         return not (self.lost or self.duplicated or self.skipped_prompts or self.problems)
+
+
+class Snapshot(Record):
+    """Input of an audit, read at one instant.
+
+    Example: Snapshot(next_ordinal=3, max_uses=1, accepted=4, groups={"leased": ["2"], "ready": ["1"], "used": ["0"]},
+        members={"0": (2, 2), "1": (2, 2), "2": (0, 0)}, done=[], outcome_members={}, ledger=[StepEntry(step=1, ...)])
+    """
+
+    next_ordinal: int
+    """Training prompts ever admitted."""
+    max_uses: int
+    """Steps that may train on one group."""
+    accepted: int
+    """Trajectories ever acknowledged as new."""
+    groups: dict[str, list[str]]
+    """State (leased, returned, ready, claimed, used) -> training groups."""
+    members: dict[str, tuple[int, int]]
+    """Group -> (members counted, payloads stored)."""
+    done: list[int]
+    """Ordinals of the groups that are over."""
+    outcome_members: dict[str, int]
+    """Outcome -> trajectories."""
+    ledger: list[StepEntry]
+    """Entries of the committed steps."""
+
+
+def audit(snapshot: Snapshot) -> Audit:
+    """Recompute the accounting and list every inconsistency."""
+    states = _states_of(snapshot)
+    held = {state: sum(snapshot.members[group][0] for group in ids) for state, ids in snapshot.groups.items()}
+    over = {name: snapshot.outcome_members.get(name, 0) for name in ("retired", "rejected", "expired", "quarantined")}
+    missing = snapshot.accepted - sum(held.values()) - sum(over.values())
+    doubled = {group: found for group, found in states.items() if len(found) > 1}
+    overused = _overused(snapshot)
+    skipped = [ordinal for ordinal in range(snapshot.next_ordinal) if str(ordinal) not in states]
+    return Audit(
+        accepted=snapshot.accepted,
+        buffered=held["leased"] + held["returned"] + held["ready"],
+        claimed=held["claimed"],
+        used=held["used"],
+        **over,
+        lost=max(0, missing) + sum(max(0, counted - stored) for counted, stored in snapshot.members.values()),
+        duplicated=max(0, -missing) + len(doubled) + len(overused),
+        skipped_prompts=len(skipped),
+        problems=[
+            *_problem("in no state", map(str, skipped)),
+            *_problem("in more than one state", (f"{group} ({' and '.join(at)})" for group, at in doubled.items())),
+            *_problem("trained on more often than allowed", overused),
+            *_problem("used, but not in the ledger", _unrecorded(snapshot)),
+            *_problem("in the ledger, but neither used nor over", _unused(snapshot, states)),
+        ],
+    )
+
+
+def _states_of(snapshot: Snapshot) -> dict[str, list[str]]:
+    states: dict[str, list[str]] = {}
+    for state, groups in snapshot.groups.items():
+        for group in groups:
+            states.setdefault(group, []).append(state)
+    for ordinal in snapshot.done:
+        states.setdefault(str(ordinal), []).append("over")
+    return states
+
+
+def _overused(snapshot: Snapshot) -> list[str]:
+    """Trajectories trained on in too many steps, or twice within one."""
+    total: Counter[str] = Counter()
+    repeated = []
+    for entry in snapshot.ledger:
+        in_step = Counter(name for group in entry.trajectory_ids for name in group)
+        total += in_step
+        repeated += [name for name, count in in_step.items() if count > 1]
+    return list(dict.fromkeys([name for name, count in total.items() if count > snapshot.max_uses] + repeated))
+
+
+def _unrecorded(snapshot: Snapshot) -> list[str]:
+    recorded = {group for entry in snapshot.ledger for group in entry.group_ids}
+    return [group for group in snapshot.groups["used"] if group not in recorded]
+
+
+def _unused(snapshot: Snapshot, states: dict[str, list[str]]) -> list[str]:
+    recorded = dict.fromkeys(group for entry in snapshot.ledger for group in entry.group_ids)
+    # With reuse, a group that was trained on may be claimed for another step.
+    allowed = {"used", "over"} | ({"claimed"} if snapshot.max_uses > 1 else set())
+    return [group for group in recorded if not allowed & set(states.get(group, []))]
+
+
+def _problem(what: str, groups: Iterable[str]) -> list[str]:
+    names = list(groups)
+    if not names:
+        return []
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return [f"{what}: {', '.join(names[:_MAX_NAMED])}{more}"]

@@ -1,92 +1,70 @@
-"""What a step claims: from what is in the queue to a draw, or to the reason why there is none yet.
+"""Sampling: which groups a step trains on, with which weights, or why it must wait.
 
-Pure, so that both stores draw the same. A store reads its `Queue`, carries out what `sift` says, and claims what `draw`
-answers.
+Pure functions of a seed, a step and the queue, so that both stores select the same groups. A store reads its `Queue`,
+applies what `evict` returns, and claims what `sample` returns.
+
+Random selection is an exponential race: candidate i gets the key e_i / p_i with e_i exponential, and the smallest keys
+win, which samples without replacement in proportion to p.
+
+Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006.
 """
 
-from dataclasses import dataclass
-from math import ceil
+import math
+from functools import lru_cache
 
-from slipstream.buffer.samplers import Candidate, Drawn, draw_fresh, draw_reused
+import numpy as np
+
 from slipstream.buffer.trajectory import Record
-from slipstream.configs.drawing import (
-    AccuracyConfig,
+from slipstream.configs.buffer import (
     FifoConfig,
-    FilterConfig,
+    FreshestConfig,
+    PrioritizedConfig,
     ReuseConfig,
     SamplerConfig,
     StalenessConfig,
-    ZeroSignalConfig,
+    UniformConfig,
 )
 
-# @@ Group filter: whether a complete group teaches anything, by the rewards of its members.
-NO_REWARD = "no_reward"
-"""No sampled member has a reward."""
-ZERO_SIGNAL = "zero_signal"
-"""All rewards are alike."""
-TOO_HARD = "too_hard"
-"""Too few members are right."""
-TOO_EASY = "too_easy"
-"""Too many members are right."""
-FLAWS = (NO_REWARD, ZERO_SIGNAL, TOO_HARD, TOO_EASY)
-"""Reasons a filter rejects a group for."""
+# Streams of random numbers, all of the run's seed: a draw of one kind must not repeat the numbers of another.
+_PROMPT_STREAM = 0
+_FRESH_STREAM = 1
+_REUSE_STREAM = 2
+_SMALLEST_PRIORITY_LOG2 = -8
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRewards:
-    """What a filter sees of a group.
+# --- the order of prompts --------------------------------------------------------------------------------------------
+def row_of(ordinal: int, *, num_rows: int, seed: int) -> int:
+    """Return the row of the dataset for prompt number `ordinal` (0, 1, ...): one seeded permutation per epoch."""
+    if ordinal < 0 or num_rows < 1:
+        raise ValueError(f"ordinal must be >= 0 and num_rows >= 1, got {ordinal} and {num_rows}.")
+    epoch, index = divmod(ordinal, num_rows)
+    return int(_permutation(epoch, num_rows, seed)[index])
 
-    Example: GroupRewards(answered=8, correct=2, least=0.0, most=1.0)
+
+@lru_cache(maxsize=4)
+def _permutation(epoch: int, num_rows: int, seed: int) -> np.ndarray:
+    # Sorting raw draws instead of `Generator.permutation`: numpy promises that a bit generator's stream never
+    # changes, and a run resumed under a newer numpy must see the same sequence.
+    return np.argsort(np.random.PCG64([seed, epoch, _PROMPT_STREAM]).random_raw(num_rows), kind="stable")
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+class SamplingRules(Record):
+    """Settings of a run that decide what a step claims.
+
+    Example: SamplingRules(sampler=FreshestConfig(), staleness=StalenessConfig(on_stale="drop"))
     """
 
-    answered: int
-    """Sampled members whose reward function answered."""
-    correct: int
-    """Those of them that are entirely right."""
-    least: float
-    """Of the rewards of answered members, the greedy one included; 0 without any."""
-    most: float
-    """The same, greatest."""
-
-
-def flaw(rewards: GroupRewards, chosen: FilterConfig) -> str:
-    """Why the filter rejects the group; empty when it does not. The Redis store says the same in Lua."""
-    if isinstance(chosen, ZeroSignalConfig | AccuracyConfig) and not rewards.answered:
-        return NO_REWARD
-    match chosen:
-        case ZeroSignalConfig(min_spread=least):
-            return ZERO_SIGNAL if rewards.most - rewards.least < least else ""
-        case AccuracyConfig(above=above, below=below):
-            share = rewards.correct / rewards.answered
-            return TOO_HARD if share <= above else TOO_EASY if share >= below else ""
-        case _:
-            return ""
-
-
-def bounds(chosen: FilterConfig) -> tuple[str, float, float]:
-    """(kind, low, high) as a script reads them; what a kind has no use for is 0."""
-    match chosen:
-        case ZeroSignalConfig(min_spread=least):
-            return "zero_signal", least, 0.0
-        case AccuracyConfig(above=above, below=below):
-            return "accuracy", above, below
-        case _:
-            return "none", 0.0, 0.0
-
-
-class DrawRules(Record):
-    """How a run draws. Example: DrawRules(sampler=FreshestConfig(), staleness=StalenessConfig(on_stale="drop"))."""
-
     sampler: SamplerConfig = FifoConfig()
-    """Which ready groups."""
+    """Order of ready groups."""
     reuse: ReuseConfig = ReuseConfig()
-    """How often, and what with groups used before."""
+    """Use of groups that were trained on before."""
     staleness: StalenessConfig = StalenessConfig()
-    """How old."""
+    """Bound on age."""
 
     @property
     def only_oldest(self) -> bool:
-        """Whether a draw is always the groups that became ready first: nothing else needs to be read."""
+        """Whether a step always claims the groups that became ready first, so that the queue need not be read."""
         return (
             isinstance(self.sampler, FifoConfig)
             and self.reuse.max_uses == 1
@@ -95,116 +73,187 @@ class DrawRules(Record):
         )
 
 
-class NotReady(Record):
-    """Why a step got no groups. Example: NotReady(reason="3 of 32 groups are ready", ready_wanted=32)."""
+class Candidate(Record):
+    """The facts of a group that selection depends on.
 
-    reason: str
-    """For people."""
-    ready_wanted: int
-    """With this many groups ready it is worth asking again."""
+    Example: Candidate(id="380", sequence=371, oldest_version=11, answered=8, reward_sum=4.2, reward_squares=3.1)
+    """
+
+    id: str
+    """Group id."""
+    sequence: int
+    """Number in the order in which groups became ready."""
+    oldest_version: int
+    """Smallest version of a model-written token."""
+    answered: int
+    """Members whose reward function answered."""
+    reward_sum: float
+    """Sum of the answered members' rewards."""
+    reward_squares: float
+    """Sum of squares of the answered members' rewards."""
 
 
 class Queue(Record):
-    """What there is to draw from, read at one instant."""
+    """The groups a step may claim, read at one instant."""
 
     ready: list[Candidate]
-    """Complete, never trained on; in the order in which they became ready."""
+    """Complete and never trained on, in the order in which they became ready."""
     reusable: list[Candidate]
-    """Used before; in the same order."""
+    """Trained on and allowed again, in the same order."""
     num_arrived: int
     """Groups that ever became ready."""
     num_uses: int
     """Uses of groups in the committed steps."""
 
 
-class Sifted(Record):
-    """What must leave the queue before a draw. Example: Sifted(expired=["17"])."""
+class Evictions(Record):
+    """Groups that leave the queue before sampling. Example: Evictions(expired=["17"])."""
 
     expired: list[str] = []
-    """Over age, under `drop`."""
+    """Ready groups beyond `max_lag`, under `on_stale=drop`."""
     released: list[str] = []
-    """Not to be used again: too old, or too many are kept."""
+    """Reusable groups that are too old or too many: they will not be used again."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether all may stay."""
+        """Whether no group leaves."""
         return not (self.expired or self.released)
 
 
-class Draw(Record):
-    """What to claim. Example: Draw(group_ids=["380", "12"], weights=[1.0, 1.0], reused=[False, True])."""
+class Sample(Record):
+    """Groups for one step. Example: Sample(group_ids=["380", "12"], weights=[1.0, 1.0], reused=[False, True])."""
 
     group_ids: list[str]
-    """Fresh ones first."""
+    """Fresh groups first."""
     weights: list[float]
-    """What each one's loss is multiplied by."""
+    """Factor on each group's loss."""
     reused: list[bool]
-    """Which were used before."""
+    """Whether each group was trained on before."""
 
 
-def sift(queue: Queue, rules: DrawRules, *, version: int) -> Sifted:
-    """What is too old for a learner at `version`, or too much."""
-    too_old = [c.id for c in queue.ready if version - c.oldest_version > rules.staleness.max_lag]
-    reuse = rules.reuse
+class NotReady(Record):
+    """Why a step got no groups. Example: NotReady(reason="3 of 32 groups are ready", ready_needed=32)."""
+
+    reason: str
+    """Sentence for people."""
+    ready_needed: int
+    """Number of ready groups at which it is worth asking again."""
+
+
+# --- selection -------------------------------------------------------------------------------------------------------
+def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
+    """Return the groups that are too old for a learner at `version`, or too many to keep."""
+    reuse, max_lag = rules.reuse, rules.staleness.max_lag
+    stale = [candidate.id for candidate in queue.ready if version - candidate.oldest_version > max_lag]
     surplus = len(queue.reusable) - reuse.max_groups
     released = [
         candidate.id
-        for place, candidate in enumerate(queue.reusable)
-        if place < surplus or (reuse.max_age is not None and version - candidate.oldest_version > reuse.max_age)
+        for index, candidate in enumerate(queue.reusable)
+        if index < surplus or (reuse.max_age is not None and version - candidate.oldest_version > reuse.max_age)
     ]
-    return Sifted(expired=too_old if rules.staleness.on_stale == "drop" else [], released=released)
+    return Evictions(expired=stale if rules.staleness.on_stale == "drop" else [], released=released)
 
 
-def draw(queue: Queue, rules: DrawRules, *, num_groups: int, seed: int, step: int) -> Draw | NotReady:
-    """`num_groups` groups for `step`, or why not yet; `queue` is sifted."""
-    if reason := _limit(queue, rules, num_groups=num_groups):
-        return NotReady(reason, ready_wanted=len(queue.ready) + 1)
-    num_fresh, num_reused = _shares(queue, rules.reuse, num_groups=num_groups)
-    if num_fresh + num_reused < num_groups:
-        return NotReady(
-            _too_few(queue, num_groups=num_groups), ready_wanted=len(queue.ready) + num_groups - num_fresh - num_reused
+def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, step: int) -> Sample | NotReady:
+    """Select `num_groups` groups for `step`, or say why not yet; evictions must have been applied to `queue`."""
+    limit = rules.reuse.samples_per_insert
+    if limit is not None and queue.num_uses + num_groups > limit * queue.num_arrived:
+        reason = (
+            f"{queue.num_uses} + {num_groups} uses are more than samples_per_insert ({limit:g}) x {queue.num_arrived} "
+            "groups that arrived"
         )
-    fresh = draw_fresh(queue.ready, rules.sampler, num_groups=num_fresh, seed=seed, step=step)
-    reused = draw_reused(queue.reusable, rules.sampler, num_groups=num_reused, seed=seed, step=step)
-    return _join(fresh, reused)
-
-
-def draw_oldest(oldest: list[str], *, num_groups: int, num_ready: int) -> Draw | NotReady:
-    """The draw of rules with `only_oldest`: all of `oldest`, the groups that became ready first."""
-    if len(oldest) < num_groups:
-        return NotReady(_ready_of(num_ready, num_groups), ready_wanted=num_groups)
-    return Draw(oldest, weights=[1.0] * num_groups, reused=[False] * num_groups)
-
-
-def _join(fresh: Drawn, reused: Drawn) -> Draw:
-    return Draw(
-        group_ids=[*fresh.group_ids, *reused.group_ids],
-        weights=[*fresh.weights, *reused.weights],
-        reused=[False] * len(fresh.group_ids) + [True] * len(reused.group_ids),
+        return NotReady(reason, ready_needed=len(queue.ready) + 1)
+    num_fresh, num_reused = _split(queue, rules.reuse, num_groups=num_groups)
+    if num_fresh + num_reused < num_groups:
+        reusable = f", {len(queue.reusable)} may be used again" if queue.reusable else ""
+        return NotReady(
+            f"{len(queue.ready)} of {num_groups} groups are ready{reusable}",
+            ready_needed=len(queue.ready) + num_groups - num_fresh - num_reused,
+        )
+    fresh, fresh_weights = sample_fresh(queue.ready, rules.sampler, num_groups=num_fresh, seed=seed, step=step)
+    reused, reused_weights = sample_reused(queue.reusable, rules.sampler, num_groups=num_reused, seed=seed, step=step)
+    return Sample(
+        group_ids=[*fresh, *reused],
+        weights=[*fresh_weights, *reused_weights],
+        reused=[False] * len(fresh) + [True] * len(reused),
     )
 
 
-def _shares(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, int]:
-    """(fresh, reused): as the fresh fraction says while there is enough of both, else more of the other."""
-    num_fresh = min(len(queue.ready), ceil(reuse.fresh_fraction * num_groups))
+def sample_oldest(oldest: list[str], *, num_groups: int, num_ready: int) -> Sample | NotReady:
+    """Select under rules with `only_oldest`: all of `oldest`, the groups that became ready first."""
+    if len(oldest) < num_groups:
+        return NotReady(f"{num_ready} of {num_groups} groups are ready", ready_needed=num_groups)
+    return Sample(oldest, weights=[1.0] * num_groups, reused=[False] * num_groups)
+
+
+def _split(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, int]:
+    """Return (fresh, reused) as `fresh_fraction` demands; when one kind is short, more of the other."""
+    num_fresh = min(len(queue.ready), math.ceil(reuse.fresh_fraction * num_groups))
     num_reused = min(len(queue.reusable), num_groups - num_fresh)
     return min(len(queue.ready), num_groups - num_reused), num_reused
 
 
-def _limit(queue: Queue, rules: DrawRules, *, num_groups: int) -> str:
-    most = rules.reuse.samples_per_insert
-    if most is not None and queue.num_uses + num_groups > most * queue.num_arrived:
-        return (
-            f"{queue.num_uses} + {num_groups} uses are more than samples_per_insert ({most:g}) x {queue.num_arrived} "
-            "groups that arrived"
-        )
-    return ""
+# --- samplers --------------------------------------------------------------------------------------------------------
+def sample_fresh(
+    candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seed: int, step: int
+) -> tuple[list[str], list[float]]:
+    """Return (group ids, loss weights) of at most `num_groups` candidates, in the sampler's order."""
+    if isinstance(sampler, PrioritizedConfig):
+        return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _FRESH_STREAM))
+    if isinstance(sampler, UniformConfig):
+        order = np.argsort(_raw(len(candidates), (seed, step, _FRESH_STREAM)), kind="stable")
+        ordered = [candidates[index] for index in order]
+    elif isinstance(sampler, FreshestConfig):
+        ordered = sorted(candidates, key=lambda c: (-c.oldest_version, c.sequence))
+    else:
+        ordered = sorted(candidates, key=lambda c: c.sequence)
+    group_ids = [candidate.id for candidate in ordered[:num_groups]]
+    return group_ids, [1.0] * len(group_ids)
 
 
-def _too_few(queue: Queue, *, num_groups: int) -> str:
-    reusable = f", {len(queue.reusable)} may be used again" if queue.reusable else ""
-    return _ready_of(len(queue.ready), num_groups) + reusable
+def sample_reused(
+    candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seed: int, step: int
+) -> tuple[list[str], list[float]]:
+    """Return (group ids, loss weights) of at most `num_groups` candidates at random, by priority if so configured."""
+    return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _REUSE_STREAM))
 
 
-def _ready_of(num_ready: int, num_groups: int) -> str:
-    return f"{num_ready} of {num_groups} groups are ready"
+def priority(candidate: Candidate) -> float:
+    """Return the standard deviation of the group's rewards rounded to a power of two; 1/256 when they are all equal."""
+    if candidate.answered == 0:
+        return 2.0**_SMALLEST_PRIORITY_LOG2
+    mean = candidate.reward_sum / candidate.answered
+    deviation = math.sqrt(max(0.0, candidate.reward_squares / candidate.answered - mean**2))
+    log2 = round(math.log2(deviation)) if deviation > 0 else _SMALLEST_PRIORITY_LOG2
+    return 2.0 ** max(_SMALLEST_PRIORITY_LOG2, log2)
+
+
+def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarray:
+    """Probability that each candidate is selected, given the smallest key that was not: float64, shape of `rates`.
+
+    Sums over the selected, divided by these, are unbiased for sums over all.
+    Source: Cohen & Kaplan, Summarizing data using bottom-k sketches, 2007 (rank conditioning).
+    """
+    return -np.expm1(-rates * threshold)
+
+
+def _race(
+    candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seeds: tuple[int, int, int]
+) -> tuple[list[str], list[float]]:
+    """Sample in proportion to the priorities; the weights make the expected gradient that of a uniform sample."""
+    exponent = sampler.exponent if isinstance(sampler, PrioritizedConfig) else 0.0
+    rates = np.array([priority(candidate) ** exponent for candidate in candidates])
+    # The +1 keeps the logarithm finite; 2**64 values of a raw draw map to (0, 1].
+    keys = -np.log((_raw(len(candidates), seeds).astype(np.float64) + 1.0) / 2.0**64) / rates
+    selected = np.argsort(keys, kind="stable")[:num_groups]
+    group_ids = [candidates[index].id for index in selected]
+    if not isinstance(sampler, PrioritizedConfig):
+        return group_ids, [1.0] * len(group_ids)
+    threshold = float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
+    included = inclusion_probabilities(rates[selected], threshold=threshold)
+    weights = (len(selected) / (len(candidates) * included)) ** sampler.correction
+    return group_ids, weights.tolist()
+
+
+def _raw(count: int, seeds: tuple[int, int, int]) -> np.ndarray:
+    return np.random.PCG64(list(seeds)).random_raw(count)

@@ -23,10 +23,9 @@ from slipstream.buffer.records import (
     StepEntry,
     VersionEntry,
 )
-from slipstream.buffer.sampling import DrawRules, NotReady
+from slipstream.buffer.sampling import NotReady, SamplingRules
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
-from slipstream.configs.buffer import GroupDeadline
-from slipstream.configs.drawing import KEEP_ALL, FilterConfig
+from slipstream.configs.buffer import KEEP_ALL, FilterConfig, GroupDeadline
 
 
 class Store(Protocol):
@@ -147,7 +146,9 @@ class Store(Protocol):
         ...
 
     # --- batches -------------------------------------------------------------------------------------------------
-    def claim(self, *, step: int, version: int, num_groups: int, rules: DrawRules, lease_s: float) -> Claim | NotReady:
+    def claim(
+        self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
+    ) -> Claim | NotReady:
         """Take exactly `num_groups` groups for `step` of a learner at `version`, or say why that cannot be yet.
 
         Groups that are too old for it leave the queue first, as the rules say. A step has one claim: an earlier one is

@@ -1,26 +1,71 @@
-"""What both stores make of a draw, and what they say of claims and groups that are not there any more."""
+"""Rules and messages that both stores share: leases, claims, and what makes a stored run the same run."""
 
-from slipstream.buffer.errors import StaleFenceError
-from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, Lease
-from slipstream.buffer.samplers import row_of
-from slipstream.buffer.sampling import Draw
+import json
+from typing import Any, get_args, get_type_hints
+
+from slipstream.buffer.errors import RunConflictError, StaleFenceError
+from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, Lease, RunState
+from slipstream.buffer.sampling import Sample, row_of
 from slipstream.buffer.trajectory import Purpose, make_lease_id
 from slipstream.configs.buffer import DropShortConfig, TrainShortConfig
 
+# --- the run ---------------------------------------------------------------------------------------------------------
+PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
+"""Values of RunState.phase."""
 
-# @@ Prompt leases as both stores make, name and mourn them.
+MAY_CHANGE = (
+    "resume", "runs_dir",
+    "learner.max_steps", "learner.stop",
+    "generators.count", "generators.reward.num_workers", "generators.reward.timeout_s",
+    "learner.dead_end", "learner.wait_timeout_s", "evaluation.timeout_s",
+)  # fmt: skip
+"""Settings that a resumed run may change: how it is started, when it ends, its workers and its timeouts."""
+
+
+def check_same_run(run_id: str, *, stored: tuple[str, int, int], opened: tuple[str, int, int]) -> None:
+    """Compare (config_json, num_rows, seed). Raises RunConflictError naming the first setting that differs."""
+    before, now = _settings(*stored), _settings(*opened)
+    for key in sorted(before.keys() | now.keys()):
+        old, new = before.get(key, "absent"), now.get(key, "absent")
+        may_change = any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
+        if old != new and not may_change:
+            raise RunConflictError(
+                f"{key} must stay {old!r} as run {run_id!r} was opened with, got {new!r}: "
+                "go on with the old setting or choose another name."
+            )
+
+
+def no_run(run_id: str) -> RunConflictError:
+    """Error of every operation before `open_run`."""
+    return RunConflictError(f"run {run_id!r} must be opened before it is used, but the store holds no such run.")
+
+
+def _settings(config_json: str, num_rows: int, seed: int) -> dict[str, Any]:
+    return {"num_rows": num_rows, "seed": seed} | _flatten(json.loads(config_json), "")
+
+
+def _flatten(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for name, inner in value.items():
+        flat |= _flatten(inner, f"{path}.{name}" if path else str(name))
+    return flat
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
 def evaluation_group_id(evaluation_id: str, row: int) -> str:
-    """`<evaluation id>:<row>`; the colon tells it from a training group, whose id is its ordinal."""
+    """Return `<evaluation id>:<row>`; the colon distinguishes it from a training group, whose id is its ordinal."""
     return f"{evaluation_id}:{row}"
 
 
 def is_evaluation(group_id: str) -> bool:
-    """Whether the group belongs to an evaluation."""
+    """Whether the group is a row of an evaluation."""
     return ":" in group_id
 
 
 def make_lease(group_id: str, *, attempt: int, purpose: Purpose, indices: list[int], num_rows: int, seed: int) -> Lease:
-    """The lease of a group, with the row its ordinal stands for."""
+    """Build the lease of a group, with the dataset row that its ordinal stands for."""
     ordinal = int(group_id.rpartition(":")[2])
     row = ordinal if is_evaluation(group_id) else row_of(ordinal, num_rows=num_rows, seed=seed)
     return Lease(
@@ -34,39 +79,58 @@ def make_lease(group_id: str, *, attempt: int, purpose: Purpose, indices: list[i
     )
 
 
-def lapsed_lease_line(group_id: str, *, attempt: int, owner: str, is_quarantined: bool) -> str:
-    """For the log."""
+def lapsed_lease_message(group_id: str, *, attempt: int, owner: str, is_quarantined: bool) -> str:
+    """Log line for a lease whose deadline passed."""
     fate = "group put into quarantine (lease_attempts)" if is_quarantined else "its prompt will be leased again"
     return f"lease {make_lease_id(group_id, attempt)} of {owner} lapsed: {fate}"
 
 
-def make_claim(drawn: Draw, *, step: int, fence: int, lag: LagSplit) -> Claim:
-    """The claim of a draw. Weights and uses are left out where they say nothing."""
+def short_group_message(group_id: str, *, members: int, size: int, deadline: TrainShortConfig | DropShortConfig) -> str:
+    """Log line for a group whose deadline passed before its last members arrived."""
+    fate = "expires" if isinstance(deadline, DropShortConfig) else "is trained on as it is"
+    return f"group {group_id} has {members} of {size} members after {deadline.after_s:g} s: it {fate}"
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit) -> Claim:
+    """Build the claim of a sample; weights that are all 1 and a reuse of nothing are left out."""
     return Claim(
         step=step,
         fence=fence,
-        group_ids=drawn.group_ids,
-        weights=drawn.weights if any(weight != 1 for weight in drawn.weights) else [],
-        reused=drawn.reused if any(drawn.reused) else [],
+        group_ids=selected.group_ids,
+        weights=selected.weights if any(weight != 1 for weight in selected.weights) else [],
+        reused=selected.reused if any(selected.reused) else [],
         lag=lag,
     )
 
 
 def split_lag(num_members: int, in_flight: int, publish: int, arrived: int, *, version: int) -> LagSplit:
-    """Of sums over the members of a claim: versions in flight, in publishing, and announced at arrival."""
+    """Turn sums over a claim's members into means.
+
+    The sums: versions gained in flight, versions gained in publishing, and the version announced at arrival.
+    """
     count = max(1, num_members)
     return LagSplit(in_flight / count, publish / count, max(0.0, version - arrived / count))
 
 
-def stale(claim: Claim) -> StaleFenceError:
-    """A claim was acted on that is not the live one of its step."""
+def lapsed_claim_message(step: int, *, num_ready: int, quarantined: list[str]) -> str:
+    """Log line for a claim whose deadline passed."""
+    line = f"claim of step {step} lapsed: {num_ready} groups are ready again"
+    if quarantined:
+        line += f", put into quarantine (claim_attempts): {', '.join(quarantined)}"
+    return line
+
+
+# --- errors of the learner's operations ------------------------------------------------------------------------------
+def stale_claim(claim: Claim) -> StaleFenceError:
+    """Error of an operation on a claim that is not the live one of its step."""
     return StaleFenceError(
         f"the claim of step {claim.step} with fence {claim.fence} lapsed or was taken back: drop the step, claim again."
     )
 
 
-def committed_already(step: int, *, newest: int) -> StaleFenceError:
-    """A step was claimed that the run has behind it."""
+def already_committed(step: int, *, newest: int) -> StaleFenceError:
+    """Error of claiming a step that the run has committed."""
     return StaleFenceError(
         f"a step must be claimed before it is committed, got step {step} with step {newest} the last one committed: "
         "another learner has gone on with this run; start again with resume=true."
@@ -74,43 +138,29 @@ def committed_already(step: int, *, newest: int) -> StaleFenceError:
 
 
 def out_of_order(claim: Claim, *, newest: int) -> StaleFenceError:
-    """A step was committed that is not the next one."""
+    """Error of committing a step that is not the next one."""
     return StaleFenceError(
         f"steps must be committed one after the other, got step {claim.step} after step {newest}: the store has gone "
         "back behind the learner, or another learner is at work; start again with resume=true."
     )
 
 
-def uncommitted(pointer: CheckpointPointer, *, step: int) -> StaleFenceError:
-    """A checkpoint was declared that covers more than was committed."""
+def not_yet_committed(pointer: CheckpointPointer, *, step: int) -> StaleFenceError:
+    """Error of a checkpoint that covers more than was committed."""
     return StaleFenceError(
         f"a checkpoint must cover committed steps only, got step {pointer.step} ({pointer.name}) with step {step} the "
         "last one committed: the store has gone back behind the learner; start the learner again with resume=true."
     )
 
 
-def overtaken(pointer: CheckpointPointer, *, fence: int, newest: int) -> StaleFenceError:
-    """A checkpoint was declared by a learner that is no longer the run's."""
+def superseded_learner(pointer: CheckpointPointer, *, fence: int, newest: int) -> StaleFenceError:
+    """Error of a checkpoint by a learner that another one has replaced."""
     return StaleFenceError(
         f"a checkpoint must be of the learner that went on last, got {pointer.name} with fence {fence} "
         f"after fence {newest}: another learner has gone on with this run; start again with resume=true."
     )
 
 
-def no_members(group_id: str) -> StaleFenceError:
-    """A group was fetched that is retired or was never filled."""
+def not_stored(group_id: str) -> StaleFenceError:
+    """Error of fetching a group that is retired or was never filled."""
     return StaleFenceError(f"group {group_id} must be stored to be fetched, but it is retired or has no members.")
-
-
-def short_group_line(group_id: str, *, members: int, size: int, deadline: TrainShortConfig | DropShortConfig) -> str:
-    """For the log."""
-    fate = "expires" if isinstance(deadline, DropShortConfig) else "is trained on as it is"
-    return f"group {group_id} has {members} of {size} members after {deadline.after_s:g} s: it {fate}"
-
-
-def lapsed_claim_line(step: int, *, num_ready: int, quarantined: list[str]) -> str:
-    """For the log."""
-    line = f"claim of step {step} lapsed: {num_ready} groups are ready again"
-    if quarantined:
-        line += f", put into quarantine (claim_attempts): {', '.join(quarantined)}"
-    return line

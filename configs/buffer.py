@@ -1,116 +1,223 @@
-"""The replay buffer: where it lives, how much it holds, how batches are drawn from it."""
+"""Replay buffer settings: the store, capacity and deadlines, and which groups a step trains on."""
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config
-from slipstream.configs.drawing import (
-    KEEP_ALL,
-    AccuracyConfig,
-    FifoConfig,
-    FreshestConfig,
-    KeepAllConfig,
-    MixConfig,
-    PrioritizedConfig,
-    ReuseConfig,
-    StalenessConfig,
-    UniformConfig,
-    ZeroSignalConfig,
-)
+from slipstream.configs.base import Config, ConfigError
 
 
-# @@ The archive: what is kept of groups that are over.
-class ArchiveConfig(Config):
-    """Groups that are over leave the store for Parquet shards in the run folder."""
-
-    enabled: bool = True
-    """Whether there is one; without it, groups that are over are gone."""
-    groups_per_shard: Annotated[int, Meta(ge=1)] = 1024
-    """A shard is written when this many groups wait."""
-    max_shard_mib: Annotated[int, Meta(ge=1)] = 256
-    """Encoded trajectories a shard is made of, MiB: a shard of long ones has fewer groups."""
-    flush_s: Annotated[float, Meta(gt=0)] = 30.0
-    """Longest a group waits for its shard to fill up, seconds."""
-
-
+# --- the store -------------------------------------------------------------------------------------------------------
 class EmbeddedRedisConfig(Config, tag="embedded", tag_field="kind"):
-    """A Redis server of the run's own, on a unix socket, its data in the run folder."""
+    """A Redis server of the run's own, on a unix socket, with its data in the run folder."""
 
     durability: Literal["fast", "standard", "strict"] = "standard"
     """Nothing on disk | written before every answer, synced every second | synced before every answer."""
     max_memory_mib: Annotated[int, Meta(ge=16)] = 1024
-    """Writes are refused above it (`noeviction`), MiB."""
+    """Limit above which the server refuses writes (it never evicts), MiB."""
 
 
 class RedisConfig(Config, tag="redis", tag_field="kind"):
-    """A Redis or Valkey server somebody else runs."""
+    """A Redis or Valkey server that is run by somebody else."""
 
     url: str
     """`redis://`, `rediss://` or `unix://`; the password comes from the environment, `SLIPSTREAM_REDIS_PASSWORD`."""
 
 
 class MemoryStoreConfig(Config, tag="memory", tag_field="kind"):
-    """The in-process twin; only for `mode=serial` and `mode=replay`."""
+    """The in-memory store, for `mode=serial` and `mode=replay`."""
 
 
+class CapacityConfig(Config):
+    """Limits of the store; at a limit no prompt is admitted until groups are over."""
+
+    max_groups: Annotated[int, Meta(ge=1)] | None = None
+    """Groups admitted and not over (running, buffered, used, not yet archived); absent: pacing alone bounds them."""
+    max_mib: Annotated[int, Meta(ge=1)] | None = None
+    """Encoded trajectories, MiB; prompts in flight still add to it. Absent: the server's limit."""
+
+
+class ArchiveConfig(Config):
+    """The archive: groups that are over move from the store to Parquet shards in the run folder."""
+
+    enabled: bool = True
+    """Whether groups that are over are archived; otherwise they are deleted."""
+    groups_per_shard: Annotated[int, Meta(ge=1)] = 1024
+    """Number of waiting groups at which a shard is written."""
+    max_shard_mib: Annotated[int, Meta(ge=1)] = 256
+    """Encoded trajectories per shard, MiB: a shard of long trajectories has fewer groups."""
+    flush_s: Annotated[float, Meta(gt=0)] = 30.0
+    """Longest wait of a group for its shard to fill up, seconds."""
+
+
+# --- groups whose last members do not arrive -------------------------------------------------------------------------
 class RefillConfig(Config, tag="refill", tag_field="kind"):
-    """A group waits for all of its members, however often its prompt must be leased (up to `max_attempts`)."""
+    """A group waits for all of its members; its prompt is leased again, up to `max_attempts` times."""
 
 
 class TrainShortConfig(Config, tag="train_short", tag_field="kind"):
-    """A group short of members is trained on as it is."""
+    """A group becomes ready without its missing members."""
 
     after_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Since its first member arrived, seconds."""
+    """Deadline, seconds since the first member arrived."""
     min_members: Annotated[int, Meta(ge=2)] = 2
-    """With fewer sampled ones it waits on."""
+    """Sampled members a group needs at the deadline; with fewer it goes on waiting."""
 
 
 class DropShortConfig(Config, tag="drop", tag_field="kind"):
     """A group short of members expires, and another prompt is admitted for it."""
 
     after_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Since its first member arrived, seconds."""
+    """Deadline, seconds since the first member arrived."""
 
 
 GroupDeadline = RefillConfig | TrainShortConfig | DropShortConfig
-"""Any of them."""
 
 
-class CapacityConfig(Config):
-    """How much the store may hold; at the limit no prompt is admitted until some of it is over."""
+# --- the order of groups ---------------------------------------------------------------------------------------------
+class FifoConfig(Config, tag="fifo", tag_field="kind"):
+    """Oldest ready group first."""
 
-    max_groups: Annotated[int, Meta(ge=1)] | None = None
-    """Groups admitted and not over (running, buffered, used, not yet archived); absent: what pacing lets in."""
-    max_mib: Annotated[int, Meta(ge=1)] | None = None
-    """Encoded trajectories, MiB; prompts under way still add to it. Absent: what the server takes."""
+
+class FreshestConfig(Config, tag="freshest", tag_field="kind"):
+    """Groups in descending order of the version of their oldest token."""
+
+
+class UniformConfig(Config, tag="uniform", tag_field="kind"):
+    """Every ready group with the same probability, seeded by the run's seed and the step."""
+
+
+class PrioritizedConfig(Config, tag="prioritized", tag_field="kind"):
+    """Groups with probability proportional to priority ** exponent, and an importance weight on their loss.
+
+    Source: Schaul et al., Prioritized Experience Replay, arXiv:1511.05952, section 3.3-3.4.
+    Differs: the priority is the standard deviation of a group's rewards, in steps of powers of two from 1/256 up, so
+    that a group whose rewards are all equal is rare but never starves. Weights are those of sampling without
+    replacement, and are not divided by the largest: with `correction=1` the expected gradient is that of a uniform
+    sample.
+    """
+
+    exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
+    """Exponent of the priority; 0 = uniform."""
+    correction: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """Weight is (groups sampled / (ready groups * inclusion probability)) ** correction; 0 = no weights."""
+
+
+SamplerConfig = FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig
+
+
+# --- groups that teach nothing ---------------------------------------------------------------------------------------
+class KeepAllConfig(Config, tag="none", tag_field="kind"):
+    """Every complete group may be trained on."""
+
+
+KEEP_ALL = KeepAllConfig()
+"""Default of a store that is opened without a filter."""
+
+
+class ZeroSignalConfig(Config, tag="zero_signal", tag_field="kind"):
+    """Rejects groups whose rewards are all alike: compared with each other, they give no advantage.
+
+    Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
+    Differs: compares rewards instead of right and wrong, and judges each group when its last member arrives: another
+    prompt replaces it at once, while the groups of the step are still coming in.
+    """
+
+    min_spread: Annotated[float, Meta(gt=0)] = 1e-6
+    """Greatest minus least reward that a group must have; the reward of its greedy baseline is one of them."""
+
+
+class AccuracyConfig(Config, tag="accuracy", tag_field="kind"):
+    """Rejects groups whose share of right answers is not strictly between two bounds.
+
+    above < right / answered < below
+
+    Source: DAPO, arXiv:2503.14476, eq. 11, with bounds of 0 and 1.
+    """
+
+    above: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Lower bound of the share, exclusive; 0 = reject groups that are all wrong."""
+    below: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Upper bound of the share, exclusive; 1 = reject groups that are all right."""
+
+    def __post_init__(self) -> None:
+        if self.above >= self.below:
+            raise ConfigError(
+                f"buffer.filter.above must be < buffer.filter.below ({self.below:g}), got {self.above:g}: every group "
+                "would be rejected."
+            )
+
+
+FilterConfig = KeepAllConfig | ZeroSignalConfig | AccuracyConfig
+
+
+# --- reuse and staleness ---------------------------------------------------------------------------------------------
+class ReuseConfig(Config):
+    """Training on a group more than once."""
+
+    max_uses: Annotated[int, Meta(ge=1, le=1000)] = 1
+    """Steps that may train on one group; 1 = no reuse."""
+    fresh_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of a step's groups that were never trained on, while enough are ready; used groups fill the rest."""
+    samples_per_insert: Annotated[float, Meta(ge=1)] | None = None
+    """Limit of uses per group that arrived, on average over the run; absent: `max_uses` alone bounds them."""
+    max_age: Annotated[int, Meta(ge=1)] | None = None
+    """Lag beyond which a group is not used again, versions; absent: no limit."""
+    max_groups: Annotated[int, Meta(ge=1)] = 4096
+    """Groups kept for reuse; above it, those that became ready first are released."""
+
+    def __post_init__(self) -> None:
+        if 1 / self.fresh_fraction > self.max_uses:
+            raise ConfigError(
+                f"buffer.reuse.fresh_fraction must be >= 1 / max_uses ({1 / self.max_uses:.3g}), got "
+                f"{self.fresh_fraction:g}: each group would have to be used {1 / self.fresh_fraction:.3g} times on "
+                f"average to fill the steps, and {self.max_uses} is the most."
+            )
+
+
+class StalenessConfig(Config):
+    """Bound on the age of the tokens trained on."""
+
+    max_lag: Annotated[int, Meta(ge=0)] = 4
+    """Versions between the learner's and the one that sampled the token; 0 = synchronous."""
+    on_stale: Literal["mask", "drop"] = "mask"
+    """Treatment of tokens beyond the bound. mask: they leave the loss; the trajectory's reward stays in the baseline of
+    its group. drop: a ready group with such a token expires, and another prompt is admitted for it."""
+
+
+class MixConfig(Config):
+    """Training on stored rollouts of another run beside this run's own."""
+
+    archive: str = ""
+    """Folder of the archive; empty: none."""
+    fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    """Share of a step's groups that come from it, sampled uniformly by the run's seed and the step."""
 
 
 class BufferConfig(Config):
-    """The store and what is drawn from it."""
+    """The store, and the selection of the groups that a step trains on."""
 
     store: EmbeddedRedisConfig | RedisConfig | MemoryStoreConfig = EmbeddedRedisConfig()
-    """Who holds the state that must survive."""
+    """Store of all state that must survive."""
     sampler: FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig = FifoConfig()
-    """Which ready groups a step claims."""
+    """Order in which ready groups are claimed."""
     filter: KeepAllConfig | ZeroSignalConfig | AccuracyConfig = KEEP_ALL
-    """Which complete groups are rejected before the learner sees them, another prompt admitted for each."""
+    """Complete groups to reject before the learner sees them; another prompt is admitted for each."""
     reuse: ReuseConfig = ReuseConfig()
-    """Whether groups are trained on again."""
+    """Training on groups more than once."""
     mix: MixConfig = MixConfig()
-    """Whether stored rollouts are trained on beside them."""
+    """Stored rollouts of another run."""
     staleness: StalenessConfig = StalenessConfig()
-    """The bound, and what happens beyond it."""
+    """Bound on the age of tokens."""
     group_deadline: GroupDeadline = RefillConfig()
-    """What happens to a group whose last members do not come."""
+    """Handling of groups whose last members do not arrive."""
     capacity: CapacityConfig = CapacityConfig()
-    """When to stop admitting prompts."""
+    """Limits at which admission stops."""
     archive: ArchiveConfig = ArchiveConfig()
-    """Where groups go that are over."""
+    """Archive of groups that are over."""
     claim_lease_s: Annotated[float, Meta(gt=0)] = 120.0
-    """Time a learner has to commit a claim or renew it, seconds."""
+    """Lease of a claim: the learner commits or renews it within this time, seconds."""
     max_attempts: Annotated[int, Meta(ge=1)] = 5
-    """Claims (or leases) of one group before it is put into quarantine."""
-    patience_s: Annotated[float, Meta(gt=0)] = 60.0
-    """How long a role goes on trying when the store does not answer (while it restarts), seconds."""
+    """Claims (or leases) of one group before it goes to quarantine."""
+    retry_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Time for which a role repeats operations that the store does not answer, while it restarts, seconds."""

@@ -9,9 +9,8 @@ from slipstream.configs.advantages import WITH_OWN_BASELINE, RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import Config, ConfigError
 from slipstream.configs.broker import BROKER_SILENCE_S, BrokerConfig
-from slipstream.configs.buffer import BufferConfig, MemoryStoreConfig
+from slipstream.configs.buffer import AccuracyConfig, BufferConfig, MemoryStoreConfig, ZeroSignalConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig
-from slipstream.configs.drawing import AccuracyConfig, ZeroSignalConfig
 from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig
 from slipstream.configs.sft import SftConfig

@@ -31,7 +31,7 @@ from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
-from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
@@ -149,8 +149,10 @@ def _lender(run: RunConfig, folder: RunFolder) -> SnapshotServer:
 
 
 def _open_store(run: RunConfig, url: str) -> RedisStore:
-    patience_s = run.buffer.patience_s
-    return open_store(url, run.name, timeout_s=patience_s, patience_s=patience_s, max_attempts=run.buffer.max_attempts)
+    timeout_s = run.buffer.retry_timeout_s
+    return open_run_store(
+        url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s, max_attempts=run.buffer.max_attempts
+    )
 
 
 def _status(learner: Learner, store: RedisStore) -> PeerStatus:

@@ -20,7 +20,7 @@ from slipstream.broker.transport.client import PeerStatus
 from slipstream.buffer.archive.rollouts import Rollouts
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
 from slipstream.buffer.records import Claim, EvaluationResult, RunState, StepEntry, make_entry
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.load import config_hash
@@ -100,7 +100,7 @@ class Learner:
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=team.keep_alive, clock=clock
         )
         self._config_hash = config_hash(run)
-        self._rules = DrawRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
+        self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
         self._fence = 0
         """Of the newest claim that was trained on; before the first of this process, of its roll back."""
@@ -284,7 +284,7 @@ class Learner:
                     self._stall.end()
                     return claim
             else:
-                missing, wanted_ready = claim.reason, claim.ready_wanted
+                missing, wanted_ready = claim.reason, claim.ready_needed
             self._publishing.look_after_members(timeout_s=0)
             self._wait(wanted_ready, _LOOK_EVERY_S)
 

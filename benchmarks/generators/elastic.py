@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.run_store import open_store_of
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.store import Store
 
 _LOOK_EVERY_S = 0.2
@@ -70,7 +70,7 @@ class Watch:
         """Ask for each number at its step, until the run has ended; returns seconds to each one's first trajectory."""
         self._await_store()
         due = phases[1:]
-        with open_store_of(self._folder) as (store, _):
+        with open_run_store(self._folder, timeout_s=COMMAND_TIMEOUT_S) as store:
             while self._launcher.poll() is None:
                 try:
                     self._note_newcomers(store)

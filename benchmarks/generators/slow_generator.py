@@ -31,7 +31,7 @@ from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.generators import ScriptedEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -110,7 +110,7 @@ class FleetRun:
     def _claim(self, step: int) -> Claim:
         deadline = time.monotonic() + _PATIENCE_S
         asked = {"step": step, "version": step - 1, "num_groups": _GROUPS_PER_STEP, "lease_s": _PATIENCE_S}
-        while not isinstance(claim := self._store.claim(rules=DrawRules(), **asked), Claim):
+        while not isinstance(claim := self._store.claim(rules=SamplingRules(), **asked), Claim):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a batch must be ready within {_PATIENCE_S:g} s: {claim.reason}")
             self._store.wait_ready(num_groups=_GROUPS_PER_STEP, timeout_s=1.0)

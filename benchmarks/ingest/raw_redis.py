@@ -5,7 +5,7 @@ import time
 from benchmarks.ingest.paths import Passage, make_payloads
 from benchmarks.ingest.served_run import ServedRun
 from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, unpack
-from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.connection import connect
 
 
 class RawRedis:

@@ -8,8 +8,8 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 
 GROUP_SIZE = 8
@@ -71,7 +71,7 @@ class ServedRun:
 
     def open_store(self) -> RedisStore:
         """A connection of the caller's own."""
-        return open_store(self.store_url, _NAME, timeout_s=_START_S)
+        return open_run_store(self.store_url, _NAME, timeout_s=_START_S)
 
     def cpu_s(self) -> dict[str, float]:
         """Processor seconds of broker and store so far."""

@@ -12,7 +12,7 @@ from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.buffer.codec import Packed, pack, unpack
 from slipstream.buffer.records import CheckpointPointer, Claim, Lease, make_entry
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 
 _PATIENCE_S = 60.0
 _LOOK_EVERY_S = 0.002
@@ -102,7 +102,7 @@ class SlipstreamPath:
 
     def _claim(self, num_groups: int) -> tuple[Claim, list[list[bytes]]]:
         self._step += 1
-        claim = self._store.claim(step=self._step, version=0, num_groups=num_groups, rules=DrawRules(), lease_s=60)
+        claim = self._store.claim(step=self._step, version=0, num_groups=num_groups, rules=SamplingRules(), lease_s=60)
         if not isinstance(claim, Claim):
             raise RuntimeError(f"what was put must be ready, got: {claim.reason}")
         return claim, self._store.fetch(claim.group_ids)

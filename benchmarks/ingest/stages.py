@@ -8,7 +8,7 @@ from benchmarks.ingest.paths import make_trajectory
 from benchmarks.ingest.served_run import GROUP_SIZE, ServedRun
 from slipstream.buffer.codec import check_header, pack
 from slipstream.buffer.records import Lease
-from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.connection import connect
 
 _LEASE = Lease("0-0", group_id="0", purpose="train", row=0, ordinal=0, attempt=0, indices=[])
 _SECONDS = 0.3

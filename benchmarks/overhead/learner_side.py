@@ -25,10 +25,10 @@ from benchmarks.overhead.trajectories import AnswerSheet
 from slipstream.broker.dataset import Dataset
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.records import Claim, make_entry
-from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Trajectory, lag_histogram
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -87,7 +87,7 @@ class LearnerStep:
             claim = store.claim(
                 step=self._step,
                 num_groups=run.learner.groups_per_step,
-                rules=DrawRules(),
+                rules=SamplingRules(),
                 version=0,
                 lease_s=run.buffer.claim_lease_s,
             )
@@ -191,7 +191,7 @@ def _store(run: RunConfig, folder: RunFolder) -> Iterator[RedisStore]:
     server = EmbeddedRedis(folder.store)
     server.start()
     try:
-        store = open_store(server.url, run.name, timeout_s=_PATIENCE_S)
+        store = open_run_store(server.url, run.name, timeout_s=_PATIENCE_S)
         num_rows = len(Dataset(run.data.train_path))
         store.open_run(run.name, config_json="{}", num_rows=num_rows, seed=run.seed)
         yield store

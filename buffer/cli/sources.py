@@ -16,9 +16,9 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.errors import ShardError
-from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.live_groups import LiveGroups
-from slipstream.buffer.redis.run_store import read_config, store_url, stored_run
+from slipstream.buffer.redis.run_store import open_run_store, read_config, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
@@ -150,7 +150,7 @@ class StoreSource:
 def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator[ArchiveSource | StoreSource]:
     """An archive's folder, a run folder, the name of a run in `runs_dir`, or a server's address with `run_name`.
 
-    Raises ConfigError when `where` is none of them, and as `stored_run`, `open_store` and `Archive` do.
+    Raises ConfigError when `where` is none of them, and as `open_run_store` and `Archive` do.
     """
     if "://" in where:
         with _on_server(where, run_name, folder=None) as source:
@@ -159,7 +159,7 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator
         yield ArchiveSource(Path(where))
     else:
         folder = _run_folder(where, runs_dir)
-        with stored_run(folder):
+        with open_run_store(folder, timeout_s=_STORE_TIMEOUT_S, starts_server=True):
             config = read_config(folder)
             with _on_server(store_url(config, folder), config.name, folder=folder) as source:
                 yield source
@@ -169,7 +169,7 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator
 def _on_server(url: str, run_name: str | None, *, folder: Path | None) -> Iterator[StoreSource]:
     if run_name is None:
         raise ConfigError(f"--run must name a run when a server is looked into, got nothing beside {url}.")
-    store = open_store(url, run_name, timeout_s=_STORE_TIMEOUT_S)
+    store = open_run_store(url, run_name, timeout_s=_STORE_TIMEOUT_S)
     with closing(store), closing(LiveGroups(connect(url), run_name)) as groups:
         yield StoreSource(store, groups, run_folder=folder)
 

@@ -5,18 +5,27 @@ from collections import Counter
 from slipstream.buffer.codec import checksum, pack, unpack
 from slipstream.buffer.memory.state import Group, LiveClaim, Member, MemoryState, UsedStep
 from slipstream.buffer.records import CheckpointPointer, Claim, FinishedGroup, LagSplit, StepEntry
-from slipstream.buffer.samplers import Candidate
-from slipstream.buffer.sampling import Draw, DrawRules, NotReady, Queue, Sifted, draw, draw_oldest, sift
+from slipstream.buffer.sampling import (
+    Candidate,
+    Evictions,
+    NotReady,
+    Queue,
+    Sample,
+    SamplingRules,
+    evict,
+    sample,
+    sample_oldest,
+)
 from slipstream.buffer.trajectory import make_lease_id
 from slipstream.buffer.transitions import (
-    committed_already,
+    already_committed,
     make_claim,
-    no_members,
+    not_stored,
+    not_yet_committed,
     out_of_order,
-    overtaken,
     split_lag,
-    stale,
-    uncommitted,
+    stale_claim,
+    superseded_learner,
 )
 
 
@@ -24,11 +33,11 @@ from slipstream.buffer.transitions import (
 class MemoryStored(MemoryState):
     """What only a replay does."""
 
-    def load(self, groups: list[FinishedGroup], *, draws: dict[int, Draw] | None = None) -> None:
+    def load(self, groups: list[FinishedGroup], *, samples: dict[int, Sample] | None = None) -> None:
         """Take groups in as ready, in the order given. Raises RecordRefusedError for a payload that is damaged.
 
         They count as accepted and admitted. Ordinals between them are marked as over, so that no prompt is leased.
-        `draws`: what these steps claim, whatever the sampler says.
+        `samples`: what these steps claim, whatever the sampler says.
         """
         with self._changed:
             run = self._opened()
@@ -41,8 +50,8 @@ class MemoryStored(MemoryState):
             run.admitted = len(groups)
             self._done = set(range(run.next_ordinal)) - ordinals
             self._counters["accepted"] = sum(len(stored.payloads) for stored in groups)
-            self._planned = draws or {}
-            uses = Counter(group_id for draw in self._planned.values() for group_id in draw.group_ids)
+            self._planned = samples or {}
+            uses = Counter(group_id for planned in self._planned.values() for group_id in planned.group_ids)
             run.max_uses = max([run.max_uses, *uses.values()])
 
 
@@ -59,31 +68,33 @@ def _ready_group(stored: FinishedGroup, *, sequence: int) -> Group:
 class MemoryBatches(MemoryState):
     """Operations on the learner's batches."""
 
-    def claim(self, *, step: int, version: int, num_groups: int, rules: DrawRules, lease_s: float) -> Claim | NotReady:
+    def claim(
+        self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
+    ) -> Claim | NotReady:
         """See `Store.claim`."""
         with self._changed:
             run = self._opened()
             if step <= run.step:
-                raise committed_already(step, newest=run.step)
+                raise already_committed(step, newest=run.step)
             self._release(step)
-            drawn = self._draw(rules, step=step, version=version, num_groups=num_groups)
-            if isinstance(drawn, NotReady):
-                return drawn
-            for group_id in drawn.group_ids:
+            selected = self._select(rules, step=step, version=version, num_groups=num_groups)
+            if isinstance(selected, NotReady):
+                return selected
+            for group_id in selected.group_ids:
                 self._take(group_id)
             run.fence += 1
-            self._claims[step] = LiveClaim(run.fence, self._deadline(lease_s), list(drawn.group_ids))
-            lag = self._lag(drawn.group_ids, version=version)
-            return make_claim(drawn, step=step, fence=run.fence, lag=lag)
+            self._claims[step] = LiveClaim(run.fence, self._deadline(lease_s), list(selected.group_ids))
+            lag = self._lag(selected.group_ids, version=version)
+            return make_claim(selected, step=step, fence=run.fence, lag=lag)
 
-    def _draw(self, rules: DrawRules, *, step: int, version: int, num_groups: int) -> Draw | NotReady:
+    def _select(self, rules: SamplingRules, *, step: int, version: int, num_groups: int) -> Sample | NotReady:
         if step in self._planned:
             return self._planned[step]
         if rules.only_oldest:
             oldest = [self._ready[sequence] for sequence in sorted(self._ready)[:num_groups]]
-            return draw_oldest(oldest, num_groups=num_groups, num_ready=len(self._ready))
-        self._carry_out(sift(self._queue(), rules, version=version))
-        return draw(self._queue(), rules, num_groups=num_groups, seed=self._opened().seed, step=step)
+            return sample_oldest(oldest, num_groups=num_groups, num_ready=len(self._ready))
+        self._evict(evict(self._queue(), rules, version=version))
+        return sample(self._queue(), rules, num_groups=num_groups, seed=self._opened().seed, step=step)
 
     def _queue(self) -> Queue:
         run = self._opened()
@@ -108,11 +119,11 @@ class MemoryBatches(MemoryState):
             reward_squares=sum(reward * reward for reward in rewards),
         )
 
-    def _carry_out(self, sifted: Sifted) -> None:
-        for group_id in sifted.expired:
+    def _evict(self, evictions: Evictions) -> None:
+        for group_id in evictions.expired:
             del self._ready[self._groups[group_id].sequence]
             self._end(group_id, "expired", "on_stale")
-        for group_id in sifted.released:
+        for group_id in evictions.released:
             del self._reusable[self._groups[group_id].sequence]
 
     def _lag(self, group_ids: list[str], *, version: int) -> LagSplit:
@@ -183,9 +194,9 @@ class MemoryBatches(MemoryState):
         with self._changed:
             run = self._opened()
             if pointer.step > run.step:
-                raise uncommitted(pointer, step=run.step)
+                raise not_yet_committed(pointer, step=run.step)
             if fence != run.learner_fence:
-                raise overtaken(pointer, fence=fence, newest=run.learner_fence)
+                raise superseded_learner(pointer, fence=fence, newest=run.learner_fence)
             run.checkpoint = pointer
             if run.phase == "finishing":
                 self._reusable.clear()
@@ -242,11 +253,11 @@ class MemoryBatches(MemoryState):
         self._opened()
         live = self._claims.get(claim.step)
         if live is None or live.fence != claim.fence:
-            raise stale(claim)
+            raise stale_claim(claim)
         return live
 
     def _payloads(self, group_id: str) -> list[bytes]:
         group = self._groups.get(group_id)
         if group is None or not group.members:
-            raise no_members(group_id)
+            raise not_stored(group_id)
         return [group.members[index].payload for index in sorted(group.members)]

@@ -6,10 +6,10 @@ from slipstream.buffer.trajectory import Purpose, group_of, make_lease_id
 from slipstream.buffer.transitions import (
     evaluation_group_id,
     is_evaluation,
-    lapsed_claim_line,
-    lapsed_lease_line,
+    lapsed_claim_message,
+    lapsed_lease_message,
     make_lease,
-    short_group_line,
+    short_group_message,
 )
 from slipstream.configs.buffer import DropShortConfig, GroupDeadline, RefillConfig, TrainShortConfig
 
@@ -117,7 +117,7 @@ class MemoryPrompts(MemoryState):
         return is_waiting and bool(group.members)
 
     def _reap_group(self, group: Group, deadline: TrainShortConfig | DropShortConfig) -> str:
-        line = short_group_line(group.id, members=len(group.members), size=group.size, deadline=deadline)
+        line = short_group_message(group.id, members=len(group.members), size=group.size, deadline=deadline)
         if isinstance(deadline, DropShortConfig):
             self._leases.pop(group.id, None)
             self._returned.discard(int(group.id))
@@ -191,7 +191,9 @@ class MemoryPrompts(MemoryState):
             self._evaluation_pending[group.sequence] = group_id
         else:
             self._returned.add(int(group_id))
-        return lapsed_lease_line(group_id, attempt=group.attempt - 1, owner=group.owner, is_quarantined=is_quarantined)
+        return lapsed_lease_message(
+            group_id, attempt=group.attempt - 1, owner=group.owner, is_quarantined=is_quarantined
+        )
 
     def _reap_claims(self) -> list[str]:
         deadlines = {str(step): claim.deadline for step, claim in self._claims.items()}
@@ -199,7 +201,7 @@ class MemoryPrompts(MemoryState):
 
     def _reap_claim(self, step: int) -> str:
         num_ready, tired = self._fail_claim(step)
-        return lapsed_claim_line(step, num_ready=num_ready, quarantined=tired)
+        return lapsed_claim_message(step, num_ready=num_ready, quarantined=tired)
 
 
 def _lapsed(deadlines: dict[str, int], *, now: int) -> list[str]:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.buffer.group_filter import GroupRewards, rejection_reason
 from slipstream.buffer.records import (
     EVENTS_KEPT,
     FRAMES_KEPT,
@@ -16,10 +17,10 @@ from slipstream.buffer.records import (
     StepEntry,
     VersionEntry,
 )
-from slipstream.buffer.resume_check import no_run
-from slipstream.buffer.sampling import Draw, GroupRewards, flaw
+from slipstream.buffer.sampling import Sample
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
-from slipstream.configs.drawing import FilterConfig
+from slipstream.buffer.transitions import no_run
+from slipstream.configs.buffer import FilterConfig
 
 
 @dataclass
@@ -181,7 +182,7 @@ class MemoryState:
         self._version_steps: dict[int, int] = {}
         self._consumed_at: dict[int, int] = {}
         self._ledger: dict[int, StepEntry] = {}
-        self._planned: dict[int, Draw] = {}
+        self._planned: dict[int, Sample] = {}
         self._done: set[int] = set()
         self._finished: list[str] = []
         self._outcomes: Counter[str] = Counter()
@@ -212,7 +213,7 @@ class MemoryState:
         return self._now() + int(lease_s * 1000)
 
     def _put(self, group_id: str, *, is_let_go: bool = False) -> None:
-        """Into the place where it waits to be drawn: used before (again, unless let go), or ready."""
+        """Into the place where it waits to be selected: used before (again, unless let go), or ready."""
         group = self._groups[group_id]
         if group.steps:
             self._used.setdefault(group.steps[-1], UsedStep(None, [])).group_ids.append(group_id)
@@ -222,7 +223,7 @@ class MemoryState:
             self._ready[group.sequence] = group_id
 
     def _take(self, group_id: str) -> None:
-        """Out of the place where it waits to be drawn."""
+        """Out of the place where it waits to be selected."""
         group = self._groups[group_id]
         self._reusable.pop(group.sequence, None)
         if not self._ready.pop(group.sequence, None):
@@ -255,7 +256,7 @@ class MemoryState:
         self._leases.pop(group.id, None)
         self._returned.discard(int(group.id))
         run = self._opened()
-        if reason := flaw(group.rewards, run.group_filter):
+        if reason := rejection_reason(group.rewards, run.group_filter):
             self._end(group.id, "rejected", reason)
             return False
         run.ready_sequence += 1

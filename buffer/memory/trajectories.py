@@ -1,7 +1,6 @@
 """MemoryStore, trajectories: what arrives, and what is kept of what is refused."""
 
-from slipstream.buffer.accounting import Audit
-from slipstream.buffer.audit import Snapshot, audit
+from slipstream.buffer.accounting import Audit, Snapshot, audit
 from slipstream.buffer.memory.state import Group, Member, MemoryState, OpenEvaluation
 from slipstream.buffer.records import FRAME_BYTES_KEPT, FinishedGroup, Insertion
 from slipstream.buffer.trajectory import TrajectoryHeader
@@ -34,19 +33,19 @@ class MemoryFinished(MemoryState):
             return audit(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
-        places = {
+        groups = {
             "leased": [group_id for group_id in self._leases if not is_evaluation(group_id)],
             "returned": [str(ordinal) for ordinal in self._returned],
             "ready": list(self._ready.values()),
             "claimed": [group_id for claim in self._claims.values() for group_id in claim.group_ids],
             "used": [group_id for used in self._used.values() for group_id in used.group_ids],
         }
-        sizes = {group: len(self._groups[group].members) for groups in places.values() for group in groups}
+        sizes = {group: len(self._groups[group].members) for ids in groups.values() for group in ids}
         return Snapshot(
             next_ordinal=self._opened().next_ordinal,
             max_uses=self._opened().max_uses,
             accepted=self._counters["accepted"],
-            places=places,
+            groups=groups,
             members={group: (size, size) for group, size in sizes.items()},
             done=sorted(self._done),
             outcome_members=dict(self._outcome_members),

@@ -19,9 +19,8 @@ from slipstream.buffer.records import (
     VersionEntry,
     progress_mark,
 )
-from slipstream.buffer.resume_check import PHASES, check_same_run
-from slipstream.buffer.transitions import is_evaluation
-from slipstream.configs.drawing import KEEP_ALL, FilterConfig
+from slipstream.buffer.transitions import PHASES, check_same_run, is_evaluation
+from slipstream.configs.buffer import KEEP_ALL, FilterConfig
 
 
 # @@ MemoryStore, the run itself: its config, phase, step and versions.

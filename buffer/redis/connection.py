@@ -1,32 +1,150 @@
-"""The connection all parts of RedisStore share: runs scripts, and maps Redis's errors to ours."""
+"""The one door to Redis and Valkey: connects, checks the server, runs scripts, maps Redis's errors to ours."""
 
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import redis
 from redis.commands.core import Script
+from redis.typing import EncodableT
 
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.retry import RetryPolicy, refuses_writes
-from slipstream.buffer.resume_check import no_run
+from slipstream.buffer.transitions import no_run
+
+PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
+"""Environment variable, because a password in the config would end up in logs and run folders."""
+OLDEST_REDIS = (6, 2)
+"""First version with every command that the scripts use."""
+ANSWER_TIMEOUT_S = 30.0
+"""Default limit for one answer; above the longest blocking call of RedisStore."""
+_POLL_S = 0.1
+
+
+# --- connecting ------------------------------------------------------------------------------------------------------
+def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
+    """Return a client that answers in bytes and connects with its first command.
+
+    Without `retry` it never repeats a command: only the caller knows whether one whose answer was lost may be repeated.
+    Raises StoreUnavailableError for an address that is none.
+    """
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "retry": retry or RetryPolicy(0.0, target=url),
+        "socket_timeout": answer_timeout_s,
+        "command_packer": CommandPacker(),
+    }
+    if password := os.environ.get(PASSWORD_VARIABLE):
+        options["password"] = password
+    try:
+        return redis.Redis.from_url(url, **options)
+    except ValueError as error:
+        raise StoreUnavailableError(
+            f"buffer.store.url must be a redis://, rediss:// or unix:// address, got {url!r}: {error}."
+        ) from None
+
+
+def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
+    """Block until the server answers, also while it loads its data. Raises StoreUnavailableError after `timeout_s`.
+
+    A server that refuses writes counts as answering: it can be read, and writes are retried on their own terms.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            client.ping()
+            return
+        except redis.AuthenticationError:
+            raise
+        except redis.ResponseError as error:
+            if refuses_writes(error):
+                return
+            raise
+        except (redis.ConnectionError, redis.TimeoutError) as error:
+            if time.monotonic() >= deadline:
+                raise StoreUnavailableError(
+                    f"no store answered at {address_of(client)} within {timeout_s:g} s ({error}): start the run's "
+                    "broker (an embedded store starts with it), or correct buffer.store.url."
+                ) from error
+        time.sleep(_POLL_S)
+
+
+def await_usable_server(url: str, *, timeout_s: float) -> str:
+    """Block until a server answers at `url` that cannot lose trajectories silently; return its `address_of`.
+
+    Raises StoreUnavailableError when none answers in time, the password is wrong, it is too old, or it may evict keys.
+    """
+    client = connect(url)
+    deadline, left_s = time.monotonic() + timeout_s, timeout_s
+    try:
+        while True:
+            await_answer(client, timeout_s=left_s)
+            try:
+                _check_server(client)
+                return address_of(client)
+            except (redis.ConnectionError, redis.TimeoutError):
+                # The server died between its first answer and this one: its owner may be restarting it.
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise
+    except redis.RedisError as error:
+        raise StoreUnavailableError(f"the store at {address_of(client)} refused the connection: {error}.") from error
+    finally:
+        client.close()
+
+
+def _check_server(client: redis.Redis) -> None:
+    info = client.info("server") | client.info("memory")
+    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if version < OLDEST_REDIS:
+        raise StoreUnavailableError(
+            f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey), got {info['redis_version']}."
+        )
+    policy = info.get("maxmemory_policy", "noeviction")
+    if int(info.get("maxmemory", 0)) > 0 and policy != "noeviction":
+        raise StoreUnavailableError(
+            f"maxmemory-policy of the store at {address_of(client)} must be noeviction, got {policy}: Redis would "
+            "drop trajectories silently; run `CONFIG SET maxmemory-policy noeviction` or use another server."
+        )
 
 
 def address_of(client: redis.Redis) -> str:
-    """Where the client looks for its server, for error messages; without the password."""
+    """Return the server's address for error messages, without the password."""
     target = client.connection_pool.connection_kwargs
     if "path" in target:
         return f"unix://{target['path']}"
     return f"redis://{target.get('host', 'localhost')}:{target.get('port', 6379)}/{target.get('db', 0)}"
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether Redis refused a write because `maxmemory` is reached (inside a script the error's type is lost)."""
-    return "OOM command not allowed" in str(error)
+class CommandPacker:
+    """Packs a command into one piece, so that it leaves with one write.
+
+    redis-py's own packer starts a new piece, and so a new write, for every argument above 6 kB: two per trajectory.
+    """
+
+    def pack(self, *args: EncodableT) -> list[bytes]:
+        """Encode the command in RESP. Raises TypeError for an argument that is not bytes, text or a number."""
+        # A command's name may be two words, such as SCRIPT LOAD.
+        words = [*_as_bytes(args[0]).split(), *map(_as_bytes, args[1:])]
+        pieces = [b"*%d\r\n" % len(words)]
+        for word in words:
+            pieces += (b"$%d\r\n" % len(word), word, b"\r\n")
+        return [b"".join(pieces)]
 
 
+def _as_bytes(argument: EncodableT) -> bytes:
+    if isinstance(argument, bytes):
+        return argument
+    if isinstance(argument, bool) or not isinstance(argument, str | int | float):
+        raise TypeError(f"Redis takes bytes, text and numbers, got {type(argument).__name__}")
+    return (repr(argument) if isinstance(argument, float) else str(argument)).encode()
+
+
+# --- one run's keys --------------------------------------------------------------------------------------------------
 class RedisConnection:
-    """One client, one run's keys, its scripts."""
+    """A client, the key prefix of one run, and the scripts that run on them."""
 
     def __init__(
         self,
@@ -35,67 +153,81 @@ class RedisConnection:
         *,
         max_attempts: int = 5,
         clock: Callable[[], float] | None = None,
-        patience: RetryPolicy | None = None,
+        retry: RetryPolicy | None = None,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
-        """`clock` (seconds) stands in for the server's in tests; `client` must return bytes, not text.
+        """`client` must return bytes, not text; `retry` is the policy it was made with.
 
-        `patience` is the client's, to be told of.
+        `clock` (seconds) replaces the server's in tests. `on_close` is called after the connections are closed.
         """
         self._client = client
         self._run_id = run_id
+        # One hash tag, so that all keys of a run share a slot, also on a cluster.
         self._prefix = f"{{{run_id}}}:"
         self._max_attempts = max_attempts
         self._clock = clock
-        self._patience = patience
+        self._retry = retry
+        self._on_close = on_close
         self._scripts: dict[str, Script] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def waiting_for(self) -> str:
-        """What an operation waits for right now while the server is away, for a role's status; empty when nothing."""
-        return self._patience.reason if self._patience else ""
+        """The wait of an operation that is being retried now, for a role's status; empty when there is none."""
+        return self._retry.reason if self._retry else ""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Release the connections, and stop the server that was started for this store, if any."""
         self._client.close()
+        if self._on_close:
+            on_close, self._on_close = self._on_close, None
+            on_close()
 
     def _key(self, name: str) -> str:
         return self._prefix + name
 
-    def _run(self, script: str, *arguments: Any, client: Any = None) -> Any:
-        """Run a script by its SHA (sent in full only when the server does not know it); on a pipeline, queue it."""
+    def _run(self, script: str, *arguments: Any) -> Any:
+        """Run a script by its SHA; it is sent in full only when the server does not know it."""
         now = "" if self._clock is None else str(int(self._clock() * 1000))
-        with self._reaching():
-            return self._script(script)(keys=[self._prefix], args=[now, *arguments], client=client)
-
-    def _script(self, script: str) -> Script:
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(script)
-        return self._scripts[script]
+        with self._mapped_errors():
+            return self._scripts[script](keys=[self._prefix], args=[now, *arguments])
 
     @contextmanager
-    def _reaching(self) -> Iterator[None]:
+    def _mapped_errors(self) -> Iterator[None]:
         try:
             yield
         except redis.RedisError as error:
-            raise self._fault(error) from error
+            raise self._as_ours(error) from error
 
-    def _fault(self, error: Exception) -> RunConflictError | StoreUnavailableError:
+    def _as_ours(self, error: Exception) -> RunConflictError | StoreUnavailableError:
         if "NORUN" in str(error):
             return no_run(self._run_id)
         where = address_of(self._client)
-        waited = f", also not within {self._patience.patience_s:g} s" if self._patience else ""
+        retried = f", also not within {self._retry.timeout_s:g} s" if self._retry else ""
         if refuses_writes(error):
             return StoreCannotWriteError(
-                f"the store at {where} takes no writes{waited} ({error}): make room on its disk, give it more memory "
+                f"the store at {where} takes no writes{retried} ({error}): make room on its disk, give it more memory "
                 "(maxmemory), or name a primary; it goes on as soon as it can."
             )
         if isinstance(error, redis.ResponseError):
             return StoreUnavailableError(f"the store at {where} refused an operation of run {self._run_id!r}: {error}")
         return StoreUnavailableError(
-            f"the store at {where} does not answer{waited} ({error}): see that its server runs, then try again."
+            f"the store at {where} does not answer{retried} ({error}): check that its server runs, then try again."
         )
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether Redis refused a write because `maxmemory` is reached (inside a script the error's type is lost)."""
+    return "OOM command not allowed" in str(error)
+
+
 def text(value: bytes | None) -> str:
-    """Bytes of a field known to be text."""
+    """Decode a field known to be text; empty when absent."""
     return (value or b"").decode()

@@ -19,7 +19,7 @@ import psutil
 import redis
 
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.redis.connect import OLDEST_REDIS, await_answer, connect
+from slipstream.buffer.redis.connection import OLDEST_REDIS, await_answer, connect
 
 # @@ Where the embedded store's server program is.
 _PROGRAMS = ("redis-server", "valkey-server")
@@ -96,7 +96,7 @@ class EmbeddedRedis:
     process loses nothing it has answered, that of the machine what came after the last fsync, which is its owner's to
     do (`RedisSupervisor`). `strict` loses nothing it has answered.
 
-    Example: server = EmbeddedRedis(run_folder / "store"); server.start(); open_store(server.url, run_id, timeout_s=5)
+    Example: server = EmbeddedRedis(run_folder / "store"); server.start(); open_run_store(server.url, run_id, timeout_s=5)
     """
 
     def __init__(self, directory: Path, *, durability: Durability = "standard", max_memory_mib: int = 1024) -> None:
@@ -119,7 +119,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """For `open_store`."""
+        """Address for `open_run_store`."""
         return f"unix://{quote(str(self._socket))}"
 
     @property
@@ -131,6 +131,15 @@ class EmbeddedRedis:
     def is_alive(self) -> bool:
         """Whether the process of the server started or adopted is there (it may still load, or hang)."""
         return self._process is not None and not _has_exited(self._process, within_s=0)
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether a server takes connections on this directory's socket, be it still loading its data."""
+        client = connect(self.url)
+        try:
+            return _is_listening(client)
+        finally:
+            client.close()
 
     @property
     def last_words(self) -> str:

@@ -38,7 +38,7 @@ class LiveGroups(RedisConnection):
 
     def _places(self) -> dict[str, Place | None]:
         """Group -> where it is; None for one that is over: its record says how it ended."""
-        with self._reaching():
+        with self._mapped_errors():
             places: dict[str, Place | None] = dict.fromkeys(self._sorted("finished"))
             for steps, groups, place in _LISTED:
                 for step in self._sorted(steps):
@@ -56,7 +56,7 @@ class LiveGroups(RedisConnection):
         for group_id in group_ids:
             pipeline.hmget(self._key(f"group:{group_id}"), ["outcome", "reason", "steps"])
             pipeline.hgetall(self._key(f"payloads:{group_id}"))
-        with self._reaching():
+        with self._mapped_errors():
             answers = pipeline.execute()
         for group_id, facts, payloads in zip(group_ids, answers[::2], answers[1::2], strict=True):
             outcome, reason, steps = map(text, facts)

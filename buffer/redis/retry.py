@@ -1,4 +1,4 @@
-"""RetryPolicy: repeats what a store that is away did not answer, until it is back or the time is up.
+"""RetryPolicy: repeats commands that the store did not answer, until it is back or the time is up.
 
 Every operation of the store may be repeated after a lost answer: docs/decisions/0008-what-survives-a-killed-store.md.
 """
@@ -16,89 +16,88 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_de
 
 _FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 0.5
-"""Between two tries: what a store that is back is kept waiting."""
-_REST_S = 1.0
-"""After an answer that did not come in time, for clients without patience."""
-_SAY_EVERY_S = 5.0
+"""Between two attempts: the delay added for a store that is back."""
+_COOLDOWN_S = 1.0
+"""After an answer that did not come in time, for clients that do not retry."""
+_LOG_EVERY_S = 5.0
 _WRITES_REFUSED = ("MISCONF", "READONLY", "OOM command not allowed")
 
 log = structlog.get_logger(__name__)
 
 
 class RetryPolicy(Retry):
-    """How a client repeats its commands: for `patience_s` after the first failure; with 0, not at all. Thread-safe.
+    """Repeats a client's commands for `timeout_s` after the first failure; with 0, not at all. Thread-safe.
 
-    Without patience, one unanswered command makes all of the next second fail at once: a suspended server holds up a
-    loop that must go on now and then, not with every command.
+    With 0, one unanswered command makes all commands of the next second fail at once: a suspended server delays a loop
+    that must not block now and then, not with every command.
 
-    Example: redis.Redis.from_url(url, retry=RetryPolicy(60.0, what="the store at unix:///run/redis.sock"))
+    Example: redis.Redis.from_url(url, retry=RetryPolicy(60.0, target="the store at unix:///run/redis.sock"))
     """
 
-    def __init__(self, patience_s: float, *, what: str) -> None:
-        """`what` is waited for, in status and log."""
+    def __init__(self, timeout_s: float, *, target: str) -> None:
+        """`target` names the server in status and log."""
         super().__init__(NoBackoff(), 0)
-        self.patience_s = patience_s
-        """Seconds."""
-        self._what = what
-        self._waiting: dict[int, float] = {}
-        self._inside = threading.local()
-        self._say_at = 0.0
-        self._rests_until = 0.0
+        self.timeout_s = timeout_s
+        self._target = target
+        self._waiting_since: dict[int, float] = {}
+        self._thread = threading.local()
+        self._next_log_at = 0.0
+        self._cools_until = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Connections copy what they are given; they all share this one."""
+        """Return itself: redis-py copies the policy into each connection, and they must share its state."""
         return self
 
     @property
     def reason(self) -> str:
-        """What is waited for right now, such as `waiting for the store at ... for 3 s of 60 s`; empty when nothing."""
-        since = min(list(self._waiting.values()), default=None)
+        """The longest wait under way, such as `waiting for the store at ... for 3 s of 60 s`; empty when none."""
+        since = min(list(self._waiting_since.values()), default=None)
         if since is None:
             return ""
-        return f"waiting for {self._what} for {time.monotonic() - since:.0f} s of {self.patience_s:g} s"
+        return f"waiting for {self._target} for {time.monotonic() - since:.0f} s of {self.timeout_s:g} s"
 
     def call_with_retry(self, *arguments: Any, **named: Any) -> Any:
-        """Called by redis-py for every command, and for the connecting within it."""
+        """Run a command; called by redis-py for every command, and for the connecting within it."""
         attempt = super().call_with_retry
         # Connecting is part of the command that is repeated already: its time must not count twice.
-        if getattr(self._inside, "a_command", False):
+        if getattr(self._thread, "in_command", False):
             return attempt(*arguments, **named)
-        self._inside.a_command = True
-        repeat = self._repeating() if self.patience_s > 0 else self._once
+        self._thread.in_command = True
+        repeat = self._retrying() if self.timeout_s > 0 else self._once
         try:
             return repeat(attempt, *arguments, **named)
         finally:
-            self._inside.a_command = False
-            self._waiting.pop(threading.get_ident(), None)
+            self._thread.in_command = False
+            self._waiting_since.pop(threading.get_ident(), None)
 
-    def _repeating(self) -> Retrying:
+    def _retrying(self) -> Retrying:
         return Retrying(
-            retry=retry_if_exception(is_worth_waiting),
-            stop=stop_after_delay(self.patience_s),
+            retry=retry_if_exception(is_transient),
+            stop=stop_after_delay(self.timeout_s),
             wait=wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
-            before_sleep=self._note,
+            before_sleep=self._record_wait,
             reraise=True,
         )
 
     def _once(self, attempt: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        if time.monotonic() < self._rests_until:
+        if time.monotonic() < self._cools_until:
             raise redis.TimeoutError("it did not answer a moment ago")
         try:
             return attempt(*arguments, **named)
         except redis.TimeoutError:
-            self._rests_until = time.monotonic() + _REST_S
+            self._cools_until = time.monotonic() + _COOLDOWN_S
             raise
 
-    def _note(self, state: RetryCallState) -> None:
-        self._waiting.setdefault(threading.get_ident(), state.start_time)
+    def _record_wait(self, state: RetryCallState) -> None:
+        self._waiting_since.setdefault(threading.get_ident(), state.start_time)
         now = time.monotonic()
-        if now >= self._say_at:
-            self._say_at = now + _SAY_EVERY_S
+        if now >= self._next_log_at:
+            self._next_log_at = now + _LOG_EVERY_S
             error = state.outcome.exception() if state.outcome else None
-            log.warning("waiting", for_=self._what, patience_s=self.patience_s, error=str(error))
+            log.warning("waiting", for_=self._target, timeout_s=self.timeout_s, error=str(error))
 
 
-def is_worth_waiting(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether the same command may succeed later: the store is away, still loads its data, or refuses writes."""
     if isinstance(error, redis.AuthenticationError):
         return False
@@ -106,7 +105,7 @@ def is_worth_waiting(error: BaseException) -> bool:
 
 
 def refuses_writes(error: BaseException) -> bool:
-    """Whether the server took nothing in: disk full, memory full, a replica (inside a script the type is lost)."""
+    """Whether the server refuses all writes: disk full, memory full, or a replica (a script's error has no type)."""
     if isinstance(error, redis.ReadOnlyError | redis.OutOfMemoryError):
         return True
     return isinstance(error, redis.ResponseError) and any(word in str(error) for word in _WRITES_REFUSED)

@@ -1,24 +1,65 @@
-"""The store of a run folder, to look into: the one that is live, or the run's own server started for the look."""
+"""open_run_store: opens the store of a run, by its address or by its run folder."""
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import msgspec
 
-from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.redis.connect import await_answer, connect, open_store
+from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, await_usable_server, connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.retry import RetryPolicy
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
 from slipstream.configs.run import RunConfig
 
-_ANSWER_TIMEOUT_S = 30.0
+COMMAND_TIMEOUT_S = 3.0
+"""Limit of commands that look at a live run: for connecting, and for one answer."""
+
+
+def open_run_store(
+    where: str | Path,
+    run_id: str = "",
+    *,
+    timeout_s: float,
+    retry_timeout_s: float = 0.0,
+    answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    max_attempts: int = 5,
+    starts_server: bool = False,
+) -> RedisStore:
+    """Open the store of a run: of `run_id` at the address `where`, or of the run folder `where`.
+
+    Blocks at most `timeout_s` for the server to answer. `retry_timeout_s`: how long each operation is repeated when the
+    server goes away or takes no writes; a role that must not block leaves it at 0 and gives an `answer_timeout_s` it can
+    afford. `max_attempts`: leases or claims of one group before it goes to quarantine. `starts_server`: start the
+    embedded server of a run that is over, and stop it again when the store is closed.
+
+    With a run folder: raises ConfigError when it is none or its run kept nothing, RunConflictError when the run is
+    stored under another key layout. Always: StoreUnavailableError as `await_usable_server` does.
+    """
+    if isinstance(where, Path):
+        run = read_config(where)
+        server = _start_server(run, where, timeout_s=timeout_s) if starts_server else None
+        url, run_id = store_url(run, where), run.name
+    else:
+        url, server = where, None
+    try:
+        address = await_usable_server(url, timeout_s=timeout_s)
+        retry = RetryPolicy(retry_timeout_s, target=f"the store at {address}") if retry_timeout_s else None
+        client = connect(url, retry=retry, answer_timeout_s=answer_timeout_s)
+        on_close = server.stop if server else None
+        store = RedisStore(client, run_id, max_attempts=max_attempts, retry=retry, on_close=on_close)
+        if isinstance(where, Path):
+            # Refuses a key layout that this version would misread, before a reader does.
+            store.run_state()
+        return store
+    except Exception:
+        if server:
+            server.stop()
+        raise
 
 
 def read_config(folder: Path) -> RunConfig:
-    """The resolved configuration of a run folder. Raises ConfigError when there is none."""
+    """Read the resolved configuration of a run folder. Raises ConfigError when there is none."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: name one, such as runs/digits_cpu.")
@@ -29,7 +70,7 @@ def read_config(folder: Path) -> RunConfig:
 
 
 def store_url(run: RunConfig, folder: Path) -> str:
-    """Where the store of a run with this folder listens. Raises ConfigError when it is in no process of its own."""
+    """Return the address of the run's store. Raises ConfigError when the run keeps it in its own process."""
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return config.url
@@ -38,65 +79,15 @@ def store_url(run: RunConfig, folder: Path) -> str:
     return EmbeddedRedis(folder / "store").url
 
 
-@contextmanager
-def stored_run(folder: Path) -> Iterator[RedisStore]:
-    """The store of a run. A server started here is stopped again; one that runs already is left alone.
-
-    Raises ConfigError when the folder is no run's or the run kept nothing, StoreUnavailableError when nobody answers.
-    """
-    run = read_config(folder)
+def _start_server(run: RunConfig, folder: Path, *, timeout_s: float) -> EmbeddedRedis | None:
+    """Start the run's embedded server; None when it runs already, or the run uses a server of somebody else."""
     config = run.buffer.store
     if isinstance(config, RedisConfig):
-        with _opened(config.url, run) as store:
-            yield store
-        return
+        return None
     if not isinstance(config, EmbeddedRedisConfig) or not (folder / "store").is_dir():
         raise ConfigError(f"run {run.name!r} must have a store that outlives its processes, but kept it in memory.")
     server = EmbeddedRedis(folder / "store", durability=config.durability, max_memory_mib=config.max_memory_mib)
-    was_running = _answers(server.url)
-    server.start(timeout_s=_ANSWER_TIMEOUT_S)
-    try:
-        with _opened(server.url, run) as store:
-            yield store
-    finally:
-        if not was_running:
-            server.stop()
-
-
-def _answers(url: str) -> bool:
-    client = connect(url)
-    try:
-        await_answer(client, timeout_s=0)
-    except StoreUnavailableError:
-        return False
-    finally:
-        client.close()
-    return True
-
-
-@contextmanager
-def _opened(url: str, run: RunConfig) -> Iterator[RedisStore]:
-    store = open_store(url, run.name, timeout_s=_ANSWER_TIMEOUT_S, max_attempts=run.buffer.max_attempts)
-    try:
-        # Refuses a run that is stored in a way this version would misread.
-        store.run_state()
-        yield store
-    finally:
-        store.close()
-
-
-# @@ run_store: the store of a run that goes on, found by its folder; for commands that look at it or ask something.
-ANSWER_TIMEOUT_S = 3.0
-"""Longest answer of the store."""
-
-
-@contextmanager
-def open_store_of(folder: Path) -> Iterator[tuple[RedisStore, RunConfig]]:
-    """The run's store and settings. Never starts a server: that is for those who keep the store.
-
-    Raises ConfigError, StoreUnavailableError.
-    """
-    run = read_config(folder)
-    store = open_store(store_url(run, folder), run.name, timeout_s=ANSWER_TIMEOUT_S, answer_timeout_s=ANSWER_TIMEOUT_S)
-    with closing(store):
-        yield store, run
+    if server.is_listening:
+        return None
+    server.start(timeout_s=timeout_s)
+    return server

@@ -12,7 +12,7 @@ class RedisStore(
 ):
     """All of `buffer.store.Store`: the parts share one connection pool and one run id. Safe to share among threads.
 
-    Life cycle: `open_store(url, run_id, timeout_s=...)` connects, `open_run` creates the run or finds it again,
+    Life cycle: `open_run_store(url, run_id, timeout_s=...)` connects, `open_run` creates the run or finds it again,
     `close` lets go of connections. Nothing is kept in this process but what never changes (the run's seed and rows).
     """
 

@@ -19,17 +19,16 @@ from slipstream.buffer.redis.scripts.batches import (
     SIFT,
 )
 from slipstream.buffer.redis.store_run import RedisRun
-from slipstream.buffer.samplers import Candidate
-from slipstream.buffer.sampling import Draw, DrawRules, NotReady, Queue, draw, draw_oldest, sift
+from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
 from slipstream.buffer.transitions import (
-    committed_already,
+    already_committed,
     make_claim,
-    no_members,
+    not_stored,
+    not_yet_committed,
     out_of_order,
-    overtaken,
     split_lag,
-    stale,
-    uncommitted,
+    stale_claim,
+    superseded_learner,
 )
 
 _FETCHED_AT_ONCE = 16
@@ -45,34 +44,36 @@ _CLAIM_TRIES = 8
 class RedisBatches(RedisRun):
     """Operations on the learner's batches."""
 
-    def claim(self, *, step: int, version: int, num_groups: int, rules: DrawRules, lease_s: float) -> Claim | NotReady:
+    def claim(
+        self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
+    ) -> Claim | NotReady:
         """See `Store.claim`."""
         for _ in range(_CLAIM_TRIES):
             newest, num_ready, oldest = self._run(RELEASE_CLAIM, step, num_groups if rules.only_oldest else 1)
             if step <= newest:
-                raise committed_already(step, newest=newest)
+                raise already_committed(step, newest=newest)
             if rules.only_oldest:
-                drawn = draw_oldest([text(group) for group in oldest], num_groups=num_groups, num_ready=num_ready)
+                selected = sample_oldest([text(group) for group in oldest], num_groups=num_groups, num_ready=num_ready)
             else:
-                drawn = self._draw(rules, step=step, version=version, num_groups=num_groups)
-            if isinstance(drawn, NotReady):
-                return drawn
-            claimed = self._run(CLAIM, step, int(lease_s * 1000), *drawn.group_ids)
+                selected = self._select(rules, step=step, version=version, num_groups=num_groups)
+            if isinstance(selected, NotReady):
+                return selected
+            claimed = self._run(CLAIM, step, int(lease_s * 1000), *selected.group_ids)
             if claimed:
                 fence, *sums = claimed
-                return make_claim(drawn, step=step, fence=fence, lag=split_lag(*sums, version=version))
+                return make_claim(selected, step=step, fence=fence, lag=split_lag(*sums, version=version))
         raise StaleFenceError(
             f"step {step} must have one claimer, but its groups were taken {_CLAIM_TRIES} times in a row."
         )
 
-    def _draw(self, rules: DrawRules, *, step: int, version: int, num_groups: int) -> Draw | NotReady:
+    def _select(self, rules: SamplingRules, *, step: int, version: int, num_groups: int) -> Sample | NotReady:
         _, seed = self._rows_and_seed()
         queue = self._queue()
-        sifted = sift(queue, rules, version=version)
-        if not sifted.is_empty:
-            self._run(SIFT, len(sifted.expired), *sifted.expired, *sifted.released)
+        evictions = evict(queue, rules, version=version)
+        if not evictions.is_empty:
+            self._run(SIFT, len(evictions.expired), *evictions.expired, *evictions.released)
             queue = self._queue()
-        return draw(queue, rules, num_groups=num_groups, seed=seed, step=step)
+        return sample(queue, rules, num_groups=num_groups, seed=seed, step=step)
 
     def _queue(self) -> Queue:
         num_arrived, num_uses, ready, reusable = self._run(QUEUE)
@@ -87,7 +88,7 @@ class RedisBatches(RedisRun):
         """See `Store.wait_ready`. Woken by the bell that a completed (or given back) group rings."""
         deadline = time.monotonic() + timeout_s
         while True:
-            with self._reaching():
+            with self._mapped_errors():
                 if self._client.zcard(self._key("ready")) >= num_groups:
                     return True
                 remaining_s = deadline - time.monotonic()
@@ -107,20 +108,20 @@ class RedisBatches(RedisRun):
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
         """See `Store.renew_claim`."""
         if not self._run(RENEW_CLAIM, claim.step, claim.fence, int(lease_s * 1000)):
-            raise stale(claim)
+            raise stale_claim(claim)
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
         """See `Store.reject`."""
         num_rejected = self._run(REJECT, claim.step, claim.fence, reason, *group_ids)
         if num_rejected < 0:
-            raise stale(claim)
+            raise stale_claim(claim)
         return num_rejected
 
     def commit(self, claim: Claim, entry: StepEntry) -> None:
         """See `Store.commit`."""
         is_live, newest = self._run(COMMIT, claim.step, claim.fence, encode(entry))
         if not is_live:
-            raise stale(claim)
+            raise stale_claim(claim)
         if newest != claim.step:
             raise out_of_order(claim, newest=newest)
 
@@ -132,10 +133,10 @@ class RedisBatches(RedisRun):
         """
         step, newest = self._run(SET_CHECKPOINT, pointer.step, fence, encode(pointer))
         if pointer.step > step:
-            raise uncommitted(pointer, step=step)
+            raise not_yet_committed(pointer, step=step)
         if fence != newest:
-            raise overtaken(pointer, fence=fence, newest=newest)
-        with self._reaching():
+            raise superseded_learner(pointer, fence=fence, newest=newest)
+        with self._mapped_errors():
             steps = self._client.zrangebyscore(self._key("used_steps"), "-inf", pointer.step)
         return sum(self._run(RETIRE_STEP, step) for step in steps)
 
@@ -145,7 +146,7 @@ class RedisBatches(RedisRun):
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         """See `Store.ledger`."""
-        with self._reaching():
+        with self._mapped_errors():
             entries = self._client.hvals(self._key("ledger"))
         decoded = (decode(entry, StepEntry) for entry in entries)
         return sorted((entry for entry in decoded if entry.step >= first_step), key=lambda entry: entry.step)
@@ -154,7 +155,7 @@ class RedisBatches(RedisRun):
         pipeline = self._client.pipeline(transaction=False)
         for group_id in group_ids:
             pipeline.hgetall(self._key(f"payloads:{group_id}"))
-        with self._reaching():
+        with self._mapped_errors():
             stored = pipeline.execute()
         return [_in_order(group_id, members) for group_id, members in zip(group_ids, stored, strict=True)]
 
@@ -178,5 +179,5 @@ def _candidate(
 
 def _in_order(group_id: str, members: dict[bytes, bytes]) -> list[bytes]:
     if not members:
-        raise no_members(group_id)
+        raise not_stored(group_id)
     return [members[index] for index in sorted(members, key=int)]

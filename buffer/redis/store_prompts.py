@@ -14,7 +14,7 @@ from slipstream.buffer.redis.scripts.prompts import (
 from slipstream.buffer.redis.scripts.watching import OPEN_EVALUATION
 from slipstream.buffer.redis.store_run import RedisRun
 from slipstream.buffer.trajectory import Purpose
-from slipstream.buffer.transitions import lapsed_claim_line, lapsed_lease_line, make_lease, short_group_line
+from slipstream.buffer.transitions import lapsed_claim_message, lapsed_lease_message, make_lease, short_group_message
 from slipstream.configs.buffer import GroupDeadline, RefillConfig, TrainShortConfig
 
 
@@ -28,7 +28,7 @@ class RedisEvaluations(RedisConnection):
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
         """See `Store.evaluation`."""
-        with self._reaching():
+        with self._mapped_errors():
             stored = self._client.hgetall(self._key(f"evaluation:{evaluation_id}"))
         if not stored:
             return None
@@ -104,14 +104,14 @@ class RedisPrompts(RedisRun):
         fewest = deadline.min_members if isinstance(deadline, TrainShortConfig) else 0
         events = self._run(REAP_GROUPS, int(deadline.after_s * 1000), fewest, _REAPED_AT_ONCE)
         return [
-            short_group_line(text(group), members=members, size=size, deadline=deadline)
+            short_group_message(text(group), members=members, size=size, deadline=deadline)
             for group, members, size in events
         ]
 
     def _reap_leases(self, kind: str) -> list[str]:
         events = self._run(REAP_LEASES, self._max_attempts, kind, _REAPED_AT_ONCE)
         return [
-            lapsed_lease_line(
+            lapsed_lease_message(
                 text(group), attempt=int(attempt), owner=text(owner), is_quarantined=fate == b"quarantined"
             )
             for group, attempt, owner, fate in events
@@ -119,6 +119,6 @@ class RedisPrompts(RedisRun):
 
     def _reap_claims(self) -> list[str]:
         return [
-            lapsed_claim_line(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
+            lapsed_claim_message(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
             for step, num_ready, quarantined in self._run(REAP_CLAIMS, self._max_attempts)
         ]

@@ -2,12 +2,12 @@
 
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RunConflictError
+from slipstream.buffer.group_filter import filter_arguments
 from slipstream.buffer.records import CheckpointPointer, RunState, VersionEntry
 from slipstream.buffer.redis.connection import RedisConnection, text
 from slipstream.buffer.redis.scripts.run import OPEN_RUN, RAISE_VERSION, RECORD_VERSION, REPLACE_CONFIG, SET_PHASE
-from slipstream.buffer.resume_check import PHASES, check_same_run, no_run
-from slipstream.buffer.sampling import bounds
-from slipstream.configs.drawing import KEEP_ALL, FilterConfig
+from slipstream.buffer.transitions import PHASES, check_same_run, no_run
+from slipstream.configs.buffer import KEEP_ALL, FilterConfig
 
 LAYOUT = 5
 """Raised when the meaning of a key changes; a run stored under another layout is refused."""
@@ -38,7 +38,7 @@ class RedisRun(RedisConnection):
         """See `Store.open_run`."""
         if run_id != self._run_id:
             raise RunConflictError(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
-        facts = (config_json, num_rows, seed, LAYOUT, int(keeps_finished), max_uses, *bounds(group_filter))
+        facts = (config_json, num_rows, seed, LAYOUT, int(keeps_finished), max_uses, *filter_arguments(group_filter))
         stored_config, *numbers = self._run(OPEN_RUN, *facts)
         stored_rows, stored_seed, layout = map(int, numbers)
         _check_layout(run_id, layout)
@@ -50,7 +50,7 @@ class RedisRun(RedisConnection):
 
     def run_state(self) -> RunState:
         """See `Store.run_state`."""
-        with self._reaching():
+        with self._mapped_errors():
             facts = self._client.hmget(self._key("run"), list(_STATE))
         phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence = facts
         if phase is None:
@@ -71,7 +71,7 @@ class RedisRun(RedisConnection):
 
     def run_config_json(self) -> str:
         """See `Store.run_config_json`."""
-        with self._reaching():
+        with self._mapped_errors():
             config = self._client.hget(self._key("run"), "config_json")
         if config is None:
             raise no_run(self._run_id)
@@ -93,7 +93,7 @@ class RedisRun(RedisConnection):
 
     def versions(self) -> list[VersionEntry]:
         """See `Store.versions`."""
-        with self._reaching():
+        with self._mapped_errors():
             return [decode(entry, VersionEntry) for entry in self._client.lrange(self._key("versions"), 0, -1)]
 
     def commit_version(self, version: int) -> None:
@@ -103,7 +103,7 @@ class RedisRun(RedisConnection):
     def _rows_and_seed(self) -> tuple[int, int]:
         """Cached, because `open_run` refuses to change them."""
         if self._facts is None:
-            with self._reaching():
+            with self._mapped_errors():
                 num_rows, seed = self._client.hmget(self._key("run"), ["num_rows", "seed"])
             if num_rows is None:
                 raise no_run(self._run_id)

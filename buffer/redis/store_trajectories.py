@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from slipstream.buffer.accounting import Audit
-from slipstream.buffer.audit import Snapshot, audit
+from slipstream.buffer.accounting import Audit, Snapshot, audit
 from slipstream.buffer.codec import Packed, chunks, decode
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import FRAME_BYTES_KEPT, FRAMES_KEPT, FinishedGroup, Insertion, StepEntry
@@ -23,7 +22,7 @@ class RedisFinished(RedisRun):
 
     def finished(self, *, limit: int) -> list[FinishedGroup]:
         """See `Store.finished`."""
-        with self._reaching():
+        with self._mapped_errors():
             group_ids = self._client.zrange(self._key("finished"), 0, limit - 1) if limit > 0 else []
             pipeline = self._client.pipeline(transaction=False)
             for group_id in map(text, group_ids):
@@ -51,7 +50,7 @@ class RedisFinished(RedisRun):
             next_ordinal=next_ordinal,
             max_uses=max_uses,
             accepted=accepted,
-            places={place: [text(group) for group, _, _ in sized] for place, sized in named.items()},
+            groups={place: [text(group) for group, _, _ in sized] for place, sized in named.items()},
             members={text(group): (counted, kept) for sized in named.values() for group, counted, kept in sized},
             done=np.flatnonzero(np.unpackbits(np.frombuffer(done, dtype=np.uint8))).tolist(),
             outcome_members={text(name): int(count) for name, count in zip(outcomes[::2], outcomes[1::2], strict=True)},
@@ -89,7 +88,7 @@ class RedisTrajectories(RedisConnection):
 
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
         """Reason and first bytes of the newest refused frames, newest first."""
-        with self._reaching():
+        with self._mapped_errors():
             entries = self._client.lrange(self._key("quarantine"), 0, -1)
         return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
 

@@ -68,7 +68,7 @@ class RedisWatching(RedisConnection):
         """See `Store.now`."""
         if self._clock is not None:
             return self._clock()
-        with self._reaching():
+        with self._mapped_errors():
             seconds, microseconds = self._client.time()
         return float(seconds + microseconds / 1e6)
 
@@ -85,7 +85,7 @@ class RedisWatching(RedisConnection):
         pipeline = self._client.pipeline(transaction=True)
         for name in ("roles", "role_times", "role_progress_times"):
             pipeline.hgetall(self._key(name))
-        with self._reaching():
+        with self._mapped_errors():
             gauges, reported, progressed = pipeline.execute()
         stamps = {"reported_at": reported, "progressed_at": progressed}
         return {
@@ -109,7 +109,7 @@ class RedisWatching(RedisConnection):
 
     def events(self, *, limit: int) -> list[Event]:
         """See `Store.events`."""
-        with self._reaching():
+        with self._mapped_errors():
             packed = self._client.lrange(self._key("events"), -limit, -1) if limit else []
         rows = [msgspec.msgpack.decode(each, type=tuple[int, str, str]) for each in packed]
         return [Event(at / 1000, role_id, said) for at, role_id, said in rows]

@@ -35,7 +35,7 @@ class RedisSupervisor:
 
     @property
     def url(self) -> str:
-        """For `open_store`."""
+        """Address for `open_run_store`."""
         return self._server.url
 
     def start(self) -> None:

@@ -16,8 +16,8 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.buffer.resume_check import check_same_run
-from slipstream.buffer.samplers import row_of
+from slipstream.buffer.sampling import row_of
+from slipstream.buffer.transitions import check_same_run
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import to_plain

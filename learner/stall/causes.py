@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.broker.status.role_status import RoleStatus
-from slipstream.buffer.sampling import FLAWS
+from slipstream.buffer.group_filter import REJECTION_REASONS
 from slipstream.configs.run import RunConfig
 from slipstream.learner.stall.progress import Progress
 
@@ -111,7 +111,7 @@ def _groups_lost(progress: Progress) -> StallCause | None:
     if not progress.losses or progress.now.answered is not None:
         return None
     lost = f"every group that came for {progress.idle_s:.0f} s ({_count(progress.losses)})"
-    if set(progress.losses) <= {f"rejected: {flaw}" for flaw in FLAWS}:
+    if set(progress.losses) <= {f"rejected: {flaw}" for flaw in REJECTION_REASONS}:
         remedy = (
             "start a new run with easier or harder prompts, a larger generators.group_size, or a looser buffer.filter"
         )

@@ -17,7 +17,7 @@ from slipstream.broker.status.run_status import RunStatus, StatusReader
 from slipstream.broker.status.status_view import draw_status
 from slipstream.buffer.cli.show import make_console
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.run_store import open_store_of
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store, read_config
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.launch.scaling import GENERATORS
@@ -34,7 +34,7 @@ def drain(generator_id: str, run: Sequence[str]) -> None:
     """Have a generator leave, and wait until it has. Raises ConfigError; exits with NO_ANSWER when it stays."""
     folder = find_run(run, command="drain")
     try:
-        with open_store_of(folder) as (store, _):
+        with open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as store:
             _check_is_here(store, generator_id, run=folder.name)
             store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_PATIENCE_S))
             print(f"{generator_id} of {folder.name} is told to leave")
@@ -87,7 +87,7 @@ def scale(words: Sequence[str]) -> None:
     wanted = _parse_scale([word for word in words if word.startswith(_SETTING)])
     folder = find_run([word for word in words if not word.startswith(_SETTING)], command="scale")
     try:
-        with open_store_of(folder) as (store, _):
+        with open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as store:
             print(_ask(store, wanted, run=folder.name))
     except ReplayBufferError as error:
         exit_with_error(error, code=NO_ANSWER)
@@ -155,8 +155,8 @@ def _sentence(fault: ReplayBufferError, folder: Path) -> str:
 
 # --- looking ---------------------------------------------------------------------------------------------------------
 def _show(folder: Path, *, is_json: bool, is_watching: bool) -> None:
-    with open_store_of(folder) as (store, run):
-        reader = StatusReader(store, run)
+    with open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as store:
+        reader = StatusReader(store, read_config(folder))
         status = reader.read()
         if is_json:
             print(as_json(status))

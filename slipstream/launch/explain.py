@@ -12,11 +12,13 @@ from rich.table import Table
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import StepEntry
-from slipstream.buffer.redis.run_store import stored_run
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Trajectory, group_of, lease_of
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.run_folder import find_run
+
+_STORE_TIMEOUT_S = 30.0
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -25,7 +27,7 @@ def explain(kind: Literal["step", "trajectory", "version"], which: str, run: Seq
     """Print where a part of a run came from; `run` as for `find_run`. Raises ConfigError, ReplayBufferError."""
     if kind != "trajectory" and not which.isdecimal():
         raise ConfigError(f"{kind} must be a whole number, got {which!r}.")
-    with stored_run(find_run(run, command="explain")) as store:
+    with open_run_store(find_run(run, command="explain"), timeout_s=_STORE_TIMEOUT_S, starts_server=True) as store:
         if kind == "step":
             explain_step(store, int(which))
         elif kind == "trajectory":

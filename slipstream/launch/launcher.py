@@ -13,8 +13,8 @@ from slipstream.broker.status.live_view import LiveView
 from slipstream.broker.status.monitor import Monitor
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
-from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
@@ -100,7 +100,7 @@ class Launcher:
                 yield store
             return
         server = EmbeddedRedis(self._folder.store, durability=config.durability, max_memory_mib=config.max_memory_mib)
-        self._keeper = RedisSupervisor(server, start_timeout_s=self._run.buffer.patience_s)
+        self._keeper = RedisSupervisor(server, start_timeout_s=self._run.buffer.retry_timeout_s)
         try:
             self._keeper.start()
             with self._opened(server.url) as store:
@@ -111,10 +111,10 @@ class Launcher:
     @contextmanager
     def _opened(self, url: str) -> Iterator[RedisStore]:
         """Without patience: the roles must be looked after while the store is away."""
-        store = open_store(
+        store = open_run_store(
             url,
             self._run.name,
-            timeout_s=self._run.buffer.patience_s,
+            timeout_s=self._run.buffer.retry_timeout_s,
             max_attempts=self._run.buffer.max_attempts,
             answer_timeout_s=_ANSWER_TIMEOUT_S,
         )
@@ -191,7 +191,7 @@ class Launcher:
             self._outage.end()
         except StoreUnavailableError as fault:
             self._outage.record(fault)
-            if self._outage.seconds > self._run.buffer.patience_s:
+            if self._outage.seconds > self._run.buffer.retry_timeout_s:
                 raise
         except ReplayBufferError:
             # The broker has not opened the run yet.

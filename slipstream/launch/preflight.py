@@ -7,7 +7,7 @@ from pathlib import Path
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.handshake import read_token
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
-from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
@@ -82,4 +82,4 @@ def _check_address(run: RunConfig) -> None:
 
 def _check_store(run: RunConfig) -> None:
     if isinstance(run.buffer.store, RedisConfig):
-        open_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
+        open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()

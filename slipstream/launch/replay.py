@@ -174,7 +174,7 @@ def _lead(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) -> None:
     groups = _rescored(run, plan)
 
     def fill(store: MemoryStore) -> None:
-        store.load(groups, draws=plan.draws)
+        store.load(groups, samples=plan.samples)
 
     run_serial(run, folder, prepare_store=fill, device=_device(run), rendezvous=rendezvous)
 

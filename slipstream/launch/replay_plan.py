@@ -9,18 +9,18 @@ from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import FinishedGroup, StepEntry
-from slipstream.buffer.sampling import Draw
+from slipstream.buffer.sampling import Sample
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 
 
 class ReplayPlan(Record):
-    """Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], draws={1: Draw(["17", "12"], ...), ...})."""
+    """Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], samples={1: Sample(["17", "12"], ...), ...})."""
 
     groups: list[FinishedGroup]
     """By the step that trained on them first; those no step is known of come last, in the order archived."""
-    draws: dict[int, Draw]
+    samples: dict[int, Sample]
     """What the ledger says the steps claimed; empty where groups are claimed in their order."""
 
 
@@ -38,7 +38,7 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
     _check_suffices(archive, num_steps, wanted=run.learner.max_steps, num_groups=len(groups))
     wanted = steps[: run.learner.max_steps]
     _check_whole(archive, wanted, groups)
-    return ReplayPlan(groups, draws={entry.step: _draw(entry) for entry in wanted})
+    return ReplayPlan(groups, samples={entry.step: _sample(entry) for entry in wanted})
 
 
 def stored_groups(archive: Path) -> list[FinishedGroup]:
@@ -52,9 +52,9 @@ def stored_groups(archive: Path) -> list[FinishedGroup]:
     return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
 
 
-def _draw(entry: StepEntry) -> Draw:
+def _sample(entry: StepEntry) -> Sample:
     ones, none = [1.0] * len(entry.group_ids), [False] * len(entry.group_ids)
-    return Draw(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
+    return Sample(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
 
 
 def _check_suffices(archive: Path, num_steps: int, *, wanted: int, num_groups: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from slipstream.buffer.samplers import row_of
+from slipstream.buffer.sampling import row_of
 from slipstream.buffer.trajectory import Record, Trajectory
 
 FILE = "lineage.json"

@@ -18,7 +18,7 @@ from slipstream.broker.errors import BrokerError
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -120,8 +120,10 @@ def main(overrides: list[str]) -> None:
 def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
     folder = RunFolder(run)
     folder.open()
-    url, attempts, patience_s = joined.welcome.store_url, run.buffer.max_attempts, run.buffer.patience_s
-    store = open_store(url, run.name, timeout_s=patience_s, patience_s=patience_s, max_attempts=attempts)
+    url, attempts, retry_timeout_s = joined.welcome.store_url, run.buffer.max_attempts, run.buffer.retry_timeout_s
+    store = open_run_store(
+        url, run.name, timeout_s=retry_timeout_s, retry_timeout_s=retry_timeout_s, max_attempts=attempts
+    )
     learner = build_learner(
         run,
         team=_make_team(run, folder),

@@ -1,7 +1,7 @@
 """Watch: what each role has done so far, read from the store as anybody may."""
 
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.connect import open_store
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from tests.chaos.recovery import Work
 
@@ -10,7 +10,7 @@ class Watch:
     """Looks without waiting: while the store is away there is nothing to be seen."""
 
     def __init__(self, url: str, run_id: str) -> None:
-        self._store: RedisStore = open_store(url, run_id, timeout_s=10.0)
+        self._store: RedisStore = open_run_store(url, run_id, timeout_s=10.0)
         self._num_looks = 0
 
     @property

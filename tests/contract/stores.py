@@ -11,10 +11,10 @@ from pathlib import Path
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer, Claim, Lease, StepEntry
-from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Sampling
 from tests.builders import make_packed
 
@@ -22,7 +22,7 @@ GROUP_SIZE = 2
 NUM_ROWS = 7
 SEED = 3
 MAX_ATTEMPTS = 3
-OLDEST_FIRST = DrawRules()
+OLDEST_FIRST = SamplingRules()
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=6, seed=0)
 AnyStore = MemoryStore | RedisStore
 
@@ -92,7 +92,9 @@ def make_ready(store: AnyStore, count: int) -> list[str]:
     return [each.group_id for each in leases]
 
 
-def claim(store: AnyStore, step: int, count: int, *, lease_s: float = 60.0, rules: DrawRules = OLDEST_FIRST) -> Claim:
+def claim(
+    store: AnyStore, step: int, count: int, *, lease_s: float = 60.0, rules: SamplingRules = OLDEST_FIRST
+) -> Claim:
     claimed = store.claim(step=step, version=step - 1, num_groups=count, rules=rules, lease_s=lease_s)
     assert isinstance(claimed, Claim), (claimed, store.counts())
     return claimed

@@ -7,10 +7,9 @@ import pytest
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import RunConflictError, StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Insertion, Lease, MetricsRows
-from slipstream.buffer.samplers import row_of
-from slipstream.buffer.sampling import DrawRules, NotReady
+from slipstream.buffer.sampling import NotReady, SamplingRules, row_of
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.drawing import UniformConfig
+from slipstream.configs.buffer import UniformConfig
 from tests.builders import make_packed
 from tests.contract.stores import (
     GROUP_SIZE,
@@ -345,7 +344,7 @@ def test_refused_frames_are_kept_short_few_and_counted(store):
 def test_a_claim_is_whole_or_none(store):
     make_ready(store, 3)
     assert store.claim(step=1, version=0, num_groups=4, rules=OLDEST_FIRST, lease_s=60) == NotReady(
-        "3 of 4 groups are ready", ready_wanted=4
+        "3 of 4 groups are ready", ready_needed=4
     )
     assert store.counts().ready == 3
     assert claim(store, 1, 3).group_ids == ["0", "1", "2"]
@@ -361,7 +360,7 @@ def test_fifo_takes_the_groups_that_were_ready_first(store):
 
 def test_uniform_draws_the_same_groups_from_the_same_seed_and_step(store):
     make_ready(store, 12)
-    drawn = claim(store, 4, 5, rules=DrawRules(UniformConfig()))
+    drawn = claim(store, 4, 5, rules=SamplingRules(UniformConfig()))
     assert drawn.group_ids == ["8", "5", "9", "10", "3"], "fixed by seed 3, step 4, 12 ready"
 
 

@@ -4,10 +4,17 @@ import pytest
 
 from slipstream.buffer.errors import RunConflictError, StaleFenceError
 from slipstream.buffer.records import Claim, LagSplit, Lease, VersionEntry
-from slipstream.buffer.sampling import DrawRules, NotReady
+from slipstream.buffer.sampling import NotReady, SamplingRules
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.buffer import DropShortConfig, RefillConfig, TrainShortConfig
-from slipstream.configs.drawing import FreshestConfig, PrioritizedConfig, ReuseConfig, StalenessConfig
+from slipstream.configs.buffer import (
+    DropShortConfig,
+    FreshestConfig,
+    PrioritizedConfig,
+    RefillConfig,
+    ReuseConfig,
+    StalenessConfig,
+    TrainShortConfig,
+)
 from tests.contract.stores import (
     GROUP_SIZE,
     AnyStore,
@@ -22,11 +29,11 @@ from tests.contract.stores import (
 )
 
 
-def on_stale(policy: str, *, max_lag: int = 1, **reuse: object) -> DrawRules:
-    return DrawRules(reuse=ReuseConfig(**reuse), staleness=StalenessConfig(max_lag, policy))
+def on_stale(policy: str, *, max_lag: int = 1, **reuse: object) -> SamplingRules:
+    return SamplingRules(reuse=ReuseConfig(**reuse), staleness=StalenessConfig(max_lag, policy))
 
 
-def ask(store: AnyStore, rules: DrawRules, *, step: int, version: int, count: int) -> Claim | NotReady:
+def ask(store: AnyStore, rules: SamplingRules, *, step: int, version: int, count: int) -> Claim | NotReady:
     return store.claim(step=step, version=version, num_groups=count, rules=rules, lease_s=60)
 
 
@@ -40,7 +47,7 @@ def fill_with(store: AnyStore, each: Lease, *, version: int = 0, rewards: tuple[
     )
 
 
-def take_step(store: AnyStore, step: int, count: int, rules: DrawRules) -> Claim:
+def take_step(store: AnyStore, step: int, count: int, rules: SamplingRules) -> Claim:
     taken = claim(store, step, count, rules=rules)
     commit(store, taken)
     return taken
@@ -64,7 +71,7 @@ def test_how_often_a_group_may_be_used_stays_as_the_run_was_opened_with(fresh_st
     assert (fresh_store.counts().used, fresh_store.counts().reusable) == (1, 0)
 
 
-TWICE = DrawRules(reuse=ReuseConfig(max_uses=3, fresh_fraction=0.5))
+TWICE = SamplingRules(reuse=ReuseConfig(max_uses=3, fresh_fraction=0.5))
 
 
 # --- samplers --------------------------------------------------------------------------------------------------------
@@ -72,13 +79,13 @@ def test_freshest_takes_the_group_whose_oldest_token_is_newest(store):
     store.announce_version(3)
     for each, version in zip(lease(store, 3), (1, 3, 2), strict=True):
         fill_with(store, each, version=version)
-    assert claim(store, 1, 2, rules=DrawRules(FreshestConfig())).group_ids == ["1", "2"]
+    assert claim(store, 1, 2, rules=SamplingRules(FreshestConfig())).group_ids == ["1", "2"]
 
 
 def test_prioritized_draws_by_the_spread_of_rewards_and_tells_the_weights(store):
     for each, spread in zip(lease(store, 4), (0.0, 4.0, 4.0, 4.0), strict=True):
         fill_with(store, each, rewards=(0.0, spread))
-    taken = claim(store, 1, 2, rules=DrawRules(PrioritizedConfig(exponent=4)))
+    taken = claim(store, 1, 2, rules=SamplingRules(PrioritizedConfig(exponent=4)))
     assert "0" not in taken.group_ids
     assert len(taken.weights) == 2
     assert taken.reused == []
@@ -90,7 +97,7 @@ def test_a_used_group_is_drawn_again_until_it_has_had_its_uses(reusing):
     for step in (1, 2, 3):
         assert sorted(take_step(reusing, step, 2, TWICE).group_ids) == ["0", "1"]
     assert (reusing.counts().used, reusing.counts().reusable) == (2, 0)
-    assert ask(reusing, TWICE, step=4, version=3, count=1) == NotReady("0 of 1 groups are ready", ready_wanted=1)
+    assert ask(reusing, TWICE, step=4, version=3, count=1) == NotReady("0 of 1 groups are ready", ready_needed=1)
     assert checkpoint(reusing, 3) == 2
     assert [group.steps for group in reusing.finished(limit=9)] == [[1, 2, 3], [1, 2, 3]]
 
@@ -116,7 +123,7 @@ def test_a_checkpoint_keeps_what_may_be_used_again_until_the_run_ends(reusing):
 
 def test_going_back_gives_back_exactly_the_uses_after_the_checkpoint(reusing):
     make_ready(reusing, 2)
-    take_step(reusing, 1, 1, DrawRules())
+    take_step(reusing, 1, 1, SamplingRules())
     checkpoint(reusing, 1)
     take_step(reusing, 2, 2, TWICE)
     take_step(reusing, 3, 2, TWICE)
@@ -171,7 +178,7 @@ def test_what_was_consumed_counts_from_the_version_it_is_in(store):
 def test_dropped_groups_expire_and_give_their_admission_back(store):
     make_ready(store, 3)
     found = ask(store, on_stale("drop"), step=1, version=2, count=2)
-    assert found == NotReady("0 of 2 groups are ready", ready_wanted=2)
+    assert found == NotReady("0 of 2 groups are ready", ready_needed=2)
     counts = store.counts()
     assert (counts.admitted, counts.reasons) == (0, {"expired: on_stale": 3})
     assert counts.waste_fraction == 1.0
@@ -231,7 +238,7 @@ def test_lag_is_split_into_flight_publishing_and_waiting(store):
     store.announce_version(3)
     (each,) = lease(store, 1)
     fill_with(store, each, version=1)
-    taken = ask(store, DrawRules(), step=1, version=7, count=1)
+    taken = ask(store, SamplingRules(), step=1, version=7, count=1)
     assert isinstance(taken, Claim)
     assert taken.lag == LagSplit(in_flight=1.0, publish=1.0, queue=4.0)
 
@@ -265,7 +272,7 @@ def test_stored_bytes_are_those_of_the_payloads_that_are_there(fresh_store):
     assert store.counts().payload_bytes == size, "until the archive has them"
     store.forget(["0", "1"])
     assert store.counts().payload_bytes == 0
-    assert store.counts().in_play == 0
+    assert store.counts().outstanding == 0
 
 
 def test_a_step_that_was_committed_is_not_claimed_again_whatever_the_rules(reusing):

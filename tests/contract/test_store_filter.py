@@ -4,10 +4,17 @@ import pytest
 
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.records import Insertion, Lease
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.buffer import DropShortConfig, TrainShortConfig
-from slipstream.configs.drawing import AccuracyConfig, FilterConfig, KeepAllConfig, PrioritizedConfig, ZeroSignalConfig
+from slipstream.configs.buffer import (
+    AccuracyConfig,
+    DropShortConfig,
+    FilterConfig,
+    KeepAllConfig,
+    PrioritizedConfig,
+    TrainShortConfig,
+    ZeroSignalConfig,
+)
 from tests.contract.stores import GREEDY, AnyStore, answer, claim, commit, make_memory_store, open_run
 
 SIZE = 3
@@ -255,5 +262,5 @@ def test_a_greedy_reward_does_not_make_a_group_likelier_to_be_drawn(fresh_store,
         open_run(store)
         for lease, reward in zip(leased(store, 3, has_baseline=True), rewards(*greedy), strict=True):
             send(store, lease, rewards(0.5, 0.25, 0.5), greedy=reward)
-        claims.append(claim(store, 1, 2, rules=DrawRules(PrioritizedConfig())))
+        claims.append(claim(store, 1, 2, rules=SamplingRules(PrioritizedConfig())))
     assert claims[0] == claims[1]

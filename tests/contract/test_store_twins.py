@@ -10,17 +10,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import Claim, Lease, VersionEntry
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.buffer import DropShortConfig, RefillConfig, TrainShortConfig
-from slipstream.configs.drawing import (
+from slipstream.configs.buffer import (
     AccuracyConfig,
+    DropShortConfig,
     FifoConfig,
     FreshestConfig,
     KeepAllConfig,
     PrioritizedConfig,
+    RefillConfig,
     ReuseConfig,
     StalenessConfig,
+    TrainShortConfig,
     UniformConfig,
     ZeroSignalConfig,
 )
@@ -39,7 +41,7 @@ from tests.contract.stores import (
 OWNERS = st.sampled_from(["a", "b"])
 LEASE_S = st.sampled_from([1.0, 5.0, 60.0])
 RULES = st.builds(
-    DrawRules,
+    SamplingRules,
     sampler=st.sampled_from([FifoConfig(), FreshestConfig(), UniformConfig(), PrioritizedConfig()]),
     reuse=st.builds(
         ReuseConfig,
@@ -168,7 +170,7 @@ class Twins(RuleBasedStateMachine):
         self.both(lambda store: store.reap(group_deadline=deadline))
 
     @rule(step=st.integers(1, 6), version=st.integers(0, 5), count=st.integers(1, 3), rules=RULES, lease_s=LEASE_S)
-    def claim(self, step: int, version: int, count: int, rules: DrawRules, lease_s: float) -> None:
+    def claim(self, step: int, version: int, count: int, rules: SamplingRules, lease_s: float) -> None:
         wanted = {"step": step, "version": version, "num_groups": count, "rules": rules, "lease_s": lease_s}
         claimed = self.both(lambda store: store.claim(**wanted))
         if isinstance(claimed, Claim):
@@ -182,7 +184,7 @@ class Twins(RuleBasedStateMachine):
             self.both(lambda store: store.renew_claim(claim, lease_s=lease_s))
 
     @rule(count=st.integers(1, 3), rules=RULES)
-    def take_a_step(self, count: int, rules: DrawRules) -> None:
+    def take_a_step(self, count: int, rules: SamplingRules) -> None:
         state = self.stores[0].run_state()
         wanted = {"step": state.step + 1, "version": state.version, "num_groups": count, "rules": rules}
         claimed = self.both(lambda store: store.claim(lease_s=60.0, **wanted))
@@ -193,7 +195,7 @@ class Twins(RuleBasedStateMachine):
     @rule(count=st.integers(1, 2), times=st.integers(1, 3))
     def die_in_a_step(self, count: int, times: int) -> None:
         for _ in range(times):
-            self.claim(step=9, version=1, count=count, rules=DrawRules(), lease_s=1.0)
+            self.claim(step=9, version=1, count=count, rules=SamplingRules(), lease_s=1.0)
             self.reap(seconds=1.0, deadline=None)
 
     @rule(owner=OWNERS, times=st.integers(1, 3))

@@ -8,8 +8,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 
 NUM_GROUPS = 64
@@ -95,7 +96,7 @@ class Target:
                 self._broker.wait(0.02)
             except psutil.TimeoutExpired:
                 continue
-        return open_store(self._server.url, _NAME, timeout_s=_START_S)
+        return open_run_store(self._server.url, _NAME, timeout_s=_START_S)
 
 
 def _write_rows(path: Path) -> Path:

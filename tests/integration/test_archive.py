@@ -17,7 +17,7 @@ from slipstream.buffer.archive.manifest import ShardEntry
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import FinishedGroup
-from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.buffer import ArchiveConfig

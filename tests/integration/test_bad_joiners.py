@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from tests.e2e import runs
 from tests.integration.test_roles_die import SMALL, Run, until
 
@@ -124,7 +124,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], pattern: str) ->
 
 
 def has_event(run: Run, beginning: str) -> bool:
-    with closing(open_store(EmbeddedRedis(run.path / "store").url, run.name, timeout_s=20)) as store:
+    with closing(open_run_store(EmbeddedRedis(run.path / "store").url, run.name, timeout_s=20)) as store:
         return any(event.text.startswith(beginning) for event in store.events(limit=256))
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import CheckpointPointer, Event, RunState
-from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from tests.e2e import runs
 from tests.integration.test_roles_die import SMALL, Run, assert_all_steps_once, left_behind, until
 
@@ -140,7 +140,7 @@ class Hands:
 
     def look(self) -> tuple[RunState, dict[str, dict], list[Event]]:
         """What the store says; of a run that the broker has not opened yet, nothing."""
-        store = open_store(EmbeddedRedis(self.path / "store").url, self._name, timeout_s=10)
+        store = open_run_store(EmbeddedRedis(self.path / "store").url, self._name, timeout_s=10)
         with closing(store), suppress(RunConflictError):
             return store.run_state(), store.roles(), store.events(limit=99)
         return RunState(self._name, "starting", 0, 0, 0), {}, []

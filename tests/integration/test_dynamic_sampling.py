@@ -7,7 +7,7 @@ import pytest
 from slipstream.broker.messages import OpenEpoch
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, make_entry
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.stall.causes import find_cause
@@ -45,7 +45,7 @@ async def train(scene: Scene, *, step: int) -> list[list[Trajectory]]:
     for _ in range(200):
         await scene.turn(times=1)
         assert_paced(scene)
-        claim = scene.store.claim(step=step, version=version, num_groups=2, rules=DrawRules(), lease_s=60)
+        claim = scene.store.claim(step=step, version=version, num_groups=2, rules=SamplingRules(), lease_s=60)
         if isinstance(claim, Claim):
             break
     assert isinstance(claim, Claim), (claim, scene.store.counts())

@@ -14,10 +14,11 @@ import redis
 
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import CheckpointPointer, Insertion, make_entry
-from slipstream.buffer.redis.connect import PASSWORD_VARIABLE, connect, open_store
+from slipstream.buffer.redis.connection import PASSWORD_VARIABLE, connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from tests.builders import make_packed
 
 GROUP_SIZE = 4
@@ -44,7 +45,7 @@ def server(folder: Path) -> Iterator[EmbeddedRedis]:
 
 
 def opened(server: EmbeddedRedis, run_id: str = "run") -> RedisStore:
-    store = open_store(server.url, run_id, timeout_s=10)
+    store = open_run_store(server.url, run_id, timeout_s=10)
     store.open_run(run_id, config_json="{}", num_rows=100, seed=0)
     return store
 
@@ -80,7 +81,7 @@ def test_a_second_start_adopts_the_running_server_and_may_stop_it(server, folder
     assert not process.is_running()
     server.stop()
     with pytest.raises(StoreUnavailableError, match="no store answered"):
-        open_store(server.url, "run", timeout_s=0)
+        open_run_store(server.url, "run", timeout_s=0)
 
 
 def test_two_starters_at_once_share_one_server(folder):
@@ -173,7 +174,7 @@ def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
         ready = store.counts().ready
         assert ready >= 1
         assert renew_first_attempts(store, leased) == 200 - ready
-        claim = store.claim(step=1, num_groups=ready, version=0, rules=DrawRules(), lease_s=60)
+        claim = store.claim(step=1, num_groups=ready, version=0, rules=SamplingRules(), lease_s=60)
         store.renew_claim(claim, lease_s=60)
         store.append_metrics({"step": 1})
         store.report_role("learner-0", {"step": 1})
@@ -212,26 +213,26 @@ def test_stopping_what_was_never_started_does_nothing(folder):
     EmbeddedRedis(folder).stop()
 
 
-# --- open_store ------------------------------------------------------------------------------------------------------
+# --- open_run_store ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("url", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
 def test_a_store_nobody_serves_is_named_with_what_to_do(url):
     with pytest.raises(StoreUnavailableError, match=r"no store answered at .* within 0\.2 s .*start the run's broker"):
-        open_store(url, "run", timeout_s=0.2)
+        open_run_store(url, "run", timeout_s=0.2)
 
 
 def test_an_address_that_is_none_is_refused():
     with pytest.raises(
         StoreUnavailableError, match="must be a redis://, rediss:// or unix:// address, got 'localhost'"
     ):
-        open_store("localhost", "run", timeout_s=0)
+        open_run_store("localhost", "run", timeout_s=0)
 
 
 def test_a_server_that_may_evict_is_refused(server):
     connect(server.url).config_set("maxmemory-policy", "allkeys-lru")
     with pytest.raises(StoreUnavailableError, match=r"maxmemory-policy .* must be noeviction, got allkeys-lru"):
-        open_store(server.url, "run", timeout_s=5)
+        open_run_store(server.url, "run", timeout_s=5)
     connect(server.url).config_set("maxmemory", 0)
-    open_store(server.url, "run", timeout_s=5).close()
+    open_run_store(server.url, "run", timeout_s=5).close()
 
 
 def test_the_password_comes_from_the_environment(server, monkeypatch):
@@ -239,9 +240,9 @@ def test_the_password_comes_from_the_environment(server, monkeypatch):
     admin.ping()
     admin.config_set("requirepass", "secret")
     with pytest.raises(StoreUnavailableError, match="refused the connection"):
-        open_store(server.url, "run", timeout_s=5)
+        open_run_store(server.url, "run", timeout_s=5)
     monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
-    store = open_store(server.url, "run", timeout_s=5)
+    store = open_run_store(server.url, "run", timeout_s=5)
     store.close()
     admin.config_set("requirepass", "")
 
@@ -260,7 +261,7 @@ def test_two_runs_share_a_server_without_meeting(server):
         (group_id,) = lease_groups(store, 1)
         store.insert([make_packed(group_id, index, group_size=GROUP_SIZE) for index in range(GROUP_SIZE)])
     one.open_evaluation("e", purpose="greedy", version=0, rows=[1])
-    claim = one.claim(step=1, num_groups=1, version=0, rules=DrawRules(), lease_s=60)
+    claim = one.claim(step=1, num_groups=1, version=0, rules=SamplingRules(), lease_s=60)
     one.commit(claim, make_entry(claim, one.fetch(claim.group_ids), version=0, seed=0, config_hash=""))
     one.checkpoint(CheckpointPointer(1, 1, "step-00000001"), fence=claim.fence)
     one.report_role("learner-0", {})

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.run_store import open_store_of
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from tests.e2e import runs
@@ -43,7 +43,7 @@ def started(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
 
 @contextmanager
 def looking(folder: Path) -> Iterator[Store]:
-    with open_store_of(folder / "runs" / NAME) as (store, _):
+    with open_run_store(folder / "runs" / NAME, timeout_s=COMMAND_TIMEOUT_S) as store:
         yield store
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from slipstream.buffer.accounting import Audit, StoreCounts
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from tests.e2e import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -113,7 +113,7 @@ def left_behind(run: Run) -> tuple[StoreCounts, RunState, Audit]:
     server = EmbeddedRedis(run.path / "store")
     server.start()
     try:
-        store = open_store(server.url, run.name, timeout_s=10)
+        store = open_run_store(server.url, run.name, timeout_s=10)
         return store.counts(), store.run_state(), store.audit()
     finally:
         server.stop()
@@ -225,7 +225,7 @@ def test_by_hand_a_generator_waits_for_the_broker_and_a_second_one_contributes(f
 
 
 def trajectories_of(folder: Path, generator: str) -> float:
-    store = open_store(EmbeddedRedis(folder / "runs" / "hand" / "store").url, "hand", timeout_s=10)
+    store = open_run_store(EmbeddedRedis(folder / "runs" / "hand" / "store").url, "hand", timeout_s=10)
     try:
         return store.roles().get(generator, {}).get("trajectories", 0)
     finally:

@@ -16,7 +16,7 @@ from slipstream.broker.transport.session import StatusBoard
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.generators import ScriptedEngineConfig
 from slipstream.generators.agents.single_turn import SingleTurn
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
@@ -129,7 +129,7 @@ class SimulatedRun:
 
     async def _train(self, step: int) -> None:
         asked = {"step": step, "version": step - 1, "num_groups": GROUPS_PER_STEP, "lease_s": 1e9}
-        while not isinstance(claim := self.store.claim(rules=DrawRules(), **asked), Claim):
+        while not isinstance(claim := self.store.claim(rules=SamplingRules(), **asked), Claim):
             await self._turn()
         groups = [[unpack(payload) for payload in group] for group in self.store.fetch(claim.group_ids)]
         self.made_by.update(trajectory.generator_id for group in groups for trajectory in group)

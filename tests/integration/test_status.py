@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.run import RunConfig

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from slipstream.buffer.__main__ import main
-from slipstream.buffer.redis.connect import connect
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.drawing import ReuseConfig, ZeroSignalConfig
+from slipstream.configs.buffer import ReuseConfig, ZeroSignalConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
@@ -207,7 +207,7 @@ def test_groups_used_again_are_listed_with_all_their_steps(
     open_run(opened, config_json=msgspec.json.encode(config).decode(), max_uses=2)
     make_ready(opened, 1)
     for step in (1, 2):
-        commit(opened, claim(opened, step, 1, rules=DrawRules(reuse=ReuseConfig(max_uses=2))))
+        commit(opened, claim(opened, step, 1, rules=SamplingRules(reuse=ReuseConfig(max_uses=2))))
     make_ready(opened, 1)
     claim(opened, 3, 1)
     opened.close()

@@ -13,8 +13,8 @@ import pytest
 
 from slipstream.buffer.codec import Packed
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.redis.connect import open_store
 from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from tests.builders import make_packed
@@ -88,8 +88,8 @@ def kept(folder: Path, durability: Durability) -> Iterator[tuple[EmbeddedRedis, 
         keeper.stop()
 
 
-def opened(url: str, *, patience_s: float = 0.0) -> RedisStore:
-    store = open_store(url, "run", timeout_s=20, patience_s=patience_s)
+def opened(url: str, *, retry_timeout_s: float = 0.0) -> RedisStore:
+    store = open_run_store(url, "run", timeout_s=20, retry_timeout_s=retry_timeout_s)
     store.open_run("run", config_json="{}", num_rows=100, seed=0)
     return store
 
@@ -100,7 +100,7 @@ def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_pat
     monkeypatch.setattr("slipstream.buffer.redis.supervisor._WITHIN_S", 0.0)  # here, dying often is what is wanted
     instants = random.Random(SEED)
     with kept(tmp_path / "store", durability) as (server, keeper):
-        store = opened(keeper.url, patience_s=30)
+        store = opened(keeper.url, retry_timeout_s=30)
         inserters = [Inserter(keeper.url, number) for number in range(NUM_THREADS)]
         for each in inserters:
             each.start()

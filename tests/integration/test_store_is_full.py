@@ -13,8 +13,9 @@ from slipstream.broker.messages import Ack, Nack, Put
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.codec import Packed
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
-from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis, find_redis_binary
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from tests.builders import make_packed
@@ -47,8 +48,8 @@ def store(server: EmbeddedRedis) -> RedisStore:
     return opened(server)
 
 
-def opened(server: EmbeddedRedis, *, patience_s: float = 0.0) -> RedisStore:
-    store = open_store(server.url, "run", timeout_s=10, patience_s=patience_s)
+def opened(server: EmbeddedRedis, *, retry_timeout_s: float = 0.0) -> RedisStore:
+    store = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=retry_timeout_s)
     store.open_run("run", config_json="{}", num_rows=1000, seed=0)
     return store
 
@@ -102,7 +103,7 @@ def test_a_full_disk_puts_trajectories_off_and_loses_none(server, store):
     assert "MISCONF" in said[0]
 
     limit_files(server, NO_LIMIT)
-    patient = opened(server, patience_s=20)  # waits until the server has noticed
+    patient = opened(server, retry_timeout_s=20)  # waits until the server has noticed
     patient.set_phase("training")
     assert put(ingest, batch) == [Ack([header.id for header, _ in batch])]
     assert ingest.reason == ""
@@ -117,7 +118,7 @@ def test_a_full_disk_puts_trajectories_off_and_loses_none(server, store):
 
 def test_a_role_with_patience_waits_for_room_and_says_so(server, store):
     fill_disk_and_notice(server, store)
-    patient = open_store(server.url, "run", timeout_s=10, patience_s=20)
+    patient = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=20)
     seen: list[str] = []
     timer = threading.Timer(0.3, lambda: (seen.append(patient.waiting_for), limit_files(server, NO_LIMIT)))
     timer.start()
@@ -131,7 +132,7 @@ def test_a_role_with_patience_waits_for_room_and_says_so(server, store):
 
 def test_patience_with_a_full_disk_ends_with_one_sentence(server, store):
     fill_disk_and_notice(server, store)
-    impatient = open_store(server.url, "run", timeout_s=10, patience_s=0.3)
+    impatient = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=0.3)
     with pytest.raises(StoreCannotWriteError, match=r"takes no writes, also not within 0\.3 s .*make room on its disk"):
         impatient.set_phase("training")
     limit_files(server, NO_LIMIT)
@@ -156,7 +157,7 @@ def test_a_strict_store_ends_at_a_full_disk_having_acknowledged_only_what_is_on_
     keeper = RedisSupervisor(server, start_timeout_s=20)
     keeper.start()
     try:
-        store, patient = opened(server), opened(server, patience_s=20)
+        store, patient = opened(server), opened(server, retry_timeout_s=20)
         batches, acknowledged = make_batches(store, 200), []
         fill_disk(server)
         with contextlib.suppress(StoreUnavailableError):

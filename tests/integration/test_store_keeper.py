@@ -8,8 +8,9 @@ import psutil
 import pytest
 
 from slipstream.buffer.errors import StoreLostError, StoreUnavailableError
-from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 
@@ -32,8 +33,8 @@ def keeper(server: EmbeddedRedis) -> Iterator[RedisSupervisor]:
     keeper.stop()
 
 
-def opened(url: str, *, patience_s: float = 0.0) -> RedisStore:
-    store = open_store(url, "run", timeout_s=10, patience_s=patience_s)
+def opened(url: str, *, retry_timeout_s: float = 0.0) -> RedisStore:
+    store = open_run_store(url, "run", timeout_s=10, retry_timeout_s=retry_timeout_s)
     store.open_run("run", config_json="{}", num_rows=100, seed=0)
     return store
 
@@ -51,7 +52,7 @@ def until(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
 
 
 def test_a_killed_store_is_back_within_moments_and_a_patient_client_notices_a_delay_only(server, keeper):
-    store = opened(keeper.url, patience_s=20)
+    store = opened(keeper.url, retry_timeout_s=20)
     first = server.pid
     store.set_phase("training")
     killed_at = time.monotonic()
@@ -89,7 +90,7 @@ def test_a_store_that_keeps_nothing_ends_the_run_with_one_sentence(folder):
     keeper.start()
     kill(server)
     with pytest.raises(StoreLostError, match=r"the store died \(.*\) and buffer\.store\.durability=fast keeps nothing"):
-        until(keeper.attend)
+        until(keeper.poll)
     keeper.stop()
     assert not server.is_alive
 
@@ -111,7 +112,7 @@ def test_what_a_kill_left_half_written_is_dropped_and_the_rest_is_kept(server, k
     with (folder / "appendonly.aof").open("ab") as log:
         log.write(b"*3\r\n$3\r\nSET\r\n$3\r\nhal")
     kill(server)
-    assert opened(keeper.url, patience_s=20).run_state().phase == "training"
+    assert opened(keeper.url, retry_timeout_s=20).run_state().phase == "training"
     assert connect(keeper.url).get("hal") is None
 
 
@@ -142,7 +143,7 @@ def synced_inodes() -> set[int]:
 
 def test_a_suspended_store_holds_up_an_impatient_client_now_and_then_only(server, keeper):
     # Its loop must answer pings meanwhile.
-    store = open_store(keeper.url, "run", timeout_s=10, answer_timeout_s=0.3)
+    store = open_run_store(keeper.url, "run", timeout_s=10, answer_timeout_s=0.3)
     store.open_run("run", config_json="{}", num_rows=100, seed=0)
     process = psutil.Process(server.pid)
     process.suspend()

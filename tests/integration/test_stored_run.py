@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from slipstream.buffer.errors import RunConflictError, StoreUnavailableError
-from slipstream.buffer.redis.connect import connect, open_store
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
-from slipstream.buffer.redis.run_store import stored_run
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 
@@ -20,7 +20,7 @@ def make_run_folder(folder: Path) -> EmbeddedRedis:
     (folder / "config.yaml").write_bytes(msgspec.yaml.encode(run))
     server = EmbeddedRedis(folder / "store")
     server.start(timeout_s=20)
-    store = open_store(server.url, run.name, timeout_s=10)
+    store = open_run_store(server.url, run.name, timeout_s=10)
     store.open_run(run.name, config_json="{}", num_rows=5, seed=0)
     store.close()
     return server
@@ -30,18 +30,18 @@ def test_a_run_that_is_over_is_looked_into_and_left_as_it_was(tmp_path):
     server = make_run_folder(tmp_path / "run")
     server.stop()
     for _ in range(2):
-        with stored_run(tmp_path / "run") as store:
+        with open_run_store(tmp_path / "run", timeout_s=20, starts_server=True) as store:
             assert store.run_state().phase == "starting"
     with pytest.raises(StoreUnavailableError):
-        open_store(server.url, "looked-into", timeout_s=0)
+        open_run_store(server.url, "looked-into", timeout_s=0)
 
 
 def test_a_live_run_goes_on(tmp_path):
     server = make_run_folder(tmp_path / "run")
     try:
-        with stored_run(tmp_path / "run") as store:
+        with open_run_store(tmp_path / "run", timeout_s=20, starts_server=True) as store:
             assert store.run_state().step == 0
-        store = open_store(server.url, "looked-into", timeout_s=1)
+        store = open_run_store(server.url, "looked-into", timeout_s=1)
         assert store.run_state().step == 0
         store.close()
     finally:
@@ -52,12 +52,15 @@ def test_a_run_stored_by_another_version_is_refused_by_name(tmp_path):
     server = make_run_folder(tmp_path / "run")
     try:
         connect(server.url).hset("{looked-into}:run", "layout", 1)
-        with pytest.raises(RunConflictError, match="stored with key layout 1"), stored_run(tmp_path / "run"):
+        with (
+            pytest.raises(RunConflictError, match="stored with key layout 1"),
+            open_run_store(tmp_path / "run", timeout_s=20, starts_server=True),
+        ):
             pass
     finally:
         server.stop()
 
 
 def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
-    with pytest.raises(ConfigError, match="must be a run folder"), stored_run(tmp_path):
+    with pytest.raises(ConfigError, match="must be a run folder"), open_run_store(tmp_path, timeout_s=1):
         pass

@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
 from slipstream.buffer.records import Claim, StepEntry
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from tests.builders import make_packed
 from tests.unit.broker.router_scene import Peer, Scene, lease
 
@@ -24,7 +24,7 @@ def train(scene: Scene, *peers: Peer) -> None:
     """The learner trains on the ready groups and publishes; these peers report the new version."""
     state = scene.store.run_state()
     step, version = state.step + 1, state.version + 1
-    claim = scene.store.claim(step=step, version=version - 1, num_groups=2, rules=DrawRules(), lease_s=60)
+    claim = scene.store.claim(step=step, version=version - 1, num_groups=2, rules=SamplingRules(), lease_s=60)
     assert isinstance(claim, Claim)
     ids = [[f"{group}-0-{index}" for index in (0, 1)] for group in claim.group_ids]
     scene.store.commit(claim, StepEntry(step, version - 1, claim.fence, 0, "hash", claim.group_ids, ids))

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from slipstream.buffer.audit import Snapshot, audit
+from slipstream.buffer.accounting import Snapshot, audit
 from slipstream.buffer.records import StepEntry
 
 
@@ -16,7 +16,7 @@ SOUND = Snapshot(
     next_ordinal=6,
     max_uses=1,
     accepted=9,
-    places={"leased": ["5"], "returned": ["4"], "ready": ["3"], "claimed": ["2"], "used": ["1"]},
+    groups={"leased": ["5"], "returned": ["4"], "ready": ["3"], "claimed": ["2"], "used": ["1"]},
     members={"5": (1, 1), "4": (0, 0), "3": (2, 2), "2": (2, 2), "1": (2, 2)},
     done=[0],
     outcome_members={"retired": 2},
@@ -45,25 +45,25 @@ def test_a_payload_that_is_gone_is_lost():
 
 def test_a_prompt_in_no_place_was_skipped():
     books = spoilt(next_ordinal=7)
-    assert (books.skipped_prompts, books.problems) == (1, ["in no place: 6"])
+    assert (books.skipped_prompts, books.problems) == (1, ["in no state: 6"])
 
 
 def test_a_group_in_two_places_is_duplicated():
-    books = spoilt(places=SOUND.places | {"ready": ["3", "2"]}, accepted=11)
+    books = spoilt(groups=SOUND.groups | {"ready": ["3", "2"]}, accepted=11)
     assert books.duplicated == 1
-    assert books.problems == ["in more than one place: 2 (ready and claimed)"]
+    assert books.problems == ["in more than one state: 2 (ready and claimed)"]
 
 
 def test_a_group_trained_on_twice_is_duplicated():
     books = spoilt(ledger=[entry(1, "0"), entry(2, "1", "0")])
     assert books.duplicated == 2
-    assert books.problems == ["trained on more often than they may be: 0-0-0, 0-0-1"]
+    assert books.problems == ["trained on more often than allowed: 0-0-0, 0-0-1"]
 
 
 @pytest.mark.parametrize(
     ("ledger", "problem"),
     [
-        ([entry(1, "0")], "not in the ledger, though used: 1"),
+        ([entry(1, "0")], "used, but not in the ledger: 1"),
         ([entry(1, "0"), entry(2, "1"), entry(3, "3")], "in the ledger, but neither used nor over: 3"),
     ],
 )
@@ -72,7 +72,7 @@ def test_the_ledger_must_say_what_the_places_say(ledger: list[StepEntry], proble
 
 
 def test_many_groups_are_named_in_part():
-    assert spoilt(next_ordinal=20).problems == ["in no place: 6, 7, 8, 9, 10 and 9 more"]
+    assert spoilt(next_ordinal=20).problems == ["in no state: 6, 7, 8, 9, 10 and 9 more"]
 
 
 def test_a_group_may_be_trained_on_as_often_as_the_run_says_but_once_a_step():

@@ -1,8 +1,8 @@
 """Prompt leases as both stores make them."""
 
 from slipstream.buffer.records import Lease
-from slipstream.buffer.samplers import row_of
-from slipstream.buffer.transitions import evaluation_group_id, lapsed_lease_line, make_lease
+from slipstream.buffer.sampling import row_of
+from slipstream.buffer.transitions import evaluation_group_id, lapsed_lease_message, make_lease
 
 
 def test_a_training_lease_names_the_row_its_ordinal_stands_for():
@@ -18,5 +18,5 @@ def test_an_evaluation_lease_names_the_held_out_row_itself():
 
 
 def test_a_lapse_says_what_becomes_of_the_prompt():
-    line = lapsed_lease_line("4", attempt=1, owner="generator-0", is_quarantined=False)
+    line = lapsed_lease_message("4", attempt=1, owner="generator-0", is_quarantined=False)
     assert line == "lease 4-1 of generator-0 lapsed: its prompt will be leased again"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.samplers import row_of
+from slipstream.buffer.sampling import row_of
 
 
 @given(num_rows=st.integers(1, 50), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 100))

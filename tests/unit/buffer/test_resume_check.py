@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slipstream.buffer.errors import RunConflictError
-from slipstream.buffer.resume_check import MAY_CHANGE, check_same_run
+from slipstream.buffer.transitions import MAY_CHANGE, check_same_run
 
 
 def check(before: dict, now: dict) -> None:

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.drawing import ReuseConfig
+from slipstream.configs.buffer import ReuseConfig
 from tests.builders import make_run
 
 OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}

@@ -3,7 +3,7 @@
 import pytest
 from redis.connection import Encoder, PythonRespSerializer
 
-from slipstream.buffer.redis.connect import CommandPacker
+from slipstream.buffer.redis.connection import CommandPacker
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 import pytest
 import redis
 
-from slipstream.buffer.redis.retry import RetryPolicy, is_worth_waiting
+from slipstream.buffer.redis.retry import RetryPolicy, is_transient
 
 
 class Server:
@@ -24,8 +24,8 @@ class Server:
         return answer
 
 
-def make(patience_s: float = 5.0) -> RetryPolicy:
-    return RetryPolicy(patience_s, what="the store at unix:///x")
+def make(timeout_s: float = 5.0) -> RetryPolicy:
+    return RetryPolicy(timeout_s, target="the store at unix:///x")
 
 
 def test_a_command_is_repeated_until_the_server_is_back_and_each_failure_drops_the_connection():
@@ -46,35 +46,35 @@ def test_without_patience_nothing_is_repeated():
 
 
 def test_it_says_what_it_waits_for_while_it_waits():
-    patience = make()
+    policy = make()
     seen: list[str] = []
 
     def ask() -> str:
-        seen.append(patience.reason)
+        seen.append(policy.reason)
         return str(server())
 
     server = Server(redis.ConnectionError("gone"), "PONG")
-    patience.call_with_retry(ask, lambda error: None)
+    policy.call_with_retry(ask, lambda error: None)
     assert seen == ["", "waiting for the store at unix:///x for 0 s of 5 s"]
-    assert patience.reason == ""
+    assert policy.reason == ""
 
 
 def test_connecting_within_a_command_does_not_wait_on_its_own():
-    patience = make()
+    policy = make()
     connection = Server(redis.ConnectionError("refused"), "connected")
     attempts: list[str] = []
 
     def command() -> object:
         attempts.append("command")
-        return patience.call_with_retry(connection, lambda error: None)
+        return policy.call_with_retry(connection, lambda error: None)
 
-    assert patience.call_with_retry(command, lambda error: None) == "connected"
+    assert policy.call_with_retry(command, lambda error: None) == "connected"
     assert attempts == ["command", "command"], "the command was repeated, not the connecting within it"
 
 
 def test_connections_share_one_patience():
-    patience = make()
-    assert copy.deepcopy(patience) is patience
+    policy = make()
+    assert copy.deepcopy(policy) is policy
 
 
 @pytest.mark.parametrize(
@@ -91,19 +91,19 @@ def test_connections_share_one_patience():
     ],
 )
 def test_only_what_may_pass_is_waited_for(error, worth):
-    assert is_worth_waiting(error) is worth
+    assert is_transient(error) is worth
 
 
 def test_without_patience_a_server_that_hangs_is_not_asked_again_for_a_moment():
-    patience, server = make(0), Server(redis.TimeoutError("slow"), "PONG")
+    policy, server = make(0), Server(redis.TimeoutError("slow"), "PONG")
     with pytest.raises(redis.TimeoutError, match="slow"):
-        patience.call_with_retry(server, lambda error: None)
+        policy.call_with_retry(server, lambda error: None)
     with pytest.raises(redis.TimeoutError, match="a moment ago"):
-        patience.call_with_retry(server, lambda error: None)
+        policy.call_with_retry(server, lambda error: None)
     ends_at = time.monotonic() + 5
     answer = None
     while answer is None:
         assert time.monotonic() < ends_at
         with contextlib.suppress(redis.TimeoutError):
-            answer = patience.call_with_retry(server, lambda error: None)
+            answer = policy.call_with_retry(server, lambda error: None)
     assert answer == "PONG"

@@ -5,7 +5,7 @@ import pytest
 
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
-from slipstream.buffer.sampling import DrawRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
 from slipstream.launch.explain import explain_step, explain_trajectory, explain_version
 from tests.builders import make_packed
@@ -18,7 +18,7 @@ def make_store(*, is_retired: bool = False) -> MemoryStore:
     store.record_version(VersionEntry(0, 0, "aaaa"))
     store.lease(owner="generator-0", max_groups=1, group_size=2, lease_s=60, admission_limit=9)
     store.insert([make_packed("0", index, group_size=2) for index in (0, 1)])
-    claim = store.claim(step=1, num_groups=1, version=0, rules=DrawRules(), lease_s=60)
+    claim = store.claim(step=1, num_groups=1, version=0, rules=SamplingRules(), lease_s=60)
     assert isinstance(claim, Claim)
     store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), version=0, seed=7, config_hash="cfg"))
     store.record_version(VersionEntry(1, 1, "bbbb"))
@@ -43,7 +43,7 @@ def test_a_step_names_its_trajectories_and_the_weights_after_it(capsys):
 def test_a_step_tells_what_was_used_again_weighed_or_mixed_in(capsys):
     store = make_store()
     store.roll_back(to_step=0, to_version=0)
-    claim = store.claim(step=1, num_groups=1, version=0, rules=DrawRules(), lease_s=60)
+    claim = store.claim(step=1, num_groups=1, version=0, rules=SamplingRules(), lease_s=60)
     claim = msgspec.structs.replace(claim, weights=[0.5], reused=[True])
     names = {"version": 0, "seed": 7, "config_hash": "cfg", "mixed_group_ids": ["8", "9"]}
     store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), **names))

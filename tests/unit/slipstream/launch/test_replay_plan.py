@@ -43,16 +43,16 @@ LEDGER = (
 
 def test_the_ledger_says_what_each_step_claims(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=3))
-    assert [plan.draws[step].group_ids for step in (1, 2, 3)] == [["3", "4"], ["2", "1"], ["0", "1"]]
-    assert plan.draws[1].weights == [0.5, 1.0]
-    assert plan.draws[3].reused == [False, True]
+    assert [plan.samples[step].group_ids for step in (1, 2, 3)] == [["3", "4"], ["2", "1"], ["0", "1"]]
+    assert plan.samples[1].weights == [0.5, 1.0]
+    assert plan.samples[3].reused == [False, True]
 
 
 def test_a_store_hands_out_the_batches_of_the_ledger_and_a_group_as_often_as_it_was_used(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=3))
     store = make_memory_store(Clock())
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
-    store.load(plan.groups, draws=plan.draws)
+    store.load(plan.groups, samples=plan.samples)
     for entry in LEDGER:
         claim = store.claim(step=entry.step, version=entry.version, num_groups=2, rules=OLDEST_FIRST, lease_s=60.0)
         assert isinstance(claim, Claim)
@@ -63,12 +63,12 @@ def test_a_store_hands_out_the_batches_of_the_ledger_and_a_group_as_often_as_it_
 
 def test_without_a_ledger_groups_come_in_the_order_of_their_steps(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path)))
-    assert ([group.id for group in plan.groups], plan.draws) == (["4", "3", "2", "1", "0"], {})
+    assert ([group.id for group in plan.groups], plan.samples) == (["4", "3", "2", "1", "0"], {})
 
 
 def test_batches_of_another_size_are_made_of_the_same_groups_in_order(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=5, groups=1))
-    assert (len(plan.groups), plan.draws) == (5, {})
+    assert (len(plan.groups), plan.samples) == (5, {})
 
 
 @pytest.mark.parametrize(("entries", "steps", "most"), [(LEDGER, 4, 3), ((), 3, 2)])
