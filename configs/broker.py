@@ -1,6 +1,6 @@
-"""The broker role: address, limits, heartbeats."""
+"""The broker role and the weight plane: addresses, limits, timeouts, verification."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -11,25 +11,62 @@ BROKER_SILENCE_S = 8.0
 
 
 class BrokerConfig(Config):
-    """Where the broker listens and how patient it is."""
+    """Address, limits and timeouts of the broker."""
 
     address: str = "tcp://127.0.0.1:5757"
-    """ZeroMQ endpoint it binds, loopback or ipc only; for a generator on another machine, its end of a tunnel."""
+    """ZeroMQ endpoint that the broker binds, loopback or `ipc://` only; for a generator on another machine, its end of
+    a tunnel."""
     token_file: str | None = None
-    """A file with the token without which nobody may join, open to its owner alone; `SLIPSTREAM_TOKEN` in the
-    environment goes before it. Without either anybody may join who reaches the address."""
+    """File with the token that a peer must present to join, readable by its owner alone. `SLIPSTREAM_TOKEN` in the
+    environment takes precedence; without either, every process that reaches the address may join."""
     join_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Time that a peer waits for the broker to let it in, seconds; also without a broker."""
+    """Longest wait of a starting role for the broker to admit it, seconds; the broker may start later."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
-    """A larger frame is refused, and one of more than twice as much closes its connection."""
+    """Largest frame accepted, bytes; a frame of more than twice this size closes its connection."""
     credit_messages: Annotated[int, Meta(ge=1)] = 512
     """Trajectories a generator may have sent without an acknowledgement."""
     credit_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
     """Bytes a generator may have sent without an acknowledgement."""
     heartbeat_s: Annotated[float, Meta(gt=0)] = 1.0
-    """Time between pings, seconds; at most half of `BROKER_SILENCE_S`."""
+    """Time between pings, seconds; at most half of `LINK_SILENCE_S`."""
     peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
-    """Silence after which a peer counts as gone, seconds."""
+    """Silence after which a peer counts as gone, seconds. Larger values tolerate longer pauses and detect deaths later.
+    """
     lease_s: Annotated[float, Meta(gt=0)] = 30.0
-    """Time a generator has for a leased prompt before it is handed out again, seconds; pings renew it, so at
-    least three of them fit."""
+    """Time a generator has for a leased prompt before it is leased again, seconds; pings renew it, so at least three
+    must fit."""
+
+
+class WeightsConfig(Config):
+    """Publishing weights, applying them in the engines, and verifying the result."""
+
+    transport: Literal["collective", "snapshot", "delta", "memory"] = "collective"
+    """`collective`: broadcast over NCCL (GPU) or Gloo (CPU). `snapshot`: each generator fetches every version whole and
+    generates meanwhile. `delta`: it fetches the difference to the version it holds. `memory`: handed over inside one
+    process (serial mode). A generator may choose one of the first three for itself: `python -m generators
+    weights.transport=delta`. A joining generator always fetches its first version."""
+    backend: Literal["auto", "gloo"] = "auto"
+    """`auto`: NCCL between GPUs, Gloo between CPUs. `gloo`: through host memory, for generators that share the
+    learner's GPU, because NCCL refuses two ranks on one device."""
+    publish_every_steps: Annotated[int, Meta(ge=1)] = 1
+    """Steps per policy version."""
+    host: str = "127.0.0.1"
+    """Address at which generators reach the learner for rendezvous and fetching, loopback only."""
+    fetch_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """Port from which generators fetch that do not see the run folder; 0 = any free port. A tunnel needs a fixed one.
+    """
+    bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
+    """Size of one flat buffer of a broadcast, bytes."""
+    join_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
+    """Longest time to build the process group of a membership epoch, seconds."""
+    transfer_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Longest broadcast of one bucket, seconds."""
+    fetch_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Longest fetch of one version, seconds; the generator keeps generating meanwhile."""
+    adopt_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Longest wait for a generator's confirmation that it applied a version, seconds."""
+    probe_sequences: Annotated[int, Meta(ge=1)] = 4
+    """Canary sequences whose log-probabilities are compared after every weight update."""
+    max_probe_diff: Annotated[float, Meta(gt=0)] = 1e-3
+    """Largest mean absolute difference between engine and learner in the log-probabilities of the canary sequences,
+    nats; above it the generator gets no work."""

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.inspect import ListType, LiteralType, NoneType, StructType, UnionType, type_info
 
 from slipstream.configs.base import Config, ConfigError
-from slipstream.configs.groups import unknown_key
+from slipstream.configs.schema import unknown_key
 
 C = TypeVar("C", bound=Config)
 _TYPE_NAMES = {

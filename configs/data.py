@@ -1,4 +1,4 @@
-"""Where prompts come from."""
+"""Model, prompts, demonstrations and stored rollouts."""
 
 from typing import Annotated, Literal
 
@@ -8,31 +8,27 @@ from slipstream.configs.base import Config
 from slipstream.configs.generators import RewardConfig
 
 
-# @@ Which model is trained.
 class ModelConfig(Config):
-    """A transformers checkpoint: a folder or a hub name."""
+    """The policy: a transformers checkpoint."""
 
     path: str
-    """Initial weights and tokenizer, in transformers format."""
+    """Folder or hub name of initial weights and tokenizer, in transformers format."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What the engine computes in and what weights travel as. The learner keeps its master weights in float32."""
+    """Data type in which engines compute and weights travel; the learner keeps float32 master weights."""
     max_length: int = 64
-    """Longest prompt + response, tokens."""
+    """Longest prompt and response together, tokens."""
     trust_remote_code: bool = False
     """Whether code that comes with the checkpoint may run."""
 
 
-# @@ Training from stored rollouts.
 class ReplayConfig(Config):
-    """What `mode=replay` trains from."""
+    """Training from stored rollouts, `mode=replay`."""
 
     path: str = ""
-    """Archive folder of a run, such as `runs/mine/archive`."""
+    """Archive folder of a run, such as `runs/mine/archive`; empty in every other mode."""
     rescore: RewardConfig | str | None = None
-    """Another reward for the stored trajectories: `module:function`, or its fields as in `generators.reward`.
-
-    Absent: the rewards they were stored with.
-    """
+    """Reward that replaces the stored ones: `module:function`, or a record with the fields of `generators.reward`. null
+    = the stored rewards."""
 
     @property
     def reward(self) -> RewardConfig | None:
@@ -41,25 +37,54 @@ class ReplayConfig(Config):
 
 
 class DataConfig(Config):
-    """Parquet files in the verl-compatible form: `data_source`, `prompt`, `reward_model.ground_truth`, `extra_info`."""
+    """Prompts: Parquet files with the columns of verl, `data_source`, `prompt`, `reward_model.ground_truth`,
+    `extra_info`."""
 
     train_path: str
     """Prompts to train on."""
     heldout_path: str
-    """Prompts never trained on; evaluation alone reads them."""
+    """Prompts for evaluation; never trained on."""
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 32
-    """A longer prompt is refused when the file is read, tokens."""
+    """Longest prompt, tokens; a file with a longer one is refused."""
 
 
 class PrepareStep(Config):
-    """A command that makes a file the run needs, run once before the roles start.
+    """A command that creates a file the run needs, run once before the roles start.
 
-    Example: PrepareStep(creates="data/digits/heldout.parquet", module="slipstream.scripts.make_digits_data", args=["--digits=5"])
+    Example: PrepareStep(creates="data/digits/heldout.parquet", module="slipstream.scripts.make_digits_data",
+    args=["--digits=5"])
     """
 
     creates: str
-    """Skipped when this path exists."""
+    """Path that the command creates; the command is skipped when it exists."""
     module: str
-    """Started as `python -m module args...`."""
+    """Module to run as `python -m MODULE ARGS`."""
     args: list[str] = []
-    """Its arguments."""
+    """Arguments of the module."""
+
+
+class SftConfig(Config):
+    """Supervised fine-tuning, `mode=sft`.
+
+    A Parquet file has one of three forms, tried in this order: `token_ids` with `model_mask`; `messages`, through the
+    tokenizer's chat template; `prompt` (text or messages) with `response` (text).
+    """
+
+    train_path: str = ""
+    """Demonstrations to train on; empty in every other mode."""
+    heldout_path: str = ""
+    """Demonstrations on which the loss is measured; empty = none."""
+    prompt: str = "prompt"
+    """Column of the prompts; `record.field` for a field of a record."""
+    response: str = "response"
+    """Column of the responses to prompts, likewise; an end token is appended to each."""
+    unfit: Literal["refuse", "skip"] = "refuse"
+    """Treatment of a row with an empty response, or longer than `model.max_length`; skipped rows are counted."""
+    trajectories_per_step: Annotated[int, Meta(ge=1)] = 64
+    """Demonstrations of one optimizer update, over all ranks."""
+    epochs: Annotated[int, Meta(ge=1)] | None = None
+    """Passes over the training file; null = `learner.max_steps` steps, however many passes that is."""
+    heldout_every_steps: Annotated[int, Meta(ge=0)] = 20
+    """Steps between two measurements of the held-out loss; 0 = only before and after training."""
+    heldout_rows: Annotated[int, Meta(ge=1)] | None = None
+    """Number of first rows of the held-out file that are measured; null = all."""

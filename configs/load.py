@@ -16,9 +16,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.convert import convert
-from slipstream.configs.groups import PRESETS, groups
 from slipstream.configs.overrides import hydra_arguments, parse
 from slipstream.configs.run import RunConfig
+from slipstream.configs.schema import PRESETS, groups
 
 PRIMARY = "config"
 """Preset whose defaults list names all groups."""

@@ -5,8 +5,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.groups import groups, nearest_key, unknown_key, unknown_option
-from slipstream.configs.schema import settings
+from slipstream.configs.schema import groups, nearest_key, settings, unknown_key, unknown_option
 
 
 def hydra_arguments(overrides: list[str]) -> list[str]:

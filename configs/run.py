@@ -1,4 +1,4 @@
-"""RunConfig: one field per role, and the checks that span roles."""
+"""RunConfig: all settings of a run, one field per role, and the checks that span roles."""
 
 from math import ceil
 from typing import Annotated, Literal
@@ -8,53 +8,40 @@ from msgspec import Meta
 from slipstream.configs.advantages import WITH_OWN_BASELINE, RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import Config, ConfigError
-from slipstream.configs.broker import BROKER_SILENCE_S, BrokerConfig
+from slipstream.configs.broker import BROKER_SILENCE_S, BrokerConfig, WeightsConfig
 from slipstream.configs.buffer import AccuracyConfig, BufferConfig, MemoryStoreConfig, ZeroSignalConfig
-from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig
+from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
 from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig
-from slipstream.configs.sft import SftConfig
-from slipstream.configs.weights import WeightsConfig
 
 
 class RunConfig(Config):
-    """Everything a run depends on."""
+    """All settings of a run, one field per role."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,80}$")]
-    """Names the run folder and the keys in the store."""
+    """Name of the run folder and prefix of the run's keys in the store."""
     model: ModelConfig
-    """Which model is trained."""
     data: DataConfig
-    """Where prompts come from."""
     mode: Literal["async", "serial", "replay", "sft"] = "async"
-    """Roles as processes | all roles in one process, one call after the other | the same, trained from an archive | the
-    learner alone, supervised."""
+    """`async`: one process per role. `serial`: all roles in one process, one call after the other. `replay`: like
+    `serial`, trained from an archive. `sft`: the learner alone, supervised."""
     replay: ReplayConfig = ReplayConfig()
-    """What `mode=replay` trains from."""
     sft: SftConfig = SftConfig()
-    """What `mode=sft` trains on."""
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    """Every random choice of the run derives from it."""
+    """Seed of every random choice of the run."""
     runs_dir: str = "runs"
     """Parent of the run folder."""
     resume: bool = False
-    """Go on from the newest checkpoint of a run of this name; without it a used name is refused."""
+    """Continue from the newest checkpoint of the run of this name; without it a name that is taken is refused."""
     prepare: list[PrepareStep] = []
-    """Commands that make what is missing before the roles start."""
+    """Commands that create missing inputs before the roles start, in this order."""
     generators: GeneratorsConfig = GeneratorsConfig()
-    """The generator role."""
     broker: BrokerConfig = BrokerConfig()
-    """The broker role."""
     buffer: BufferConfig = BufferConfig()
-    """The replay buffer."""
     weights: WeightsConfig = WeightsConfig()
-    """The weight plane."""
     learner: LearnerConfig = LearnerConfig()
-    """The learner role."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    """What is optimised."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """How progress is measured."""
 
     def __post_init__(self) -> None:
         for check in _LEARNER_CHECKS if self.mode == "sft" else (*_LEARNER_CHECKS, *_ROLE_CHECKS):

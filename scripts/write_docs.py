@@ -9,6 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from slipstream.scripts.settings_tables import list_settings
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("slipstream", "configs", "buffer", "broker", "generators", "learner", "scripts", "benchmarks")
 
@@ -54,6 +56,7 @@ def _first_line(file: Path) -> str:
 
 BLOCKS = [
     Block("docs/modules.md", "modules", list_modules),
+    Block("docs/settings.md", "settings", list_settings),
 ]
 
 

@@ -258,7 +258,7 @@ def _with_command(arguments: list[str]) -> list[str]:
     close = get_close_matches(first, commands, n=1)
     if close:
         raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
-    from slipstream.configs.groups import nearest_key
+    from slipstream.configs.schema import nearest_key
 
     if len(arguments) > 1 and nearest_key(first):
         return ["run", *arguments]

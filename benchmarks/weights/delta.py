@@ -29,7 +29,7 @@ from slipstream.broker.weights import delta
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer, WeightStream
-from slipstream.configs.weights import WeightsConfig
+from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.staging import Staged, Stager
 
 _HEAD_WIDTH = 64

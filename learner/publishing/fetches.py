@@ -19,7 +19,7 @@ from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.records import SnapshotSource
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
-from slipstream.configs.weights import WeightsConfig
+from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.members import MemberTable
 from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock

@@ -24,7 +24,7 @@ from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.inbox import Inbox
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.trajectory import Record
-from slipstream.configs.weights import WeightsConfig
+from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.fetches import FetchTracker, SnapshotServer
 from slipstream.learner.publishing.members import MemberTable
 from slipstream.learner.publishing.staging import Staged

@@ -9,7 +9,7 @@ import torch
 from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.records import TensorSlot
-from slipstream.configs.weights import WeightsConfig
+from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.batching.collate import plain_microbatch
 from slipstream.learner.engines.engine import TrainEngine
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.sft import SftConfig
+from slipstream.configs.data import SftConfig
 from slipstream.learner.sft.demonstration import Demonstration, Piece, chat_pieces, to_demonstration
 
 Row = dict[str, Any]

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.groups import PRESETS, groups, variants
 from slipstream.configs.load import load
+from slipstream.configs.schema import PRESETS, groups, variants
 
 NEEDED = {
     "buffer/store=redis": ["buffer.store.url=redis://localhost:6379/0"],

@@ -7,7 +7,7 @@ import torch
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import EpochOpened, Member, Members, MemberState, OpenEpoch, Update, UpdateApplied
 from slipstream.broker.weights.records import SnapshotSource
-from slipstream.configs.weights import WeightsConfig
+from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Staged, Stager
 

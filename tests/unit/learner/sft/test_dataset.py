@@ -6,8 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.data import ModelConfig
-from slipstream.configs.sft import SftConfig
+from slipstream.configs.data import ModelConfig, SftConfig
 from slipstream.learner.sft.dataset import read_heldout, read_train
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import make_model, make_run

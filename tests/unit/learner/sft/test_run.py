@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from slipstream.buffer.errors import RunConflictError
 from slipstream.configs.base import ConfigError
+from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import CheckpointConfig, OptimizerConfig
-from slipstream.configs.sft import SftConfig
 from slipstream.learner.sft.log import SFT_ROW_KEYS, SFT_SUMMARY_KEYS
 from slipstream.learner.sft.run import build_sft, check_sft, choose_rows, count_seen, count_steps
 from tests.unit.learner.builders import CPU, make_model, make_run

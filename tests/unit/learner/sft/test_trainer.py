@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
-from slipstream.configs.sft import SftConfig
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.sft.demonstration import Demonstration
 from slipstream.learner.sft.trainer import SftTrainer, count_tokens, to_samples
