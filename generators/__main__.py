@@ -43,14 +43,14 @@ log = structlog.get_logger(__name__)
 
 @fail_cleanly(BrokerError, GeneratorError, restartable=(EngineDiedError, ClientDiedError))
 def main(arguments: list[str]) -> None:
-    """Join, then generate until drained."""
+    """Join a run and generate until drained."""
     exit_after_help(arguments, __doc__)
     peer_id, overrides = _split(arguments)
     configure_logs(peer_id)
     die_with_launcher()
     broker = load(overrides).broker
     board = StatusBoard()
-    joined = join(
+    session = join(
         "generator",
         address=broker.address,
         max_message_bytes=broker.max_message_bytes,
@@ -58,42 +58,42 @@ def main(arguments: list[str]) -> None:
         status=board,
         timeout_s=broker.join_timeout_s,
         token=read_token(broker),
-        weight_transport=_chosen_transport(overrides),
+        weight_transport=_transport_override(overrides),
     )
-    with joined.leave_at_exit(flush_s=_FLUSH_S):
-        asyncio.run(_generate(joined, board))
+    with session.leave_at_exit(flush_s=_FLUSH_S):
+        asyncio.run(_generate(session, board))
     log.info("stopped")
 
 
-async def _generate(joined: Session, board: StatusBoard) -> None:
-    run = msgspec.json.decode(joined.welcome.config_json, type=RunConfig)
+async def _generate(session: Session, board: StatusBoard) -> None:
+    run = msgspec.json.decode(session.welcome.config_json, type=RunConfig)
     log.info("joined", run=run.name)
     os.environ.update(vllm_environment(run))
     check_model_path(run.model.path)
-    check_same_model(run.model.path, joined.welcome.model)
-    # Imported only now: torch and vLLM read the environment that came with the config.
+    check_same_model(run.model.path, session.welcome.model)
+    # Imported after the config has arrived: torch and vLLM read the environment at import.
     from slipstream.broker.weights.collective import CollectiveReceiver
     from slipstream.generators.build import assemble
     from slipstream.generators.tokenization import load_tokenizer
 
     generator = assemble(
         run,
-        member=joined.member,
-        link=joined.client,
+        member=session.member,
+        client=session.client,
         tokenizer=load_tokenizer(run.model),
         receiver=CollectiveReceiver(device="cpu"),
     )
     board.set_source(generator.status)
     loop = asyncio.get_running_loop()
-    joined.inbox.forward_to(partial(call_threadsafe, loop, generator.receive))
+    session.inbox.forward_to(partial(call_threadsafe, loop, generator.receive))
     on_stop_signal(partial(call_threadsafe, loop, generator.drain, "stop signal"))
     await generator.run()
 
 
-def _chosen_transport(overrides: list[str]) -> Any:
-    """What this generator was told, and not what the run says; empty: nothing."""
-    is_chosen = any(override.startswith("weights.transport=") for override in overrides)
-    return load(overrides).weights.transport if is_chosen else ""
+def _transport_override(overrides: list[str]) -> Any:
+    """Weight transport set for this generator alone; empty = the run's."""
+    is_set = any(override.startswith("weights.transport=") for override in overrides)
+    return load(overrides).weights.transport if is_set else ""
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

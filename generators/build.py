@@ -1,4 +1,4 @@
-"""Assembly: a Generator from its parts, as the config names them."""
+"""Builders: engine and Generator from the run's config."""
 
 import time
 from typing import Any
@@ -16,10 +16,9 @@ from slipstream.generators.tokenization import PromptEncoder
 from slipstream.runtime.clock import Clock
 
 
-# @@ build_engine: the engine the config names.
 def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
-    """An engine, not started. vLLM makes a receiver of its own where its model lives; `receiver` is for the others."""
-    # Imported here because torch and vLLM read the environment when they load, and a scripted engine needs neither.
+    """Build the configured engine, not started. `receiver` serves hf and scripted; vLLM's worker builds its own."""
+    # Imports stay local: torch and vLLM read the environment at import, and the scripted engine needs neither.
     match run.generators.engine:
         case VllmEngineConfig() as config:
             from slipstream.generators.engines.vllm.engine import VllmEngine
@@ -39,12 +38,12 @@ def assemble(
     run: RunConfig,
     *,
     member: Member,
-    link: BrokerClient,
+    client: BrokerClient,
     tokenizer: Any,
     receiver: WeightReceiver,
     clock: Clock = time.monotonic,
 ) -> Generator:
-    """Build everything a generator is made of; nothing is started yet, but for the reward workers."""
+    """Build a Generator and its parts. Nothing runs until `Generator.run`."""
     engine = build_engine(run, receiver=receiver)
     reward = run.generators.reward
     pool = RewardPool(reward.function, reward.arguments, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
@@ -52,7 +51,7 @@ def assemble(
         run=run,
         engine=engine,
         rewards=pool,
-        prompting=PromptEncoder(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens),
+        encoder=PromptEncoder(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens),
         generator_id=member.peer_id,
     )
-    return Generator(run=run, member=member, link=link, engine=engine, agent=agent, rewards=pool, clock=clock)
+    return Generator(run=run, member=member, client=client, engine=engine, agent=agent, rewards=pool, clock=clock)

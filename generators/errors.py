@@ -1,28 +1,28 @@
-"""What can go wrong in a generator.
+"""Errors of a generator.
 
 GeneratorError
-├── EngineError          the engine does not start, or cannot do what it was asked
-│   └── EngineDiedError       it is gone or stands still: a new process has a new one
-├── PromptError          a prompt cannot be tokenised or is too long
-└── UnverifiedWeightsError    weights arrived that the probe or a checksum found wrong
+├── EngineError               the engine does not start, or fails a request
+│   └── EngineDiedError       the engine is gone or stalled: the process must be restarted
+├── PromptError               a prompt cannot be tokenised or is too long
+└── UnverifiedWeightsError    loaded weights that the probe or a check found wrong
 """
 
 
 class GeneratorError(Exception):
-    """Root of the tree."""
+    """Base of this package's errors."""
 
 
 class EngineError(GeneratorError, RuntimeError):
-    """The engine does not start, or cannot do what it was asked; the message says what to look at."""
+    """The engine does not start, or fails a request."""
 
 
 class EngineDiedError(EngineError):
-    """The engine is gone or stands still, and this generator with it; another start mends that."""
+    """The engine is gone or stalled; restarting the generator process recovers it."""
 
 
 class PromptError(GeneratorError, ValueError):
-    """A prompt cannot be answered; the message says which and why."""
+    """A prompt cannot be answered. The lease is returned and the generator continues."""
 
 
 class UnverifiedWeightsError(GeneratorError, RuntimeError):
-    """The engine's weights are not the learner's."""
+    """The engine's weights differ from the learner's."""

@@ -1,14 +1,15 @@
-"""Generator: leases prompts, answers them, sends scored trajectories, adopts new weights in between.
+"""Generator: leases prompts, generates and scores trajectories, applies weight updates in between.
 
 Consumes: prompts leased by the broker, weight updates from the learner.
-Produces: trajectories; a lease that cannot be answered goes back.
+Produces: trajectories; leases it cannot answer are returned.
 Waits for: verified weights, then prompts.
 Woken by: messages, finished trajectories.
-Invariant: no prompt is asked for, and no trajectory leaves, under weights that were not verified.
+Invariant: no prompt is requested and no trajectory leaves under unverified weights.
 """
 
 import asyncio
 import time
+from contextlib import suppress
 
 import structlog
 
@@ -30,10 +31,8 @@ from slipstream.broker.messages import (
 from slipstream.broker.status.role_status import WaitsFor
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
 from slipstream.buffer.codec import pack
-from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.agent import Agent
-from slipstream.generators.concurrency import Concurrency
 from slipstream.generators.engines.engine import Engine, EngineLoad
 from slipstream.generators.errors import EngineError, GeneratorError, PromptError
 from slipstream.generators.rewards.pool import RewardPool
@@ -41,18 +40,20 @@ from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.rates import Rate
 
-_REQUEST_LOST_AFTER_S = 5.0
-_HEALTH_EVERY_S = 1.0
-_LOOK_EVERY_S = 1.0
-_SAY_EVERY_S = 10.0
-_AT_WORK = ("ready", "updating")
-"""States in which it holds prompts."""
+_REQUEST_TIMEOUT_S = 5.0
+"""A lease request without an answer for this long is sent again: the broker may have restarted."""
+_HEALTH_CHECK_INTERVAL_S = 1.0
+_LOAD_POLL_INTERVAL_S = 1.0
+"""Shorter intervals would change the limit again before the engine's load shows the last change."""
+_IDLE_LOG_INTERVAL_S = 10.0
+_SERVING = ("ready", "updating")
+"""States in which the generator holds prompts."""
 
 log = structlog.get_logger(__name__)
 
 
 class Generator:
-    """One generator. Everything but `status` belongs to one asyncio loop.
+    """One generator. All but `status` belongs to one asyncio loop.
 
     States: starting -> unsynced -> (updating -> ready | unsynced)* -> draining.
     """
@@ -62,114 +63,132 @@ class Generator:
         *,
         run: RunConfig,
         member: Member,
-        link: BrokerClient,
+        client: BrokerClient,
         engine: Engine,
         agent: Agent,
         rewards: RewardPool,
         clock: Clock = time.monotonic,
     ) -> None:
         self._group_size = run.generators.members_per_group
-        self._member = member
-        self._link = link
+        self._client = client
         self._engine = engine
         self._agent = agent
         self._rewards = rewards
         self._clock = clock
         self._state = "starting"
         self._reason = "loading the model"
-        self._changed = asyncio.Event()
-        self._work: dict[asyncio.Task[None], Prompt] = {}
-        self._asked_at: float | None = None
-        self._fault: Exception | None = None
-        self._put_off_by = ""
-        self._concurrency = Concurrency(least=self._group_size, most=run.generators.max_concurrency)
+        self._error: Exception | None = None
+        self._wake_up = asyncio.Event()
+        self._tasks: dict[asyncio.Task[None], Prompt] = {}
+        self._requested_at: float | None = None
+        self._deferred_reason = ""
+        self._concurrency = ConcurrencyLimit(least=self._group_size, most=run.generators.max_concurrency)
         self._load = EngineLoad()
-        self._next_look_at = 0.0
-        self._next_saying_at = 0.0
+        self._next_load_poll_at = 0.0
+        self._next_idle_log_at = 0.0
         self._tokens = Rate(clock=clock)
         self._gauges: dict[str, float] = {"trajectories": 0, "rewards_failed": 0}
-        self._adoption = WeightUpdates(
-            member=member, link=link, engine=engine, become=self._become, hand_back=self._hand_back
+        self._weight_updates = WeightUpdates(
+            member=member, client=client, engine=engine, set_state=self._set_state, release=self._release
         )
 
-    # --- the loop ------------------------------------------------------------------------------------------------
+    # --- life ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Start the engine, then serve until drained. Raises EngineError, GeneratorError or ClientDiedError when it cannot go
-        on; whatever else goes wrong is a bug, and raised as it is."""
+        """Start the engine, then serve until drained.
+
+        Raises EngineError, GeneratorError or ClientDiedError when the generator cannot continue; any other exception is
+        a bug and propagates unchanged.
+        """
         await self._rewards.start()
         try:
-            if await self._has_started():
-                await self._live()
+            if await self._start_engine():
+                await self._serve()
         finally:
             self._rewards.close()
 
-    async def _has_started(self) -> bool:
-        """Start the engine; False when it was told to leave before it had. Raises what `run` does."""
+    async def _start_engine(self) -> bool:
+        """Return False when drained before the engine was ready: a drain does not wait for minutes of loading."""
         starting = asyncio.create_task(self._engine.start())
-        starting.add_done_callback(lambda _: self._changed.set())
-        while not starting.done() and self._state != "draining" and self._fault is None:
-            self._changed.clear()
-            await _wait(self._changed, timeout_s=_HEALTH_EVERY_S)
+        starting.add_done_callback(lambda _: self.wake())
+        while not starting.done() and self._is_running:
+            await self._wait_for_wake_up()
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            if self._fault:
-                raise self._fault
+            self._raise_error()
             return False
         await starting
         return True
 
-    async def _live(self) -> None:
-        self._become("unsynced", "waiting for weights from the learner")
-        background = [asyncio.create_task(self._adoption.run()), asyncio.create_task(self._watch_engine())]
+    async def _serve(self) -> None:
+        """Request prompts while there is room, until drained or failed; then release all work, stop the engine."""
+        self._set_state("unsynced", "waiting for weights from the learner")
+        background = [asyncio.create_task(self._weight_updates.run()), asyncio.create_task(self._monitor_engine())]
         for task in background:
-            task.add_done_callback(self._note_end)
+            task.add_done_callback(self._on_background_end)
         try:
-            await self._serve()
+            while self._is_running:
+                self._poll_load()
+                self._request_prompts()
+                self._log_idle()
+                await self._wait_for_wake_up()
+            self._raise_error()
         finally:
             for task in background:
                 task.cancel()
-            await self._hand_back("draining")
+            await self._release("draining")
             await self._engine.stop()
 
-    def _note_end(self, task: asyncio.Task[None]) -> None:
-        """What should go on until it is cancelled has ended by itself."""
+    @property
+    def _is_running(self) -> bool:
+        return self._state != "draining" and self._error is None
+
+    async def _wait_for_wake_up(self) -> None:
+        # Bounded, because acknowledgements free credit without waking this loop.
+        self._wake_up.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake_up.wait(), _HEALTH_CHECK_INTERVAL_S)
+
+    async def _monitor_engine(self) -> None:
+        while True:
+            await asyncio.sleep(_HEALTH_CHECK_INTERVAL_S)
+            try:
+                await self._engine.check_health()
+            except EngineError as error:
+                self._fail(error)
+
+    def _on_background_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self._fail(error)
 
-    async def _serve(self) -> None:
-        while self._state != "draining" and self._fault is None:
-            self._ask_for_prompts()
-            self._say_what_is_missing()
-            self._changed.clear()
-            await _wait(self._changed, timeout_s=_HEALTH_EVERY_S)
-        if self._fault:
-            raise self._fault
+    def _fail(self, error: Exception) -> None:
+        # The first error is the cause; later ones are its consequences.
+        self._error = self._error or error
+        self.wake()
 
-    def _say_what_is_missing(self) -> None:
-        """While there is nothing to do."""
-        if self._work:
-            self._next_saying_at = self._clock() + _SAY_EVERY_S
-        elif self._clock() >= self._next_saying_at:
-            self._next_saying_at = self._clock() + _SAY_EVERY_S
-            log.info("waiting", state=self._state, reason=self._reason or "for prompts")
+    def _raise_error(self) -> None:
+        if self._error:
+            raise self._error
 
-    def _fail(self, fault: Exception) -> None:
-        """It cannot go on; the first reason counts."""
-        self._fault = self._fault or fault
-        self._changed.set()
+    def _set_state(self, state: str, reason: str) -> None:
+        # Draining is final: an engine start or a weight update may still complete after it.
+        if self._state != "draining":
+            self._state, self._reason = state, reason
+        self.wake()
+        self._client.report()
 
+    # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
-        """Take a message from the broker, or that none will come any more."""
+        """Handle a message from the broker, or the end of the connection."""
         match message:
             case Prompts(prompts=prompts, reason=reason):
-                self._asked_at = None
-                if self._state in _AT_WORK:
-                    # Else its own reason says more: it will not ask before that is over.
+                self._requested_at = None
+                if self._state in _SERVING:
+                    # In any other state the generator's own reason explains more than the broker's.
                     self._reason = reason
-                self._take(prompts)
+                self._accept(prompts)
             case OpenEpoch() | Update():
-                self._adoption.take(message)
+                self._weight_updates.submit(message)
             case Drain(reason=reason):
                 self.drain(reason)
             case Refuse(reason=reason):
@@ -177,150 +196,175 @@ class Generator:
             case ClientDiedError():
                 self._fail(message)
             case Nack():
-                self._take_refusal(message)
-        self._changed.set()
+                self._handle_nack(message)
+        self.wake()
 
-    def nudge(self) -> None:
-        """Look again at what may be asked for (acknowledgements arrive without waking the loop)."""
-        self._changed.set()
+    def wake(self) -> None:
+        """Run the serving loop once more, e.g. after acknowledgements freed credit."""
+        self._wake_up.set()
 
     def drain(self, reason: str) -> None:
-        """Take no more prompts, hand back what is held, leave `run`."""
+        """Request no more prompts, return the leases in flight, end `run`."""
         log.info("draining", reason=reason)
-        self._become("draining", reason)
+        self._set_state("draining", reason)
 
     def status(self) -> PeerStatus:
-        """What the next Pong says; may be called from any thread."""
+        """Status for the next Pong. May be called from any thread."""
+        outbox = self._client.outbox
         gauges = (
             dict[str, float | str](self._gauges)
-            | self._adoption.gauges
+            | self._weight_updates.gauges
             | {
                 "tokens_per_s": round(self._tokens.per_s, 1),
                 "tokens": self._tokens.total,
-                "running": len(self._work),
+                "running": len(self._tasks),
                 "max_concurrency": self._concurrency.limit,
                 "kv_usage": round(self._load.kv_usage, 3),
                 "preemptions": self._load.num_preempted,
-                "outbox": len(self._link.outbox),
-                "put_off": self._link.outbox.num_deferred,
+                "outbox": len(outbox),
+                "deferred": outbox.num_deferred,
                 "waits_for": self._waits_for,
             }
         )
-        held = {prompt.lease.id for prompt in list(self._work.values())} | self._link.outbox.lease_ids()
-        put_off_by = self._link.outbox.deferral_reason
-        reason = f"trajectories are put off: {put_off_by}" if put_off_by else self._reason
-        return PeerStatus(self._state, self._adoption.version, reason, gauges, lease_ids=sorted(held))
+        held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
+        reason = f"trajectories are deferred: {outbox.deferral_reason}" if outbox.deferral_reason else self._reason
+        return PeerStatus(self._state, self._weight_updates.version, reason, gauges, lease_ids=sorted(held))
 
     @property
     def _waits_for(self) -> WaitsFor:
-        if self._link.outbox.deferral_reason:
+        if self._client.outbox.deferral_reason:
             return "store"
         if self._state == "unsynced":
-            return "transfer" if self._adoption.is_fetching else "weights"
-        return "prompts" if self._state in _AT_WORK and self._reason else ""
+            return "transfer" if self._weight_updates.is_fetching else "weights"
+        return "prompts" if self._state in _SERVING and self._reason else ""
 
-    def _become(self, state: str, reason: str) -> None:
-        # Draining is for good: a start or an update that was under way comes to its end after it.
-        if self._state != "draining":
-            self._state, self._reason = state, reason
-        self._changed.set()
-        self._link.report()
+    def _log_idle(self) -> None:
+        if self._tasks:
+            self._next_idle_log_at = self._clock() + _IDLE_LOG_INTERVAL_S
+        elif self._clock() >= self._next_idle_log_at:
+            self._next_idle_log_at = self._clock() + _IDLE_LOG_INTERVAL_S
+            log.info("waiting", state=self._state, reason=self._reason or "for prompts")
 
     # --- prompts -------------------------------------------------------------------------------------------------
-    def _ask_for_prompts(self) -> None:
-        self._look_at_engine()
-        room = self._concurrency.limit - len(self._work)
-        lost = self._asked_at is not None and self._clock() - self._asked_at > _REQUEST_LOST_AFTER_S
-        may_ask = self._state == "ready" and self._link.is_joined and not self._link.outbox.is_over_credit
-        if may_ask and room >= self._group_size and (self._asked_at is None or lost):
-            self._asked_at = self._clock()
-            self._link.send(LeaseRequest(max_trajectories=room))
-
-    def _look_at_engine(self) -> None:
-        """Not oftener than the engine needs to show what a change of the limit did."""
-        if self._clock() < self._next_look_at:
+    def _poll_load(self) -> None:
+        if self._clock() < self._next_load_poll_at:
             return
-        self._next_look_at = self._clock() + _LOOK_EVERY_S
-        self._load = self._engine.load()
+        self._next_load_poll_at = self._clock() + _LOAD_POLL_INTERVAL_S
+        self._load = self._engine.current_load()
         if self._state == "ready":
-            self._concurrency.observe(self._load, running=len(self._work))
+            self._concurrency.observe(self._load, running=len(self._tasks))
 
-    def _take(self, prompts: list[Prompt]) -> None:
-        self._put_off_by = "" if prompts else self._put_off_by
-        if prompts and self._state not in _AT_WORK:
-            self._return([p.lease.id for p in prompts], f"generator is {self._state}")
+    def _request_prompts(self) -> None:
+        """Request as many trajectories as there is room for, one request at a time, and at least a whole group."""
+        room = self._concurrency.limit - len(self._tasks)
+        is_pending = self._requested_at is not None and self._clock() - self._requested_at <= _REQUEST_TIMEOUT_S
+        is_able = self._state == "ready" and self._client.is_joined and not self._client.outbox.is_over_credit
+        if is_able and not is_pending and room >= self._group_size:
+            self._requested_at = self._clock()
+            self._client.send(LeaseRequest(max_trajectories=room))
+
+    def _accept(self, prompts: list[Prompt]) -> None:
+        if prompts:
+            self._deferred_reason = ""
+        if prompts and self._state not in _SERVING:
+            self._return_leases([p.lease.id for p in prompts], f"generator is {self._state}")
             return
         for prompt in prompts:
             for index in prompt.lease.indices:
                 task = asyncio.create_task(self._answer(prompt, index))
-                self._work[task] = prompt
-                task.add_done_callback(self._finished)
+                self._tasks[task] = prompt
+                task.add_done_callback(self._on_answered)
 
     async def _answer(self, prompt: Prompt, index: int) -> None:
-        """One trajectory, from prompt to outbox."""
+        """Generate one trajectory and put it into the outbox."""
         trajectory = await self._agent.answer(prompt, index)
-        await self._adoption.is_verified.wait()
+        # A response that ends during an update leaves only after the new weights are verified; if they are not, the
+        # task is cancelled here and its lease returned.
+        await self._weight_updates.is_verified.wait()
         lease = prompt.lease
-        size = self._group_size if lease.purpose == "train" else 1
-        header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=size)
-        self._count(trajectory)
-        self._link.put(header, payload)
-
-    def _count(self, trajectory: Trajectory) -> None:
+        group_size = self._group_size if lease.purpose == "train" else 1
+        header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
         self._tokens.add(int(trajectory.model_mask.sum()))
         self._gauges["trajectories"] += 1
         self._gauges["rewards_failed"] += trajectory.reward.status != "ok"
+        self._client.put(header, payload)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        prompt = self._work.pop(task)
-        self._changed.set()
-        if task.cancelled() or task.exception() is None:
+    def _on_answered(self, task: asyncio.Task[None]) -> None:
+        prompt = self._tasks.pop(task)
+        self.wake()
+        if task.cancelled() or (error := task.exception()) is None:
             return
-        error = task.exception()
         log.error("prompt_failed", prompt=prompt.uid, error=str(error))
-        self._return([prompt.lease.id], str(error))
+        self._return_leases([prompt.lease.id], str(error))
         if isinstance(error, Exception) and not isinstance(error, PromptError):
             self._fail(error)
 
-    def _return(self, lease_ids: list[str], reason: str) -> None:
-        if lease_ids:
-            self._link.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason[:MAX_REASON_LENGTH]))
-
-    def _take_refusal(self, nack: Nack) -> None:
-        """A trajectory refused for good leaves its prompt unanswered: the lease goes back now, not when it lapses."""
+    def _handle_nack(self, nack: Nack) -> None:
         if not nack.is_fatal:
-            self._say_put_off(nack.reason)
+            # The outbox sends it again. Logged once per reason rather than per trajectory and attempt.
+            if nack.reason != self._deferred_reason:
+                log.warning("trajectories_deferred", reason=nack.reason)
+            self._deferred_reason = nack.reason
             return
-        log.warning("trajectory_not_taken", id=nack.id, reason=nack.reason)
+        log.warning("trajectory_rejected", id=nack.id, reason=nack.reason)
         if nack.lease_id:
-            self._return([nack.lease_id], f"{nack.id} was refused: {nack.reason}")
+            # Returned now: nothing else would answer this prompt until the lease lapses.
+            self._return_leases([nack.lease_id], f"{nack.id} was refused: {nack.reason}")
 
-    def _say_put_off(self, reason: str) -> None:
-        """Once, not for every trajectory at every try."""
-        if reason != self._put_off_by:
-            log.warning("trajectories_put_off", reason=reason)
-        self._put_off_by = reason
-
-    async def _hand_back(self, reason: str) -> None:
-        held = [prompt.lease.id for prompt in self._work.values()]
-        tasks = list(self._work)
+    async def _release(self, reason: str) -> None:
+        """Cancel all requests in flight and return their leases."""
+        held = [prompt.lease.id for prompt in self._tasks.values()]
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._return(held, reason)
+        self._return_leases(held, reason)
 
-    async def _watch_engine(self) -> None:
-        while True:
-            await asyncio.sleep(_HEALTH_EVERY_S)
-            try:
-                await self._engine.check_health()
-            except EngineError as fault:
-                self._fail(fault)
+    def _return_leases(self, lease_ids: list[str], reason: str) -> None:
+        if lease_ids:
+            self._client.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason[:MAX_REASON_LENGTH]))
 
 
-async def _wait(event: asyncio.Event, *, timeout_s: float) -> None:
-    """Wait for the event, at most `timeout_s`; the caller's loop looks again either way."""
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return
+class ConcurrencyLimit:
+    """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
+
+    Grows by one group while the limit is what holds the engine back, its queue is empty and its cache has room. Shrinks
+    on preemptions in a full cache, and on requests that stay queued, which another generator would start sooner. A
+    queue that gets shorter (after a burst of prompts) and preemptions in a cache with room (caused by a weight update)
+    change nothing.
+
+    Source: Chiu and Jain, Analysis of the increase and decrease algorithms for congestion avoidance, 1989.
+    Differs: a queue shrinks the limit by its length rather than by a factor, because it tells how many are too many.
+    """
+
+    ROOM_BELOW = 0.8
+    """KV cache usage up to which the limit grows; the rest is for running sequences, which still get longer."""
+    DECREASE = 0.75
+    """Factor after a preemption, which throws away the work of a whole sequence."""
+
+    def __init__(self, *, least: int, most: int) -> None:
+        """Start at `most`. `least` is the size of a group, and the step of the increase."""
+        self._least = min(least, most)
+        self._most = most
+        self._num_waiting = 0
+        self._num_preempted = 0
+        self.limit = most
+
+    def observe(self, load: EngineLoad, *, running: int) -> None:
+        """Update the limit from the engine's load while `running` trajectories are in flight; about once a second."""
+        preempted = load.num_preempted - self._num_preempted
+        lasting_queue = self._num_waiting if load.num_waiting >= self._num_waiting else 0
+        self._num_preempted, self._num_waiting = load.num_preempted, load.num_waiting
+        if running > self.limit:
+            # The last decrease has not taken effect yet: cutting again for the same cause would overshoot.
+            return
+        has_room = load.kv_usage < self.ROOM_BELOW
+        if preempted > 0 and not has_room:
+            self._set(int(self.DECREASE * running))
+        elif lasting_queue:
+            self._set(running - lasting_queue)
+        elif has_room and not load.num_waiting and running + self._least > self.limit:
+            self._set(self.limit + self._least)
+
+    def _set(self, limit: int) -> None:
+        self.limit = max(self._least, min(self._most, limit))

@@ -1,4 +1,4 @@
-"""PromptEncoder: a leased prompt as token ids, and a response as text."""
+"""PromptEncoder: encodes leased prompts to token ids and decodes responses to text."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from slipstream.generators.errors import EngineError, PromptError
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer that lies with the model. Raises EngineError."""
+    """Load the tokenizer from the model's folder. Raises EngineError."""
     try:
         return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -19,14 +19,14 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 class PromptEncoder:
-    """The tokenizer's two uses. Between them nothing is ever tokenised again: engines and learner exchange ids."""
+    """The only two uses of the tokenizer. Engine and learner exchange token ids: nothing is re-tokenised."""
 
     def __init__(self, tokenizer: Any, *, max_prompt_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Plain text as it is, without special tokens; chat messages through the chat template. Raises PromptError."""
+        """Encode plain text without special tokens, chat messages with the chat template. Raises PromptError."""
         token_ids = self._encode_text(prompt) if isinstance(prompt.prompt, str) else self._encode_chat(prompt)
         if not token_ids:
             raise PromptError(f"prompt {prompt.uid} must hold at least one token, got none: drop the row")
@@ -38,7 +38,7 @@ class PromptEncoder:
         return token_ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """A response as text, without special tokens; what reward functions read."""
+        """Decode a response for the reward function, without special tokens."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _encode_text(self, prompt: Prompt) -> list[int]:
@@ -46,7 +46,7 @@ class PromptEncoder:
             return self._tokenizer.encode(prompt.prompt, add_special_tokens=False)
         except Exception as error:
             raise PromptError(
-                f"prompt {prompt.uid} must consist of what the tokenizer knows, got {prompt.prompt[:60]!r}: {error}"
+                f"prompt {prompt.uid} must be encodable by the tokenizer, got {prompt.prompt[:60]!r}: {error}"
             ) from error
 
     def _encode_chat(self, prompt: Prompt) -> list[int]:
@@ -59,5 +59,5 @@ class PromptEncoder:
             text = self._tokenizer.apply_chat_template(prompt.prompt, add_generation_prompt=True, tokenize=False)
         except Exception as error:
             raise PromptError(f"prompt {prompt.uid} must fit the chat template: {error}") from error
-        # The template writes the special tokens itself.
+        # The template has already written the special tokens.
         return self._tokenizer.encode(text, add_special_tokens=False)

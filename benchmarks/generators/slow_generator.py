@@ -126,7 +126,7 @@ class FleetRun:
     def _publish(self, version: int) -> None:
         """A version without weights; everybody adopts it."""
         self._store.announce_version(version)
-        self._learner.link.send(
+        self._learner.client.send(
             Update(
                 epoch=1,
                 members=self._members,
@@ -159,10 +159,10 @@ def _generator(run: RunConfig, joined: Session, *, seconds_per_token: float) -> 
         run=run,
         engine=engine,
         rewards=pool,
-        prompting=PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens),
+        encoder=PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens),
         generator_id=joined.member.peer_id,
     )
-    return Generator(run=run, member=joined.member, link=joined.client, engine=engine, agent=agent, rewards=pool)
+    return Generator(run=run, member=joined.member, client=joined.client, engine=engine, agent=agent, rewards=pool)
 
 
 def _serve(loop: asyncio.AbstractEventLoop, generator: Generator, joined: Session, ready: threading.Event) -> None:

@@ -147,7 +147,7 @@ def _assemble(run: RunConfig) -> tuple[Session, Generator, Engine]:
     generator = assemble(
         run,
         member=joined.member,
-        link=joined.client,
+        client=joined.client,
         tokenizer=AutoTokenizer.from_pretrained(run.model.path),
         receiver=CollectiveReceiver(device="cpu"),
     )

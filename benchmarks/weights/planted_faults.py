@@ -223,12 +223,12 @@ class PlantedFaults:
         self._packed: list[Tensor] = []
         self._version = -1
         self._answers: asyncio.Queue[Any] = asyncio.Queue()
-        self._adoption = WeightUpdates(
+        self._updates = WeightUpdates(
             member=MEMBER,
-            link=self,  # type: ignore[arg-type]
+            client=self,  # type: ignore[arg-type]
             engine=self.rig.engine,
-            become=lambda state, _: self.states.append(state),
-            hand_back=self._hand_back,
+            set_state=lambda state, _: self.states.append(state),
+            release=self._release,
         )
         self._adopting = self.rig.run(self._begin())
 
@@ -241,27 +241,27 @@ class PlantedFaults:
         """What the generator says to the learner."""
         self._answers.put_nowait(message)
 
-    def suffer(self, fault: Fault) -> Outcome:
+    def run(self, fault: Fault) -> Outcome:
         """Good, faulty, good."""
-        return self.rig.run(self._suffer(fault))
+        return self.rig.run(self._run(fault))
 
     async def _begin(self) -> asyncio.Task[None]:
-        adopting = asyncio.create_task(self._adoption.run())
-        self._adoption.take(self.rig.opening())
+        adopting = asyncio.create_task(self._updates.run())
+        self._updates.submit(self.rig.opening())
         await asyncio.gather(self.rig.seat_learner(), self._answers.get())
         return adopting
 
-    async def _suffer(self, fault: Fault) -> Outcome:
+    async def _run(self, fault: Fault) -> Outcome:
         await self._adopt(self._moved(_LEAP))
         before = self._version
         self.states.clear()
         started_at = time.perf_counter()
         answer = await self._adopt(self._moved(_STEP), fault)
         seconds = time.perf_counter() - started_at
-        states, is_verified = list(self.states), self._adoption.is_verified.is_set()
+        states, is_verified = list(self.states), self._updates.is_verified.is_set()
         is_loaded = self.rig.engine.version != before
         healing = await self._adopt(self._moved(_LEAP))
-        is_healed = not healing.error and self._adoption.is_verified.is_set() and await self._agrees()
+        is_healed = not healing.error and self._updates.is_verified.is_set() and await self._agrees()
         return Outcome(answer.error, _catcher(answer.error), is_loaded, is_verified, states, seconds, is_healed)
 
     async def _adopt(self, module: Qwen2ForCausalLM, fault: Fault | None = None) -> UpdateApplied:
@@ -270,7 +270,7 @@ class PlantedFaults:
         update, packed = self._ship(module, fault)
         if fault and fault.worker:
             await self.rig.engine._running.collective_rpc(fault.worker)
-        self._adoption.take(update)
+        self._updates.submit(update)
         _, answer = await asyncio.gather(self.rig.broadcast(packed), self._answers.get())
         if fault is None:
             self._packed = packed
@@ -303,8 +303,8 @@ class PlantedFaults:
         theirs = prompt_logprobs(self._module, _PROMPT)
         return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
 
-    async def _hand_back(self, _: str) -> None:
-        self.states.append("handed back")
+    async def _release(self, _: str) -> None:
+        self.states.append("released")
 
 
 def _catcher(error: str) -> str:
@@ -316,7 +316,7 @@ def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         scene = PlantedFaults(Path(folder) / "model")
         try:
-            outcomes = {fault.name: scene.suffer(fault) for fault in FAULTS}
+            outcomes = {fault.name: scene.run(fault) for fault in FAULTS}
         finally:
             scene.close()
     table = Table("fault", "caught by", "load", "afterwards", "healed", "s", title="Planted faults, real vLLM")

@@ -43,12 +43,12 @@ from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveS
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.generators import VllmEngineConfig
-from slipstream.generators.engines.vllm.load import LoadRecorder
+from slipstream.generators.engines.vllm.stats import LoadRecorder
 
 _BUCKET_BYTES = 64 << 20
 _MAX_TOKENS = 200
 _PROMPT = [2 + i % 12 for i in range(64)]
-_PARTS = ("_receive", "_load", "_read_back")
+_PARTS = ("_receive", "_load", "_verify_loaded")
 
 console = Console(highlight=False)
 Seconds = dict[str, list[float]]
@@ -287,7 +287,7 @@ def _show(results: dict[str, Seconds], versions: Versions, arguments: argparse.N
     for name, values in raw.items():
         parts.add_row(f"{name} alone", _ms(values))
     for name, seconds in results.items():
-        for part in ("receive", "load", "read_back"):
+        for part in ("receive", "load", "verify_loaded"):
             if name != "raw":
                 parts.add_row(f"{name}: {part}", _ms(seconds[part]))
     console.print(parts)

@@ -1,23 +1,77 @@
-"""Agent: the protocol of an agent loop, and what it asks of the reward side."""
+"""Agent: the protocol of an agent loop, and the Transcript that every loop builds."""
 
 from typing import Protocol
 
+import numpy as np
+
 from slipstream.broker.messages import Prompt
-from slipstream.buffer.trajectory import Reward, Trajectory
+from slipstream.buffer.trajectory import Reward, Trajectory, VersionSpan
+from slipstream.generators.engines.engine import Completion
 from slipstream.generators.rewards.reward import RewardInput
 
 
 class Agent(Protocol):
-    """From a leased prompt to a scored trajectory. Many calls run side by side on one loop."""
+    """Turns a leased prompt into a scored trajectory. Calls run concurrently on one asyncio loop."""
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Member `index` of the prompt's group. Raises PromptError, EngineError. Cancelling it aborts the request."""
+        """Generate member `index` of the prompt's group. Raises PromptError, EngineError. Cancelling aborts it."""
         ...
 
 
 class Scorer(Protocol):
-    """What scores a sample: RewardPool, or a stand-in."""
+    """Scores samples; RewardPool in production."""
 
     async def score(self, sample: RewardInput) -> Reward:
-        """The reward; raises nothing."""
+        """Return the reward; failures are a Reward with another status, never an exception."""
         ...
+
+
+class Transcript:
+    """Token ids, mask, log-probabilities and versions accumulated over the turns of one trajectory.
+
+    It starts with the prompt; model and environment append in turn. Token ids only: text is never re-tokenised.
+
+    Example of two turns:   prompt 5 7 | model 3 9 | environment 4 | model 8 1
+        token_ids  5 7 3 9 4 8 1      model_mask  0 0 1 1 0 1 1      version_spans  [(2, 6), (5, 7)]
+    """
+
+    def __init__(self, prompt_token_ids: list[int]) -> None:
+        self.token_ids: list[int] = list(prompt_token_ids)
+        """All tokens so far: the prompt of the next turn's request."""
+        self.version_spans: list[VersionSpan] = []
+        """`first_token` counts from the start of the transcript."""
+        self.num_turns = 0
+        """Model turns; environment turns are not counted."""
+        self._model_mask: list[bool] = [False] * len(prompt_token_ids)
+        self._logprobs: list[float] = [0.0] * len(prompt_token_ids)
+
+    def add_completion(self, completion: Completion) -> None:
+        """Append the model's turn, exactly as sampled."""
+        offset = len(self.token_ids)
+        for span in completion.version_spans:
+            # A turn that starts under the version of the previous one extends its span: spans mark changes only.
+            if not self.version_spans or self.version_spans[-1].version != span.version:
+                self.version_spans.append(VersionSpan(offset + span.first_token, span.version))
+        self.num_turns += 1
+        self._extend(completion.token_ids, completion.logprobs, is_model=True)
+
+    def add_observation(self, token_ids: list[int]) -> None:
+        """Append the environment's turn: context for the model, masked in training."""
+        self._extend(token_ids, [0.0] * len(token_ids), is_model=False)
+
+    @property
+    def model_mask(self) -> np.ndarray:
+        """bool[T], true where the model wrote the token."""
+        return np.array(self._model_mask, dtype=np.bool_)
+
+    @property
+    def generator_logprobs(self) -> np.ndarray:
+        """float32[T], 0 where the model did not write the token."""
+        return np.array(self._logprobs, dtype=np.float32)
+
+    def _extend(self, token_ids: list[int], logprobs: list[float], *, is_model: bool) -> None:
+        if len(token_ids) != len(logprobs):
+            raise ValueError(f"every token must have a log-probability: {len(token_ids)} tokens, {len(logprobs)} given")
+        self.token_ids += token_ids
+        self._logprobs += logprobs
+        self._model_mask += [is_model] * len(token_ids)

@@ -10,27 +10,27 @@ from slipstream.broker.messages import Prompt
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Purpose, Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.agent import Scorer
-from slipstream.generators.agents.transcript import Transcript
+from slipstream.generators.agents.agent import Scorer, Transcript
 from slipstream.generators.engines.engine import Completion, Engine
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder
 
+_TEMPERATURES: dict[Purpose, float] = {"sampled": 1.0, "greedy": 0.0}
+"""Evaluation overrides the training temperature, so that accuracies are comparable between runs."""
 
-# @@ request_seed: every request draws from a stream of its own.
+
 def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int) -> int:
-    """63 bits, the same on every machine. Members of a group differ, and so does a prompt that is leased again."""
+    """Derive the seed of one request: 63 bits, identical on every machine."""
+    # The index keeps members of a group from decoding identically; the attempt gives a prompt that is leased again
+    # fresh samples. A hash, because sums would give the same seed to different (group, attempt, index).
     key = f"{run_seed}/{group_id}/{attempt}/{index}"
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
 
 
-_TEMPERATURES: dict[Purpose, float] = {"sampled": 1.0, "greedy": 0.0}
-
-
 class SingleTurn:
-    """The simplest agent loop. Fulfils Agent.
+    """Agent loop of one prompt, one response, one reward. Implements Agent.
 
-    Invariant: the token ids the engine wrote are the token ids of the trajectory; text is made for the reward alone.
+    Invariant: the trajectory holds the engine's token ids unchanged; text is decoded for the reward only.
     """
 
     def __init__(
@@ -39,21 +39,21 @@ class SingleTurn:
         run: RunConfig,
         engine: Engine,
         rewards: Scorer,
-        prompting: PromptEncoder,
+        encoder: PromptEncoder,
         generator_id: str,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._run = run
         self._engine = engine
         self._rewards = rewards
-        self._prompting = prompting
+        self._encoder = encoder
         self._generator_id = generator_id
         self._clock = clock
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Member `index` of the prompt's group. Raises PromptError and EngineError."""
+        """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError."""
         started_at = self._clock()
-        prompt_token_ids = self._prompting.encode(prompt)
+        prompt_token_ids = self._encoder.encode(prompt)
         transcript = Transcript(prompt_token_ids)
         sampling = self._sampling(prompt.lease, index)
         trajectory_id = make_trajectory_id(prompt.lease.id, index)
@@ -81,6 +81,7 @@ class SingleTurn:
 
     def _sampling(self, lease: Lease, index: int) -> Sampling:
         config = self._run.generators.sampling
+        # ReMax: the last member of a training group is its greedy baseline, decoded without any filter.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
         return Sampling(
             temperature=0.0 if is_baseline else _TEMPERATURES.get(lease.purpose, config.temperature),
@@ -94,7 +95,7 @@ class SingleTurn:
         return await self._rewards.score(
             RewardInput(
                 prompt=prompt.prompt,
-                response=self._prompting.decode(completion.token_ids),
+                response=self._encoder.decode(completion.token_ids),
                 ground_truth=prompt.ground_truth,
                 data_source=prompt.data_source,
                 stop_reason=completion.stop_reason,

@@ -1,1 +1,1 @@
-"""What turns token ids into token ids: vLLM, transformers, or a script."""
+"""Engines: vLLM, transformers and scripted."""

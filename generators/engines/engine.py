@@ -1,4 +1,4 @@
-"""Engine: the protocol vLLM, transformers and the scripted engine fulfil."""
+"""Engine: the protocol of vLLM, transformers and scripted engines."""
 
 from typing import Any, Protocol
 
@@ -7,58 +7,50 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Record, Sampling, VersionSpan
 
 
-# @@ end_token_ids: which tokens end a response.
-def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
-    """The tokenizer's end token and those of the checkpoint's generation config; both engines stop at the same ones."""
-    listed = getattr(generation_config, "eos_token_id", None)
-    listed = listed if isinstance(listed, list) else [listed]
-    return sorted({token_id for token_id in [tokenizer.eos_token_id, *listed] if token_id is not None})
-
-
 class Completion(Record):
-    """What the engine wrote after a prompt.
+    """One response.
 
     Example: Completion(token_ids=[3, 1, 2, 8, 4, 11], logprobs=[-0.1, ...], version_spans=[(0, 2), (3, 3)],
         stop_reason="stop")
     """
 
     token_ids: list[int]
-    """The response, end token included."""
+    """Includes the end token."""
     logprobs: list[float]
-    """Log-probability of each, under the distribution really sampled from (after temperature, top-p, top-k)."""
+    """One per token, under the distribution sampled from (after temperature, top-p, top-k)."""
     version_spans: list[VersionSpan]
-    """Which version sampled which, `first_token` counted from the start of the response."""
+    """Policy version of each token; `first_token` counts from the start of the response."""
     stop_reason: str
     """`stop` (end token) | `length`."""
 
 
 class EngineLoad(Record):
-    """How full an engine is.
+    """Utilisation of an engine.
 
     Example: EngineLoad(kv_usage=0.42, num_waiting=0, num_preempted=3, num_open=64, num_steps=1201)
     """
 
     kv_usage: float = 0.0
-    """Share of the KV cache in use, 0..1; 0 where the engine has no bound of its own."""
+    """Share of the KV cache in use, 0..1; 0 for an engine without a bound."""
     num_waiting: int = 0
-    """Requests that it has no room to begin with, those preempted included."""
+    """Requests queued for room in the cache, including preempted ones."""
     num_preempted: int = 0
-    """Times a running request lost its place, and its work with it, since the start."""
+    """Preemptions since the start; each recomputes a running request."""
     num_open: int = 0
-    """Requests that are not answered yet."""
+    """Unanswered requests."""
     num_steps: int = 0
-    """Steps made since the start."""
+    """Decoding steps since the start."""
 
 
 class Engine(Protocol):
-    """Token ids in, token ids out. All methods belong to one asyncio loop.
+    """Generates token ids from token ids. All methods belong to one asyncio loop.
 
-    Life: start -> (open_epoch, update)* interleaved with generate -> stop. `version` is -1 until the first update.
+    Life: start -> (open_epoch, update)* interleaved with generate -> stop.
     """
 
     @property
     def version(self) -> int:
-        """Policy version being sampled from; -1 before the first update."""
+        """Policy version that tokens are sampled from; -1 before the first update."""
         ...
 
     async def start(self) -> None:
@@ -66,11 +58,11 @@ class Engine(Protocol):
         ...
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """One response. Keeps going across updates. Cancelling the task aborts the request. Raises EngineError."""
+        """Generate one response, across updates if need be. Cancelling aborts the request. Raises EngineError."""
         ...
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of token t + 1 given tokens <= t, at temperature 1: len(token_ids) - 1 numbers."""
+        """Log-probability of token t + 1 given tokens <= t, at temperature 1: len(token_ids) - 1 values."""
         ...
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
@@ -78,21 +70,28 @@ class Engine(Protocol):
         ...
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Pause keeping requests, receive, verify checksums, load, switch version, resume. Returns the pause, seconds.
+        """Pause without aborting requests, receive, verify, load, switch the version, resume. Returns the pause, seconds.
 
-        `fetched`: its bytes, where they were not broadcast. Raises WeightTransferError while the old version is
-        still in and generation has resumed, UnverifiedWeightsError when the new one was loaded, but not whole.
+        `fetched` holds the bytes of an update that is not broadcast. Raises WeightTransferError if the previous weights
+        are still loaded (generation continues with them), UnverifiedWeightsError if the new ones are loaded incorrectly.
         """
         ...
 
-    def load(self) -> EngineLoad:
-        """How full it is, as far as it is known without asking: costs nothing. Between `start` and `stop`."""
+    def current_load(self) -> EngineLoad:
+        """Return the latest known utilisation, without a call to the engine. Between `start` and `stop`."""
         ...
 
     async def check_health(self) -> None:
-        """Raises EngineError when the engine is dead."""
+        """Raise EngineError if the engine is dead or stalled."""
         ...
 
     async def stop(self) -> None:
-        """End everything this engine started, bounded in time."""
+        """End everything this engine started, within bounded time."""
         ...
+
+
+def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
+    """End tokens of the tokenizer and of the checkpoint's generation config: all engines stop at the same tokens."""
+    configured = getattr(generation_config, "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({token_id for token_id in [tokenizer.eos_token_id, *configured] if token_id is not None})

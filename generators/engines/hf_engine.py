@@ -1,4 +1,4 @@
-"""HfEngine: transformers inside this process. The serial mode's engine, and the yardstick for the others."""
+"""HfEngine: transformers in this process; the engine of serial runs and the reference for other engines."""
 
 import asyncio
 import time
@@ -19,24 +19,26 @@ from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.generators import HfEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
-from slipstream.generators.engines.weight_layout import load_into, receive
+from slipstream.generators.engines.weight_layout import load_into, receive_update
 from slipstream.generators.errors import EngineDiedError, EngineError
 
 log = structlog.get_logger(__name__)
 
 
-# @@ Token sampling: logits -> token and its log-probability, as vLLM's sampler does it.
-#
-# temperature, then top-k, then top-p; the log-probability is that of the distribution left over. Temperature 0 takes the
-# likeliest token and reports its log-probability at temperature 1, unfiltered.
+# --- sampling --------------------------------------------------------------------------------------------------------
 def draw_uniforms(sampling: Sampling) -> Tensor:
-    """float64[max_tokens] in [0, 1): all the chance a request needs, from its own seed, whatever it is batched with."""
+    """Draw a request's random numbers from its own seed: float64[max_tokens] in [0, 1)."""
+    # One stream per request, drawn in advance: the response does not depend on the requests it is batched with.
     generator = torch.Generator().manual_seed(sampling.seed)
     return torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64)
 
 
 def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """float[B, V] logits, one Sampling and one number in [0, 1) per row -> int64[B] tokens, float32[B] log-probs."""
+    """Sample as vLLM does: temperature, then top-k, then top-p; log-probabilities are of what remains.
+
+    Temperature 0 takes the likeliest token and reports its log-probability at temperature 1, unfiltered. Takes logits
+    float[B, V] and one uniform number in [0, 1) per row; returns tokens int64[B] and log-probabilities float32[B].
+    """
     is_greedy = torch.tensor([s.temperature == 0 for s in samplings])
     temperatures = torch.tensor([s.temperature or 1.0 for s in samplings])
     logits = logits.float() / temperatures[:, None]
@@ -57,7 +59,7 @@ def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """The smallest set of likeliest tokens that holds at least `top_p` of the mass."""
+    """bool[V]: the smallest set of likeliest tokens that holds at least `top_p` of the mass."""
     ordered, order = logits.softmax(-1).sort(descending=True)
     mass_before = ordered.cumsum(-1) - ordered
     kept = torch.zeros_like(logits, dtype=torch.bool)
@@ -66,16 +68,16 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    # float64, scaled to what the sum really is, and kept below it by one rounding step: a token of probability zero can
-    # then never be hit.
+    # In float64, scaled to the rounded sum and kept one rounding step below it: a token of probability zero is then
+    # never drawn.
     cdf = logprobs.double().exp().cumsum(-1)
     targets = uniforms.clamp(max=1 - 2**-52)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, targets, right=True)[:, 0]
 
 
-# @@ HfBatch: requests decoded together by a transformers model, with a KV cache and left padding.
+# --- batches ---------------------------------------------------------------------------------------------------------
 class HfRequest:
-    """A prompt, how to sample after it, and what was sampled so far."""
+    """A request and its response so far."""
 
     def __init__(self, prompt_token_ids: list[int], sampling: Sampling) -> None:
         self.prompt_token_ids = prompt_token_ids
@@ -84,10 +86,10 @@ class HfRequest:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.version_spans: list[VersionSpan] = []
-        self.answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def append(self, token_id: int, logprob: float, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """One sampled token; ends the request when it is an end token or the last one allowed."""
+        """Append a sampled token; completes the request at an end token or at `max_tokens`."""
         if not self.version_spans or self.version_spans[-1].version != version:
             self.version_spans.append(VersionSpan(len(self.token_ids), version))
         self.token_ids.append(token_id)
@@ -95,11 +97,14 @@ class HfRequest:
         is_stopped = token_id in end_token_ids
         if is_stopped or len(self.token_ids) == self.sampling.max_tokens:
             reason = "stop" if is_stopped else "length"
-            self.answer.set_result(Completion(self.token_ids, self.logprobs, self.version_spans, reason))
+            self.completion.set_result(Completion(self.token_ids, self.logprobs, self.version_spans, reason))
 
 
 class HfBatch:
-    """Life: step until `is_done`. Between steps the model's weights may change; the KV cache is kept."""
+    """Requests decoded together, with a KV cache and left padding. Life: step until `is_done`.
+
+    The model's weights may change between steps; the KV cache of earlier tokens is kept.
+    """
 
     def __init__(self, requests: list[HfRequest], *, pad_token_id: int, device: torch.device) -> None:
         self._requests = requests
@@ -112,13 +117,12 @@ class HfBatch:
 
     @property
     def is_done(self) -> bool:
-        """Whether every request is answered or abandoned."""
         return not self._requests
 
     @torch.inference_mode()
     def step(self, model: Any, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """Sample one token for every open request."""
-        self._keep_open_requests()
+        """Sample one token for every open request, labelled with `version`."""
+        self._drop_finished()
         if self.is_done:
             return
         samplings = [request.sampling for request in self._requests]
@@ -128,7 +132,7 @@ class HfBatch:
             request.append(token, logprob, version=version, end_token_ids=end_token_ids)
         self._input_ids = tokens[:, None].to(self._mask.device)
         self._mask = torch.cat([self._mask, torch.ones_like(self._mask[:, :1])], dim=1)
-        self._keep_open_requests()
+        self._drop_finished()
 
     def _next_logits(self, model: Any) -> Tensor:
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :]
@@ -142,8 +146,8 @@ class HfBatch:
         )
         return output.logits[:, -1].cpu()
 
-    def _keep_open_requests(self) -> None:
-        open_rows = [row for row, request in enumerate(self._requests) if not request.answer.done()]
+    def _drop_finished(self) -> None:
+        open_rows = [row for row, request in enumerate(self._requests) if not request.completion.done()]
         if len(open_rows) == len(self._requests):
             return
         self._requests = [self._requests[row] for row in open_rows]
@@ -154,31 +158,29 @@ class HfBatch:
 
 
 class HfEngine:
-    """Requests that come together are decoded together; a later one waits for the batch to end. Fulfils Engine.
+    """Decodes one batch at a time; requests that arrive meanwhile wait for the next one. Implements Engine.
 
-    Decoding and loading both run on the loop's thread, so an update always falls between two steps.
+    Decoding and loading share the loop's thread, so an update always falls between two tokens.
     """
 
     def __init__(self, model: ModelConfig, engine: HfEngineConfig, *, receiver: WeightReceiver) -> None:
         self._config = model
         self._max_num_seqs = engine.max_num_seqs
         self._receiver = receiver
-        # A receiver belongs to one thread; waiting for bytes must not hold up decoding.
+        # A receiver belongs to one thread, and waiting for bytes must not block decoding.
         self._receiver_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._model: Any = None
         self._end_token_ids: list[int] = []
         self._pad_token_id = 0
-        self._waiting: deque[HfRequest] = deque()
+        self._queue: deque[HfRequest] = deque()
         self._decoding: asyncio.Task[None] | None = None
         self._version = -1
 
     @property
     def version(self) -> int:
-        """Policy version being sampled from; -1 before the first update."""
         return self._version
 
     async def start(self) -> None:
-        """Load model and tokenizer. Raises EngineError."""
         path, trust = self._config.path, self._config.trust_remote_code
         try:
             dtype = getattr(torch, self._config.dtype)
@@ -192,16 +194,14 @@ class HfEngine:
         self._pad_token_id = tokenizer.pad_token_id or 0
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """One response. Raises EngineError."""
         self._check_started()
         request = HfRequest(prompt_token_ids, sampling)
-        self._waiting.append(request)
+        self._queue.append(request)
         if self._decoding is None or self._decoding.done():
             self._decoding = asyncio.create_task(self._decode())
-        return await request.answer
+        return await request.completion
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of token t + 1 given tokens <= t, at temperature 1."""
         self._check_started()
         ids = torch.tensor([token_ids], device=self._model.device)
         with torch.inference_mode():
@@ -209,30 +209,29 @@ class HfEngine:
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group. Raises WeightTransferError."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._receiver_thread, lambda: self._receiver.open_epoch(opening, rank=rank))
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Receive beside decoding, load between two steps. Returns the pause, seconds. Raises WeightTransferError."""
+        """Receive while decoding continues, then load between two tokens. Returns the pause, seconds."""
         self._check_started()
         loop = asyncio.get_running_loop()
-        tensors = await loop.run_in_executor(self._receiver_thread, lambda: receive(self._receiver, update, fetched))
+        tensors = await loop.run_in_executor(
+            self._receiver_thread, lambda: receive_update(self._receiver, update, fetched)
+        )
         paused_at = time.perf_counter()
         load_into(self._model, tensors)
         self._version = update.version
         return time.perf_counter() - paused_at
 
-    def load(self) -> EngineLoad:
-        """Nothing waits for room: requests wait for the batch to end, and memory is not divided up beforehand."""
+    def current_load(self) -> EngineLoad:
+        """Always empty: without a bounded cache nothing ever waits for room in it."""
         return EngineLoad()
 
     async def check_health(self) -> None:
-        """Raises EngineError before `start`; this engine lives as long as its process."""
         self._check_started()
 
     async def stop(self) -> None:
-        """Abandon open requests, leave the weight group."""
         if self._decoding is not None:
             self._decoding.cancel()
         self._receiver_thread.submit(self._receiver.close)
@@ -241,15 +240,15 @@ class HfEngine:
     async def _decode(self) -> None:
         batch: list[HfRequest] = []
         try:
-            while self._waiting:
-                # One turn of the loop, so that requests made in the same turn are decoded together.
+            while self._queue:
+                # Yield once, so that requests made in the same turn of the loop form one batch.
                 await asyncio.sleep(0)
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._max_num_seqs))]
+                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._max_num_seqs))]
                 await self._decode_batch(batch)
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
-            self._fail([*batch, *self._waiting], f"decoding failed: {type(error).__name__}: {error}")
-            self._waiting.clear()
+            self._fail([*batch, *self._queue], f"decoding failed: {type(error).__name__}: {error}")
+            self._queue.clear()
 
     async def _decode_batch(self, requests: list[HfRequest]) -> None:
         batch = HfBatch(requests, pad_token_id=self._pad_token_id, device=self._model.device)
@@ -258,10 +257,10 @@ class HfEngine:
             await asyncio.sleep(0)
 
     @staticmethod
-    def _fail(requests: list[HfRequest], sentence: str) -> None:
+    def _fail(requests: list[HfRequest], message: str) -> None:
         for request in requests:
-            if not request.answer.done():
-                request.answer.set_exception(EngineDiedError(sentence))
+            if not request.completion.done():
+                request.completion.set_exception(EngineDiedError(message))
 
     def _check_started(self) -> None:
         if self._model is None:

@@ -1,7 +1,7 @@
-"""WeightLayout: which tensors an update must hold for a model, known before any arrives.
+"""WeightLayout: the tensors a complete update of a model must hold, checked before any byte arrives.
 
-A checksum says that what was sent arrived, not that the right things were sent, and a probe does not see a small tensor
-that stayed old. The names, in their order, do not depend on luck.
+A checksum shows that the bytes sent are those received, not that they are the right tensors, and a probe may miss a
+small tensor that kept its old value. Comparing names, order, shapes and dtype with the model finds both for certain.
 """
 
 from collections import defaultdict
@@ -20,18 +20,18 @@ from slipstream.broker.weights.transport import WeightReceiver
 
 
 class WeightLayout:
-    """Of one model, in one dtype."""
+    """Names, shapes and ties of one model's parameters, in the dtype the engine computes in."""
 
     def __init__(self, module: nn.Module, *, dtype: str) -> None:
-        """Only names, shapes and ties of `module` are looked at: it may be on the meta device."""
+        """`module` may be on the meta device: its values are not read."""
         parameters = list(module.named_parameters(remove_duplicate=False))
         self._shapes = {name: list(parameter.shape) for name, parameter in parameters}
         self._dtype = dtype
         self.tied = tied_names(parameters)
-        """Names that must come with the same bytes, one list for each tensor that has several."""
+        """Groups of names of one shared tensor; all names of a group must be sent with the same bytes."""
 
     def check(self, slots: Sequence[TensorSlot]) -> None:
-        """Raises WeightTransferError unless exactly the model's parameters are sent, in the model's order and dtype."""
+        """Raise WeightTransferError unless `slots` are the model's parameters, in its order and dtype."""
         self._check_names([slot.name for slot in slots])
         for slot in slots:
             if slot.shape != self._shapes[slot.name]:
@@ -45,8 +45,8 @@ class WeightLayout:
                 )
 
     def _check_names(self, names: list[str]) -> None:
-        wanted, sent = list(self._shapes), set(names)
-        if missing := [name for name in wanted if name not in sent]:
+        expected, sent = list(self._shapes), set(names)
+        if missing := [name for name in expected if name not in sent]:
             raise WeightTransferError(
                 f"every parameter must be sent, {missing[0]} and {len(missing) - 1} more were not"
             )
@@ -54,18 +54,24 @@ class WeightLayout:
             raise WeightTransferError(
                 f"every tensor must belong to a parameter of the model, {unknown[0]} and {len(unknown) - 1} more do not"
             )
-        for place, (name, want) in enumerate(zip(names, wanted, strict=False)):
-            if name != want:
+        for index, (name, expected_name) in enumerate(zip(names, expected, strict=False)):
+            if name != expected_name:
                 raise WeightTransferError(
-                    f"tensors must come in the model's order, which has {want} at place {place}, got {name}: names "
-                    "were swapped or the models differ"
+                    f"tensors must come in the model's order, which has {expected_name} at index {index}, got {name}: "
+                    "names were swapped or the models differ"
                 )
-        if len(names) > len(wanted):
-            raise WeightTransferError(f"every parameter must be sent once, got {len(names)} tensors for {len(wanted)}")
+        if len(names) > len(expected):
+            raise WeightTransferError(
+                f"every parameter must be sent once, got {len(names)} tensors for {len(expected)}"
+            )
 
 
 def check_tied(tensors: Sequence[tuple[str, Tensor]], tied: Sequence[Sequence[str]]) -> None:
-    """Raises WeightTransferError when two names of one tensor come with different bytes: one of them is old."""
+    """Raise WeightTransferError if two names of one shared tensor come with different bytes.
+
+    A stale tied head is silent otherwise: vLLM's CPU build keeps a packed copy of the head, which drifts from the
+    embedding without any error.
+    """
     sent = dict(tensors)
     for names in tied:
         for name, other in pairwise(name for name in names if name in sent):
@@ -77,20 +83,19 @@ def check_tied(tensors: Sequence[tuple[str, Tensor]], tied: Sequence[Sequence[st
 
 
 def tied_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
-    """All names of each parameter that has several."""
+    """Group the names of each parameter that has more than one."""
     names = defaultdict(list)
     for name, parameter in parameters:
         names[id(parameter)].append(name)
     return [several for several in names.values() if len(several) > 1]
 
 
-# @@ load_into: named tensors into a transformers module, all or nothing.
 @torch.no_grad()
 def load_into(module: nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copy tensors into the parameters of these names.
+    """Copy tensors into the transformers module's parameters of the same names, all or none.
 
-    Tied parameters may come under either name, or both with the same bytes. Raises WeightTransferError, before anything
-    is changed, when a name or shape is unknown, a parameter would keep its old value, or a tied one comes with two.
+    A tied parameter may come under any of its names. Raises WeightTransferError, before anything is changed, for an
+    unknown name or shape, for a parameter that would keep its old value, and for a tied one with different bytes.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, tensor in tensors:
@@ -109,9 +114,11 @@ def load_into(module: nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> None:
         parameters[name].copy_(tensor)
 
 
-# @@ receiving: an update's tensors, from the weight group or from what was fetched.
-def receive(receiver: WeightReceiver, update: Update, fetched: SharedBuckets | None) -> list[tuple[str, Tensor]]:
-    """Named and verified, as views to be loaded at once. Blocks for a broadcast. Raises WeightTransferError."""
+def receive_update(receiver: WeightReceiver, update: Update, fetched: SharedBuckets | None) -> list[tuple[str, Tensor]]:
+    """Return an update's tensors, checksums verified, from `fetched` or else from the weight group (blocking).
+
+    The tensors are views of buffers that the next update reuses: load them at once. Raises WeightTransferError.
+    """
     if fetched is not None:
         buckets.verify(fetched.tensors, expected=update.checksums)
         return buckets.unpack(fetched.tensors, update.slots)

@@ -1,1 +1,1 @@
-"""Rewards: what a response is worth, computed in processes that can be killed."""
+"""Reward functions, run in worker processes that are killed at a time limit."""

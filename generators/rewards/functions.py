@@ -1,8 +1,4 @@
-"""math_answer: is the final number right? For answers in the manner of GSM8K.
-
-The answer is looked for as `#### 42`, then as `\boxed{42}`, then after "the answer is", and at last as the last number
-of the text; the last of a kind wins. Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5.
-"""
+"""Reward functions: exact match, share of matching positions, final number of a worked answer."""
 
 import re
 from fractions import Fraction
@@ -11,9 +7,8 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.generators.rewards.reward import RewardInput
 
 
-# @@ exact_match: all or nothing.
 def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> Reward:
-    """1 when the response equals the truth and the model ended its answer itself, else 0."""
+    """Reward 1 if the response equals the ground truth and ends with the end token, else 0."""
     answer, truth = sample.response, sample.ground_truth
     if strip:
         answer, truth = answer.strip(), truth.strip()
@@ -23,18 +18,17 @@ def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = 
     return Reward(total=float(is_correct), is_correct=is_correct)
 
 
-# @@ position_match: the share of places that are right, the end of the answer being one of them.
 def position_match(sample: RewardInput) -> Reward:
-    """right places / places, where places = longer of answer and truth, and one more for the end.
+    """Reward the share of matching positions: matches / (max(len(answer), len(truth)) + 1).
 
-    The end is right when the model wrote its end token where the truth ends. So the reward is 1 exactly for a correct
-    answer, and neither a missing end nor anything written after the answer is free.
+    The additional position is the end: it matches if the model wrote its end token where the truth ends. The reward is
+    therefore 1 only for a correct answer, and both a missing end and trailing text cost.
     """
     answer, truth = sample.response, sample.ground_truth
-    ends_right = sample.stop_reason == "stop" and len(answer) == len(truth)
-    num_right = sum(a == t for a, t in zip(answer, truth, strict=False)) + ends_right
-    share = num_right / (max(len(answer), len(truth)) + 1)
-    return Reward(total=share, parts={"positions": share}, is_correct=answer == truth and ends_right)
+    is_end_right = sample.stop_reason == "stop" and len(answer) == len(truth)
+    num_matches = sum(a == t for a, t in zip(answer, truth, strict=False)) + is_end_right
+    share = num_matches / (max(len(answer), len(truth)) + 1)
+    return Reward(total=share, parts={"positions": share}, is_correct=answer == truth and is_end_right)
 
 
 _NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?"
@@ -48,7 +42,11 @@ _LATEX_FRACTION = re.compile(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}")
 
 
 def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
-    """1 for the right number, plus `format_reward` when one of the formats was used; cut-off answers count as wrong."""
+    """Reward 1 for the right final number, plus `format_reward` for a recognised format, in the manner of GSM8K.
+
+    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response cut off at its length limit is
+    wrong.
+    """
     answer, has_format = final_answer(sample.response)
     truth, _ = final_answer(sample.ground_truth)
     is_right = answer is not None and answer == truth
@@ -58,7 +56,11 @@ def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
 
 
 def final_answer(text: str) -> tuple[Fraction | str | None, bool]:
-    """The final answer as an exact number (or as text, when it is none), and whether it stood in one of the formats."""
+    """Extract the final answer as an exact number, or as text if it is none; and whether it was in a known format.
+
+    Tried in turn: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number of the text. The last match of a
+    kind wins.
+    """
     for pattern in _FORMATS:
         if found := pattern.findall(text):
             return _value(found[-1]), True

@@ -1,10 +1,10 @@
-"""Reward functions: what one is, and how a dotted path becomes one.
+"""Interface of reward functions, and how they are loaded and called.
 
     def my_reward(sample: RewardInput, *, strictness: float = 1.0) -> Reward | float | dict: ...
 
-in a module that Python can import, named in the config as `generators.reward.function=my_module:my_reward`; keyword
-arguments come from `generators.reward.arguments`. It is called in a worker process that may be killed at the wall-clock
-limit, and it should import nothing large.
+in an importable module, configured as `generators.reward.function=my_module:my_reward`; keyword arguments come from
+`generators.reward.arguments`. It runs in a worker process that is killed at the wall-clock limit and restarted, so it
+should import nothing large.
 """
 
 import math
@@ -19,40 +19,39 @@ from slipstream.buffer.trajectory import Record, Reward
 from slipstream.runtime.import_path import load_function
 
 RewardFunction = Callable[..., Any]
-"""RewardInput -> Reward, number, or dict with the fields of Reward. A number v means Reward(v, is_correct=v >= 1)."""
+"""RewardInput -> Reward, dict with the fields of Reward, or number v, which means Reward(v, is_correct=v >= 1)."""
 
 
 class RewardInput(Record):
-    """What a reward function sees.
+    """Input of a reward function.
 
     Example: RewardInput(prompt="48213=", response="31284", ground_truth="31284", data_source="digits/reverse",
         stop_reason="stop", response_token_ids=[5, 3, 4, 10, 6, 1], extra_info={"index": 17})
     """
 
     prompt: str | list[dict[str, Any]]
-    """Text or chat messages, as the dataset has them."""
+    """Text or chat messages, as in the dataset."""
     response: str
-    """What the model wrote, without special tokens."""
+    """The model's text, without special tokens."""
     ground_truth: str
-    """What is right."""
     data_source: str = ""
-    """Kind of task."""
+    """Kind of task, as named by the dataset."""
     stop_reason: str = "stop"
-    """`stop` (the model ended its answer) | `length` | `aborted`."""
+    """`stop` (the model wrote its end token) | `length` | `aborted`."""
     response_token_ids: list[int] = []
-    """The response as sampled, end token included."""
+    """Includes the end token."""
     extra_info: dict[str, Any] = {}
-    """Whatever else the row holds."""
+    """Further columns of the dataset's row."""
 
 
 def load_reward(path: str, arguments: dict[str, Any]) -> RewardFunction:
-    """`module:function` with its keyword arguments bound. Raises ConfigError."""
+    """Import `module:function` and bind its keyword arguments. Raises ConfigError."""
     function = load_function(path, setting="generators.reward", num_values=1, arguments=arguments)
     return partial(function, **arguments)
 
 
 def evaluate(function: RewardFunction, sample: RewardInput) -> Reward:
-    """Call a reward function. Whatever goes wrong becomes a Reward with status `error` and one line of detail."""
+    """Call a reward function. Any exception becomes a Reward with status `error` and one line of detail."""
     try:
         return _checked(function(sample))
     except Exception as error:
@@ -60,7 +59,7 @@ def evaluate(function: RewardFunction, sample: RewardInput) -> Reward:
 
 
 def failed_reward(status: str, detail: str) -> Reward:
-    """A reward that says why there is none: masked in training, never a silent zero. `status` is error | timeout."""
+    """Build the reward of a failed call: masked in training rather than a silent zero. `status`: error | timeout."""
     return Reward(total=0.0, status=status, detail=" ".join(detail.split())[:300])  # type: ignore[arg-type]
 
 

@@ -1,7 +1,8 @@
-"""python -m slipstream.generators.rewards.worker FD: the process that calls the reward function, one sample after the other.
+"""python -m slipstream.generators.rewards.worker FD: a process that scores one sample after the other.
 
-Consumes: a Job, then RewardInputs, from the socket that FD is. Produces: a Reward for each, in order.
-Waits for: its pool. It may be killed at any moment: it holds nothing.
+Consumes: a Job, then RewardInputs, from socket FD.
+Produces: one Reward per sample, in order.
+Waits for: its pool. It holds no state and may be killed at any moment.
 """
 
 import signal
@@ -16,40 +17,40 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
 from slipstream.runtime.process import die_with_parent
 
-# @@ Frames between a reward pool and its workers: a length of four bytes, then MessagePack.
+# --- frames: four bytes of length, then MessagePack ------------------------------------------------------------------
 _LENGTH = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class Job(msgspec.Struct):
-    """A worker's first frame: which function it serves. Example: Job("my_rewards:score", {"strictness": 2})."""
+    """A worker's first frame: its reward function. Example: Job("my_rewards:score", {"strictness": 2})."""
 
     function: str
-    """Dotted path."""
+    """Dotted path, `module:function`."""
     arguments: dict
-    """Keyword arguments bound to it."""
+    """Keyword arguments to bind."""
 
 
 decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_sample = msgspec.msgpack.Decoder(RewardInput).decode
 decode_reply = msgspec.msgpack.Decoder(Reward | None).decode
-"""One reply per sample, in order; before them None, once, which means that the worker is ready."""
+"""One reply per sample, in order; preceded by one None once the worker is ready."""
 
 
 def frame(record: Job | RewardInput | Reward | None) -> bytes:
-    """A record as one frame."""
+    """Encode a record as one frame."""
     body = _encode(record)
     return _LENGTH.pack(len(body)) + body
 
 
-class FrameCutter:
-    """Cuts a byte stream, fed in pieces of any size, into frames."""
+class FrameDecoder:
+    """Splits a byte stream, fed in chunks of any size, into frames."""
 
     def __init__(self) -> None:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies of the frames that `data` completes."""
+        """Yield the bodies of the frames that `data` completes."""
         self._pending += data
         start = 0
         while (body_start := start + _LENGTH.size) <= len(self._pending):
@@ -61,16 +62,20 @@ class FrameCutter:
         del self._pending[:start]
 
 
+# --- the process -----------------------------------------------------------------------------------------------------
 _READ_BYTES = 1 << 16
 
 
 def main(fd: int) -> None:
     """Serve until the pool closes the socket."""
-    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A worker stuck in a reward function does not see the socket close: the kernel must end it.
+    die_with_parent(signal.SIGKILL)
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
         first = next(bodies, None)
-        if first is None:  # the pool closed before it had anything to score
+        if first is None:
+            # The pool closed before it had anything to score.
             return
         job = decode_job(first)
         function = load_reward(job.function, job.arguments)
@@ -80,15 +85,9 @@ def main(fd: int) -> None:
 
 
 def _receive(pool: socket.socket) -> Iterator[bytes]:
-    cutter = FrameCutter()
+    decoder = FrameDecoder()
     while data := pool.recv(_READ_BYTES):
-        yield from cutter.feed(data)
-
-
-def _die_with_parent() -> None:
-    # A worker stuck in a reward function does not see the socket close: the kernel has to end it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(signal.SIGKILL)
+        yield from decoder.feed(data)
 
 
 if __name__ == "__main__":

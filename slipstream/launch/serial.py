@@ -119,7 +119,7 @@ class Pump:
         assert self._generator is not None
         while self._peer.received:
             self._generator.receive(self._peer.received.popleft())
-        self._generator.nudge()
+        self._generator.wake()
         for _ in range(_TASK_ROUNDS_PER_TURN):
             await asyncio.sleep(0)
 
@@ -149,7 +149,7 @@ def run_serial(
             assemble(
                 run,
                 member=generator_peer.member,
-                link=generator_peer.link,
+                client=generator_peer.link,
                 tokenizer=load_tokenizer(run.model),
                 receiver=MemoryReceiver(weights),
                 clock=clock,

@@ -1,4 +1,4 @@
-"""Engines under test, a learner's end of the weight group beside them, and the reference they are compared with."""
+"""Engines under test, the learner's end of their weight group, and a reference implementation of sampling."""
 
 import asyncio
 import time
@@ -44,7 +44,7 @@ def make_engine(kind: str, folder: Path, *, vllm: VllmEngineConfig) -> Engine:
 
 
 class Rig:
-    """A started engine on a loop of its own; `module` holds the weights it should have."""
+    """A started engine on its own event loop; `module` holds the weights it should have."""
 
     def __init__(self, kind: str, folder: Path, *, is_tied: bool = False, vllm: VllmEngineConfig = VLLM_CONFIG) -> None:
         self.kind = kind
@@ -61,7 +61,7 @@ class Rig:
         return self._runner.run(asyncio.wait_for(work, timeout_s))
 
     def close(self) -> None:
-        """Stopping is quick and leaves no process."""
+        """Stop the engine; fails if that is slow or leaves a process."""
         started_at = time.monotonic()
         self.run(self.engine.stop())
         assert time.monotonic() - started_at < 5
@@ -82,17 +82,17 @@ class Rig:
         )
         await asyncio.gather(ours, self.engine.open_epoch(opening, rank=1))
 
-    async def publish(self, module: nn.Module, *, version: int, is_spoilt: bool = False) -> float:
+    async def publish(self, module: nn.Module, *, version: int, is_corrupted: bool = False) -> float:
         """Broadcast the module's weights as this version. Returns the pause; raises what `update` raises.
 
-        A spoilt broadcast arrives as it is, but for one bit of its last bucket.
+        A corrupted broadcast has one flipped bit, in its last bucket.
         """
         if self.epoch == 0:
             await self.open_epoch()
         update, packed = self._announce(module, version=version, timeout_s=PATIENCE_S)
-        if is_spoilt:
+        if is_corrupted:
             packed[-1][0] ^= 1
-        # Cancelled before its thread got to it, it would never be sent.
+        # Shielded: if cancelled before its thread starts, it would never be sent.
         ours = asyncio.shield(self._in_sender_thread(lambda: self._sender.broadcast(packed, timeout_s=PATIENCE_S)))
         pause, _ = await asyncio.gather(self.engine.update(update), ours, return_exceptions=True)
         if isinstance(pause, BaseException):
@@ -101,7 +101,7 @@ class Rig:
         return pause
 
     async def update_without_sender(self, *, version: int, timeout_s: float) -> None:
-        """An update is announced and the broadcast does not come."""
+        """Announce an update that is never broadcast."""
         update, _ = self._announce(self.module, version=version, timeout_s=timeout_s)
         await self.engine.update(update)
 
@@ -137,7 +137,7 @@ class Rig:
 
 
 def engine_processes() -> list[psutil.Process]:
-    """vLLM's processes below this one."""
+    """vLLM's processes among the descendants of this one."""
     return [child for child in psutil.Process().children(recursive=True) if "VLLM" in child.name()]
 
 
@@ -148,12 +148,12 @@ def make_sampling(seed: int = 0, **changes: Any) -> Sampling:
 
 @torch.inference_mode()
 def reference_logits(module: Any, token_ids: list[int]) -> Tensor:
-    """float32[T - 1, V]: what the whole model says in one pass about token t + 1."""
+    """float32[T - 1, V]: logits of token t + 1 in one forward pass."""
     return module(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, :-1].float()
 
 
 def reference_logprobs(module: Any, prompt: list[int], response: list[int], sampling: Sampling) -> list[float]:
-    """Log-probabilities of a response under the distribution it was sampled from, token by token, the plain way."""
+    """Log-probabilities of a response under the distribution it was sampled from, computed token by token."""
     logits = reference_logits(module, prompt + response)[len(prompt) - 1 :]
     rows = logits if sampling.temperature == 0 else logits / sampling.temperature
     return [_processed(row, sampling)[token].item() for row, token in zip(rows, response, strict=True)]

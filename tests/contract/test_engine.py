@@ -1,4 +1,4 @@
-"""What every engine promises: scripted, transformers and vLLM."""
+"""Contract of every engine: scripted, transformers and vLLM."""
 
 import asyncio
 import math
@@ -40,9 +40,9 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture
 def real(rig: Rig) -> Rig:
-    """An engine with a model in it."""
+    """An engine that has a model."""
     if rig.kind == "scripted":
-        pytest.skip("a script has no model")
+        pytest.skip("the scripted engine has no model")
     return rig
 
 
@@ -53,7 +53,7 @@ def test_the_version_is_minus_one_before_the_first_update(rig: Rig):
     assert completion.version_spans == [VersionSpan(0, -1)]
 
 
-def test_a_completion_is_whole(rig: Rig):
+def test_a_completion_is_complete(rig: Rig):
     samplings = [make_sampling(seed) for seed in range(len(PROMPTS))]
     for completion in rig.run(rig.generate(PROMPTS, samplings)):
         assert 1 <= len(completion.token_ids) <= 12
@@ -63,7 +63,7 @@ def test_a_completion_is_whole(rig: Rig):
         assert all(isinstance(token, int) for token in completion.token_ids)
 
 
-def test_a_response_ends_at_the_end_token_or_at_its_longest(rig: Rig):
+def test_a_response_ends_at_the_end_token_or_at_max_tokens(rig: Rig):
     samplings = [make_sampling(seed, max_tokens=45) for seed in range(32)]
     completions = rig.run(rig.generate([PROMPT] * 32, samplings))
     for completion in completions:
@@ -78,7 +78,7 @@ def test_a_response_ends_at_the_end_token_or_at_its_longest(rig: Rig):
     assert len(cut.token_ids) == 1
 
 
-def test_the_seed_decides_whatever_else_is_going_on(rig: Rig):
+def test_a_response_depends_on_its_seed_and_not_on_the_batch(rig: Rig):
     alone = [rig.run(rig.generate([PROMPT], [make_sampling(seed)]))[0] for seed in range(4)]
     crowd = rig.run(rig.generate([PROMPT] * 16, [make_sampling(seed) for seed in range(16)]))
     for one, other in zip(alone, crowd[:4], strict=True):
@@ -86,13 +86,13 @@ def test_the_seed_decides_whatever_else_is_going_on(rig: Rig):
         assert one.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
 
 
-def test_different_seeds_differ_also_when_they_are_large(rig: Rig):
+def test_different_seeds_give_different_responses_also_if_large(rig: Rig):
     seeds = [*range(8), *(2**63 - 1 - low for low in range(8))]
     crowd = rig.run(rig.generate([PROMPT] * 16, [make_sampling(seed) for seed in seeds]))
     assert len({tuple(completion.token_ids) for completion in crowd}) == 16
 
 
-def test_a_cancelled_request_leaves_the_others_alone(rig: Rig):
+def test_a_cancelled_request_does_not_disturb_the_others(rig: Rig):
     async def scenario() -> None:
         doomed = asyncio.create_task(
             rig.engine.generate(PROMPT, make_sampling(99, max_tokens=100, temperature=0.5), request_id="doomed")
@@ -109,44 +109,44 @@ def test_a_cancelled_request_leaves_the_others_alone(rig: Rig):
 
 
 # --- load ------------------------------------------------------------------------------------------------------------
-def test_an_engine_with_nothing_to_do_is_empty(rig: Rig):
+def test_an_idle_engine_has_no_load(rig: Rig):
     rig.run(rig.generate([PROMPT], [make_sampling()]))
-    load = rig.engine.load()
+    load = rig.engine.current_load()
     assert (load.kv_usage, load.num_waiting) == (0.0, 0)
     assert load.num_preempted == 0
 
 
-def test_load_is_told_while_requests_run_and_bounded(rig: Rig):
+def test_the_load_of_running_requests_is_reported_and_bounded(rig: Rig):
     async def scenario() -> list[EngineLoad]:
-        # Half as many again as are decoded together.
+        # One and a half times the batch size.
         samplings = [make_sampling(seed, max_tokens=100) for seed in range(96)]
         running = asyncio.create_task(rig.generate([PROMPT] * 96, samplings))
         loads = []
         while not running.done():
-            loads.append(rig.engine.load())
+            loads.append(rig.engine.current_load())
             await asyncio.wait([running], timeout=0.005)
         return loads
 
     loads = rig.run(scenario())
     assert all(0 <= load.kv_usage <= 1 and load.num_waiting >= 0 for load in loads)
-    assert [load.num_preempted for load in loads] == [0] * len(loads), "a whole GiB for tiny sequences"
+    assert [load.num_preempted for load in loads] == [0] * len(loads), "a GiB of cache suffices for tiny sequences"
     if rig.kind == "vllm":
         assert max(load.kv_usage for load in loads) > 0
         assert 0 < max(load.num_waiting for load in loads) <= 96
     else:
-        assert loads[-1] == EngineLoad(), "they know no bound"
+        assert loads[-1] == EngineLoad(), "these engines have no bound"
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------
-def test_there_is_one_prompt_logprob_less_than_tokens(rig: Rig):
+def test_prompt_logprobs_are_one_fewer_than_tokens(rig: Rig):
     assert len(rig.run(rig.engine.prompt_logprobs(PROMPT))) == len(PROMPT) - 1
 
 
-def test_prompt_logprobs_are_those_of_a_plain_forward_pass(real: Rig):
+def test_prompt_logprobs_equal_those_of_a_forward_pass(real: Rig):
     assert_prompt_logprobs_agree(real)
 
 
-def test_a_probe_beside_running_requests_gets_its_own_numbers(real: Rig):
+def test_a_probe_beside_running_requests_gives_the_same_values(real: Rig):
     async def scenario() -> tuple[list[float], list[float]]:
         alone = await real.engine.prompt_logprobs(PROMPTS[3])
         running = asyncio.create_task(real.generate([PROMPT] * 8, [make_sampling(s, max_tokens=40) for s in range(8)]))
@@ -160,7 +160,7 @@ def test_a_probe_beside_running_requests_gets_its_own_numbers(real: Rig):
 
 
 @pytest.mark.parametrize(
-    "how",
+    "changes",
     [
         {},
         {"temperature": 0.7},
@@ -171,8 +171,8 @@ def test_a_probe_beside_running_requests_gets_its_own_numbers(real: Rig):
     ],
     ids=str,
 )
-def test_generated_logprobs_are_those_of_the_distribution_sampled_from(real: Rig, how: dict[str, float]):
-    samplings = [make_sampling(seed, **how) for seed in range(len(PROMPTS))]
+def test_generated_logprobs_are_those_of_the_sampling_distribution(real: Rig, changes: dict[str, float]):
+    samplings = [make_sampling(seed, **changes) for seed in range(len(PROMPTS))]
     completions = real.run(real.generate(PROMPTS, samplings))
     for prompt, sampling, completion in zip(PROMPTS, samplings, completions, strict=True):
         expected = reference_logprobs(real.module, prompt, completion.token_ids, sampling)
@@ -209,10 +209,10 @@ def test_many_updates_in_a_row_over_several_epochs(rig: Rig):
         assert_prompt_logprobs_agree(rig)
 
 
-def test_a_corrupted_broadcast_is_refused_and_the_old_version_stays(rig: Rig):
+def test_a_corrupted_broadcast_is_rejected_and_the_old_version_stays(rig: Rig):
     before = rig.engine.version
     with pytest.raises(WeightTransferError, match="checksum"):
-        rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1, is_spoilt=True))
+        rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1, is_corrupted=True))
     assert rig.engine.version == before
     (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
     assert completion.version_spans == [VersionSpan(0, before)]

@@ -1,4 +1,4 @@
-"""python -m tests.e2e.engine_session FOLDER: a process with a VllmEngine that answers until it is killed."""
+"""python -m tests.e2e.engine_session FOLDER: a process that serves a VllmEngine until it is killed."""
 
 import asyncio
 import json
@@ -14,24 +14,23 @@ from tests.contract.engines import VLLM_CONFIG, make_sampling
 
 
 async def main(folder: str) -> None:
-    """Say which processes there are, then answer one request per line of input."""
+    """Print the process ids of the engine, then answer one request per line of input."""
     from slipstream.generators.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(ModelConfig(path=folder), VLLM_CONFIG, seed=0)
     await engine.start()
-    say(pids=[child.pid for child in psutil.Process().children(recursive=True)])
+    write(pids=[child.pid for child in psutil.Process().children(recursive=True)])
     while line := await asyncio.to_thread(sys.stdin.readline):
         completion = await engine.generate([4, 5], make_sampling(), request_id=line.strip())
-        say(tokens=completion.token_ids)
+        write(tokens=completion.token_ids)
 
 
-def say(**record: object) -> None:
-    """One line of JSON."""
+def write(**record: object) -> None:
     print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":
     os.environ.update(engine_environment(VLLM_CONFIG))
-    # A role takes Ctrl-C as a wish to drain; this one takes no notice.
+    # A role drains at Ctrl-C; this process ignores it.
     signal.signal(signal.SIGINT, lambda _number, _frame: None)
     asyncio.run(main(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""vLLM's own process is killed, or stands still, under the launcher: its generator ends and is started again."""
+"""vLLM's process is killed or stopped under the launcher: its generator ends and is restarted."""
 
 import os
 import signal
@@ -22,14 +22,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "message"),
     [
         (signal.SIGKILL, "vLLM's engine process died"),
         (signal.SIGSTOP, "the engine must make a step within generators.engine.stall_timeout_s (4 s)"),
     ],
 )
 def test_a_dead_engine_is_replaced_with_its_generator_and_no_prompt_is_lost(
-    folder: Path, number: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, number: signal.Signals, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = number.name.lower()
     monkeypatch.setattr("tests.integration.test_roles_die.SMALL", SETTINGS)
@@ -41,7 +41,7 @@ def test_a_dead_engine_is_replaced_with_its_generator_and_no_prompt_is_lost(
         ]
         os.kill(engine.pid, number)
         assert run.await_end(timeout_s=300) == 0, run.printed[-3000:]
-    assert said in run.log("generator-0")
+    assert message in run.log("generator-0")
     assert "generator-0 died (exit code 75)" in run.printed
     assert not psutil.pid_exists(engine.pid)
     assert_all_steps_once(run, STEPS)

@@ -1,4 +1,4 @@
-"""KV caches across updates of a real vLLM engine: whose weights a token was sampled with, and over what."""
+"""KV caches across updates of a real vLLM engine: version spans are exact, prefixes never outlive their weights."""
 
 import asyncio
 import time
@@ -22,18 +22,18 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
 PATIENCE_S = 30.0
 PROMPT = [2 + (7 * i + i // 5) % 12 for i in range(300)]
-"""Long enough for two whole blocks of the KV cache, of 128 tokens each."""
+"""Spans two full blocks of the KV cache, of 128 tokens each."""
 
 
 def make_version(seed: int) -> Qwen2ForCausalLM:
     module = make_module(seed=seed)
-    # Responses that go on: the end token's logit is zero, others reach far above.
+    # Makes responses long: the end token's logit is zero, others reach far above.
     module.lm_head.weight[1].zero_()
     return module
 
 
 class Scene:
-    """An engine that caches prefixes; `module` holds its weights."""
+    """An engine with a prefix cache; `module` holds the weights it should have."""
 
     def __init__(self, folder: Path, *, kv_on_update: Any) -> None:
         config = VllmEngineConfig(max_num_seqs=32, enable_prefix_caching=True, kv_on_update=kv_on_update)
@@ -43,17 +43,17 @@ class Scene:
         self.kv_on_update = kv_on_update
         self._num_requests = 0
 
-    async def publish(self, module: Qwen2ForCausalLM, *, is_spoilt: bool = False) -> None:
+    async def publish(self, module: Qwen2ForCausalLM, *, is_corrupted: bool = False) -> None:
         if self.rig.epoch == 0:
             await self.rig.open_epoch()
         update, packed = self.rig.announce(module, version=self.rig.engine.version + 1)
-        if is_spoilt:
+        if is_corrupted:
             packed[0][0] ^= 1
-        _, fault = await asyncio.gather(
+        _, error = await asyncio.gather(
             self.rig.broadcast(packed), self.rig.engine.update(update), return_exceptions=True
         )
-        if isinstance(fault, BaseException):
-            raise fault
+        if isinstance(error, BaseException):
+            raise error
         self.module = module
 
     async def generate(self, seed: int, *, prompt: list[int] = PROMPT) -> Completion:
@@ -63,15 +63,15 @@ class Scene:
 
     async def until_running(self) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while self.rig.engine.load().kv_usage == 0:
+        while self.rig.engine.current_load().kv_usage == 0:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.002)
 
     async def num_cached(self) -> int:
-        """Tokens of the prompt that a request finds in the cache now."""
+        """Number of the prompt's tokens that a request finds in the cache now."""
         self._num_requests += 1
         params = SamplingParams(max_tokens=1, detokenize=False)
-        output = await self.rig.engine._one_output(PROMPT, params, f"request-{self._num_requests}")
+        output = await self.rig.engine._final_output(PROMPT, params, f"request-{self._num_requests}")
         return output.num_cached_tokens
 
 
@@ -83,12 +83,12 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def diffs(completion: Completion, module: Qwen2ForCausalLM) -> torch.Tensor:
-    """Of each token's log-probability, from what these weights say in one pass over all of it."""
+    """Absolute difference of each log-probability from one forward pass of these weights."""
     expected = prompt_logprobs(module, PROMPT + completion.token_ids)[len(PROMPT) - 1 :]
     return (torch.tensor(completion.logprobs) - torch.tensor(expected)).abs()
 
 
-def test_a_prefix_is_computed_once_and_never_taken_for_a_newer_version(scene: Scene):
+def test_a_prefix_is_computed_once_per_version(scene: Scene):
     async def scenario() -> None:
         await scene.publish(make_version(1))
         await scene.generate(0)
@@ -102,7 +102,7 @@ def test_a_prefix_is_computed_once_and_never_taken_for_a_newer_version(scene: Sc
     scene.rig.run(scenario())
 
 
-def test_tokens_carry_the_version_that_sampled_them_and_say_over_which_kv(scene: Scene):
+def test_spans_mark_the_version_of_each_token_and_recompute_rebuilds_the_cache(scene: Scene):
     scene.rig.run(scene.publish(make_version(3)))
     old, before = scene.module, scene.rig.engine.version
 
@@ -125,7 +125,7 @@ def test_tokens_carry_the_version_that_sampled_them_and_say_over_which_kv(scene:
         assert after.mean() > 0.01
 
 
-def test_requests_that_wait_for_room_begin_under_the_new_version_alone(scene: Scene):
+def test_queued_requests_start_under_the_new_version_only(scene: Scene):
     scene.rig.run(scene.publish(make_version(5)))
     versions = {scene.rig.engine.version: scene.module}
 
@@ -145,12 +145,12 @@ def test_requests_that_wait_for_room_begin_under_the_new_version_alone(scene: Sc
         assert diffs(completion, versions[first.version])[:end].max() < TOLERANCE
 
 
-def test_more_prompts_than_fit_into_one_step_are_computed_all_the_same(scene: Scene):
-    # 32 x 300 tokens; a step of vLLM's takes 8192.
-    turned = [PROMPT[place:] + PROMPT[:place] for place in range(48)]
+def test_more_prompts_than_fit_into_one_step_are_all_answered(scene: Scene):
+    # 32 x 300 tokens; one step of vLLM takes 8192.
+    rotated = [PROMPT[start:] + PROMPT[:start] for start in range(48)]
 
     async def scenario() -> None:
-        running = [asyncio.create_task(scene.generate(seed, prompt=turned[seed])) for seed in range(48)]
+        running = [asyncio.create_task(scene.generate(seed, prompt=rotated[seed])) for seed in range(48)]
         await scene.until_running()
         await scene.publish(make_version(8))
         assert all(done.token_ids for done in await asyncio.gather(*running))
@@ -158,12 +158,12 @@ def test_more_prompts_than_fit_into_one_step_are_computed_all_the_same(scene: Sc
     scene.rig.run(scenario())
 
 
-def test_an_update_that_is_refused_leaves_requests_and_their_kv_alone(scene: Scene):
+def test_a_rejected_update_leaves_requests_and_their_cache_unchanged(scene: Scene):
     async def scenario() -> list[Completion]:
         running = [asyncio.create_task(scene.generate(seed)) for seed in range(12)]
         await scene.until_running()
         with pytest.raises(WeightTransferError, match="checksum"):
-            await scene.publish(make_version(7), is_spoilt=True)
+            await scene.publish(make_version(7), is_corrupted=True)
         return await asyncio.gather(*running)
 
     for completion in scene.rig.run(scenario()):

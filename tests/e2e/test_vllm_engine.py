@@ -1,4 +1,4 @@
-"""vLLM alone: tied embeddings, and what becomes of its processes. What all engines share is in the contract."""
+"""VllmEngine beyond the contract of all engines: tied embeddings, late answers, dead and orphaned processes."""
 
 import asyncio
 import json
@@ -51,7 +51,7 @@ def probe_diff(rig: Rig, prompt: list[int] = PROMPT) -> float:
     return (torch.tensor(rig.run(rig.engine.prompt_logprobs(prompt))) - expected).abs().max().item()
 
 
-def test_a_tied_model_gets_its_head_too(tied: Rig):
+def test_updates_reach_the_tied_head(tied: Rig):
     assert probe_diff(tied) < 1e-4
     for version in range(3):
         tied.run(tied.publish(make_tiny_module(seed=version + 1, is_tied=True), version=version))
@@ -62,7 +62,7 @@ def test_a_probe_may_be_as_long_as_the_longest_trajectory(tied: Rig):
     assert probe_diff(tied, [2 + i % 30 for i in range(112)]) < 1e-4
 
 
-def test_a_broadcast_that_never_comes_leaves_the_old_version_and_decoding_goes_on(tied: Rig):
+def test_a_missing_broadcast_leaves_the_old_version_and_decoding_continues(tied: Rig):
     before = tied.engine.version
 
     async def scenario() -> None:
@@ -79,7 +79,7 @@ def test_a_broadcast_that_never_comes_leaves_the_old_version_and_decoding_goes_o
     assert probe_diff(tied) < 1e-4
 
 
-def test_an_update_that_vllm_answers_too_late_does_not_block_the_next(tied: Rig, monkeypatch: pytest.MonkeyPatch):
+def test_an_update_answered_too_late_does_not_block_the_next(tied: Rig, monkeypatch: pytest.MonkeyPatch):
     version, llm = tied.engine.version + 1, tied.engine._llm
     update_weights = llm.update_weights
 
@@ -95,14 +95,14 @@ def test_an_update_that_vllm_answers_too_late_does_not_block_the_next(tied: Rig,
     assert probe_diff(tied) < 1e-4
 
 
-def test_an_update_goes_to_its_end_though_its_caller_is_cancelled(tied: Rig):
+def test_an_update_completes_although_its_caller_is_cancelled(tied: Rig):
     version = tied.engine.version + 1
 
     async def scenario() -> None:
         if tied.epoch == 0:
             await tied.open_epoch()
         publishing = asyncio.create_task(tied.publish(make_tiny_module(seed=9, is_tied=True), version=version))
-        # Turns of the loop until the update has begun.
+        # Enough turns of the loop for the update to start.
         for _ in range(3):
             await asyncio.sleep(0)
         publishing.cancel()
@@ -116,7 +116,7 @@ def test_an_update_goes_to_its_end_though_its_caller_is_cancelled(tied: Rig):
     tied.run(scenario())
 
 
-def test_a_dead_engine_process_is_a_fault_for_every_open_request(tied: Rig):
+def test_a_dead_engine_process_fails_every_open_request(tied: Rig):
     async def scenario() -> list[Any]:
         requests = [
             asyncio.create_task(
@@ -130,9 +130,9 @@ def test_a_dead_engine_process_is_a_fault_for_every_open_request(tied: Rig):
         return await asyncio.gather(*requests, return_exceptions=True)
 
     outcomes = tied.run(scenario())
-    faults = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    assert faults
-    assert all(isinstance(fault, EngineError) for fault in faults)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    assert errors
+    assert all(isinstance(error, EngineError) for error in errors)
     with pytest.raises(EngineError, match="engine process died"):
         tied.run(tied.engine.check_health())
     started = time.monotonic()
@@ -140,24 +140,24 @@ def test_a_dead_engine_process_is_a_fault_for_every_open_request(tied: Rig):
     assert time.monotonic() - started < 5
 
 
-def test_a_start_that_takes_too_long_is_given_up_and_leaves_no_process(tmp_path: Path, environment: None):
+def test_a_start_beyond_its_limit_fails_and_leaves_no_process(tmp_path: Path, environment: None):
     with pytest.raises(EngineError, match=r"within generators.engine.start_timeout_s \(3 s\)"):
         start_engine(make_tiny_model(tmp_path), start_timeout_s=3.0)
     assert engine_processes() == []
 
 
-def test_a_folder_without_a_model_is_told_in_one_sentence(tmp_path: Path, environment: None):
+def test_a_folder_without_a_model_is_an_error(tmp_path: Path, environment: None):
     with pytest.raises(EngineError, match=r"model\.path must hold a transformers checkpoint"):
         start_engine(tmp_path)
 
 
 def test_the_environment_must_be_set_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
-    with pytest.raises(EngineError, match="environment must hold what vllm_environment"):
+    with pytest.raises(EngineError, match="environment must hold the variables of vllm_environment"):
         start_engine(tmp_path)
 
 
-def test_ctrl_c_is_left_to_the_role_and_a_killed_role_takes_its_engine_along(tmp_path: Path):
+def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(tmp_path: Path):
     role = subprocess.Popen(
         [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(tmp_path))],
         stdin=subprocess.PIPE,
@@ -190,7 +190,7 @@ def start_engine(folder: Path, *, start_timeout_s: float = 200.0) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_an_engine_of_two_workers_takes_part_in_broadcasts_as_one(
+def test_an_engine_of_two_workers_is_one_member_of_broadcasts(
     is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = VllmEngineConfig(max_num_seqs=64, tensor_parallel_size=2)
@@ -203,7 +203,7 @@ def test_an_engine_of_two_workers_takes_part_in_broadcasts_as_one(
             rig.run(rig.publish(make_tiny_module(seed=version + 1, is_tied=is_tied), version=version))
             assert probe_diff(rig) < 1e-4
         with pytest.raises(WeightTransferError, match="checksum"):
-            rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3, is_spoilt=True))
+            rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3, is_corrupted=True))
         assert probe_diff(rig) < 1e-4
         rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3))
         assert probe_diff(rig) < 1e-4

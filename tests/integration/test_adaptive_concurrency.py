@@ -21,7 +21,7 @@ class CrowdedEngine(FakeEngine):
         self.crowd = EngineLoad()
         self.gate = asyncio.Event()
 
-    def load(self) -> EngineLoad:
+    def current_load(self) -> EngineLoad:
         return self.crowd
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:

@@ -76,7 +76,7 @@ class Scene:
             self.peer.link.step(timeout_s=0)
             while self.peer.received:
                 self.generator.receive(self.peer.received.popleft())
-            self.generator.nudge()
+            self.generator.wake()
             for _ in range(10):
                 await asyncio.sleep(0)
 
@@ -93,13 +93,13 @@ def make_generator(scene: Scene) -> Generator:
         run=scene.run,
         engine=scene.engine,
         rewards=pool,
-        prompting=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
+        encoder=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
         generator_id="generator-0",
     )
     generator = Generator(
         run=scene.run,
         member=scene.peer.member,
-        link=scene.peer.link,
+        client=scene.peer.link,
         engine=scene.engine,
         agent=agent,
         rewards=pool,

@@ -84,11 +84,11 @@ class SimulatedRun:
             run=self.run,
             engine=engine,
             rewards=pool,
-            prompting=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
+            encoder=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
             generator_id=peer.member.peer_id,
         )
         parts = {"engine": engine, "agent": agent, "rewards": pool}
-        generator = Generator(run=self.run, member=peer.member, link=peer.link, clock=self.loop.time, **parts)
+        generator = Generator(run=self.run, member=peer.member, client=peer.link, clock=self.loop.time, **parts)
         peer.board.set_source(generator.status)
         return generator
 
@@ -118,7 +118,7 @@ class SimulatedRun:
                 peer.link.step(timeout_s=0)
                 while peer.received:
                     generator.receive(peer.received.popleft())
-                generator.nudge()
+                generator.wake()
             self._ticked.set()
             await asyncio.sleep(TICK_S)
 

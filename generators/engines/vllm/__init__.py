@@ -1,1 +1,1 @@
-"""vLLM engine: process, environment, weight updates."""
+"""vLLM behind the Engine protocol: environment, process, requests, weight updates."""

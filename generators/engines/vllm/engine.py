@@ -1,8 +1,8 @@
-"""VllmEngine: vLLM's AsyncLLM behind the Engine protocol; the one door to vLLM.
+"""VllmEngine: vLLM's AsyncLLM behind the Engine protocol.
 
-Invariant: the tokens of a response's first version span are what that version alone would have sampled. At an update a
-request without tokens begins anew; one with tokens goes on over the KV cache it has, or over a new one
-(`kv_on_update`). Cached prefixes carry the adoption they were computed in, so none outlives it.
+Invariant: the tokens of a response's first version span are those that version alone would have sampled. At an update a
+request without tokens restarts; one with tokens continues on its KV cache, or on a recomputed one (`kv_on_update`).
+Cached prefixes are salted with the update they were computed under and never reused after it.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import tokens_input
@@ -31,7 +31,6 @@ from slipstream.configs.data import ModelConfig
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
 from slipstream.generators.engines.vllm.environment import engine_environment
-from slipstream.generators.engines.vllm.load import StallWatch, load_of
 from slipstream.generators.engines.vllm.process import (
     check_environment,
     engine_arguments,
@@ -39,18 +38,19 @@ from slipstream.generators.engines.vllm.process import (
     start_llm,
     stop_llm,
 )
+from slipstream.generators.engines.vllm.stats import StepWatchdog, read_load
 from slipstream.generators.engines.weight_layout import WeightLayout
 from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
-_ANSWER_TIMEOUT_S = 30.0
-"""Longest answer of the engine process to a small request, on top of what the request itself may take."""
+_CALL_TIMEOUT_S = 30.0
+"""Limit of one call to the engine process, on top of the time the call itself may take."""
 
 
 class VllmEngine:
-    """Fulfils Engine. The model lives in a process of vLLM's, which ends with this one, however this one ends."""
+    """Engine over vLLM. The model lives in a process of vLLM's, which ends whenever and however this one ends."""
 
     def __init__(self, model: ModelConfig, engine: VllmEngineConfig, *, seed: int) -> None:
         self._model = model
@@ -61,27 +61,25 @@ class VllmEngine:
         self._layout: WeightLayout | None = None
         self._num_probes = 0
         self._version = -1
-        self._num_adoptions = 0
+        self._num_updates = 0
         self._open_requests: set[str] = set()
-        self._to_begin_anew: set[str] = set()
+        self._to_restart: set[str] = set()
         self._is_updating = False
-        self._stall = StallWatch(limit_s=engine.stall_timeout_s)
+        self._watchdog = StepWatchdog(limit_s=engine.stall_timeout_s)
 
     @property
     def version(self) -> int:
-        """Policy version being sampled from; -1 before the first update."""
         return self._version
 
     async def start(self) -> None:
-        """Start the engine process and load the model: half a minute on a CPU. Raises EngineError."""
+        """Start the engine process and load the model; takes half a minute on a CPU. Raises EngineError."""
         check_environment(engine_environment(self._config))
         self._end_token_ids, max_positions, self._layout = _read_checkpoint(self._model)
         arguments = engine_arguments(self._model, self._config, seed=self._seed, max_positions=max_positions)
         self._llm = await start_llm(arguments, timeout_s=self._config.start_timeout_s)
-        await self._answer(self._llm.update_weight_version(str(self._version)))
+        await self._call(self._llm.update_weight_version(str(self._version)))
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """One response. Raises EngineError."""
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -107,7 +105,6 @@ class VllmEngine:
         )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of token t + 1 given tokens <= t, at temperature 1. Raises EngineError."""
         self._num_probes += 1
         params = SamplingParams(
             temperature=0.0,
@@ -121,34 +118,35 @@ class VllmEngine:
         return output.prompt_logprobs.logprobs
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group; decoding stands still until it is built. Raises WeightTransferError, EngineError."""
+        """Join the weight group; decoding stops until it is built. Raises WeightTransferError, EngineError."""
         request = WeightTransferInitRequest(init_info={"opening": msgspec.to_builtins(opening), "rank": rank})
-        limit_s = 2 * opening.timeout_s + _ANSWER_TIMEOUT_S
-        await self._answer(self._running.init_weight_transfer_engine(request), timeout_s=limit_s)
-        fault, _ = await self._take_weight_outcome()
-        if fault:
-            raise WeightTransferError(fault)
+        limit_s = 2 * opening.timeout_s + _CALL_TIMEOUT_S
+        await self._call(self._running.init_weight_transfer_engine(request), timeout_s=limit_s)
+        error, _ = await self._pop_weight_outcome()
+        if error:
+            raise WeightTransferError(error)
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
         """Pause, receive, verify, load, resume. Returns the pause, seconds.
 
-        Raises WeightTransferError while the old weights are in, UnverifiedWeightsError once they are not, EngineError.
-        Once begun it runs to its end, also when the caller is cancelled: the engine must not stay paused.
+        Raises WeightTransferError if the previous weights are still loaded, UnverifiedWeightsError if they are not,
+        EngineError if the engine does not answer.
         """
+        # Shielded: an update that was cancelled half-way would leave the engine paused.
         return await asyncio.shield(asyncio.create_task(self._update(update, fetched)))
 
-    def load(self) -> EngineLoad:
-        """As of vLLM's newest step. Raises EngineError unless started."""
-        return load_of(self._running)
+    def current_load(self) -> EngineLoad:
+        """Return the utilisation as of vLLM's newest step. Raises EngineError unless started."""
+        return read_load(self._running)
 
     async def check_health(self) -> None:
-        """Raises EngineDiedError when the engine process is gone, or makes no step for long though it has requests."""
+        """Raise EngineDiedError if the engine process is gone, or has requests and makes no step."""
         if self._running.errored:
             raise EngineDiedError("vLLM's engine process died: look at the log above")
-        self._stall.look(load_of(self._running), is_paused=self._is_updating)
+        self._watchdog.check(read_load(self._running), is_paused=self._is_updating)
 
     async def stop(self) -> None:
-        """End the engine process; open requests end with EngineError."""
+        """End the engine process; open requests fail with EngineError."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -159,74 +157,78 @@ class VllmEngine:
     async def _update(self, update: Update, fetched: SharedBuckets | None) -> float:
         llm = self._running
         self._is_updating, paused_at = True, time.perf_counter()
-        # AsyncLLM.pause_generation would sleep 20 ms more, for the order of outputs; ours carry their versions.
-        await self._answer(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+        # mode="keep": requests continue after the pause; the default mode would abort them. Not through
+        # AsyncLLM.pause_generation, which sleeps 20 ms more to order its outputs: ours carry their versions.
+        await self._call(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         try:
             await self._receive_and_load(update, fetched)
         except BaseException:
             with suppress(EngineError):
-                await self._answer(llm.resume_generation())
+                await self._call(llm.resume_generation())
             raise
         finally:
             self._is_updating = False
-        await self._answer(llm.resume_generation())
+        await self._call(llm.resume_generation())
         return time.perf_counter() - paused_at
 
     async def _receive_and_load(self, update: Update, fetched: SharedBuckets | None) -> None:
         llm = self._running
-        limit_s = update.timeout_s * len(update.bucket_bytes) + _ANSWER_TIMEOUT_S
+        limit_s = update.timeout_s * len(update.bucket_bytes) + _CALL_TIMEOUT_S
         try:
-            await self._answer(llm.start_weight_update())
-            await self._answer(llm.update_weights(self._update_request(update, fetched)), timeout_s=limit_s)
-            await self._answer(llm.finish_weight_update())
-            fault, is_touched = await self._take_weight_outcome()
-        except EngineError as error:
-            await self._end_weight_update()
-            fault, is_touched = str(error), True
-        if not is_touched:
-            raise WeightTransferError(fault)
-        await self._leave_old_version(update.version)
-        if fault:
-            raise UnverifiedWeightsError(f"version {update.version} must be loaded whole, it was not: {fault}")
+            await self._call(llm.start_weight_update())
+            await self._call(llm.update_weights(self._update_request(update, fetched)), timeout_s=limit_s)
+            await self._call(llm.finish_weight_update())
+            error, is_model_changed = await self._pop_weight_outcome()
+        except EngineError as caught:
+            # How far the update got is unknown: assume that the model was changed.
+            await self._abort_weight_update()
+            error, is_model_changed = str(caught), True
+        if not is_model_changed:
+            raise WeightTransferError(error)
+        await self._switch_version(update.version)
+        if error:
+            raise UnverifiedWeightsError(f"version {update.version} must be loaded completely, it was not: {error}")
 
-    async def _end_weight_update(self) -> None:
-        """After one that broke off: while it counts as under way, vLLM refuses the next."""
+    async def _abort_weight_update(self) -> None:
+        # vLLM refuses the next update while it considers one to be in progress.
         with suppress(EngineError):
-            await self._answer(self._running.finish_weight_update())
+            await self._call(self._running.finish_weight_update())
         with suppress(EngineError):
-            await self._take_weight_outcome()
+            await self._pop_weight_outcome()
 
-    async def _leave_old_version(self, version: int) -> None:
-        """Nothing computed with the weights of before is taken for this version's."""
+    async def _switch_version(self, version: int) -> None:
+        """Label further tokens with `version` and invalidate cached work of the previous weights."""
         llm = self._running
         self._version = version
-        self._num_adoptions += 1
-        await self._answer(llm.update_weight_version(str(version)))
+        self._num_updates += 1
+        # Before the resume: vLLM stamps every token with the version set when it is sampled, which makes the spans.
+        await self._call(llm.update_weight_version(str(version)))
         if self._config.kv_on_update == "recompute":
-            # Running requests lose their place, and vLLM prefills their prompts and tokens again when it resumes.
-            await self._answer(llm.reset_prefix_cache(reset_running_requests=True))
+            # Preempts running requests: vLLM prefills their prompts and tokens again when it resumes.
+            await self._call(llm.reset_prefix_cache(reset_running_requests=True))
         else:
-            await self._begin_anew()
+            await self._restart_prefills()
 
-    async def _begin_anew(self) -> None:
-        """Requests that have no token yet would begin over a prompt computed with older weights."""
+    async def _restart_prefills(self) -> None:
+        """Restart requests without a token: their first span would rest on a prompt of the previous weights."""
         states = self._running.output_processor.request_states.values()
-        self._to_begin_anew = self._open_requests - {s.external_req_id for s in states if not s.is_prefilling}
-        if self._to_begin_anew:
-            await self._answer(self._running.abort(list(self._to_begin_anew)))
+        self._to_restart = self._open_requests - {s.external_req_id for s in states if not s.is_prefilling}
+        if self._to_restart:
+            await self._call(self._running.abort(list(self._to_restart)))
 
-    async def _take_weight_outcome(self) -> tuple[str, bool]:
-        """Why the workers' last transfer failed (empty: it did not), and whether any of them wrote to its model."""
-        outcomes = await self._answer(self._running.collective_rpc("take_weight_outcome"))
-        faults, touched = zip(*outcomes, strict=True)
-        return next(filter(None, faults), ""), any(touched)
+    async def _pop_weight_outcome(self) -> tuple[str, bool]:
+        """Return the workers' first error (empty = none) and whether any of them wrote to its model."""
+        outcomes = await self._call(self._running.collective_rpc("pop_weight_outcome"))
+        errors, is_changed = zip(*outcomes, strict=True)
+        return next(filter(None, errors), ""), any(is_changed)
 
     def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:
-        fault = ""
+        # A wrong layout is passed on rather than raised: the worker must still take part in the broadcast.
+        rejection = ""
         try:
             self._known_layout.check(update.slots)
         except WeightTransferError as error:
-            fault = str(error)
+            rejection = str(error)
         return WeightTransferUpdateRequest(
             update_info={
                 "slots": msgspec.to_builtins(update.slots),
@@ -235,19 +237,23 @@ class VllmEngine:
                 "timeout_s": update.timeout_s,
                 "fetched_paths": fetched.paths if fetched else [],
                 "tied": self._known_layout.tied,
-                "fault": fault,
+                "rejection": rejection,
             }
         )
 
     # --- requests ------------------------------------------------------------------------------------------------
     async def _final_output(self, token_ids: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+        """Submit a request, again after every update that restarts it. Raises EngineError."""
         self._open_requests.add(request_id)
         try:
             while True:
-                output = await self._one_output(token_ids, params, request_id)
-                if request_id not in self._to_begin_anew:
-                    return output
-                self._to_begin_anew.remove(request_id)
+                # Salted with the update rather than the version: a version may be loaded twice, first incorrectly.
+                prompt = tokens_input(token_ids, cache_salt=str(self._num_updates))
+                async for output in self._running.generate(prompt, params, request_id):
+                    final = output
+                if request_id not in self._to_restart:
+                    return final
+                self._to_restart.remove(request_id)
         except EngineDeadError as error:
             raise EngineDiedError("vLLM's engine process died: look at the log above") from error
         except EngineError:
@@ -257,20 +263,13 @@ class VllmEngine:
             raise EngineDiedError(f"vLLM could not answer request {request_id}: {one_line(error)}") from error
         finally:
             self._open_requests.discard(request_id)
-            self._to_begin_anew.discard(request_id)
+            self._to_restart.discard(request_id)
 
-    async def _one_output(self, token_ids: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
-        # The adoption rather than the version, which may be adopted twice: once spoilt, once well.
-        prompt = tokens_input(token_ids, cache_salt=str(self._num_adoptions))
-        async for output in self._running.generate(prompt, params, request_id):
-            final = output
-        return final
-
-    async def _answer(self, call: Awaitable[T], *, timeout_s: float = _ANSWER_TIMEOUT_S) -> T:
+    async def _call(self, call: Awaitable[T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
         try:
             return await asyncio.wait_for(call, timeout_s)
         except TimeoutError as error:
-            raise EngineError(f"vLLM's engine process must answer within {timeout_s:g} s, it did not") from error
+            raise EngineError(f"vLLM's engine process must answer within {timeout_s:g} s, got no answer") from error
         except Exception as error:
             raise EngineError(one_line(error)) from error
 
@@ -288,22 +287,18 @@ class VllmEngine:
 
 
 def _read_checkpoint(model: ModelConfig) -> tuple[list[int], int, WeightLayout]:
-    """End tokens, the longest sequence the model has positions for, and what its updates must hold."""
+    """Return the end tokens, the number of positions, and the layout that updates must have."""
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        layout = _layout_of(config, model)
+        # The module that the learner trains; on the meta device it takes no memory.
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise EngineError(f"model.path must hold a transformers checkpoint, got {model.path!r}: {error}") from error
     try:
         generation = GenerationConfig.from_pretrained(model.path)
     except OSError:
         generation = GenerationConfig.from_model_config(config)
+    layout = WeightLayout(module, dtype=model.dtype)
     return end_token_ids(tokenizer, generation), config.get_text_config().max_position_embeddings, layout
-
-
-def _layout_of(config: PretrainedConfig, model: ModelConfig) -> WeightLayout:
-    """From the module that the learner trains, without memory for its weights."""
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    return WeightLayout(module, dtype=model.dtype)

@@ -1,4 +1,4 @@
-"""vllm_process: starting AsyncLLM and its engine process, and making sure that the latter goes."""
+"""Start and stop of AsyncLLM and its engine process; no start or stop leaves a process behind."""
 
 import asyncio
 import multiprocessing
@@ -15,35 +15,35 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.generators import VllmEngineConfig
-from slipstream.generators.engines.vllm.load import LoadRecorder
+from slipstream.generators.engines.vllm.stats import LoadRecorder
 from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
 from slipstream.generators.errors import EngineDiedError, EngineError
 
 _STOP_GRACE_S = 1.0
-"""How long the engine process may tidy up; it holds nothing worth more."""
+"""Time for the engine process to clean up; it holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
-_PLACES_FOR_PROBES = 4
-"""Of `weights.probe_sequences`; more of them are answered one after the other."""
+_PROBE_SLOTS = 4
+"""Sequences of a probe that run beside a full batch; further ones are answered in turn."""
 
 
 def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int) -> AsyncEngineArgs:
-    """What AsyncLLM is started with."""
+    """Translate the config into vLLM's arguments."""
     return AsyncEngineArgs(
         model=model.path,
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,
         skip_tokenizer_init=True,
-        # One more than a full trajectory, because a probe of one is asked as a prompt with one token to follow.
+        # One more than a full trajectory: a probe is a prompt with one token to generate.
         max_model_len=min(model.max_length + 1, max_positions),
-        # Some more than the generator asks for at a time, so that a probe never waits for an answer to end.
-        max_num_seqs=engine.max_num_seqs + _PLACES_FOR_PROBES,
+        # With slots to spare, so that a probe never waits for a response to end.
+        max_num_seqs=engine.max_num_seqs + _PROBE_SLOTS,
         tensor_parallel_size=engine.tensor_parallel_size,
         distributed_executor_backend="uni" if engine.tensor_parallel_size == 1 else "mp",
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager,
         enable_prefix_caching=engine.enable_prefix_caching,
-        # On a CPU a prompt computed in parts, of a request with a seed, ends vLLM's engine process: it turns the
-        # random generator back after each part but the last, and torch cannot turn back one on a CPU.
+        # On a CPU a seeded request whose prompt is prefilled in chunks kills vLLM's engine process: vLLM rewinds the
+        # request's random generator after each chunk but the last, which torch does not support for CPU generators.
         enable_chunked_prefill=False if current_platform.is_cpu() else None,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
@@ -54,19 +54,19 @@ def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int,
     )
 
 
-def check_environment(wanted: Mapping[str, str]) -> None:
-    """Raises EngineError unless the environment is what vLLM needs."""
-    wrong = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
+def check_environment(required: Mapping[str, str]) -> None:
+    """Raise EngineError unless the process's environment holds all required values."""
+    wrong = {name: value for name, value in required.items() if os.environ.get(name) != value}
     if wrong:
         name, value = next(iter(wrong.items()))
         raise EngineError(
-            f"the environment must hold what vllm_environment() says before vLLM is imported, got {name}="
+            f"the environment must hold the variables of vllm_environment() before vLLM is imported, got {name}="
             f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with `python -m generators`"
         )
 
 
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
-    """Start the engine process and wait until it has loaded the model. Raises EngineError."""
+    """Start the engine process and wait until the model is loaded. Raises EngineError."""
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
     try:
         return await asyncio.wait_for(asyncio.shield(starting), timeout_s)
@@ -84,20 +84,20 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 
 
 async def stop_llm(llm: AsyncLLM) -> None:
-    """End the engine process within a few seconds, willing or not."""
+    """Shut the engine process down, then kill whatever is left; a few seconds at most."""
     await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
     _kill_engine_processes()
 
 
 def one_line(error: BaseException) -> str:
-    """An error of vLLM's as one line of at most 500 characters."""
+    """Shorten a vLLM error to one line of at most 500 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text.removeprefix("Call to collective_rpc method failed: ")[:500]
 
 
 def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
-    # The engine process inherits this thread's signal mask: Ctrl-C then reaches this process alone, which decides when
-    # the engine ends. Python's resource tracker must run by then, because starting it unblocks SIGINT.
+    # The engine process inherits this thread's signal mask: Ctrl-C then reaches only this process, which decides when
+    # the engine ends. Python's resource tracker must already run, because starting it unblocks SIGINT.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -107,7 +107,7 @@ def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
 
 
 async def _abandon(starting: asyncio.Task[AsyncLLM]) -> None:
-    """Without its engine process the constructor gives up by itself."""
+    # The constructor runs in a thread and cannot be cancelled; it fails once its engine process is gone.
     _kill_engine_processes()
     with suppress(Exception):
         llm = await asyncio.wait_for(asyncio.shield(starting), _ABANDON_TIMEOUT_S)

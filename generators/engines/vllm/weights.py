@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
@@ -15,6 +15,9 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -29,80 +32,77 @@ from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.broker.weights.records import TensorSlot
 from slipstream.broker.weights.shared_buckets import map_buckets
-from slipstream.generators.engines.vllm.tensor_parallel import TensorParallelReceiver
-from slipstream.generators.engines.vllm.verify import first_stale, first_unlike, kernels
+from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.generators.engines.vllm.verify import cpu_kernels, first_mismatch, first_stale_kernel
 from slipstream.generators.engines.weight_layout import check_tied
-
-
-# @@ parent_watch: a process that multiprocessing started ends with the process that started it.
-#
-# vLLM's engine process does not notice that its parent was killed. The kernel's own signal for that (PR_SET_PDEATHSIG) is
-# tied to the thread that started the process, which may end long before; so a thread of ours waits instead.
-def die_with_parent() -> None:
-    """Start the watch; does nothing in a process that multiprocessing did not start."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        thread = threading.Thread(target=_wait_and_die, args=(parent.sentinel,), name="parent-watch", daemon=True)
-        thread.start()
-
-
-def _wait_and_die(sentinel: int) -> None:
-    # The sentinel is a pipe whose other end lives in the parent alone: it is ready when the parent is gone. There is no
-    # deadline, because waiting for that moment is all this thread is for.
-    connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
-
 
 BACKEND = "slipstream"
 """Name in vLLM's registry of weight transfer engines."""
 VLLM_PROCESSES = ("EngineCore", "VllmWorker")
-"""How the names of vLLM's processes begin."""
+"""Prefixes of the names of vLLM's processes."""
 
 
 def register() -> None:
-    """Make `BACKEND` known to this process; a process that vLLM started is also made to die with its parent."""
+    """Register `BACKEND` in this process; in a process of vLLM's, also tie its life to its parent's."""
     with suppress(ValueError):
         WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
     if multiprocessing.current_process().name.startswith(VLLM_PROCESSES):
         die_with_parent()
 
 
+# --- parent watch ----------------------------------------------------------------------------------------------------
+def die_with_parent() -> None:
+    """Kill this process when the one that started it through multiprocessing ends."""
+    # vLLM's engine process does not notice that its parent was killed. The kernel's signal for that
+    # (PR_SET_PDEATHSIG) fires when the *thread* that started the process ends, which may be long before.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_kill_at_parent_exit, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
+
+
+def _kill_at_parent_exit(sentinel: int) -> None:
+    # The sentinel is a pipe whose other end only the parent holds: it becomes ready when the parent is gone. No
+    # deadline, because waiting for that moment is the thread's only purpose.
+    connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# --- weight updates --------------------------------------------------------------------------------------------------
 @dataclass
 class EpochInfo(WeightTransferInitInfo):
-    """What `init_transfer_engine` gets."""
+    """Argument of `init_transfer_engine`."""
 
     opening: dict[str, Any]
-    """An OpenEpoch, as builtins."""
+    """OpenEpoch as builtins."""
     rank: int
-    """This generator's rank."""
+    """This generator's rank in the weight group; the learner has rank 0."""
 
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """What `receive_weights` gets: the fields of Update that describe the bytes."""
+    """Argument of `receive_weights`: the fields of Update that describe the bytes."""
 
     slots: list[Any]
-    """TensorSlots, as builtins."""
+    """TensorSlots as builtins."""
     bucket_bytes: list[int]
-    """Sizes of the buckets."""
     checksums: list[int]
-    """xxh3-64 of each."""
+    """xxh3-64 of each bucket."""
     timeout_s: float
-    """For each bucket."""
+    """Per bucket."""
     fetched_paths: list[str] = field(default_factory=list)
-    """Of the buckets, where this generator has fetched them; none: they are broadcast."""
+    """Shared memory with fetched buckets; empty = the buckets are broadcast."""
     tied: list[list[str]] = field(default_factory=list)
     """See WeightLayout.tied."""
-    fault: str = ""
-    """Why this update must not be loaded, whatever arrives; empty: it may be."""
+    rejection: str = ""
+    """Reason why this update must not be loaded whatever arrives; empty = it may be."""
 
 
 class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
-    """Receives all bytes and verifies them before the model is touched.
+    """Receives and verifies all bytes of an update before it touches the model.
 
-    What fails is told through `take_outcome`, not raised: when several workers answer a call with an error, vLLM
-    reads the first answer alone and takes the second one for the answer to the next call.
-    Invariant: only `finish_weight_update` writes to the model, and only after a transfer without a fault.
+    Errors are reported by `pop_outcome` rather than raised: when several workers answer a call with an error, vLLM
+    reads only the first answer and takes the second one for the answer to the next call.
+    Invariant: only `finish_weight_update` writes to the model, and only after a transfer without error.
     """
 
     init_info_cls = EpochInfo
@@ -113,102 +113,157 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         receiver = CollectiveReceiver(device=self.device)
         self._is_split = self.parallel_config.tensor_parallel_size > 1
         self._receiver = TensorParallelReceiver(receiver, device=self.device) if self._is_split else receiver
-        self._received: list[tuple[str, torch.Tensor]] = []
-        self._fault = ""
-        self._is_touched = False
+        self._received: list[tuple[str, Tensor]] = []
+        self._error = ""
+        self._is_model_changed = False
 
-    def take_outcome(self) -> tuple[str, bool]:
-        """What went wrong since it was last asked (empty: nothing), and whether the model was written to."""
-        outcome = self._fault, self._is_touched
-        self._fault, self._is_touched = "", False
+    def pop_outcome(self) -> tuple[str, bool]:
+        """Return and reset the error since the last call (empty = none) and whether the model was written to."""
+        outcome = self._error, self._is_model_changed
+        self._error, self._is_model_changed = "", False
         return outcome
 
     def init_transfer_engine(self, init_info: EpochInfo) -> None:
-        """Leave the previous weight group, join this one."""
-        with self._noting_faults():
+        """Leave the previous weight group and join this one."""
+        with self._recording_errors():
             self._receiver.open_epoch(msgspec.convert(init_info.opening, OpenEpoch), rank=init_info.rank)
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the model keeps its weights until all bytes are here."""
+        """Leave the model as it is: nothing is loaded before all bytes are verified."""
         self._received = []
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
-        """Receive and verify. What must not be loaded is received too: the weight group goes on without a gap."""
-        with self._noting_faults():
+        """Receive and verify. A rejected update is received too: the broadcast needs every member of the group."""
+        with self._recording_errors():
             tensors = self._receive(update_info, msgspec.convert(update_info.slots, list[TensorSlot]))
-            if update_info.fault:
-                raise WeightTransferError(update_info.fault)
+            if update_info.rejection:
+                raise WeightTransferError(update_info.rejection)
             check_tied(tensors, update_info.tied)
             self._received = tensors
 
     def finish_weight_update(self) -> None:
-        """Load what was received, if it was. vLLM rebuilds each layer as at the start, packed copies included."""
+        """Load what was received, if anything. vLLM rebuilds each layer as at the start, packed copies included."""
         received, self._received = self._received, []
         if not received:
             return
-        self._is_touched = True
-        with self._noting_faults():
-            kernels_before = kernels(self.model)
-            self._check_loaded(self._load(received))
-            if layer := first_stale(self.model, kernels_before):
-                raise WeightTransferError(f"every layer must get its kernel anew, {layer} kept the old one")
-            self._read_back(received)
+        self._is_model_changed = True
+        with self._recording_errors():
+            kernels_before = cpu_kernels(self.model)
+            self._check_complete(self._load(received))
+            if layer := first_stale_kernel(self.model, kernels_before):
+                raise WeightTransferError(f"every layer must get a new kernel, {layer} kept the old one")
+            self._verify_loaded(received)
 
     def shutdown(self) -> None:
-        """Leave the weight group."""
         self._receiver.close()
 
-    def _receive(self, info: BroadcastInfo, slots: list[TensorSlot]) -> list[tuple[str, torch.Tensor]]:
+    def _receive(self, info: BroadcastInfo, slots: list[TensorSlot]) -> list[tuple[str, Tensor]]:
         if info.fetched_paths:
-            return _take_fetched(info, slots)
+            # Fetched once per generator: all its workers map the same memory.
+            mapped = map_buckets(info.fetched_paths, sizes=info.bucket_bytes)
+            buckets.verify(mapped, expected=info.checksums)
+            return buckets.unpack(mapped, slots)
         return self._receiver.receive(
             slots, bucket_bytes=info.bucket_bytes, checksums=info.checksums, timeout_s=info.timeout_s
         )
 
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> set[str] | None:
-        """Returns the parameters that were loaded, where the model tells."""
+    def _load(self, tensors: list[tuple[str, Tensor]]) -> set[str] | None:
+        """Load tensors; returns the names of the loaded parameters, or None if the model does not report them."""
         initialize_layerwise_reload(self.model)
         try:
             return self.model.load_weights(tensors)
         except Exception as error:
-            # Whatever a model's own loader may raise; the engine lives on, unverified, until an update heals it.
+            # A model's own loader may raise anything; the engine survives, unverified, until an update heals it.
             raise WeightTransferError(f"the engine could not load them: {type(error).__name__}: {error}") from error
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
 
-    def _check_loaded(self, loaded: set[str] | None) -> None:
-        """vLLM asks the same of a checkpoint. Quantised models keep parameters that never come from outside."""
+    def _check_complete(self, loaded: set[str] | None) -> None:
+        """Check, as vLLM does for a checkpoint, that no parameter was left out."""
+        # Quantised models have parameters that never come from outside.
         if loaded is None or self.model_config.quantization is not None:
             return
-        if old := sorted({name for name, _ in self.model.named_parameters()} - loaded):
+        if stale := sorted({name for name, _ in self.model.named_parameters()} - loaded):
             raise WeightTransferError(
-                f"every parameter of the engine must be loaded, {old[0]} and {len(old) - 1} more kept their old values"
+                f"every parameter of the engine must be loaded, {stale[0]} and {len(stale) - 1} more kept their old "
+                "values"
             )
 
-    def _read_back(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    def _verify_loaded(self, tensors: list[tuple[str, Tensor]]) -> None:
         if self._is_split:
             return
-        if name := first_unlike(self.model, tensors, packing=getattr(self.model, "packed_modules_mapping", {})):
+        if name := first_mismatch(self.model, tensors, packing=getattr(self.model, "packed_modules_mapping", {})):
             raise WeightTransferError(f"the engine must hold {name} as it was sent, it holds something else")
 
     @contextmanager
-    def _noting_faults(self) -> Iterator[None]:
+    def _recording_errors(self) -> Iterator[None]:
         try:
             yield
-        except WeightTransferError as fault:
-            self._fault = str(fault)
-
-
-def _take_fetched(info: BroadcastInfo, slots: list[TensorSlot]) -> list[tuple[str, torch.Tensor]]:
-    """Every worker of the engine maps the same memory. Raises WeightTransferError."""
-    mapped = map_buckets(info.fetched_paths, sizes=info.bucket_bytes)
-    buckets.verify(mapped, expected=info.checksums)
-    return buckets.unpack(mapped, slots)
+        except WeightTransferError as error:
+            self._error = str(error)
 
 
 class OutcomeReport:
-    """Mixed into vLLM's worker class: one more call that `collective_rpc` may make."""
+    """Mixin of vLLM's worker class that lets `collective_rpc` call `pop_outcome`."""
 
-    def take_weight_outcome(self) -> tuple[str, bool]:
-        """See BroadcastWeights.take_outcome."""
-        return self.weight_transfer_engine.take_outcome()  # type: ignore[attr-defined]
+    def pop_weight_outcome(self) -> tuple[str, bool]:
+        return self.weight_transfer_engine.pop_outcome()  # type: ignore[attr-defined]
+
+
+class TensorParallelReceiver:
+    """Represents all workers of one engine as a single member of the weight group. Implements WeightReceiver.
+
+    The first worker receives and verifies; the others get its tensors, or the news of its failure, over vLLM's own
+    group. Every worker must make the same calls.
+    """
+
+    def __init__(self, receiver: WeightReceiver, *, device: torch.device) -> None:
+        self._receiver = receiver
+        self._device = device
+
+    def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
+        """Join the weight group. Raises WeightTransferError on every worker if the first one fails."""
+        self._run_on_first(lambda: self._receiver.open_epoch(opening, rank=rank))
+
+    def receive(
+        self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
+    ) -> list[tuple[str, Tensor]]:
+        """Receive, verify, share. Raises WeightTransferError on every worker if the first one fails."""
+        tensors: list[tuple[str, Tensor]] = []
+
+        def receive() -> None:
+            tensors.extend(
+                self._receiver.receive(slots, bucket_bytes=bucket_bytes, checksums=checksums, timeout_s=timeout_s)
+            )
+
+        self._run_on_first(receive)
+        group = get_tp_group()
+        if group.is_first_rank:
+            tensors = [(name, tensor.to(self._device)) for name, tensor in tensors]
+        else:
+            tensors = [
+                (slot.name, torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self._device))
+                for slot in slots
+            ]
+        for _, tensor in tensors:
+            dist.broadcast(tensor, src=group.first_rank, group=group.device_group)
+        return tensors
+
+    def close(self) -> None:
+        self._receiver.close()
+
+    def _run_on_first(self, action: Callable[[], None]) -> None:
+        """Run on the first worker only. All workers raise if it fails: one that went on would wait for tensors."""
+        group = get_tp_group()
+        error: WeightTransferError | None = None
+        if group.is_first_rank:
+            try:
+                action()
+            except WeightTransferError as caught:
+                error = caught
+        is_ok = torch.tensor([error is None], dtype=torch.uint8)
+        dist.broadcast(is_ok, src=group.first_rank, group=group.cpu_group)
+        if error is not None:
+            raise error
+        if not is_ok.item():
+            raise WeightTransferError("the first worker of this engine could not receive: see its message")

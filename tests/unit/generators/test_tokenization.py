@@ -35,7 +35,7 @@ def test_a_prompt_that_is_too_long_is_refused_by_name(prompt: str | list[dict[st
 
 
 def test_text_the_tokenizer_does_not_know_is_refused():
-    with pytest.raises(PromptError, match="prompt test/0 must consist of what the tokenizer knows"):
+    with pytest.raises(PromptError, match="prompt test/0 must be encodable"):
         make_prompting().encode(make_prompt("Ä"))
 
 

@@ -7,8 +7,8 @@ import pytest
 from slipstream.broker.messages import Prompt
 from slipstream.buffer.codec import pack
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
+from slipstream.generators.agents.agent import Transcript
 from slipstream.generators.agents.single_turn import SingleTurn, request_seed
-from slipstream.generators.agents.transcript import Transcript
 from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.rewards.reward import RewardInput
@@ -48,7 +48,7 @@ def make_agent(engine: ScriptedEngine, scorer: RecordingScorer, **run: object) -
         run=make_run(**run),
         engine=engine,
         rewards=scorer,
-        prompting=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
+        encoder=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
         generator_id="generator-0",
         clock=lambda: float(next(ticks)),
     )

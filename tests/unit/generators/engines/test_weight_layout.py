@@ -7,7 +7,7 @@ import torch
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.records import TensorSlot
-from slipstream.generators.engines.weight_layout import WeightLayout, check_tied
+from slipstream.generators.engines.weight_layout import WeightLayout, check_tied, load_into
 from tests.tiny_model import make_tiny_module
 
 UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
@@ -39,7 +39,7 @@ def renamed(names: dict[str, str]) -> Spoil:
     ("spoil", "words"),
     [
         (without("model.norm.weight"), "every parameter must be sent, model.norm.weight and 0 more were not"),
-        (renamed({UP: GATE, GATE: UP}), f"which has {GATE} at place 8, got {UP}: names were swapped"),
+        (renamed({UP: GATE, GATE: UP}), f"which has {GATE} at index 8, got {UP}: names were swapped"),
         (lambda slots: [*slots, TensorSlot("model.extra", [1], "float32", 0, 0)], "model.extra and 0 more do not"),
         (lambda slots: [*slots, slots[0]], "every parameter must be sent once, got 28 tensors for 27"),
         (
@@ -64,3 +64,47 @@ def test_names_of_one_tensor_must_come_with_the_same_bytes():
     check_tied(tensors[:1], [["embed", "head"]])
     with pytest.raises(WeightTransferError, match="embed and head are one tensor of the model"):
         check_tied([tensors[0], ("head", torch.tensor([1, 1, 1 + 1e-7]))], [["embed", "head"]])
+
+
+# --- load_into -------------------------------------------------------------------------------------------------------
+def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, parameter.detach().clone()) for name, parameter in module.named_parameters()]
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_module_becomes_the_other_one(is_tied: bool):
+    module, other = make_tiny_module(seed=0, is_tied=is_tied), make_tiny_module(seed=1, is_tied=is_tied)
+    load_into(module, tensors_of(other))
+    assert all(
+        torch.equal(a, b) for a, b in zip(module.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+
+
+def test_a_tied_head_may_be_sent_too():
+    module, other = make_tiny_module(seed=0, is_tied=True), make_tiny_module(seed=1, is_tied=True)
+    load_into(module, [*tensors_of(other), ("lm_head.weight", other.lm_head.weight.detach())])
+    assert torch.equal(module.lm_head.weight, other.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda tensors: tensors[1:], "must be sent, model.embed_tokens.weight and 0 more"),
+        (lambda tensors: [*tensors, ("model.extra", torch.zeros(1))], "model.extra does not"),
+        (lambda tensors: [("lm_head.weight", torch.zeros(2, 2)), *tensors], r"shape \[41, 64\], got \[2, 2\]"),
+    ],
+)
+def test_a_set_that_does_not_fit_changes_nothing(spoil, words: str):
+    module = make_tiny_module(seed=0)
+    before = tensors_of(module)
+    with pytest.raises(WeightTransferError, match=words):
+        load_into(module, spoil(tensors_of(make_tiny_module(seed=1))))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(before, tensors_of(module), strict=True))
+
+
+def test_a_tied_head_that_was_not_updated_is_refused():
+    module, other = make_tiny_module(seed=0, is_tied=True), make_tiny_module(seed=1, is_tied=True)
+    old_head = module.lm_head.weight.detach().clone()
+    with pytest.raises(WeightTransferError, match=r"model.embed_tokens.weight and lm_head.weight are one tensor"):
+        load_into(module, [*tensors_of(other), ("lm_head.weight", old_head)])
+    assert torch.equal(module.lm_head.weight, old_head)

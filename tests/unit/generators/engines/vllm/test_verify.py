@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from slipstream.generators.engines.vllm.verify import first_stale, first_unlike, kernels
+from slipstream.generators.engines.vllm.verify import cpu_kernels, first_mismatch, first_stale_kernel
 
 PACKING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
 PARTS = ("q_proj", "k_proj", "v_proj")
@@ -31,7 +31,7 @@ def sent() -> list[tuple[str, Tensor]]:
 
 
 def test_a_model_that_holds_all_of_it_is_alike(sent: list[tuple[str, Tensor]]):
-    assert first_unlike(Packed(sent), sent, packing=PACKING) == ""
+    assert first_mismatch(Packed(sent), sent, packing=PACKING) == ""
 
 
 @pytest.mark.parametrize("place", range(5))
@@ -40,19 +40,19 @@ def test_one_element_that_differs_is_found_in_any_of_them(place: int, sent: list
     name, tensor = sent[place]
     other = tensor.clone()
     other.view(-1)[-1] += 1e-3
-    assert first_unlike(model, [*sent[:place], (name, other), *sent[place + 1 :]], packing=PACKING) == name
+    assert first_mismatch(model, [*sent[:place], (name, other), *sent[place + 1 :]], packing=PACKING) == name
 
 
 def test_a_value_that_is_no_number_is_never_alike(sent: list[tuple[str, Tensor]]):
     sent[3][1][0] = torch.nan
-    assert first_unlike(Packed(sent), sent, packing=PACKING) == "norm.weight"
+    assert first_mismatch(Packed(sent), sent, packing=PACKING) == "norm.weight"
 
 
 def test_what_is_stored_in_another_form_is_passed_over(sent: list[tuple[str, Tensor]]):
     model = Packed(sent)
     model.attention.qkv_proj.weight.data = torch.empty(0)
     model.head.weight.data = torch.empty(0)
-    assert first_unlike(model, sent, packing=PACKING) == ""
+    assert first_mismatch(model, sent, packing=PACKING) == ""
 
 
 def test_a_kernel_that_was_not_made_anew_is_found(sent: list[tuple[str, Tensor]]):
@@ -61,9 +61,9 @@ def test_a_kernel_that_was_not_made_anew_is_found(sent: list[tuple[str, Tensor]]
     for layer in layers:
         layer.cpu_linear = lambda x: x
     model.norm.cpu_linear = nn.functional.linear
-    before = kernels(model)
+    before = cpu_kernels(model)
     for layer in layers:
         layer.cpu_linear = lambda x: x
-    assert first_stale(model, before) == ""
+    assert first_stale_kernel(model, before) == ""
     layers[1].cpu_linear = before["head"]
-    assert first_stale(model, before) == "head"
+    assert first_stale_kernel(model, before) == "head"

@@ -4,13 +4,13 @@ from collections.abc import Iterable
 
 import pytest
 
-from slipstream.generators.concurrency import Concurrency
 from slipstream.generators.engines.engine import EngineLoad
+from slipstream.generators.generator import ConcurrencyLimit
 
 
 def limits(loads: Iterable[EngineLoad], *, least: int = 8, most: int = 64, running: int | None = None) -> list[int]:
     """After each look; `running` is the limit itself unless given."""
-    concurrency = Concurrency(least=least, most=most)
+    concurrency = ConcurrencyLimit(least=least, most=most)
     seen = []
     for load in loads:
         concurrency.observe(load, running=concurrency.limit if running is None else running)
@@ -19,7 +19,7 @@ def limits(loads: Iterable[EngineLoad], *, least: int = 8, most: int = 64, runni
 
 
 def test_it_starts_at_the_most_and_stays_there_while_nothing_is_short():
-    assert Concurrency(least=8, most=64).limit == 64
+    assert ConcurrencyLimit(least=8, most=64).limit == 64
     assert limits([EngineLoad()] * 3) == [64, 64, 64]
     assert limits([EngineLoad(kv_usage=0.99)] * 3) == [64, 64, 64]
 
@@ -61,7 +61,7 @@ def test_it_grows_by_a_group_while_there_is_room_and_use_for_it():
 
 
 def test_it_does_not_grow_while_less_runs_than_may():
-    concurrency = Concurrency(least=8, most=64)
+    concurrency = ConcurrencyLimit(least=8, most=64)
     concurrency.observe(EngineLoad(kv_usage=0.95, num_preempted=1), running=64)
     for running, limit in ((40, 48), (41, 56)):
         concurrency.observe(EngineLoad(kv_usage=0.1, num_preempted=1), running=running)
@@ -73,7 +73,7 @@ def test_a_cut_counts_from_what_ran():
 
 
 def test_nothing_is_learnt_while_the_last_cut_is_worked_off():
-    concurrency = Concurrency(least=8, most=64)
+    concurrency = ConcurrencyLimit(least=8, most=64)
     for total, running, limit in ((1, 64, 48), (2, 60, 48), (3, 50, 48), (3, 48, 48), (4, 48, 36)):
         concurrency.observe(EngineLoad(kv_usage=0.95, num_preempted=total), running=running)
         assert concurrency.limit == limit
@@ -82,7 +82,7 @@ def test_nothing_is_learnt_while_the_last_cut_is_worked_off():
 @pytest.mark.parametrize("room", [100, 250])
 def test_it_settles_below_what_an_engine_has_room_for(room: int):
     """An engine with a cache for `room` sequences: it preempts what is above, one look later."""
-    concurrency, preempted, seen = Concurrency(least=8, most=256), 0, []
+    concurrency, preempted, seen = ConcurrencyLimit(least=8, most=256), 0, []
     for _ in range(100):
         running = concurrency.limit
         preempted += max(0, running - room)

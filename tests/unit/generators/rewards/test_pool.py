@@ -14,7 +14,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 
-FUNCTION = "tests.unit.generators.reward_samples:by_response"
+FUNCTION = "tests.unit.generators.rewards.samples:by_response"
 
 
 def sample(response: str = "") -> RewardInput:
@@ -155,7 +155,7 @@ def test_closing_ends_open_calls_and_workers():
 
 def test_a_function_that_cannot_be_loaded_is_told_at_once():
     with pytest.raises(ConfigError):
-        RewardPool("tests.unit.generators.reward_samples:by_respons", {}, num_workers=1, timeout_s=1.0)
+        RewardPool("tests.unit.generators.rewards.samples:by_respons", {}, num_workers=1, timeout_s=1.0)
 
 
 _PARENT = """
@@ -164,7 +164,7 @@ from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 
 async def main():
-    pool = RewardPool("tests.unit.generators.reward_samples:by_response", {}, num_workers=1, timeout_s=60)
+    pool = RewardPool("tests.unit.generators.rewards.samples:by_response", {}, num_workers=1, timeout_s=60)
     await pool.score(RewardInput(prompt="", response="", ground_truth=""))
     print(pool.worker_pids[0], flush=True)
     await pool.score(RewardInput(prompt="", response=sys.argv[1], ground_truth=""))

@@ -5,7 +5,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.generators.rewards.functions import exact_match, math_answer, position_match
 from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
 
-SAMPLES = "tests.unit.generators.reward_samples"
+SAMPLES = "tests.unit.generators.rewards.samples"
 
 
 def make_sample(response: str = "", *, truth: str = "31284", stop_reason: str = "stop") -> RewardInput:
