@@ -31,7 +31,9 @@ from slipstream.configs.buffer import ArchiveConfig
 from slipstream.runtime.clock import Clock
 
 _SAMPLED_GROUPS = 8
-"""Whose size stands for that of the others."""
+"""Groups whose mean size estimates that of all."""
+_MAX_SHARD_BYTES = 256 * 2**20
+"""Encoded trajectories of one shard, which are in memory while it is written; a shard of long ones has fewer groups."""
 _ROLE = "archiver"
 """Its name among the roles of the run."""
 _TICK_S = 1.0
@@ -143,12 +145,14 @@ class Archiver:
         folder: Path,
         config: ArchiveConfig,
         *,
+        max_shard_bytes: int = _MAX_SHARD_BYTES,
         clock: Clock = time.monotonic,
         open_writer: OpenWriter = ShardWriter,
     ) -> None:
         """`folder` is the archive's. Raises ArchiveError when somebody else writes there, OSError."""
         self._store = store
         self._config = config
+        self._max_shard_bytes = max_shard_bytes
         self._clock = clock
         self._writer = open_writer(folder)
         self._waiting_since: float | None = None
@@ -215,7 +219,7 @@ class Archiver:
         """As many as fill a shard, in groups or in bytes."""
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
-        fitting = self._config.max_shard_mib * 2**20 * len(sample) // max(1, num_bytes)
+        fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)
         limit = max(1, min(fitting, self._config.groups_per_shard))
         return sample[:limit] if limit <= len(sample) else self._store.finished(limit=limit)
 

@@ -54,6 +54,9 @@ from slipstream.runtime.logs import LogLimiter
 from slipstream.runtime.model_files import ModelFingerprint
 
 _MAX_MESSAGES_PER_STEP = 512
+_CREDIT_MESSAGES, _CREDIT_BYTES = 512, 64 * 2**20
+"""Trajectories and bytes that a generator may have sent without an acknowledgement: enough to keep a fast one busy over
+a round trip, few enough that those of all generators fit into memory while the store is away."""
 _SERVE_INTERVAL_S = 0.02
 _REAP_INTERVAL_S = 1.0
 _SUSPECT_AFTER_PINGS = 2.5
@@ -221,8 +224,8 @@ class Router:
                 config_json=self._config_json,
                 store_url=self._store_url if is_learner else "",
                 version=self._store.run_state().version,
-                credit_messages=self._run.broker.credit_messages,
-                credit_bytes=self._run.broker.credit_bytes,
+                credit_messages=_CREDIT_MESSAGES,
+                credit_bytes=_CREDIT_BYTES,
                 broker_incarnation=self._incarnation,
                 model=self._model,
             ),

@@ -8,6 +8,9 @@ from slipstream.configs.base import Config
 
 BROKER_SILENCE_S = 8.0
 """Silence of the broker after which a peer connects anew, seconds."""
+PROBE_SEQUENCES = 4
+"""Canary sequences whose log-probabilities are compared after every weight update: few, as engines reserve room for
+them, and more than one, as a damaged tensor may spare some tokens."""
 
 
 class BrokerConfig(Config):
@@ -23,18 +26,21 @@ class BrokerConfig(Config):
     """Longest wait of a starting role for the broker to admit it, seconds; the broker may start later."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
     """Largest frame accepted, bytes; a frame of more than twice this size closes its connection."""
-    credit_messages: Annotated[int, Meta(ge=1)] = 512
-    """Trajectories a generator may have sent without an acknowledgement."""
-    credit_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
-    """Bytes a generator may have sent without an acknowledgement."""
-    heartbeat_s: Annotated[float, Meta(gt=0)] = 1.0
-    """Time between pings, seconds; at most half of `LINK_SILENCE_S`."""
     peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
     """Silence after which a peer counts as gone, seconds. Larger values tolerate longer pauses and detect deaths later.
     """
     lease_s: Annotated[float, Meta(gt=0)] = 30.0
     """Time a generator has for a leased prompt before it is leased again, seconds; pings renew it, so at least three
     must fit."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Time between pings, seconds.
+
+        A second keeps leases and gauges fresh and lies well below BROKER_SILENCE_S: quiet peers need not reconnect. A
+        short peer timeout makes pings denser, so that a lost or late one does not look like a death.
+        """
+        return min(1.0, self.peer_timeout_s / 8)
 
 
 class WeightsConfig(Config):
@@ -57,16 +63,10 @@ class WeightsConfig(Config):
     """
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat buffer of a broadcast, bytes."""
-    join_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
-    """Longest time to build the process group of a membership epoch, seconds."""
     transfer_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Longest broadcast of one bucket, seconds."""
+    """Longest broadcast of one bucket, and longest wait for a generator's confirmation of a version, seconds."""
     fetch_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest fetch of one version, seconds; the generator keeps generating meanwhile."""
-    adopt_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Longest wait for a generator's confirmation that it applied a version, seconds."""
-    probe_sequences: Annotated[int, Meta(ge=1)] = 4
-    """Canary sequences whose log-probabilities are compared after every weight update."""
     max_probe_diff: Annotated[float, Meta(gt=0)] = 1e-3
     """Largest mean absolute difference between engine and learner in the log-probabilities of the canary sequences,
     nats; above it the generator gets no work."""

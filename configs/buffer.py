@@ -44,8 +44,6 @@ class ArchiveConfig(Config):
     """Whether groups that are over are archived; otherwise they are deleted."""
     groups_per_shard: Annotated[int, Meta(ge=1)] = 1024
     """Number of waiting groups at which a shard is written."""
-    max_shard_mib: Annotated[int, Meta(ge=1)] = 256
-    """Encoded trajectories per shard, MiB: a shard of long trajectories has fewer groups."""
     flush_s: Annotated[float, Meta(gt=0)] = 30.0
     """Longest wait of a group for its shard to fill up, seconds."""
 

@@ -88,8 +88,6 @@ class DeadEndConfig(Config):
     start_after_s: Annotated[float, Meta(gt=0)] = 600.0
     """The same while a living generator starts or fetches its weights; also the time in which no generator applies
     newer weights while training goes on. Seconds."""
-    failed_batches: Annotated[int, Meta(ge=1)] = 2
-    """Batches of trajectories whose rewards failed in a row, without a single success."""
 
 
 class LearnerConfig(Config):

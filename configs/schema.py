@@ -152,7 +152,7 @@ def unknown_option(group: str, option: object) -> str:
 def nearest_key(wrong: str) -> str | None:
     """Key or group of the whole tree that `wrong` most likely means, however deep it lies; None when nothing is near.
 
-    Candidates need a similar end (`max_step`, `lr` for `learning_rate`, `kl_coef`); the whole path decides between them.
+    Candidates need a similar end (`max_step`, `lr` for `learning_rate`, `kl_coef`); the whole path ranks them.
     """
     path = wrong.replace("/", ".")
     names = {name.replace("/", "."): name for name in groups()}

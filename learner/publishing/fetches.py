@@ -155,7 +155,7 @@ class FetchTracker:
 
     @property
     def _patience_s(self) -> float:
-        return self._config.fetch_timeout_s + self._config.adopt_timeout_s
+        return self._config.fetch_timeout_s + self._config.transfer_timeout_s
 
     def _waits_for_broadcast(self, member: Member) -> bool:
         if self._roster.transport(member) != "collective" or not self._roster.holds_any(member):

@@ -31,6 +31,8 @@ from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock, Deadline
 
 _MAX_ATTEMPTS = 3
+_JOIN_TIMEOUT_S = 20.0
+"""Longest building of a process group: living members of one epoch meet within a second or two, also over a tunnel."""
 _AFTER_FAULT_S = 2.0
 """Longest wait for the others' word after a transfer failed: it tells who is well."""
 _LEAST_TRANSFER_S = 2.0
@@ -154,7 +156,7 @@ class Publisher:
 
     def _await_a_holder(self, lending: FetchTracker) -> None:
         """A version that nobody holds is not committed while somebody is about to."""
-        deadline = Deadline(self._config.adopt_timeout_s, what="a generator to fetch", clock=self._clock)
+        deadline = Deadline(self._config.transfer_timeout_s, what="a generator to fetch", clock=self._clock)
         while not self.num_holding and lending.is_bringing(self.version) and not deadline.is_over:
             self.read_news(timeout_s=min(_STEP_S, deadline.left_s))
 
@@ -171,7 +173,7 @@ class Publisher:
         self._epoch += 1
         self._epoch_members = []
         self._opened = {}
-        timeout_s = self._config.join_timeout_s
+        timeout_s = min(_JOIN_TIMEOUT_S, self._config.transfer_timeout_s)
         host, port = self._sender.address
         self._link.send(OpenEpoch(self._epoch, members, host, port, timeout_s, self._config.backend))
         fault = ""
@@ -203,7 +205,7 @@ class Publisher:
         except WeightTransferError as error:
             fault = str(error)
             self._epoch_members = []
-        timeout_s = _AFTER_FAULT_S if fault else self._config.adopt_timeout_s
+        timeout_s = _AFTER_FAULT_S if fault else self._config.transfer_timeout_s
         missing = self._collect(members, self._adopted, timeout_s=timeout_s)
         failed = [m for m, a in self._adopted.items() if a.error]
         if missing or failed:

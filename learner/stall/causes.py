@@ -19,6 +19,8 @@ Kind = Literal[
 ]  # fmt: skip
 
 _MOST_NAMED = 3
+_MAX_FAILED_STEPS = 2
+"""Steps' worth of rewards that may fail in a row: one step may meet an outage of the grader, a second one is no accident."""
 _SEE_LOGS = "their logs and the events have the reason"
 
 
@@ -57,7 +59,7 @@ def find_cause(progress: Progress) -> StallCause | None:
 
 def max_failed_rewards(run: RunConfig) -> int:
     """Trajectories in a row without a reward that end a wait."""
-    return run.learner.dead_end.failed_batches * run.claimed_groups_per_step * run.generators.group_size
+    return _MAX_FAILED_STEPS * run.claimed_groups_per_step * run.generators.group_size
 
 
 def _broker_dead(progress: Progress) -> StallCause | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.batch import Batch
@@ -163,7 +164,7 @@ class Trainer:
         token_ids = canary_token_ids(
             seed=self._run.seed,
             vocab_size=self._engine.model.vocab_size,
-            num_sequences=self._run.weights.probe_sequences,
+            num_sequences=PROBE_SEQUENCES,
             max_length=self._run.model.max_length,
         )
         return token_ids.tolist(), canary_logprobs(self._engine, token_ids)

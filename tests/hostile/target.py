@@ -50,7 +50,7 @@ class Target:
             f"generators.group_size={GROUP_SIZE}",
             "learner.max_steps=1",
             "buffer.staleness.max_lag=0",
-            "broker.heartbeat_s=0.2",
+            "broker.peer_timeout_s=1.6",
         ]
         with self.log_path.open("wb") as log:
             command = [sys.executable, "-m", "broker", *settings]

@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.generators.engines.vllm.stats import LoadRecorder
@@ -22,8 +23,6 @@ from slipstream.generators.errors import EngineDiedError, EngineError
 _STOP_GRACE_S = 1.0
 """Time for the engine process to clean up; it holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
-_PROBE_SLOTS = 4
-"""Sequences of a probe that run beside a full batch; further ones are answered in turn."""
 
 
 def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int) -> AsyncEngineArgs:
@@ -36,7 +35,7 @@ def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int,
         # One more than a full trajectory: a probe is a prompt with one token to generate.
         max_model_len=min(model.max_length + 1, max_positions),
         # With slots to spare, so that a probe never waits for a response to end.
-        max_num_seqs=engine.max_num_seqs + _PROBE_SLOTS,
+        max_num_seqs=engine.max_num_seqs + PROBE_SEQUENCES,
         tensor_parallel_size=engine.tensor_parallel_size,
         distributed_executor_backend="uni" if engine.tensor_parallel_size == 1 else "mp",
         gpu_memory_utilization=engine.gpu_memory_utilization,

@@ -139,7 +139,7 @@ def test_a_group_waits_no_longer_than_it_may(archiver, store, clock, tmp_path):
 def test_a_shard_of_large_groups_has_fewer_of_them(store, tmp_path):
     size = len(make_finished().payloads[0])
     store.finish(*range(4), members=2**20 // size // 2 + 1)
-    archiver = Archiver(store, tmp_path, ArchiveConfig(groups_per_shard=3, max_shard_mib=1))
+    archiver = Archiver(store, tmp_path, ArchiveConfig(groups_per_shard=3), max_shard_bytes=2**20)
     assert archiver.step() == 1
 
 

@@ -83,4 +83,4 @@ def test_provenance_names_the_preset_the_argument_or_the_default() -> None:
     assert origins["buffer.sampler.kind"] == "command line buffer/sampler=freshest"
     assert origins["learner.optimizer.learning_rate"] == "command line learner.optimizer.learning_rate=2e-4"
     assert origins["learner.stop.accuracy_greedy"] == "command line learner.stop={accuracy_greedy: 0.5}"
-    assert origins["broker.heartbeat_s"] == "default"
+    assert origins["broker.lease_s"] == "default"

@@ -18,7 +18,7 @@ def test_sources_stand_beside_the_values(capsys: pytest.CaptureFixture[str]) -> 
     assert any(
         line.split() == ["learner.max_steps", "=", "3", "command", "line", "learner.max_steps=3"] for line in lines
     )
-    assert any(line.split() == ["broker.heartbeat_s", "=", "1.0", "default"] for line in lines)
+    assert any(line.split() == ["broker.lease_s", "=", "30.0", "default"] for line in lines)
 
 
 def test_arithmetic_follows_from_the_config(capsys: pytest.CaptureFixture[str]) -> None:

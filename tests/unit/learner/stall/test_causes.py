@@ -13,7 +13,7 @@ from tests.builders import make_run
 
 AFTER_S, START_AFTER_S, LIMIT_S = 120.0, 600.0, 1800.0
 MAX_FAILED = 2 * 2 * 2
-"""Trajectories of `failed_batches` steps of the builders' run."""
+"""Trajectories of two steps of the builders' run."""
 
 
 def role(name: str = "generator-0", kind: str = "generator", **overrides: Any) -> RoleStatus:

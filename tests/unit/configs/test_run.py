@@ -1,0 +1,128 @@
+"""Checks that span roles: settings that cannot work are refused with the arithmetic, those at the bound are accepted."""
+
+import re
+
+import msgspec
+import pytest
+
+from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import AccuracyConfig, ReuseConfig
+from slipstream.configs.load import load
+from tests.builders import make_run
+
+STEPS_OF_FOUR = {"groups_per_step": 4, "max_steps": 10, "checkpoint": {"every_steps": 5}}
+OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
+"""An advantage that a group of one has."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        ("data.max_prompt_tokens=60", "model.max_length", "generators.sampling.max_tokens (68), got 64"),
+        ("learner.tokens_per_microbatch=60", "learner.tokens_per_microbatch", "model.max_length (64), got 60"),
+        ("learner.num_ranks=3", "learner.num_ranks", "divide the trajectories of an optimizer update (256 = "),
+        ("weights.publish_every_steps=3", "learner.checkpoint.every_steps", "weights.publish_every_steps (3), got 50"),
+        ("generators.group_size=1", "generators.group_size", "a group of one has no baseline"),
+        ("algorithm/advantage=remax", "generators.baseline", "be greedy for"),
+        ("generators.autoscale.max=3 generators.count=4", "generators.count", "(1 to 3), got 4"),
+        ("learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "be 1 with learner/engine=torch, got 2"),
+        ("broker.lease_s=2.9", "broker.lease_s", "be >= three pings (3), got 2.9"),
+        ("broker.peer_timeout_s=4 broker.lease_s=1.4", "broker.lease_s", "be >= three pings (1.5), got 1.4"),
+        ("buffer/store=memory", "buffer/store", "not be memory with mode=async, got memory"),
+        ("weights.transport=memory", "weights.transport", "not be memory with mode=async"),
+        ("mode=serial", "buffer/store", "be memory with mode=serial, got embedded"),
+        ("mode=replay", "replay.path", "be set with mode=replay and in no other mode, got '' with mode=replay"),
+        ("replay.path=runs/a/archive", "replay.path", "got 'runs/a/archive' with mode=async"),
+        ("mode=sft", "sft.train_path", "be set with mode=sft"),
+        ("sft.train_path=mine.parquet", "sft.train_path", "with mode=async"),
+        ("mode=sft sft.train_path=a replay.path=b", "replay.path", "with mode=sft"),
+        ("mode=sft sft.train_path=a model.max_length=4096", "learner.tokens_per_microbatch", "(4096), got 1024"),
+        ("mode=sft sft.train_path=a learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "one process"),
+        ("buffer/filter=zero_signal algorithm/advantage=moving_baseline", "buffer/filter", "none or accuracy with"),
+        ("buffer/filter=zero_signal algorithm/advantage=gdpo", "buffer/filter", "parts of the reward"),
+        ("buffer/filter=zero_signal +algorithm.reward.parts.right=1.0", "buffer/filter", "parts of the reward"),
+    ],
+)
+def test_settings_of_two_roles_that_contradict_each_other_are_refused(overrides: str, key: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)} must .*{re.escape(reason)}"):
+        load(overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("buffer", "reason"),
+    [
+        (
+            {"reuse": {"max_uses": 4, "fresh_fraction": 0.5, "samples_per_insert": 1.5}},
+            r"samples_per_insert must be >= .* \(4 / 2 = 2\), got 1\.5",
+        ),
+        ({"capacity": {"max_groups": 23}}, r"max_groups must be >= 24 = 20 used .* \+ 0 kept .* \+ 4 .* got 23"),
+        (
+            {"capacity": {"max_groups": 100}, "reuse": {"max_uses": 2, "max_groups": 80}},
+            r"max_groups must be >= 104 = 20 used .* \+ 80 kept for reuse \+ 4 .* got 100",
+        ),
+        ({"mix": {"archive": "there", "fraction": 0.1}}, r"mix\.fraction must leave at least one of 4 .* got 0\.1"),
+    ],
+)
+def test_a_buffer_for_which_the_learner_would_wait_for_ever_is_refused(buffer, reason: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=reason):
+        make_run(buffer=buffer, learner=STEPS_OF_FOUR)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "size", "key"),
+    [
+        ({"kind": "zero_signal"}, 1, "generators.group_size"),
+        ({"kind": "accuracy"}, 1, "buffer.filter"),
+        ({"kind": "accuracy", "above": 0.51, "below": 0.74}, 4, "buffer.filter"),
+    ],
+)
+def test_a_filter_that_accepts_nothing_is_refused(chosen, size: int, key: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=f"^{re.escape(key)} must "):
+        make_run(buffer={"filter": chosen}, generators={"group_size": size}, algorithm=OF_ONE)
+
+
+def test_bounds_of_one_record_are_checked_by_itself() -> None:
+    with pytest.raises(ConfigError, match=r"buffer\.filter\.above must be < buffer\.filter\.below \(0\.5\)"):
+        AccuracyConfig(above=0.5, below=0.5)
+    with pytest.raises(ConfigError, match=r"fresh_fraction must be >= 1 / max_uses \(0\.5\), got 0\.25"):
+        ReuseConfig(max_uses=2, fresh_fraction=0.25)
+
+
+def test_what_just_fits_is_accepted() -> None:
+    reuse = {"max_uses": 2, "fresh_fraction": 0.5, "samples_per_insert": 2.0, "max_groups": 76}
+    run = make_run(buffer={"reuse": reuse, "capacity": {"max_groups": 100}}, learner=STEPS_OF_FOUR)
+    assert run.claimed_groups_per_step == 4
+    assert make_run(broker={"lease_s": 3.0}).broker.lease_s == 3.0
+
+
+def test_a_generator_has_room_for_a_group_with_its_baseline() -> None:
+    assert make_run(generators={"group_size": 4, "max_concurrency": 4}).generators.members_per_group == 4
+    with pytest.raises(
+        msgspec.ValidationError, match=r"max_concurrency must be >= generators\.members_per_group \(5\)"
+    ):
+        make_run(generators={"group_size": 4, "max_concurrency": 4, "baseline": "greedy"})
+
+
+def test_one_sampled_answer_and_a_greedy_one_can_differ() -> None:
+    generators = {"group_size": 1, "baseline": "greedy"}
+    remax = {"advantage": {"kind": "remax"}}
+    run = make_run(buffer={"filter": {"kind": "zero_signal"}}, generators=generators, algorithm=remax)
+    assert run.generators.members_per_group == 2
+
+
+def test_mixed_groups_take_their_share_of_a_step() -> None:
+    run = make_run(buffer={"mix": {"archive": "there", "fraction": 0.25}}, learner=STEPS_OF_FOUR)
+    assert (run.mixed_groups_per_step, run.claimed_groups_per_step, run.groups_per_version) == (1, 3, 3)
+
+
+def test_supervised_training_needs_a_file_and_ignores_the_generators() -> None:
+    run = load(["mode=sft", "sft.train_path=mine.parquet", "generators.group_size=1", "data.max_prompt_tokens=999"])
+    assert run.mode == "sft"
+    assert not run.is_one_process
+    for experiment in ("digits_serial", "gsm8k_1gpu"):
+        assert load([f"experiment={experiment}", "mode=sft", "sft.train_path=a"]).sft.train_path == "a"
+
+
+@pytest.mark.parametrize(("peer_timeout_s", "heartbeat_s"), [(8.0, 1.0), (600.0, 1.0), (1.6, 0.2)])
+def test_pings_are_dense_enough_for_the_peer_timeout(peer_timeout_s: float, heartbeat_s: float) -> None:
+    assert make_run(broker={"peer_timeout_s": peer_timeout_s}).broker.heartbeat_s == pytest.approx(heartbeat_s)
