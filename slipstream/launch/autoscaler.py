@@ -1,4 +1,4 @@
-"""Autoscaler: says when one generator more or less is wanted, and why, from how much each side has waited."""
+"""Autoscaler: decides, from the waits of learner and generators, when to run one generator more or less."""
 
 import time
 from collections.abc import Sequence
@@ -9,92 +9,101 @@ from slipstream.buffer.trajectory import Record
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.runtime.clock import Clock
 
-_FEWEST_STEPS = 5
-"""Measured together, before the learner's waiting means anything."""
+_MIN_STEPS = 5
+"""Steps in a window before the learner's waits are meaningful."""
 
 
 class Change(Record):
-    """What is wanted from now on. Example: Change(wanted=3, reason="the learner waited 45 % of the last 62 s, ...")."""
+    """A decision of the autoscaler.
 
-    wanted: int
-    """Generators."""
+    Example: Change(target=3, reason="the learner waited 45% of the last 62 s for groups, above 30%")
+    """
+
+    target: int
+    """Number of generators from now on."""
     reason: str
-    """With the numbers it was decided by."""
+    """Measurements that led to it."""
 
 
 class Autoscaler:
-    """Measures for `settle_s`, or longer where steps are, decides, and measures anew. Belongs to one thread.
+    """Measures for a window of `settle_s`, or longer when steps are slow, decides, and starts the next window.
 
-    More generators come first: while the learner waits, idle generators are idle for another reason (a small
-    `max_lag`, a short queue), and fewer of them would not help it.
+    Scaling up has priority: while the learner waits, idle generators have another reason to be idle (a small
+    `max_lag`, a short queue), and fewer of them would not help it. Belongs to one thread.
     """
 
     def __init__(self, config: AutoscaleConfig, *, clock: Clock = time.monotonic) -> None:
         self._config = config
         self._clock = clock
-        self.begin()
+        self.start_window()
 
-    def begin(self) -> None:
-        """Measure anew from now."""
-        self._began_at = self._clock()
+    def start_window(self) -> None:
+        """Discard the measurements so far."""
+        self._started_at = self._clock()
         self._rows: list[dict[str, Any]] = []
         self._busy: list[float] = []
         self._starving: list[bool] = []
 
-    def look(
-        self, rows: Sequence[dict[str, Any]], *, busy: float | None, is_starving: bool, at_work: int, count: int
+    def observe(
+        self, rows: Sequence[dict[str, Any]], *, busy: float | None, is_starving: bool, num_ready: int, target: int
     ) -> Change | None:
-        """`rows`: metrics rows that are new since the last look; `busy`: share of their room that generators use now.
+        """Add one observation; return a change when the window is over and calls for one.
 
-        `is_starving`: the learner waits for groups right now. `at_work`: generators that `busy` is of. `count`:
-        generators wanted so far.
+        `rows`: metrics rows since the last observation; `busy`: share of their capacity that the `num_ready` generators
+        with weights use now; `is_starving`: the learner waits for groups now; `target`: number of generators so far.
         """
         self._rows += rows
         self._busy += [] if busy is None else [busy]
         self._starving.append(is_starving)
-        seconds = self._clock() - self._began_at
+        seconds = self._clock() - self._started_at
         if seconds < self._config.settle_s:
             return None
-        change = self._enough(count) or self._more(seconds, count=count)
-        change = change or self._fewer(seconds, at_work=at_work, count=count)
-        if not 0 < len(self._rows) < _FEWEST_STEPS:
-            self.begin()
+        change = (
+            self._return_to_min(target)
+            or self._scale_up(seconds, target=target)
+            or self._scale_down(seconds, num_ready=num_ready, target=target)
+        )
+        # A window with too few steps is extended rather than thrown away, or slow steps would never be measured.
+        if not 0 < len(self._rows) < _MIN_STEPS:
+            self.start_window()
         return change
 
-    def _enough(self, count: int) -> Change | None:
-        """Back to the fewest, where one was drained or given up."""
-        fewest = self._config.min
-        return Change(fewest, f"generators.autoscale.min is {fewest}") if count < fewest else None
+    def _return_to_min(self, target: int) -> Change | None:
+        """Replace generators that were drained or abandoned below the minimum."""
+        least = self._config.min
+        return Change(least, f"generators.autoscale.min is {least}") if target < least else None
 
-    def _more(self, seconds: float, *, count: int) -> Change | None:
-        waited, config = self._learner_waited(), self._config
-        if count >= config.max or waited is None or waited <= config.more_above:
+    def _scale_up(self, seconds: float, *, target: int) -> Change | None:
+        waited, config = self._learner_wait_fraction(), self._config
+        if target >= config.max or waited is None or waited <= config.more_above:
             return None
         return Change(
-            count + 1,
+            target + 1,
             f"the learner waited {waited:.0%} of the last {seconds:.0f} s for groups, above {config.more_above:.0%}",
         )
 
-    def _learner_waited(self) -> float | None:
-        """Share of its time; None before it means anything. While no step has ended: of the looks at it."""
-        if not self._rows:
-            return sum(self._starving) / len(self._starving)
-        if len(self._rows) < _FEWEST_STEPS:
+    def _scale_down(self, seconds: float, *, num_ready: int, target: int) -> Change | None:
+        waited, config = self._learner_wait_fraction(), self._config
+        if target <= config.min or not self._busy or len(self._rows) < _MIN_STEPS:
             return None
-        return wait_fraction(self._rows)
-
-    def _fewer(self, seconds: float, *, at_work: int, count: int) -> Change | None:
-        """Never while the learner waits: at `max` it would go and come back for ever."""
-        waited, config = self._learner_waited(), self._config
-        if count <= config.min or not self._busy or len(self._rows) < _FEWEST_STEPS:
-            return None
+        # Never while the learner waits: at `max` a generator would leave and return in turn.
         if waited is None or waited > config.more_above:
             return None
         busy = sum(self._busy) / len(self._busy)
-        if busy >= config.fewer_below or busy * at_work > at_work - 1:
+        # The others must be able to take over its work.
+        if busy >= config.fewer_below or busy * num_ready > num_ready - 1:
             return None
         return Change(
-            count - 1,
-            f"the generators ran {busy:.0%} of what they could in the last {seconds:.0f} s, below "
+            target - 1,
+            f"the generators used {busy:.0%} of their capacity in the last {seconds:.0f} s, below "
             f"{config.fewer_below:.0%}",
         )
+
+    def _learner_wait_fraction(self) -> float | None:
+        """Share of its time that the learner waited for groups; None while there are too few steps to tell.
+
+        Before the first step ends, the share of observations in which it waited stands in.
+        """
+        if not self._rows:
+            return sum(self._starving) / len(self._starving)
+        return wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None

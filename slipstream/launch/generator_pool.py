@@ -1,31 +1,34 @@
-"""GeneratorPool: the generators that a launcher keeps: as many as wanted, restarted when they die, drained when too many."""
+"""GeneratorPool: the generator processes of a launcher, and the GPUs that each role gets."""
 
 import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.process import RoleDiedError, RoleProcess
 
-# @@ Placement: which GPUs of this machine each role sees.
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
-_MOST_PER_CORE = 4
-"""Generators; a bound for typing errors, not a good number."""
+_MAX_PER_CORE = 4
+"""Generators per core; guards against typing errors and is no recommendation."""
+_LEAVE_TIMEOUT_S = 30.0
+"""Time for a generator to return its leases and leave, before it is killed."""
 
 
+# --- placement -------------------------------------------------------------------------------------------------------
 def visible_gpus(variables: Mapping[str, str] = os.environ) -> list[str]:
-    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them: by number or UUID.
+    """Return the GPUs that this process may use, by number or UUID, without loading torch.
 
-    Where it is not set: all NVIDIA GPUs of this machine, none without a driver. Does not load torch.
+    Without CUDA_VISIBLE_DEVICES: all NVIDIA GPUs of this machine, none without a driver.
     """
     if DEVICES_VARIABLE not in variables:
         return [str(number) for number in range(_count_gpus())]
     names = (name.strip() for name in variables[DEVICES_VARIABLE].split(","))
-    # As CUDA reads it: what follows a number below zero is hidden.
+    # CUDA ignores everything after the first negative number.
     return list(takewhile(lambda name: name and not name.startswith("-"), names))
 
 
@@ -38,132 +41,131 @@ def _count_gpus() -> int:
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Role -> GPUs: the learner's ranks first, then each generator's. On one GPU all share it; without any, nothing.
+    """Assign GPUs to roles by name: first the learner's ranks, then each generator.
 
-    Raises ConfigError when there are several GPUs, but too few.
+    A single GPU is shared by all roles; without GPUs the result is empty. Raises ConfigError when there are several
+    GPUs, but too few.
     """
     if not gpus or run.learner.device == "cpu":
         return {}
     names = [f"generator-{number}" for number in range(run.generators.count)]
     if len(gpus) == 1:
         return {name: list(gpus) for name in ("learner", *names)}
-    wanted = {"learner": run.learner.num_ranks} | dict.fromkeys(names, _gpus_of_a_generator(run))
-    if sum(wanted.values()) > len(gpus):
+    engine = run.generators.engine
+    per_generator = engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
+    num_gpus = {"learner": run.learner.num_ranks} | dict.fromkeys(names, per_generator)
+    if sum(num_gpus.values()) > len(gpus):
         raise ConfigError(
             f"learner.num_ranks + generators.count x tensor_parallel_size must be <= the GPUs here ({len(gpus)}), got "
-            f"{sum(wanted.values())}: ask for less, or start generators on other machines by hand."
+            f"{sum(num_gpus.values())}: ask for less, or start generators on other machines by hand."
         )
     free = iter(gpus)
-    return {name: [next(free) for _ in range(count)] for name, count in wanted.items()}
+    return {name: [next(free) for _ in range(count)] for name, count in num_gpus.items()}
 
 
-def check_number(run: RunConfig, *, wanted: int, num_cores: int) -> None:
-    """More generators than settings and cores make likely are a typing error. Raises ConfigError."""
+def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
+    """Refuse more generators than settings or cores make plausible, as a typing error. Raises ConfigError."""
     scale = run.generators.autoscale
-    most = max(run.generators.count, scale.max if scale else 0, _MOST_PER_CORE * num_cores)
-    if wanted > most:
+    limit = max(run.generators.count, scale.max if scale else 0, _MAX_PER_CORE * num_cores)
+    if target > limit:
         raise ConfigError(
-            f"generators must be <= {most} on this machine of {num_cores} cores, got {wanted}: ask for less, start "
+            f"generators must be <= {limit} on this machine of {num_cores} cores, got {target}: ask for less, start "
             "some on other machines by hand, or begin the run with that generators.count."
         )
 
 
-def _gpus_of_a_generator(run: RunConfig) -> int:
-    engine = run.generators.engine
-    return engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
+# --- the pool --------------------------------------------------------------------------------------------------------
+class Event(NamedTuple):
+    """Something that happened to a role. Example: Event("generator-1", "generator-1 left")."""
 
-
-_LEAVE_TIMEOUT_S = 30.0
-"""For a generator that was told to go: it hands back what it holds, and says goodbye."""
-
-Happening = tuple[str, str]
-"""A role's name, and a sentence about it."""
+    role: str
+    message: str
 
 
 class GeneratorPool:
-    """Life: set_wanted -> (attend | set_wanted)* -> the launcher stops `roles`."""
+    """Runs `target` generators: restarts those that die, drains those that are too many.
 
-    def __init__(
-        self, make: Callable[[str], RoleProcess], *, lives_another: Callable[[], bool] = lambda: False
-    ) -> None:
-        """`make` builds the process of a name, not started; `lives_another` tells whether the run has a generator that
-        is not kept here."""
+    Life: set_target -> (poll | set_target)* -> the launcher stops `roles`.
+    """
+
+    def __init__(self, make: Callable[[str], RoleProcess], *, has_others: Callable[[], bool] = lambda: False) -> None:
+        """`make` builds the process of a name, not started; `has_others` tells whether the run has generators that do
+        not belong to this pool."""
         self._make = make
-        self._lives_another = lives_another
-        self._kept: dict[str, RoleProcess] = {}
+        self._has_others = has_others
+        self._active: dict[str, RoleProcess] = {}
         self._leaving: dict[str, tuple[RoleProcess, float]] = {}
-        self.wanted = 0
-        """How many are kept."""
+        self.target = 0
+        """Number of generators to keep running."""
 
     @property
-    def kept(self) -> set[str]:
-        """Names of those that are not leaving."""
-        return set(self._kept)
+    def active_names(self) -> set[str]:
+        """Names of the generators that are not leaving."""
+        return set(self._active)
 
     @property
     def names(self) -> set[str]:
-        """Names of all that may be running."""
-        return {*self._kept, *self._leaving}
+        """Names of all processes that may be running."""
+        return {*self._active, *self._leaving}
 
     @property
     def roles(self) -> list[RoleProcess]:
-        """All that may be running."""
-        return [*self._kept.values(), *(role for role, _ in self._leaving.values())]
+        """All processes that may be running."""
+        return [*self._active.values(), *(role for role, _ in self._leaving.values())]
 
-    def set_wanted(self, wanted: int) -> list[Happening]:
-        """From now on keep that many; surplus ones, of the highest numbers, are told to go."""
-        self.wanted = wanted
-        surplus = sorted(self._kept, key=_number)[wanted:]
+    def set_target(self, target: int) -> list[Event]:
+        """Change the number of generators; surplus ones, highest numbers first, are asked to leave."""
+        self.target = target
+        surplus = sorted(self._active, key=lambda name: int(name.rpartition("-")[2]))[target:]
         for name in surplus:
-            role = self._kept.pop(name)
+            role = self._active.pop(name)
             role.terminate()
             self._leaving[name] = (role, time.monotonic() + _LEAVE_TIMEOUT_S)
-        return [*((name, f"{name} is told to leave: {wanted} are wanted") for name in surplus), *self._fill_up()]
+        leaving = [Event(name, f"{name} is asked to leave: the target is {target}") for name in surplus]
+        return leaving + self._start_missing()
 
-    def poll(self) -> list[Happening]:
-        """Look after all of them. Raises RoleDiedError when the last one of the run cannot go on."""
-        happened = [happening for name in list(self._kept) for happening in self._attend(name)]
-        happened += [happening for name in list(self._leaving) for happening in self._see_off(name)]
-        return happened + self._fill_up()
+    def poll(self) -> list[Event]:
+        """Restart, reap and start processes as needed. Raises RoleDiedError when the run's last generator cannot run."""
+        events = [event for name in list(self._active) for event in self._poll_active(name)]
+        events += [event for name in list(self._leaving) for event in self._reap(name)]
+        return events + self._start_missing()
 
-    def _attend(self, name: str) -> list[Happening]:
-        role = self._kept[name]
+    def _poll_active(self, name: str) -> list[Event]:
+        role = self._active[name]
         if role.has_finished:
-            self._let_go(name)
-            return [(name, f"{name} has left; {self.wanted} are kept now")]
+            # Drained by a command or a signal, which is a decision of the user: not replaced.
+            self._remove(name)
+            return [Event(name, f"{name} left; the target is {self.target} now")]
         try:
-            return [(name, sentence) for sentence in role.poll()]
+            return [Event(name, message) for message in role.poll()]
         except RoleDiedError as death:
-            if len(self._kept) == 1 and not self._lives_another():
+            if len(self._active) == 1 and not self._has_others():
                 raise
-            self._let_go(name)
-            return [(name, f"{name} is given up, {self.wanted} are kept now: {str(death).splitlines()[0]}")]
+            self._remove(name)
+            reason = str(death).splitlines()[0]
+            return [Event(name, f"{name} is abandoned, the target is {self.target} now: {reason}")]
 
-    def _let_go(self, name: str) -> None:
-        del self._kept[name]
-        self.wanted -= 1
+    def _remove(self, name: str) -> None:
+        del self._active[name]
+        self.target -= 1
 
-    def _see_off(self, name: str) -> list[Happening]:
+    def _reap(self, name: str) -> list[Event]:
         role, ends_at = self._leaving[name]
         if role.is_running and time.monotonic() < ends_at:
             return []
-        sentence = f"{name} was killed: it did not leave within {_LEAVE_TIMEOUT_S:g} s"
+        message = f"{name} was killed: it did not leave within {_LEAVE_TIMEOUT_S:g} s"
         if not role.is_running:
-            sentence = f"{name} has left"
+            message = f"{name} left"
         role.stop(ends_at=0.0)
         del self._leaving[name]
-        return [(name, sentence)]
+        return [Event(name, message)]
 
-    def _fill_up(self) -> list[Happening]:
-        """A name is free when the process that had it is gone, and so its GPUs are."""
-        names = [f"generator-{number}" for number in range(self.wanted)]
-        free = [name for name in names if name not in self._kept and name not in self._leaving]
-        started = free[: max(0, self.wanted - len(self._kept))]
+    def _start_missing(self) -> list[Event]:
+        # The name of a leaving generator is not free yet: its process still holds the GPUs placed under that name.
+        names = [f"generator-{number}" for number in range(self.target)]
+        free = [name for name in names if name not in self.names]
+        started = free[: max(0, self.target - len(self._active))]
         for name in started:
-            self._kept[name] = self._make(name)
-            self._kept[name].start()
-        return [(name, f"{name} started (pid {self._kept[name].pid})") for name in started]
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition("-")[2])
+            self._active[name] = self._make(name)
+            self._active[name].start()
+        return [Event(name, f"{name} started (pid {self._active[name].pid})") for name in started]

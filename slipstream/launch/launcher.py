@@ -1,4 +1,4 @@
-"""Launcher: the roles of a run as processes of this machine, started, watched, scaled and stopped."""
+"""Launcher: starts, watches, restarts, scales and stops the roles of a run as processes of this machine."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from rich.console import Console
 
 from slipstream.broker.status.live_view import LiveView
 from slipstream.broker.status.monitor import Monitor
+from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
 from slipstream.buffer.redis.embedded import EmbeddedRedis
@@ -21,9 +22,9 @@ from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
 from slipstream.configs.run import RunConfig
 from slipstream.launch.generator_pool import (
     DEVICES_VARIABLE,
+    Event,
     GeneratorPool,
-    Happening,
-    check_number,
+    check_target,
     place,
     visible_gpus,
 )
@@ -31,10 +32,11 @@ from slipstream.launch.scaling import LauncherReport, Scaling
 from slipstream.runtime.process import LAUNCHER_VARIABLE, Restart, RoleDiedError, RoleProcess, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
-_LOOK_EVERY_S = 0.5
+_POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
-"""For one answer of the store: while the launcher waits for it, no role is looked after."""
+"""Longest wait for one answer of the store: no role is polled meanwhile."""
 _STOP_TIMEOUT_S = 6.0
+"""Time for all roles to end before they are killed."""
 
 
 class Launcher:
@@ -48,16 +50,16 @@ class Launcher:
         self._folder = folder
         self._view = LiveView(run, console=console)
         self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
-        self._keeper: RedisSupervisor | None = None
+        self._supervisor: RedisSupervisor | None = None
         self._visible_gpus = visible_gpus()
         self._gpus = place(run, gpus=self._visible_gpus)
         self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="kept")
-        # An error of the learner's own would come again; a killed one goes on from its newest checkpoint.
+        # An error of the learner itself would repeat; after a kill it resumes from its newest checkpoint.
         self._learner = self._role(
             "learner", ["slipstream.learner", *overrides], restart="killed", restart_arguments=["resume=true"]
         )
-        self._living: set[str] = set()
-        self._fleet = GeneratorPool(self._generator, lives_another=lambda: bool(self._living - self._fleet.names))
+        self._living_generators: set[str] = set()
+        self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
 
     def _generator(self, name: str) -> RoleProcess:
         arguments = ["slipstream.generators", "--id", name, f"broker.address={self._run.broker.address}"]
@@ -66,8 +68,9 @@ class Launcher:
         return self._role(name, arguments)
 
     def _check_room(self, count: int) -> None:
-        """Find the GPUs for so many generators; a generator's stay the same. Raises ConfigError."""
-        check_number(self._run, wanted=count, num_cores=os.cpu_count() or 1)
+        """Assign GPUs to `count` generators. Raises ConfigError when this machine has no room for them."""
+        check_target(self._run, count, num_cores=os.cpu_count() or 1)
+        # Never fewer than at the start, so that generators that run keep their GPUs.
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
@@ -100,17 +103,17 @@ class Launcher:
                 yield store
             return
         server = EmbeddedRedis(self._folder.store, durability=config.durability, max_memory_mib=config.max_memory_mib)
-        self._keeper = RedisSupervisor(server, start_timeout_s=self._run.buffer.retry_timeout_s)
+        self._supervisor = RedisSupervisor(server, start_timeout_s=self._run.buffer.retry_timeout_s)
         try:
-            self._keeper.start()
+            self._supervisor.start()
             with self._opened(server.url) as store:
                 yield store
         finally:
-            self._keeper.stop()
+            self._supervisor.stop()
 
     @contextmanager
     def _opened(self, url: str) -> Iterator[RedisStore]:
-        """Without patience: the roles must be looked after while the store is away."""
+        # Without retries: the roles must be polled while the store is away.
         store = open_run_store(
             url,
             self._run.name,
@@ -125,14 +128,14 @@ class Launcher:
 
     @contextmanager
     def _processes(self) -> Iterator[None]:
-        """The broker goes last: the others say goodbye to it."""
         try:
             self._broker.start()
             self._learner.start()
-            self._fleet.set_wanted(self._run.generators.count)
+            self._pool.set_target(self._run.generators.count)
             yield
         finally:
             ends_at = time.monotonic() + _STOP_TIMEOUT_S
+            # The broker ends last: the others take leave of it.
             for role in reversed(self._roles[1:]):
                 role.terminate()
             for role in reversed(self._roles):
@@ -141,7 +144,7 @@ class Launcher:
 
     @property
     def _roles(self) -> list[RoleProcess]:
-        return [self._broker, self._learner, *self._fleet.roles]
+        return [self._broker, self._learner, *self._pool.roles]
 
     def _watch_and_report(self, store: RedisStore) -> None:
         report = LauncherReport(store)
@@ -151,48 +154,46 @@ class Launcher:
             reason = "the learner has finished"
         except RoleDiedError as death:
             reason = str(death).splitlines()[0]
-            report.note("launcher", f"gives up: {death}")
+            report.record(Event(LAUNCHER, f"ends the run: {death}"))
             raise
         finally:
-            report.end(reason=reason, restarts=self._restarts(), generators_target=self._fleet.wanted)
+            report.end(reason=reason, restarts=self._restarts(), generators_target=self._pool.target)
 
     def _watch(self, store: RedisStore, report: LauncherReport) -> None:
         monitor = Monitor(store, self._run)
-        scaling = Scaling(self._fleet, report, run=self._run, check_room=self._check_room)
+        scaling = Scaling(self._pool, report, run=self._run, check_room=self._check_room)
         while not self._learner.has_finished:
-            self._look(store, monitor, scaling, report)
-            self._tell(self._attend_all(), report)
-            time.sleep(_LOOK_EVERY_S)
-        self._look(store, monitor, scaling, report)
+            self._update(store, monitor, scaling, report)
+            self._publish(self._poll_roles(), report)
+            time.sleep(_POLL_EVERY_S)
+        self._update(store, monitor, scaling, report)
 
-    def _tell(self, happened: list[Happening], report: LauncherReport) -> None:
-        for name, sentence in happened:
-            self._view.print_line(sentence)
-            report.note(name, sentence)
+    def _publish(self, events: list[Event], report: LauncherReport) -> None:
+        for event in events:
+            self._view.print_line(event.message)
+            report.record(event)
 
-    def _attend_all(self) -> list[Happening]:
-        """What happened, by role."""
-        kept = self._keeper.poll() if self._keeper else []
-        happened = [("store", sentence) for sentence in kept]
-        happened += [(role.name, sentence) for role in (self._broker, self._learner) for sentence in role.poll()]
-        return happened + self._fleet.poll()
+    def _poll_roles(self) -> list[Event]:
+        events = [Event("store", message) for message in (self._supervisor.poll() if self._supervisor else [])]
+        events += [Event(role.name, message) for role in (self._broker, self._learner) for message in role.poll()]
+        return events + self._pool.poll()
 
     def _restarts(self) -> dict[str, int]:
         return {role.name: role.num_restarts for role in self._roles}
 
-    def _look(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
-        """Show the run; while its store is away, for how long. Raises StoreUnavailableError when that lasts too long."""
+    def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
+        """Show and report the run, and scale it. Raises StoreUnavailableError once the store is away for too long."""
         try:
             snapshot = monitor.poll()
-            self._living = snapshot.living_generators
+            self._living_generators = snapshot.living_generators
             self._view.show(snapshot)
-            self._tell(scaling.look(store, snapshot), report)
-            report.send(restarts=self._restarts(), generators_target=self._fleet.wanted)
+            self._publish(scaling.poll(store, snapshot), report)
+            report.send(restarts=self._restarts(), generators_target=self._pool.target)
             self._outage.end()
-        except StoreUnavailableError as fault:
-            self._outage.record(fault)
+        except StoreUnavailableError as error:
+            self._outage.record(error)
             if self._outage.seconds > self._run.buffer.retry_timeout_s:
                 raise
         except ReplayBufferError:
-            # The broker has not opened the run yet.
+            # Until the broker has opened the run, the store does not know it.
             return

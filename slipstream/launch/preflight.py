@@ -1,4 +1,4 @@
-"""Preflight: finds what is wrong with a run's surroundings before its folder is made and its roles are started."""
+"""Preflight: makes what a run needs and lacks, and checks its surroundings before its folder and roles exist."""
 
 import subprocess
 import sys
@@ -16,24 +16,22 @@ from slipstream.generators.rewards.reward import load_reward
 from slipstream.launch.replay_plan import plan_replay
 from slipstream.runtime.model_files import check_model_path
 
-# @@ Makes what a run needs and does not have: runs the `prepare` steps of its config whose product is missing, in order.
-#
-# python -m slipstream.launch.preflight experiment=addition_cpu
-STEP_TIMEOUT_S = 3600.0
-"""Longest run of one step: a download may be slow, a hang is not waited for."""
+_STEP_TIMEOUT_S = 3600.0
+"""Longest run of one preparation step: long enough for a slow download."""
+_STORE_TIMEOUT_S = 10.0
 
 
-def missing_steps(config: RunConfig) -> list[PrepareStep]:
-    """The steps whose product is not there."""
-    return [step for step in config.prepare if not Path(step.creates).exists()]
+def missing_steps(run: RunConfig) -> list[PrepareStep]:
+    """Return the preparation steps whose product does not exist."""
+    return [step for step in run.prepare if not Path(step.creates).exists()]
 
 
-def prepare(config: RunConfig) -> int:
-    """Run the missing steps, their output going where ours goes. Returns how many ran.
+def prepare(run: RunConfig) -> int:
+    """Run the missing preparation steps in order and return their number; their output goes where ours goes.
 
-    Blocks until the last has ended. Raises ConfigError with the failing step.
+    Raises ConfigError with the step that failed.
     """
-    steps = missing_steps(config)
+    steps = missing_steps(run)
     for step in steps:
         print(f"prepare: {step.creates} is missing, making it with {step.module}", flush=True)
         _run(step)
@@ -44,22 +42,19 @@ def _run(step: PrepareStep) -> None:
     command = [sys.executable, "-m", step.module, *step.args]
     shown = f"python -m {step.module} {' '.join(step.args)}"
     try:
-        code = subprocess.run(command, check=False, timeout=STEP_TIMEOUT_S).returncode
+        code = subprocess.run(command, check=False, timeout=_STEP_TIMEOUT_S).returncode
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"prepare step `{shown}` must end within {STEP_TIMEOUT_S:.0f} s, but did not.") from None
+        raise ConfigError(f"prepare step `{shown}` must end within {_STEP_TIMEOUT_S:.0f} s, but did not.") from None
     if code != 0:
         raise ConfigError(f"prepare step `{shown}` failed with exit code {code}; its own message is above.")
     if not Path(step.creates).exists():
         raise ConfigError(f"prepare step `{shown}` must create {step.creates}, but did not: check prepare[].creates.")
 
 
-_STORE_TIMEOUT_S = 10.0
-
-
 def check_surroundings(run: RunConfig) -> None:
-    """Data, model, reward functions; for roles in processes also the broker's address, its token and a store's server.
+    """Check data, model and reward functions; with role processes also the broker's address, its token and the store.
 
-    Of a replay the archive, which is read whole. Takes a second, or ten when a store or the model hub does not answer.
+    A replay reads its whole archive. Takes a second, or ten when a store or the model hub does not answer.
     Raises ConfigError, BrokerError, ReplayBufferError.
     """
     Dataset(run.data.train_path)
@@ -71,15 +66,7 @@ def check_surroundings(run: RunConfig) -> None:
         plan_replay(run)
     if run.mode == "async":
         read_token(run.broker)
-        _check_address(run)
-        _check_store(run)
-
-
-def _check_address(run: RunConfig) -> None:
-    """Taken and given back: were the broker the first to find it in use, our generators would join a stranger's run."""
-    ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes).close()
-
-
-def _check_store(run: RunConfig) -> None:
-    if isinstance(run.buffer.store, RedisConfig):
-        open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
+        # Bound and closed again: if the broker found its address in use, our generators would join another run.
+        ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes).close()
+        if isinstance(run.buffer.store, RedisConfig):
+            open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()

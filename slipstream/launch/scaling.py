@@ -1,4 +1,4 @@
-"""Scaling: how many generators a launcher keeps while its run goes on: as it is asked, or by who waits for whom."""
+"""Scaling: changes the number of generators of a running launcher, on request or as the autoscaler decides."""
 
 import os
 import socket
@@ -19,182 +19,182 @@ from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.launch.autoscaler import Autoscaler, Change
-from slipstream.launch.generator_pool import GeneratorPool, Happening
+from slipstream.launch.generator_pool import Event, GeneratorPool
 from slipstream.runtime.clock import Clock
 
+GENERATORS = "generators"
+"""Subject of a scaling request in the store; its value is the number, a space, and an id for the answer."""
+_WORKING_STATES = ("ready", "updating")
+"""States of a generator that has weights."""
 
-# @@ AbsenceTracker: which of the generators that are kept are waited for, and which have been away for too long for that.
+
 class AbsenceTracker:
-    """Life: note, at every look. One that is away is waited for, until its time is over."""
+    """Tracks absent generators and decides when the autoscaler stops waiting for them."""
 
-    def __init__(self, *, patience_s: float, clock: Clock = time.monotonic) -> None:
-        self._patience_s = patience_s
+    def __init__(self, *, absent_after_s: float, clock: Clock = time.monotonic) -> None:
+        self._absent_after_s = absent_after_s
         self._clock = clock
         self._away_since: dict[str, float] = {}
-        self._given_up: set[str] = set()
+        self._abandoned: set[str] = set()
 
-    def note(self, kept: AbstractSet[str], *, at_work: AbstractSet[str]) -> list[str]:
-        """Take in who is there; returns those that nobody waits for any more from now on, each once per absence."""
+    def update(self, expected: AbstractSet[str], *, working: AbstractSet[str]) -> list[str]:
+        """Record who works; return the generators that are no longer waited for, each once per absence."""
         now = self._clock()
-        self._away_since = {name: self._away_since.get(name, now) for name in kept - at_work}
-        given_up = {name for name, since in self._away_since.items() if now - since > self._patience_s}
-        new, self._given_up = given_up - self._given_up, given_up
+        self._away_since = {name: self._away_since.get(name, now) for name in expected - working}
+        abandoned = {name for name, since in self._away_since.items() if now - since > self._absent_after_s}
+        new, self._abandoned = abandoned - self._abandoned, abandoned
         return sorted(new)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all are at work that are waited for."""
-        return self._away_since.keys() == self._given_up
+        """Whether every generator that is waited for works."""
+        return self._away_since.keys() == self._abandoned
 
 
-# @@ LauncherReport: what the launcher tells the store: that it lives, whom it keeps and restarted, and every death.
 class LauncherReport:
-    """Keeps what happens while the store is away until it can be told.
+    """Reports the launcher, its restarts and its events to the store, and queues events while the store is away.
 
-    Life: (note -> send)* -> end.
+    Life: (record -> send)* -> end.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._answer: dict[str, str] = {}
-        self._untold: deque[tuple[str, str]] = deque(maxlen=EVENTS_KEPT)
+        self._unsent: deque[Event] = deque(maxlen=EVENTS_KEPT)
 
-    def note(self, role_id: str, sentence: str) -> None:
-        """Something happened to a role; the sentence may begin with its name."""
-        self._untold.append((role_id, sentence.removeprefix(f"{role_id} ")))
+    def record(self, event: Event) -> None:
+        """Queue an event for the next `send`; the role that begins its message is cut off."""
+        self._unsent.append(Event(event.role, event.message.removeprefix(f"{event.role} ")))
 
     def answer(self, request_id: str, refusal: str) -> None:
-        """What was asked for is done, or why not; with the next `send`."""
+        """Answer a scaling request with the next `send`; an empty refusal means that it was carried out."""
         self._answer = {"answered": request_id, "refusal": refusal}
 
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
-        """Tell the store what was noted, and who is kept and was restarted. Raises StoreUnavailableError, RunConflictError.
-
-        The oldest first, each dropped only once the store has it: an answer that gets lost tells it twice.
-        """
-        while self._untold:
-            self._store.record_event(*self._untold[0])
-            self._untold.popleft()
+        """Send the queued events and the launcher's state. Raises StoreUnavailableError, RunConflictError."""
+        while self._unsent:
+            # Dropped only once the store has it: a lost answer repeats an event, a lost call loses none.
+            self._store.record_event(*self._unsent[0])
+            self._unsent.popleft()
         self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
 
     def end(self, *, reason: str, restarts: Mapping[str, int], generators_target: int) -> None:
-        """The last word; a store that does not answer (any more) goes without it."""
+        """Report that the launcher ends, unless the store does not answer."""
         with suppress(ReplayBufferError):
             self.send(restarts=restarts, generators_target=generators_target)
             self._report("gone", {"restarts": dict(restarts), "reason": reason})
 
     def _report(self, state: str, gauges: dict[str, Any]) -> None:
-        where = {"host": socket.gethostname(), "pid": os.getpid()}
-        self._store.report_role(LAUNCHER, {"role": LAUNCHER, "state": state, **where, **gauges})
-
-
-GENERATORS = "generators"
-"""Subject of a request for another number; its value: the number, a space, an id for the answer."""
-_AT_WORK = ("ready", "updating")
-"""States of a generator that has its weights."""
+        process = {"host": socket.gethostname(), "pid": os.getpid()}
+        self._store.report_role(LAUNCHER, {"role": LAUNCHER, "state": state, **process, **gauges})
 
 
 class Scaling:
-    """Changes what a fleet keeps. Life: look, again and again."""
+    """Sets the target of a generator pool, once per `poll`."""
 
     def __init__(
         self,
-        fleet: GeneratorPool,
+        pool: GeneratorPool,
         report: LauncherReport,
         *,
         run: RunConfig,
         check_room: Callable[[int], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        """`check_room(count)` raises ConfigError when this machine has no place for so many."""
-        self._fleet = fleet
+        """`check_room(count)` raises ConfigError when this machine has no room for that many generators."""
+        self._pool = pool
         self._report = report
         self._run = run
         self._check_room = check_room
         config = run.generators.autoscale
         self._autoscaler = Autoscaler(config, clock=clock) if config else None
-        self._patience_s = config.absent_after_s if config else inf
-        self._attendance = AbsenceTracker(patience_s=self._patience_s, clock=clock)
+        self._absent_after_s = config.absent_after_s if config else inf
+        self._absences = AbsenceTracker(absent_after_s=self._absent_after_s, clock=clock)
         self._refused: tuple[int, str] | None = None
-        self._is_first_look = True
+        self._is_first_poll = True
 
-    def look(self, store: Store, snapshot: RunSnapshot) -> list[Happening]:
-        """Do what was asked for since the last look, or what the waits call for. Raises StoreUnavailableError."""
-        asked = store.take_requests("launcher")
-        if self._is_first_look:
-            # Those were for the launcher before.
-            self._is_first_look, asked = False, {}
-        happened = self._do(asked[GENERATORS]) if GENERATORS in asked else []
-        return happened + self._follow_the_waits(store, snapshot)
+    def poll(self, store: Store, snapshot: RunSnapshot) -> list[Event]:
+        """Carry out a request of the user, then a decision of the autoscaler. Raises StoreUnavailableError."""
+        requests = store.take_requests("launcher")
+        if self._is_first_poll:
+            # Requests from before this launcher started were addressed to its predecessor.
+            self._is_first_poll, requests = False, {}
+        events = self._handle_request(requests[GENERATORS]) if GENERATORS in requests else []
+        return events + self._autoscale(store, snapshot)
 
-    def _do(self, asked: str) -> list[Happening]:
-        number, _, request_id = asked.partition(" ")
+    def _handle_request(self, value: str) -> list[Event]:
+        number, _, request_id = value.partition(" ")
         try:
             self._check_bounds(int(number))
-            happened = self._keep(int(number), reason="as asked")
+            events = self._set_target(int(number), reason="requested")
         except (ValueError, ConfigError) as error:
             self._report.answer(request_id, str(error))
             return []
         self._report.answer(request_id, "")
-        return happened
+        return events
 
-    def _check_bounds(self, wanted: int) -> None:
+    def _check_bounds(self, target: int) -> None:
         scale = self._run.generators.autoscale
-        if scale and not scale.min <= wanted <= scale.max:
+        if scale and not scale.min <= target <= scale.max:
             raise ConfigError(
                 f"generators must lie between generators.autoscale.min and max ({scale.min} to {scale.max}), got "
-                f"{wanted}: the waits decide in between; begin the run with other bounds."
+                f"{target}: the autoscaler decides in between; begin the run with other bounds."
             )
 
-    def _follow_the_waits(self, store: Store, snapshot: RunSnapshot) -> list[Happening]:
+    def _autoscale(self, store: Store, snapshot: RunSnapshot) -> list[Event]:
         state = snapshot.state
         if self._autoscaler is None or state.phase != "training":
             return []
         roles = role_statuses(snapshot.roles, run=self._run, now=store.now(), announced_version=state.announced_version)
-        workers = [role for role in roles if role.role == "generator" and role.is_alive and role.state in _AT_WORK]
-        happened = self._note_absences(roles, at_work={role.name for role in workers})
+        workers = [r for r in roles if r.role == "generator" and r.is_alive and r.state in _WORKING_STATES]
+        events = self._update_absences(roles, working={role.name for role in workers})
         learner = next((role for role in roles if role.role == "learner" and role.is_alive), None)
         is_starving = learner is not None and learner.waits_for == "groups"
         is_training = learner is not None and (state.step > 0 or is_starving)
-        if not (is_training and self._attendance.is_complete):
-            # While somebody starts, the waits of the others say nothing of how many generators are needed.
-            self._autoscaler.begin()
-            return happened
-        change = self._autoscaler.look(
+        if not (is_training and self._absences.is_complete):
+            # While a role starts, the waits of the others do not tell how many generators are needed.
+            self._autoscaler.start_window()
+            return events
+        change = self._autoscaler.observe(
             snapshot.new_rows,
             busy=busy_fraction(workers),
             is_starving=is_starving,
-            at_work=len(workers),
-            count=self._fleet.wanted,
+            num_ready=len(workers),
+            target=self._pool.target,
         )
-        return happened + (self._follow(change) if change else [])
+        return events + (self._apply(change) if change else [])
 
-    def _note_absences(self, roles: Sequence[RoleStatus], *, at_work: set[str]) -> list[Happening]:
+    def _update_absences(self, roles: Sequence[RoleStatus], *, working: set[str]) -> list[Event]:
         states = {role.name: role.state if role.is_alive else role.liveness for role in roles}
         return [
-            (
+            Event(
                 name,
-                f"{name} is {states.get(name, 'not there')}, and has not been at work for {self._patience_s:g} s: the "
-                "number of generators is decided without it until it is",
+                f"{name} is {states.get(name, 'absent')} and has not worked for {self._absent_after_s:g} s: the "
+                "autoscaler ignores it until it works",
             )
-            for name in self._attendance.note(self._fleet.kept, at_work=at_work)
+            for name in self._absences.update(self._pool.active_names, working=working)
         ]
 
-    def _follow(self, change: Change) -> list[Happening]:
+    def _apply(self, change: Change) -> list[Event]:
         try:
-            return self._keep(change.wanted, reason=change.reason)
+            return self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
-            told, self._refused = self._refused, (change.wanted, str(error))
-            if told == self._refused:
-                # Said at every decision, it would in time push everything else out of the events.
+            previous, self._refused = self._refused, (change.target, str(error))
+            # Reported once: repeated at every decision it would push everything else out of the store's events.
+            if previous == self._refused:
                 return []
-            return [("launcher", f"no generator more, though {change.reason}: {error}")]
+            return [
+                Event(
+                    LAUNCHER,
+                    f"the number of generators stays at {self._pool.target}, although {change.reason}: {error}",
+                )
+            ]
 
-    def _keep(self, wanted: int, *, reason: str) -> list[Happening]:
-        before = self._fleet.wanted
-        self._check_room(wanted)
+    def _set_target(self, target: int, *, reason: str) -> list[Event]:
+        previous = self._pool.target
+        self._check_room(target)
         self._refused = None
         return [
-            ("launcher", f"{wanted} generators are wanted, not {before}: {reason}"),
-            *self._fleet.set_wanted(wanted),
+            Event(LAUNCHER, f"the number of generators changes from {previous} to {target}: {reason}"),
+            *self._pool.set_target(target),
         ]

@@ -140,7 +140,7 @@ def recovery_s(run: Run, killed_at: float, *, from_steps: int) -> float:
 def test_a_killed_generator_is_restarted_and_no_prompt_is_lost(folder: Path) -> None:
     with Run(folder, "generator", f"learner.max_steps={STEPS}").ended_at_last() as run:
         until(has_stepped(run, 5), timeout_s=120, what="training has begun")
-        killed_at = run.kill("generators")
+        killed_at = run.kill("slipstream.generators")
         until(lambda: "generator-0 restarted" in run.printed, timeout_s=30, what="a restart")
         # What the dead one had delivered may carry some more steps.
         waiting_from = run.steps + 8
@@ -155,7 +155,7 @@ def test_a_killed_generator_is_restarted_and_no_prompt_is_lost(folder: Path) -> 
 def test_a_killed_broker_is_restarted_and_no_prompt_is_lost(folder: Path) -> None:
     with Run(folder, "broker", f"learner.max_steps={STEPS}").ended_at_last() as run:
         until(has_stepped(run, 5), timeout_s=120, what="training has begun")
-        killed_at = run.kill("broker")
+        killed_at = run.kill("slipstream.broker")
         until(lambda: "broker restarted" in run.printed, timeout_s=30, what="a restart")
         waiting_from = run.steps + 8
         print("broker back to work after", round(recovery_s(run, killed_at, from_steps=waiting_from), 1), "s")
@@ -169,7 +169,7 @@ def test_a_killed_broker_is_restarted_and_no_prompt_is_lost(folder: Path) -> Non
 def test_a_killed_learner_goes_on_from_its_checkpoint_and_so_does_a_run_that_is_resumed(folder: Path) -> None:
     with Run(folder, "learner", "learner.max_steps=40").ended_at_last() as run:
         until(has_stepped(run, 12), timeout_s=120, what="a checkpoint")
-        killed_at = run.kill("learner")
+        killed_at = run.kill("slipstream.learner")
         until(lambda: "learner restarted" in run.printed, timeout_s=30, what="a restart")
         print("learner back to work after", round(recovery_s(run, killed_at, from_steps=16), 1), "s")
         assert run.await_end() == 0, run.printed[-3000:]
@@ -202,19 +202,22 @@ def start_role(folder: Path, *command: str) -> subprocess.Popen[str]:
 def test_by_hand_a_generator_waits_for_the_broker_and_a_second_one_contributes(folder: Path) -> None:
     address = f"broker.address=ipc://{folder}/hand.sock"
     settings = (*SMALL, address, "name=hand", "learner.max_steps=100000")
-    first_log, second_log = (folder / f"by-hand-generators---id-{name}.log" for name in ("first", "second"))
-    roles = [start_role(folder, "generators", "--id", "first", address)]
+    first_log, second_log = (folder / f"by-hand-slipstream.generators---id-{name}.log" for name in ("first", "second"))
+    roles = [start_role(folder, "slipstream.generators", "--id", "first", address)]
     try:
         until(
             lambda: "start a broker with `python -m broker`" in first_log.read_text(),
             timeout_s=40,
             what="a waiting line",
         )
-        roles += [start_role(folder, "learner", *settings), start_role(folder, "broker", *settings)]
+        roles += [
+            start_role(folder, "slipstream.learner", *settings),
+            start_role(folder, "slipstream.broker", *settings),
+        ]
         metrics = folder / "runs" / "hand" / "metrics.jsonl"
         until(lambda: metrics.exists(), timeout_s=90, what="a first step")
         started_at = time.monotonic()
-        roles.append(start_role(folder, "generators", "--id", "second", address))
+        roles.append(start_role(folder, "slipstream.generators", "--id", "second", address))
         contributed_at = until(lambda: trajectories_of(folder, "second") > 0, timeout_s=60, what="a contribution")
         print("second generator contributes after", round(contributed_at - started_at, 1), "s")
     finally:
@@ -234,7 +237,7 @@ def trajectories_of(folder: Path, generator: str) -> float:
 
 def end(roles: list[subprocess.Popen[str]]) -> None:
     """As one does by hand: Ctrl-C in every terminal, the broker's last."""
-    for role in sorted(roles, key=lambda role: "broker" in role.args):
+    for role in sorted(roles, key=lambda role: "slipstream.broker" in role.args):
         role.send_signal(signal.SIGINT)
         try:
             role.wait(timeout=15)

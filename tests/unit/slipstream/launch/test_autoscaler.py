@@ -13,17 +13,22 @@ def rows(*, waited_s: float, worked_s: float, count: int = 6) -> list[dict[str, 
     return [{"learner/wait_s": waited_s, "learner/train_s": worked_s, "learner/publish_s": 0.0}] * count
 
 
-def look(
+def observe(
     scaler: Autoscaler,
     new_rows: list[dict[str, float]],
     *,
     busy: float | None = 1.0,
     is_starving: bool = False,
-    count: int = 1,
-    at_work: int | None = None,
+    target: int = 1,
+    num_ready: int | None = None,
 ) -> Change | None:
-    at_work = count if at_work is None else at_work
-    return scaler.look(new_rows, busy=busy, is_starving=is_starving, at_work=at_work, count=count)
+    return scaler.observe(
+        new_rows,
+        busy=busy,
+        is_starving=is_starving,
+        num_ready=target if num_ready is None else num_ready,
+        target=target,
+    )
 
 
 def decide(
@@ -32,57 +37,57 @@ def decide(
     waited_s: float = 0.0,
     worked_s: float = 1.0,
     busy: float | None = 1.0,
-    count: int = 2,
-    at_work: int | None = None,
+    target: int = 2,
+    num_ready: int | None = None,
 ) -> Change | None:
     clock = FakeClock()
     scaler = Autoscaler(config, clock=clock)
     clock.now += 60
-    return look(scaler, rows(waited_s=waited_s, worked_s=worked_s), busy=busy, count=count, at_work=at_work)
+    return observe(scaler, rows(waited_s=waited_s, worked_s=worked_s), busy=busy, target=target, num_ready=num_ready)
 
 
 def test_a_learner_that_waits_gets_one_more_and_the_reason_has_the_numbers():
     change = decide(waited_s=0.4, worked_s=0.6)
-    assert (change.wanted, change.reason) == (3, "the learner waited 40% of the last 60 s for groups, above 30%")
+    assert (change.target, change.reason) == (3, "the learner waited 40% of the last 60 s for groups, above 30%")
     assert decide(waited_s=0.3, worked_s=0.7) is None
 
 
 def test_generators_that_idle_become_one_less_and_the_reason_has_the_numbers():
     change = decide(busy=0.4)
-    assert (change.wanted, change.reason) == (
+    assert (change.target, change.reason) == (
         1,
-        "the generators ran 40% of what they could in the last 60 s, below 50%",
+        "the generators used 40% of their capacity in the last 60 s, below 50%",
     )
     assert decide(busy=0.5) is None
     assert decide(busy=None) is None
 
 
 def test_one_less_must_be_able_to_do_the_work():
-    assert decide(busy=0.49, count=3).wanted == 2
+    assert decide(busy=0.49, target=3).target == 2
     eager = AutoscaleConfig(min=1, max=3, fewer_below=0.9, settle_s=60.0)
-    assert decide(config=eager, busy=0.8, count=3) is None
-    assert decide(config=eager, busy=0.6, count=3).wanted == 2
-    assert decide(config=eager, busy=0.6, count=3, at_work=2) is None
+    assert decide(config=eager, busy=0.8, target=3) is None
+    assert decide(config=eager, busy=0.6, target=3).target == 2
+    assert decide(config=eager, busy=0.6, target=3, num_ready=2) is None
 
 
 @pytest.mark.parametrize(("waited_s", "busy", "count"), [(9.0, 1.0, 3), (0.0, 0.0, 1)])
 def test_the_bounds_are_kept(waited_s: float, busy: float, count: int):
-    assert decide(waited_s=waited_s, busy=busy, count=count) is None
+    assert decide(waited_s=waited_s, busy=busy, target=count) is None
 
 
 def test_while_the_learner_waits_idle_generators_are_no_reason_for_fewer():
-    assert decide(waited_s=0.9, worked_s=0.1, busy=0.1).wanted == 3
+    assert decide(waited_s=0.9, worked_s=0.1, busy=0.1).target == 3
 
 
 @pytest.mark.parametrize("waited_s", [0.31, 0.9])
 def test_at_the_most_a_learner_that_waits_keeps_idle_generators_from_going_and_coming(waited_s: float):
-    assert decide(waited_s=waited_s, worked_s=1 - waited_s, busy=0.1, count=3) is None
-    assert decide(waited_s=0.3, worked_s=0.7, busy=0.1, count=3).wanted == 2
+    assert decide(waited_s=waited_s, worked_s=1 - waited_s, busy=0.1, target=3) is None
+    assert decide(waited_s=0.3, worked_s=0.7, busy=0.1, target=3).target == 2
 
 
 def test_where_fewer_than_the_fewest_are_left_there_are_as_many_again():
-    change = decide(config=AutoscaleConfig(min=3, max=4, settle_s=60.0), waited_s=0.9, worked_s=0.1, count=1)
-    assert (change.wanted, change.reason) == (3, "generators.autoscale.min is 3")
+    change = decide(config=AutoscaleConfig(min=3, max=4, settle_s=60.0), waited_s=0.9, worked_s=0.1, target=1)
+    assert (change.target, change.reason) == (3, "generators.autoscale.min is 3")
 
 
 def test_nothing_changes_before_the_last_change_has_settled_and_what_came_before_it_does_not_count():
@@ -90,39 +95,39 @@ def test_nothing_changes_before_the_last_change_has_settled_and_what_came_before
     scaler = Autoscaler(CONFIG, clock=clock)
     waiting = rows(waited_s=0.9, worked_s=0.1)
     clock.now += 59
-    assert look(scaler, waiting) is None
+    assert observe(scaler, waiting) is None
     clock.now += 1
-    assert look(scaler, []).wanted == 2
+    assert observe(scaler, []).target == 2
     clock.now += 60
-    assert look(scaler, [], count=2) is None
-    assert look(scaler, rows(waited_s=0, worked_s=1), count=2) is None
+    assert observe(scaler, [], target=2) is None
+    assert observe(scaler, rows(waited_s=0, worked_s=1), target=2) is None
 
 
 def test_a_learner_that_gets_nothing_at_all_has_waited_all_the_time():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     clock.now += 61
-    change = look(scaler, [], is_starving=True)
-    assert (change.wanted, change.reason) == (2, "the learner waited 100% of the last 61 s for groups, above 30%")
+    change = observe(scaler, [], is_starving=True)
+    assert (change.target, change.reason) == (2, "the learner waited 100% of the last 61 s for groups, above 30%")
 
 
 def test_a_learner_that_has_only_begun_to_wait_has_waited_for_that_share_of_the_looks():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     for is_starving in (False, False, False, True):
-        assert look(scaler, [], is_starving=is_starving) is None
+        assert observe(scaler, [], is_starving=is_starving) is None
     clock.now += 60
-    change = look(scaler, [], is_starving=True)
-    assert (change.wanted, change.reason) == (2, "the learner waited 40% of the last 60 s for groups, above 30%")
+    change = observe(scaler, [], is_starving=True)
+    assert (change.target, change.reason) == (2, "the learner waited 40% of the last 60 s for groups, above 30%")
 
 
 def test_waits_of_long_ago_count_no_more():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     clock.now += 60
-    assert look(scaler, rows(waited_s=0.0, worked_s=100.0)) is None
+    assert observe(scaler, rows(waited_s=0.0, worked_s=100.0)) is None
     clock.now += 60
-    assert look(scaler, rows(waited_s=0.4, worked_s=0.6)).wanted == 2
+    assert observe(scaler, rows(waited_s=0.4, worked_s=0.6)).target == 2
 
 
 def test_slow_steps_are_measured_for_longer():
@@ -130,9 +135,9 @@ def test_slow_steps_are_measured_for_longer():
     scaler = Autoscaler(CONFIG, clock=clock)
     for _ in range(4):
         clock.now += 60
-        assert look(scaler, rows(waited_s=9.0, worked_s=1.0, count=1), is_starving=True) is None
+        assert observe(scaler, rows(waited_s=9.0, worked_s=1.0, count=1), is_starving=True) is None
     clock.now += 60
-    change = look(scaler, rows(waited_s=9.0, worked_s=1.0, count=1), is_starving=True)
+    change = observe(scaler, rows(waited_s=9.0, worked_s=1.0, count=1), is_starving=True)
     assert change.reason == "the learner waited 90% of the last 300 s for groups, above 30%"
 
 
@@ -140,12 +145,12 @@ def test_what_was_measured_before_it_began_anew_does_not_count():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     clock.now += 59
-    assert look(scaler, rows(waited_s=9.0, worked_s=1.0), is_starving=True) is None
-    scaler.begin()
+    assert observe(scaler, rows(waited_s=9.0, worked_s=1.0), is_starving=True) is None
+    scaler.start_window()
     clock.now += 59
-    assert look(scaler, []) is None
+    assert observe(scaler, []) is None
     clock.now += 1
-    assert look(scaler, rows(waited_s=0.0, worked_s=1.0)) is None
+    assert observe(scaler, rows(waited_s=0.0, worked_s=1.0)) is None
 
 
 def test_a_few_steps_mean_nothing():
@@ -153,4 +158,4 @@ def test_a_few_steps_mean_nothing():
     scaler = Autoscaler(CONFIG, clock=clock)
     clock.now += 60
     few = rows(waited_s=9.0, worked_s=1.0, count=4)
-    assert look(scaler, few) is None
+    assert observe(scaler, few) is None

@@ -1,4 +1,4 @@
-"""A fleet keeps as many generators as are wanted, whatever happens to each."""
+"""A pool keeps its target of generators running, whatever happens to each; roles get GPUs of their own."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.launch.generator_pool import GeneratorPool
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
+from slipstream.launch.generator_pool import GeneratorPool, check_target, place, visible_gpus
 from slipstream.runtime.process import RoleDiedError, RoleProcess
+from tests.builders import make_run
 
 STAYS = """
 import signal, sys
@@ -20,36 +23,36 @@ PATIENCE_S = 30.0
 
 
 class Scene:
-    """A fleet of processes that stay until they are told to go, but for the names in `ends`."""
+    """A pool of processes that stay until they are told to go, but for the names in `ends`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ends: dict[str, str] = {}
         self.said: list[str] = []
-        self.lives_another = False
-        self.fleet = GeneratorPool(self.make, lives_another=lambda: self.lives_another)
+        self.has_others = False
+        self.pool = GeneratorPool(self.make, has_others=lambda: self.has_others)
 
     def make(self, name: str) -> RoleProcess:
         arguments = ["ends", self.ends[name]] if name in self.ends else ["stays", str(self.folder / f"{name}.up")]
         return RoleProcess(name, arguments, logs=self.folder)
 
-    def keep(self, wanted: int) -> None:
-        self.said += [sentence for _, sentence in self.fleet.set_wanted(wanted)]
+    def keep(self, target: int) -> None:
+        self.said += [sentence for _, sentence in self.pool.set_target(target)]
 
     def until(self, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
             assert time.monotonic() < deadline, self.said
-            self.said += [sentence for _, sentence in self.fleet.poll()]
+            self.said += [sentence for _, sentence in self.pool.poll()]
 
     def are_up(self, *numbers: int) -> bool:
         names = {f"generator-{number}" for number in numbers}
-        return {role.name for role in self.fleet.roles if role.is_running} == names and all(
+        return {role.name for role in self.pool.roles if role.is_running} == names and all(
             (self.folder / f"{name}.up").exists() for name in names
         )
 
     def close(self) -> None:
-        for role in self.fleet.roles:
+        for role in self.pool.roles:
             role.stop(ends_at=0.0)
 
 
@@ -69,9 +72,9 @@ def test_the_number_goes_up_and_down_and_the_highest_go_first(scene: Scene):
     scene.keep(3)
     scene.until(lambda: scene.are_up(0, 1, 2))
     scene.keep(1)
-    scene.until(lambda: scene.are_up(0) and len(scene.fleet.roles) == 1)
-    assert "generator-2 is told to leave: 1 are wanted" in scene.said
-    assert "generator-2 has left" in scene.said
+    scene.until(lambda: scene.are_up(0) and len(scene.pool.roles) == 1)
+    assert "generator-2 is asked to leave: the target is 1" in scene.said
+    assert "generator-2 left" in scene.said
 
 
 def test_a_name_is_given_again_only_when_its_process_is_gone(scene: Scene):
@@ -79,26 +82,26 @@ def test_a_name_is_given_again_only_when_its_process_is_gone(scene: Scene):
     scene.until(lambda: scene.are_up(0, 1))
     scene.keep(1)
     scene.keep(2)
-    assert [role.name for role in scene.fleet.roles] == ["generator-0", "generator-1"]
+    assert [role.name for role in scene.pool.roles] == ["generator-0", "generator-1"]
     (scene.folder / "generator-1.up").unlink()
     scene.until(lambda: scene.are_up(0, 1))
-    assert len(scene.fleet.roles) == 2
+    assert len(scene.pool.roles) == 2
 
 
 def test_one_that_was_drained_by_somebody_else_is_not_started_again(scene: Scene):
     scene.keep(2)
     scene.until(lambda: scene.are_up(0, 1))
-    scene.fleet.roles[0].terminate()
-    scene.until(lambda: scene.fleet.wanted == 1)
-    assert scene.said[-1] == "generator-0 has left; 1 are kept now"
+    scene.pool.roles[0].terminate()
+    scene.until(lambda: scene.pool.target == 1)
+    assert scene.said[-1] == "generator-0 left; the target is 1 now"
     assert scene.are_up(1)
 
 
 def test_one_that_cannot_start_is_given_up_while_another_lives(scene: Scene):
     scene.ends["generator-1"] = "2"
     scene.keep(2)
-    scene.until(lambda: scene.fleet.wanted == 1)
-    assert "generator-1 is given up, 1 are kept now: generator-1 ended with exit code 2" in scene.said[-1]
+    scene.until(lambda: scene.pool.target == 1)
+    assert "generator-1 is abandoned, the target is 1 now: generator-1 ended with exit code 2" in scene.said[-1]
     scene.until(lambda: scene.are_up(0))
 
 
@@ -111,7 +114,63 @@ def test_the_last_one_that_cannot_start_ends_the_run(scene: Scene):
 
 def test_the_last_one_kept_is_given_up_too_while_the_run_has_another(scene: Scene):
     scene.ends["generator-0"] = "2"
-    scene.lives_another = True
+    scene.has_others = True
     scene.keep(1)
-    scene.until(lambda: scene.fleet.wanted == 0)
-    assert "generator-0 is given up, 0 are kept now" in scene.said[-1]
+    scene.until(lambda: scene.pool.target == 0)
+    assert "generator-0 is abandoned, the target is 0 now" in scene.said[-1]
+
+
+# --- placement -------------------------------------------------------------------------------------------------------
+EIGHT = list("01234567")
+
+
+def test_without_gpus_nothing_is_placed():
+    assert place(make_run(), gpus=[]) == {}
+
+
+def test_one_gpu_is_shared():
+    placed = place(load(["experiment=gsm8k_1gpu"]), gpus=["5"])
+    assert placed == {"learner": ["5"], "generator-0": ["5"]}
+
+
+def test_eight_gpus_are_shared_out_in_order():
+    placed = place(load(["experiment=gsm8k_8gpu"]), gpus=EIGHT)
+    assert placed == {"learner": ["0", "1", "2", "3"], "generator-0": ["4", "5"], "generator-1": ["6", "7"]}
+
+
+def test_too_few_gpus_are_refused_with_the_sum():
+    with pytest.raises(ConfigError, match="got 8"):
+        place(load(["experiment=gsm8k_8gpu"]), gpus=EIGHT[:4])
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("2,3", ["2", "3"]),
+        (" 7 , GPU-8932f937 ", ["7", "GPU-8932f937"]),
+        ("MIG-3a/1/0", ["MIG-3a/1/0"]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,2", ["1"]),
+    ],
+)
+def test_only_gpus_that_the_launcher_may_use_are_given_out(value: str, names: list[str]):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names
+
+
+def test_a_placed_role_is_given_what_the_launcher_calls_it():
+    placed = place(make_run(), gpus=visible_gpus({"CUDA_VISIBLE_DEVICES": "6,GPU-8932f937"}))
+    assert placed == {"learner": ["6"], "generator-0": ["GPU-8932f937"]}
+
+
+def test_a_number_that_can_only_be_a_typing_error_is_refused():
+    check_target(make_run(), 8, num_cores=2)
+    with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: ask for less"):
+        check_target(make_run(), 100, num_cores=2)
+
+
+@pytest.mark.parametrize("settings", [{"count": 20}, {"autoscale": {"max": 20}}])
+def test_what_the_settings_name_is_no_typing_error(settings: dict):
+    check_target(make_run(generators=settings), 20, num_cores=2)
+    with pytest.raises(ConfigError, match="<= 20"):
+        check_target(make_run(generators=settings), 21, num_cores=2)

@@ -1,31 +1,34 @@
-"""What a launcher does with a request for another number of generators, and what the command says of it."""
+"""Scaling requests and decisions of the autoscaler change the target of a pool; absences and events are reported."""
 
+import os
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from slipstream.broker.status.monitor import Monitor
+from slipstream.buffer.errors import RunConflictError, StoreUnavailableError
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.launch.commands import scale
-from slipstream.launch.scaling import LauncherReport, Scaling
+from slipstream.launch.generator_pool import Event
+from slipstream.launch.scaling import AbsenceTracker, LauncherReport, Scaling
 from tests.builders import make_run
 from tests.unit.broker.router_scene import FakeClock
 
 
-class FakeFleet:
+class FakePool:
     def __init__(self) -> None:
-        self.wanted = 1
+        self.target = 1
 
     @property
-    def kept(self) -> set[str]:
-        return {f"generator-{number}" for number in range(self.wanted)}
+    def active_names(self) -> set[str]:
+        return {f"generator-{number}" for number in range(self.target)}
 
-    def set_wanted(self, wanted: int) -> list[tuple[str, str]]:
-        self.wanted = wanted
-        return [("generator-1", "started")]
+    def set_target(self, target: int) -> list[Event]:
+        self.target = target
+        return [Event("generator-1", "started")]
 
 
 class Scene:
@@ -33,18 +36,18 @@ class Scene:
         self.clock = FakeClock()
         self.store = MemoryStore(clock=self.clock)
         self.store.open_run("test", config_json="{}", num_rows=1, seed=0)
-        self.fleet = FakeFleet()
+        self.pool = FakePool()
         self.report = LauncherReport(self.store)
         run = make_run()
         count = autoscale.min if autoscale else 1
         run = structs.replace(run, generators=structs.replace(run.generators, autoscale=autoscale, count=count))
         self.monitor = Monitor(self.store, run)
-        self.scaling = Scaling(self.fleet, self.report, run=run, check_room=check_room, clock=self.clock)  # type: ignore[arg-type]
+        self.scaling = Scaling(self.pool, self.report, run=run, check_room=check_room, clock=self.clock)  # type: ignore[arg-type]
 
-    def look(self) -> list[tuple[str, str]]:
-        happened = self.scaling.look(self.store, self.monitor.poll())
-        self.report.send(restarts={}, generators_target=self.fleet.wanted)
-        return happened
+    def poll(self) -> list[Event]:
+        events = self.scaling.poll(self.store, self.monitor.poll())
+        self.report.send(restarts={}, generators_target=self.pool.target)
+        return events
 
 
 def check_room(count: int) -> None:
@@ -55,30 +58,33 @@ def check_room(count: int) -> None:
 @pytest.fixture
 def scene() -> Scene:
     made = Scene()
-    made.look()
+    made.poll()
     return made
 
 
 def test_a_request_is_done_said_and_answered(scene: Scene):
     scene.store.request("launcher", "generators", "4 request-1")
-    assert scene.look() == [("launcher", "4 generators are wanted, not 1: as asked"), ("generator-1", "started")]
+    assert scene.poll() == [
+        ("launcher", "the number of generators changes from 1 to 4: requested"),
+        ("generator-1", "started"),
+    ]
     launcher = scene.store.roles()["launcher"]
     assert (launcher["answered"], launcher["refusal"], launcher["generators_target"]) == ("request-1", "", 4)
 
 
 def test_a_number_without_room_is_refused_with_the_reason(scene: Scene):
     scene.store.request("launcher", "generators", "9 request-1")
-    assert scene.look() == []
+    assert scene.poll() == []
     launcher = scene.store.roles()["launcher"]
     assert (launcher["answered"], launcher["refusal"]) == ("request-1", "there are 8 GPUs")
-    assert scene.fleet.wanted == 1
+    assert scene.pool.target == 1
 
 
 def test_a_request_to_the_launcher_before_is_not_done():
     scene = Scene()
     scene.store.request("launcher", "generators", "4 request-1")
-    assert scene.look() == []
-    assert scene.fleet.wanted == 1
+    assert scene.poll() == []
+    assert scene.pool.target == 1
 
 
 def report_roles(scene: Scene, *states: str, waits_for: str = "groups") -> None:
@@ -90,100 +96,105 @@ def report_roles(scene: Scene, *states: str, waits_for: str = "groups") -> None:
 
 def test_the_waits_are_followed_up_to_the_room_there_is_and_the_reason_is_said():
     scene = Scene(AutoscaleConfig(max=20, settle_s=5.0))
-    scene.fleet.wanted = 7
+    scene.pool.target = 7
     scene.store.set_phase("training")
     said = []
     for _ in range(2):
-        report_roles(scene, *["ready"] * scene.fleet.wanted)
-        scene.look()
+        report_roles(scene, *["ready"] * scene.pool.target)
+        scene.poll()
         scene.clock.now += 5
-        report_roles(scene, *["ready"] * scene.fleet.wanted)
-        said.append(scene.look()[0])
+        report_roles(scene, *["ready"] * scene.pool.target)
+        said.append(scene.poll()[0])
     reason = "the learner waited 100% of the last 5 s for groups, above 30%"
     assert said == [
-        ("launcher", f"8 generators are wanted, not 7: {reason}"),
-        ("launcher", f"no generator more, though {reason}: there are 8 GPUs"),
+        ("launcher", f"the number of generators changes from 7 to 8: {reason}"),
+        ("launcher", f"the number of generators stays at 8, although {reason}: there are 8 GPUs"),
     ]
 
 
 def test_nothing_is_measured_while_a_generator_that_is_kept_still_starts():
     scene = Scene(AutoscaleConfig(settle_s=5.0))
-    scene.fleet.wanted = 2
+    scene.pool.target = 2
     scene.store.set_phase("training")
     for _ in range(4):
         report_roles(scene, "ready", "starting", "ready")
-        assert scene.look() == []
+        assert scene.poll() == []
         scene.clock.now += 5
-    assert scene.fleet.wanted == 2
+    assert scene.pool.target == 2
 
 
 def test_that_there_is_no_room_is_said_once_until_another_number_is_wanted():
     scene = Scene(AutoscaleConfig(max=20, settle_s=5.0))
-    scene.fleet.wanted = 8
+    scene.pool.target = 8
     scene.store.set_phase("training")
     said = []
-    for wanted in (8, 8, 8, 7, 8, 8):
-        scene.fleet.wanted = wanted
-        report_roles(scene, *["ready"] * wanted)
-        scene.look()
+    for target in (8, 8, 8, 7, 8, 8):
+        scene.pool.target = target
+        report_roles(scene, *["ready"] * target)
+        scene.poll()
         scene.clock.now += 5
-        report_roles(scene, *["ready"] * wanted)
-        said += [sentence.partition(",")[0] for _, sentence in scene.look()]
-    no_room, room = "no generator more", ["8 generators are wanted", "started"]
-    assert said == [no_room, *room, no_room]
+        report_roles(scene, *["ready"] * target)
+        said += [event.message.partition(":")[0].partition(",")[0] for event in scene.poll()]
+    stays, changes = "the number of generators stays at 8", "the number of generators changes from 7 to 8"
+    assert said == [stays, changes, "started", stays]
 
 
-@pytest.mark.parametrize("wanted", [1, 5])
-def test_what_is_asked_for_must_lie_between_the_bounds_of_the_waits(wanted: int):
+@pytest.mark.parametrize("target", [1, 5])
+def test_what_is_asked_for_must_lie_between_the_bounds_of_the_waits(target: int):
     scene = Scene(AutoscaleConfig(min=2, max=4))
-    scene.look()
-    scene.store.request("launcher", "generators", f"{wanted} request-1")
-    assert scene.look() == []
+    scene.poll()
+    scene.store.request("launcher", "generators", f"{target} request-1")
+    assert scene.poll() == []
     refusal = scene.store.roles()["launcher"]["refusal"]
-    assert f"between generators.autoscale.min and max (2 to 4), got {wanted}" in refusal
+    assert f"between generators.autoscale.min and max (2 to 4), got {target}" in refusal
 
 
 def test_where_fewer_than_the_fewest_are_left_the_others_come_back():
     scene = Scene(AutoscaleConfig(min=3, settle_s=5.0))
-    scene.fleet.wanted = 2
+    scene.pool.target = 2
     scene.store.set_phase("training")
     report_roles(scene, "ready", "ready")
-    assert scene.look() == []
+    assert scene.poll() == []
     scene.clock.now += 5
     report_roles(scene, "ready", "ready")
-    assert scene.look()[0] == ("launcher", "3 generators are wanted, not 2: generators.autoscale.min is 3")
+    assert scene.poll()[0] == (
+        "launcher",
+        "the number of generators changes from 2 to 3: generators.autoscale.min is 3",
+    )
 
 
-def watch(scene: Scene, *states: str, looks: int) -> list[tuple[str, str]]:
-    """What is said while every second somebody looks at generators in these states."""
+def watch(scene: Scene, *states: str, polls: int) -> list[Event]:
+    """The events while generators in these states are polled every second."""
     said = []
-    for _ in range(looks):
+    for _ in range(polls):
         scene.clock.now += 1
         report_roles(scene, *states)
-        said += scene.look()
+        said += scene.poll()
     return said
 
 
 def test_one_that_never_gets_to_work_is_left_out_with_one_event_and_the_waits_are_followed():
     scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=20.0))
-    scene.fleet.wanted = 2
+    scene.pool.target = 2
     scene.store.set_phase("training")
-    assert watch(scene, "ready", "unsynced", looks=21) == []
-    said = watch(scene, "ready", "unsynced", looks=6)
+    assert watch(scene, "ready", "unsynced", polls=21) == []
+    said = watch(scene, "ready", "unsynced", polls=6)
     assert said[:2] == [
         (
             "generator-1",
-            "generator-1 is unsynced, and has not been at work for 20 s: the number of generators is decided without "
-            "it until it is",
+            "generator-1 is unsynced and has not worked for 20 s: the autoscaler ignores it until it works",
         ),
-        ("launcher", "3 generators are wanted, not 2: the learner waited 100% of the last 5 s for groups, above 30%"),
+        (
+            "launcher",
+            "the number of generators changes from 2 to 3: the learner waited 100% of the last 5 s for groups, above 30%",
+        ),
     ]
     assert said[2:] == [("generator-1", "started")]
 
 
 def test_the_room_of_one_that_is_left_out_is_not_room_of_the_others():
     scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0, fewer_below=0.9))
-    scene.fleet.wanted = 3
+    scene.pool.target = 3
     scene.store.set_phase("training")
     said = []
     for _ in range(20):
@@ -191,9 +202,9 @@ def test_the_room_of_one_that_is_left_out_is_not_room_of_the_others():
             {"step": 1, "time_s": 1.0, "learner/wait_s": 0.0, "learner/train_s": 1.0, "learner/publish_s": 0.0}
         )
         scene.store.report_role("generator-2", {"role": "generator", "state": "unsynced", "max_concurrency": 32})
-        said += watch(scene, "ready", "ready", looks=1)
+        said += watch(scene, "ready", "ready", polls=1)
     assert [name for name, _ in said] == ["generator-2"]
-    assert scene.fleet.wanted == 3
+    assert scene.pool.target == 3
 
 
 def test_nothing_is_decided_while_the_learner_is_silent():
@@ -203,9 +214,9 @@ def test_nothing_is_decided_while_the_learner_is_silent():
     said = []
     for _ in range(5):
         scene.clock.now += 10
-        said += scene.look()
+        said += scene.poll()
     assert [name for name, _ in said] == ["generator-0"]
-    assert scene.fleet.wanted == 1
+    assert scene.pool.target == 1
 
 
 @pytest.mark.parametrize("waits_for", ["", "evaluation"])
@@ -214,9 +225,9 @@ def test_nothing_is_measured_before_the_learner_wants_groups(waits_for: str):
     scene.store.set_phase("training")
     for _ in range(4):
         report_roles(scene, "ready", waits_for=waits_for)
-        assert scene.look() == []
+        assert scene.poll() == []
         scene.clock.now += 5
-    assert scene.fleet.wanted == 1
+    assert scene.pool.target == 1
 
 
 @pytest.mark.parametrize("words", [[], ["generators=-1"], ["generators=two"], ["generators=1", "generators=2"]])
@@ -228,3 +239,135 @@ def test_what_is_no_number_is_refused(words: list[str]):
 def test_a_run_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=f"{tmp_path}/mine must be a run folder"):
         scale(["generators=2", f"runs_dir={tmp_path}", "name=mine"])
+
+
+# --- absences --------------------------------------------------------------------------------------------------------
+EXPECTED = {"generator-0", "generator-1"}
+
+
+class Absences:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.tracker = AbsenceTracker(absent_after_s=10.0, clock=self.clock)
+
+    def update(self, *working: str, after_s: float = 0.0) -> tuple[list[str], bool]:
+        self.clock.now += after_s
+        return self.tracker.update(EXPECTED, working=set(working)), self.tracker.is_complete
+
+
+def test_every_expected_generator_is_waited_for_and_no_other():
+    absences = Absences()
+    assert absences.update("generator-0", "by-hand") == ([], False)
+    assert absences.update("generator-0", "generator-1") == ([], True)
+
+
+def test_a_long_absence_is_reported_once_and_waited_for_no_longer():
+    absences = Absences()
+    absences.update("generator-0")
+    assert absences.update("generator-0", after_s=10.0) == ([], False)
+    assert absences.update("generator-0", after_s=0.5) == (["generator-1"], True)
+    assert absences.update("generator-0", after_s=99.0) == ([], True)
+
+
+def test_a_generator_that_returned_is_waited_for_again():
+    absences = Absences()
+    absences.update("generator-0")
+    absences.update("generator-0", after_s=11.0)
+    assert absences.update(*EXPECTED, after_s=1.0) == ([], True)
+    assert absences.update("generator-0", after_s=1.0) == ([], False)
+    assert absences.update("generator-0", after_s=11.0) == (["generator-1"], True)
+
+
+def test_a_generator_that_is_no_longer_expected_is_forgotten():
+    absences = Absences()
+    absences.update("generator-0")
+    assert absences.tracker.update({"generator-0"}, working={"generator-0"}) == []
+    assert absences.tracker.is_complete
+    absences.clock.now += 11.0
+    assert absences.update("generator-0") == ([], False)
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+class ShakyStore(MemoryStore):
+    """Answers unless it is away."""
+
+    is_away = False
+
+    def record_event(self, role_id: str, text: str) -> None:
+        if self.is_away:
+            raise StoreUnavailableError("away")
+        super().record_event(role_id, text)
+
+    def report_role(self, role_id: str, gauges: dict) -> None:
+        if self.is_away:
+            raise StoreUnavailableError("away")
+        super().report_role(role_id, gauges)
+
+
+@pytest.fixture
+def store() -> ShakyStore:
+    store = ShakyStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    return store
+
+
+def events_of(store: ShakyStore) -> list[tuple[str, str]]:
+    return [(event.role, event.text) for event in store.events(limit=99)]
+
+
+def test_the_report_holds_the_process_and_the_restarts(store):
+    LauncherReport(store).send(restarts={"generator-0": 2}, generators_target=2)
+    launcher = store.roles()["launcher"]
+    assert (launcher["state"], launcher["pid"], launcher["restarts"]) == ("ready", os.getpid(), {"generator-0": 2})
+
+
+def test_an_event_is_sent_once_without_repeating_the_name_of_its_role(store):
+    report = LauncherReport(store)
+    report.record(Event("generator-0", "generator-0 died (signal SIGKILL)"))
+    report.record(Event("store", "the store died"))
+    for _ in range(2):
+        report.send(restarts={}, generators_target=2)
+    assert events_of(store) == [("generator-0", "died (signal SIGKILL)"), ("store", "the store died")]
+
+
+def test_events_wait_for_a_store_that_is_away(store):
+    report = LauncherReport(store)
+    store.is_away = True
+    report.record(Event("store", "the store died"))
+    with pytest.raises(StoreUnavailableError):
+        report.send(restarts={}, generators_target=2)
+    store.is_away = False
+    report.send(restarts={}, generators_target=2)
+    assert events_of(store) == [("store", "the store died")]
+
+
+def test_events_wait_until_the_run_is_opened():
+    store = ShakyStore()
+    report = LauncherReport(store)
+    report.record(Event("broker", "broker died (exit code 1)"))
+    with pytest.raises(RunConflictError):
+        report.send(restarts={}, generators_target=2)
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    report.send(restarts={}, generators_target=2)
+    assert events_of(store) == [("broker", "died (exit code 1)")]
+
+
+def test_the_end_is_reported_with_its_reason_and_needs_no_store(store):
+    report = LauncherReport(store)
+    report.record(Event("learner", "learner: the settings are wrong"))
+    report.end(reason="a role died", restarts={}, generators_target=2)
+    launcher = store.roles()["launcher"]
+    assert (launcher["state"], launcher["reason"]) == ("gone", "a role died")
+    assert events_of(store) == [("learner", "learner: the settings are wrong")]
+    store.is_away = True
+    report.end(reason="a role died", restarts={}, generators_target=2)
+
+
+def test_the_target_and_the_answer_to_a_request_are_sent(store):
+    report = LauncherReport(store)
+    report.send(restarts={}, generators_target=3)
+    assert store.roles()["launcher"]["generators_target"] == 3
+    report.answer("request-1", "there are only 8 GPUs")
+    report.send(restarts={}, generators_target=3)
+    launcher = store.roles()["launcher"]
+    assert (launcher["answered"], launcher["refusal"]) == ("request-1", "there are only 8 GPUs")

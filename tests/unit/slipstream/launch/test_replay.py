@@ -21,7 +21,7 @@ from slipstream.launch.replay import rescore
 from slipstream.scripts.make_digits_data import TRAIN, make_row, write_pair
 from tests.builders import make_trajectory
 
-HERE = "tests.unit.slipstream.launch.test_rescoring"
+HERE = "tests.unit.slipstream.launch.test_replay"
 ANSWERS = ([3, 1, 2, 8, 4, 10], [3, 1, 2, 4, 8, 10], [3, 1, 10, 10, 10, 10])
 """To `48213=`: right, with two places swapped, short. The last token ends an answer."""
 
