@@ -55,7 +55,15 @@ def launch(folder: Path, *overrides: str, timeout_s: float = 180) -> subprocess.
 
 
 def run_role(folder: Path, role: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, "-m", role, *SMALL, f"broker.address=ipc://{folder}/{role}.sock", *overrides, timeout_s=90)
+    return run(
+        folder,
+        "-m",
+        f"slipstream.{role}",
+        *SMALL,
+        f"broker.address=ipc://{folder}/{role}.sock",
+        *overrides,
+        timeout_s=90,
+    )
 
 
 def run(folder: Path, *command: str, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:

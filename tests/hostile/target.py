@@ -53,7 +53,7 @@ class Target:
             "broker.peer_timeout_s=1.6",
         ]
         with self.log_path.open("wb") as log:
-            command = [sys.executable, "-m", "broker", *settings]
+            command = [sys.executable, "-m", "slipstream.broker", *settings]
             self._broker = psutil.Popen(command, stdout=log, stderr=log)
         return self._await_store()
 

@@ -49,7 +49,7 @@ class Joiner:
     """How what the run notes of it begins; empty when it never reached the broker."""
 
 
-GENERATOR = ("-m", "generators", "--id", "stranger")
+GENERATOR = ("-m", "slipstream.generators", "--id", "stranger")
 SAME_MODEL = r"model\.path must hold the same model here as at the broker, got 'models/digits-random' with "
 JOINERS = {
     "no token": Joiner(GENERATOR, r"the token must be the broker's, got none: set SLIPSTREAM_TOKEN", token=""),
@@ -58,17 +58,17 @@ JOINERS = {
         (*GENERATOR, "broker.token_file=open_token"), r"mode 0644 of open_token: chmod 600 open_token", "", event=""
     ),
     "a taken id": Joiner(
-        ("-m", "generators", "--id", "generator-0"), r"peer id 'generator-0' is taken by process \d+ on "
+        ("-m", "slipstream.generators", "--id", "generator-0"), r"peer id 'generator-0' is taken by process \d+ on "
     ),
     "the name of a role": Joiner(
-        ("-m", "generators", "--id", "broker"), r"a generator's id must not be a role's name, got 'broker'"
+        ("-m", "slipstream.generators", "--id", "broker"), r"a generator's id must not be a role's name, got 'broker'"
     ),
     "a newer version": Joiner(("-c", NEWER, *GENERATOR[2:]), r"schema version must be \d+, got \d+ from 'stranger'"),
     "a larger vocabulary": Joiner(
         GENERATOR, SAME_MODEL + r"vocab_size \d+ here and \d+ at", home="wide", event="left: "
     ),
     "another tokenizer": Joiner(GENERATOR, SAME_MODEL + r"tokenizer\.json of hash ", home="renamed", event="left: "),
-    "a second learner": Joiner(("-m", "learner", *SMALL), r"peer id 'learner' is taken by process \d+ on "),
+    "a second learner": Joiner(("-m", "slipstream.learner", *SMALL), r"peer id 'learner' is taken by process \d+ on "),
 }
 
 
@@ -167,10 +167,17 @@ def test_the_token_is_in_no_file_of_the_run_and_in_no_command_line(folder: Path,
 
 LEARNERS = {
     "settings of another run": Joiner(
-        ("-m", "learner", *SMALL), r"settings must be the broker's, got differences in name", token="", event="left: "
+        ("-m", "slipstream.learner", *SMALL),
+        r"settings must be the broker's, got differences in name",
+        token="",
+        event="left: ",
     ),
     "another model": Joiner(
-        ("-m", "learner", *SMALL, "name=mine"), SAME_MODEL + "vocab_size 999 here", "", home="wide", event="left: "
+        ("-m", "slipstream.learner", *SMALL, "name=mine"),
+        SAME_MODEL + "vocab_size 999 here",
+        "",
+        home="wide",
+        event="left: ",
     ),
 }
 
@@ -179,7 +186,14 @@ LEARNERS = {
 def lone_broker(folder: Path) -> Iterator[Path]:
     """A broker started by hand, which nobody has joined; its log."""
     log = folder / "lone.log"
-    command = [sys.executable, "-m", "broker", *SMALL, "name=mine", f"broker.address=ipc://{folder}/lone.sock"]
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.broker",
+        *SMALL,
+        "name=mine",
+        f"broker.address=ipc://{folder}/lone.sock",
+    ]
     with log.open("w") as output:
         broker = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
     try:

@@ -126,7 +126,7 @@ class Hands:
         settings = [word for word in self._settings if role != "generators" or word.startswith("broker.address")]
         identity = ["--id", "mine"] if role == "generators" else []
         with self.log(role).open("ab") as output:
-            command = [sys.executable, *(program or ("-m", role)), *identity, *settings, *overrides]
+            command = [sys.executable, *(program or ("-m", f"slipstream.{role}")), *identity, *settings, *overrides]
             process = subprocess.Popen(command, cwd=self._folder, stdout=output, stderr=output)
         self._processes.append(process)
         return process

@@ -136,7 +136,7 @@ def test_an_answer_in_another_language_ends_the_wait_at_once(folder: Path) -> No
 def test_the_command_says_what_it_waits_for_and_ends_with_exit_code_2(folder: Path) -> None:
     with a_web_server(folder) as address:
         done = subprocess.run(
-            [sys.executable, "-m", "generators", f"broker.address={address}", "broker.join_timeout_s=6"],
+            [sys.executable, "-m", "slipstream.generators", f"broker.address={address}", "broker.join_timeout_s=6"],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,

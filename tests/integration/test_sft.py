@@ -45,7 +45,7 @@ def alone(folder: Path) -> dict:
 
 def learner(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "learner", *SMALL, *overrides],
+        [sys.executable, "-m", "slipstream.learner", *SMALL, *overrides],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(runs.ROOT)},
         capture_output=True,

@@ -59,7 +59,7 @@ def test_a_generator_with_a_transport_of_its_own_joins_in_mid_run_and_disturbs_n
             stderr=output,
         )
         joiner = subprocess.Popen(
-            [sys.executable, "-m", "generators", "--id", "far", broker, "weights.transport=delta"],
+            [sys.executable, "-m", "slipstream.generators", "--id", "far", broker, "weights.transport=delta"],
             cwd=folder,
             stdout=output,
             stderr=output,
