@@ -1,14 +1,137 @@
-"""python -m tests.chaos --seed N --kills K [--engine vllm]: kill the roles of a real run at random, then audit it."""
+"""`python -m tests.chaos --seed N --kills K`: kill the roles of a real run at random, then compare it with an uninterrupted one."""
 
+import argparse
 import os
 import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.buffer.errors import ReplayBufferError
 from slipstream.runtime.command_line import fail_cleanly
+from tests.chaos.harness import Harness
+from tests.chaos.outcome import Outcome, Sample, count_samples, find_problems
+from tests.chaos.role import Role
+from tests.chaos.stage import PACES, Stage
+
+_START_TIMEOUT_S = 120.0
+_SETTLE_TIMEOUT_S = 120.0
+_MIN_STEPS = 20
+_PROGRESS_EVERY = 25
+"""Strikes between two lines of progress."""
+_COLUMNS = ("role", "SIGKILL", "SIGTERM", "SIGSTOP", "own exits", "recoveries", "cut short", "median s", "max s")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run from seed to verdict; returns the exit code: 0 when the outcome is that of an uninterrupted run."""
+    # The process that all roles are forked from inherits it: they share few cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = parse(arguments)
+    console = Console(width=120)
+    pace = PACES[options.engine]
+    steps = options.steps or max(_MIN_STEPS, pace.steps_per_kill * options.kills)
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    stage = Stage(folder, seed=options.seed, steps=steps, pace=pace)
+    harness = Harness(stage, num_generators=options.generators, is_cold=options.cold)
+    console.print(f"seed={options.seed} kills={options.kills} steps={steps} engine={options.engine} folder={folder}")
+    started_at = time.monotonic()
+    try:
+        outcome, problems = run(stage, harness, console, options)
+    finally:
+        harness.end()
+    show(console, harness.roles.values(), outcome, problems, expected=stage.expected)
+    seconds = time.monotonic() - started_at
+    verdict = f"{len(problems)} problems" if problems else "sound"
+    strikes = sum((role.strikes for role in harness.roles.values()), Counter())
+    kills = strikes["kill"] + strikes["terminate"]
+    console.print(f"seed={options.seed} {kills=} stops={strikes['stop']} {seconds=:.0f} verdict: {verdict}", **_PLAIN)
+    if not problems and not options.keep:
+        harness.clear()
+    return 1 if problems else 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the run and of the strikes")
+    parser.add_argument("--kills", type=int, default=100, help="processes to end (stops and continues come on top)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit of the strikes")
+    parser.add_argument("--steps", type=int, default=0, help="steps of the run; 0 = as many as fit between the kills")
+    parser.add_argument("--generators", type=int, default=3, help="number of generators")
+    parser.add_argument("--engine", choices=list(PACES), default="scripted", help="engine of the generators")
+    parser.add_argument("--cold", action="store_true", help="start every role with a fresh interpreter")
+    parser.add_argument("--keep", action="store_true", help="keep the run's folder even if the run is sound")
+    return parser.parse_args(arguments)
+
+
+def run(
+    stage: Stage, harness: Harness, console: Console, options: argparse.Namespace
+) -> tuple[Outcome | None, list[str]]:
+    """Returns the outcome, None when the store could not be read, and the problems."""
+    problems = []
+    stage.build()
+    try:
+        harness.start(timeout_s=_START_TIMEOUT_S)
+        for number, _ in enumerate(harness.strike(seed=options.seed, kills=options.kills, minutes=options.minutes), 1):
+            if number % _PROGRESS_EVERY == 0:
+                console.print(f"{number} strikes, {harness.num_recoveries} recoveries, step {harness.newest_step}")
+        harness.settle(timeout_s=_SETTLE_TIMEOUT_S)
+    except TimeoutError as error:
+        problems = [str(error)]
+    try:
+        outcome = harness.outcome()
+    except ReplayBufferError as error:
+        return None, [*problems, str(error)]
+    return outcome, [*problems, *harness.crashes, *find_problems(outcome, steps=stage.steps, expected=stage.expected)]
+
+
+_PLAIN = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+def show(
+    console: Console,
+    roles: Iterable[Role],
+    outcome: Outcome | None,
+    problems: list[str],
+    *,
+    expected: Counter[Sample],
+) -> None:
+    """Print strikes and recoveries per role, the sums of the store, and every problem."""
+    table = Table(*_COLUMNS)
+    lines = []
+    for role in roles:
+        recovery = role.recovery
+        durations = ("-" if value is None else f"{value:.2f}" for value in (recovery.median_s, recovery.max_s))
+        strikes = (role.strikes[action] for action in ("kill", "terminate", "stop"))
+        numbers = (*strikes, role.unexpected_exits.total(), len(recovery.seconds), recovery.num_cut_short)
+        table.add_row(role.name, *map(str, numbers), *durations)
+        lines += [f"{role.name} exited {times} x: {line}" for line, times in role.unexpected_exits.most_common()]
+    console.print(table)
+    lines += _sums(outcome, expected) if outcome else []
+    lines += [f"problem: {problem}" for problem in problems]
+    for line in lines:
+        console.print(line, **_PLAIN)
+
+
+def _sums(outcome: Outcome, expected: Counter[Sample]) -> list[str]:
+    counts, audit, trained = outcome.counts, outcome.audit, count_samples(outcome.lineage)
+    return [
+        f"{len(outcome.ledger)} steps; {counts.accepted} trajectories accepted, {counts.duplicates} duplicates, "
+        f"{counts.superseded} superseded, refused: {counts.refused or 'none'}",
+        f"the surviving weights were trained on {trained.total()} samples ({len(trained)} distinct), "
+        f"an uninterrupted run on {expected.total()}: {'the same' if trained == expected else 'not the same'}",
+        "accepted = buffered + claimed + used + retired + rejected + expired + quarantined: "
+        f"{audit.accepted} = {audit.buffered} + {audit.claimed} + {audit.used} + {audit.retired} + "
+        f"{audit.rejected} + {audit.expired} + {audit.quarantined}",
+        f"lost={audit.lost} duplicated={audit.duplicated} skipped_prompts={audit.skipped_prompts}",
+    ]
+
 
 if __name__ == "__main__":
-    # Before the process that all roles are forked from is started: they share few cores.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tests.chaos.command import run
-
     with fail_cleanly():
-        sys.exit(run(sys.argv[1:]))
+        sys.exit(main(sys.argv[1:]))

@@ -1,146 +1,227 @@
-"""Role: one victim: its process, what it suffered, and how it came back."""
+"""Strikes, drawn from one seed, and the roles that they hit."""
 
+import random
 import signal
 from collections import Counter
-from typing import Protocol
+from collections.abc import Iterator
+from statistics import median
+from typing import Literal
 
-from tests.chaos.recovery import Recovery, Work
-from tests.chaos.strikes import Blow, Strike
+from slipstream.buffer.trajectory import Record
+from tests.chaos.processes import Process
 
-_SIGNALS: dict[Blow, signal.Signals] = {
+Action = Literal["kill", "terminate", "stop"]
+"""SIGKILL | SIGTERM | SIGSTOP, with a SIGCONT later."""
+Progress = tuple[int, ...] | None
+"""Numbers that grow while a role works; None: not visible now."""
+
+_SIGNALS: dict[Action, signal.Signals] = {
     "kill": signal.SIGKILL,
     "terminate": signal.SIGTERM,
     "stop": signal.SIGSTOP,
 }
-_LAST_WORD_S = 15.0
+_ROLE_WEIGHTS = {"broker": 2, "learner": 2, "store": 2, "generator": 4}
+_ACTION_WEIGHTS: dict[Action, int] = {"kill": 16, "terminate": 2, "stop": 3}
+_MAX_STOP_S = 5.0
+"""Longer than the peers' patience, so that some stopped roles continue after they were evicted."""
+_SHARE_AFTER_RECOVERY = 0.3
+"""Share of the strikes that wait until all roles work again; the others hit a run that is still recovering."""
+_TERMINATE_TIMEOUT_S = 15.0
 """From SIGTERM to SIGKILL."""
 _RESTART_GAP_S = 0.25
-"""Between a start and the next one, where a role ends by itself."""
-_WORDS = 200
-"""Characters of what a role said last that tell enough."""
-_BUG = 1
+"""Shortest time between two starts of a role that exits by itself."""
+_MAX_LINE_LENGTH = 200
+"""Characters kept of a role's last line."""
+_UNCAUGHT_EXCEPTION = 1
 """Exit code of an exception that nobody caught: no death of another role may cause it."""
 
 
-class Process(Protocol):
-    """What WarmProcess, ColdProcess and StoreProcess fulfil."""
+class Strike(Record):
+    """One signal for one role.
+
+    Example: Strike(role="broker", action="kill", is_after_recovery=False, gap_s=0.71, stopped_s=0.0).
+    """
+
+    role: str
+    action: Action
+    is_after_recovery: bool
+    """Whether it waits until all roles work again after the strikes before it."""
+    gap_s: float
+    """Seconds since the recovery, or else since the strike before."""
+    stopped_s: float
+    """Seconds from SIGSTOP to SIGCONT; 0 for the other actions."""
+
+
+def draw_strikes(*, seed: int, kills: int, generators: list[str], max_gap_s: float) -> Iterator[Strike]:
+    """Strikes until `kills` of them have ended a process; those that only stop one come on top."""
+    chance = random.Random(seed)
+    while kills > 0:
+        (kind,) = chance.choices(list(_ROLE_WEIGHTS), list(_ROLE_WEIGHTS.values()))
+        (action,) = chance.choices(list(_ACTION_WEIGHTS), list(_ACTION_WEIGHTS.values()))
+        kills -= action != "stop"
+        yield Strike(
+            role=chance.choice(generators) if kind == "generator" else kind,
+            action=action,
+            is_after_recovery=chance.random() < _SHARE_AFTER_RECOVERY,
+            gap_s=chance.uniform(0, max_gap_s),
+            stopped_s=chance.uniform(0, _MAX_STOP_S) if action == "stop" else 0.0,
+        )
+
+
+class Recovery:
+    """Stopwatch of one role, from a strike until its progress grows again.
+
+    Life: (strike -> observe* -> recovered)*; another strike restarts the watch.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        """One entry per recovery that no further strike cut short."""
+        self.num_cut_short = 0
+        """Strikes that were followed by another one before the recovery."""
+        self._struck_at: float | None = None
+        self._before: Progress = None
 
     @property
-    def pid(self) -> int: ...
+    def is_pending(self) -> bool:
+        """Whether the role has been struck and has not recovered yet."""
+        return self._struck_at is not None
+
     @property
-    def exit_code(self) -> int | None: ...
+    def median_s(self) -> float | None:
+        """Median duration; None without a recovery."""
+        return median(self.seconds) if self.seconds else None
+
     @property
-    def last_line(self) -> str: ...
-    def start(self) -> None: ...
-    def send(self, number: signal.Signals) -> None: ...
-    def wait(self, *, timeout_s: float) -> int | None: ...
+    def max_s(self) -> float | None:
+        """Longest duration; None without a recovery."""
+        return max(self.seconds, default=None)
+
+    def strike(self, now: float, *, before: Progress = None) -> None:
+        """Start the watch at `now`, seconds. Progress must exceed `before`; None: the next progress observed."""
+        self.num_cut_short += self.is_pending
+        self._struck_at = now
+        self._before = before
+
+    def restart(self, now: float) -> None:
+        """Count from `now` instead: the time until then was part of the strike."""
+        self._struck_at = now
+
+    def observe(self, progress: Progress, now: float) -> None:
+        """Stop the watch if `progress` has grown; a rollback may lower it first."""
+        if self._struck_at is None or progress is None:
+            return
+        if self._before is None or progress < self._before:
+            self._before = progress
+        elif progress > self._before:
+            self.seconds.append(now - self._struck_at)
+            self._struck_at = None
 
 
 class Role:
-    """Life: start -> (strike -> attend* -> recovered)* -> end. `now` is seconds, monotonic."""
+    """A role's process, the strikes against it, and its recoveries. `now` is monotonic, in seconds.
 
-    def __init__(self, name: str, process: Process, *, newborn: Work = None, may_finish: bool = False) -> None:
-        """`newborn` is the work of a process that has done none; None where its work adds to its predecessor's.
+    Life: start -> (strike -> poll* -> recovered)* -> end.
+    """
+
+    def __init__(self, name: str, process: Process, *, initial: Progress = None, may_finish: bool = False) -> None:
+        """`initial` is the progress of a new process; None where it continues its predecessor's.
 
         `may_finish`: exit code 0 is the end of the run.
         """
         self.name = name
         self.process = process
-        self._newborn = newborn
+        self._initial = initial
         self._may_finish = may_finish
         self.recovery = Recovery()
-        self.blows: Counter[Blow] = Counter()
-        """What it suffered."""
-        self.own_ends: Counter[str] = Counter()
-        """Ends nobody asked for, by what it said last."""
+        self.strikes: Counter[Action] = Counter()
+        self.unexpected_exits: Counter[str] = Counter()
+        """Exits without a strike, by the last line of the log."""
         self.crashes: Counter[str] = Counter()
-        """Those of them, and of ends after a SIGTERM, that are bugs; and SIGTERMs that were not obeyed."""
-        self._is_dying = False
-        self._is_noted = False
+        """Exits that only a bug can cause, after a SIGTERM too, and SIGTERMs without effect."""
+        self._is_ending = False
+        self._is_exit_recorded = False
         self._kill_at: float | None = None
-        self._go_on_at: float | None = None
+        self._continue_at: float | None = None
         self._restart_at = 0.0
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it stands still until its SIGCONT."""
-        return self._go_on_at is not None
+        """Whether it is between SIGSTOP and SIGCONT."""
+        return self._continue_at is not None
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is anybody to be hit."""
+        """Whether a process is there to be struck."""
         return self.process.exit_code is None
 
     @property
     def has_finished(self) -> bool:
-        """Whether its work is done, rather than cut off."""
+        """Whether it completed its work."""
         return self._may_finish and self.process.exit_code == 0
 
     def start(self, now: float) -> None:
         """Start the process."""
         self.process.start()
-        self._is_dying = self._is_noted = False
-        self._kill_at = self._go_on_at = None
+        self._is_ending = self._is_exit_recorded = False
+        self._kill_at = self._continue_at = None
         self._restart_at = now + _RESTART_GAP_S
 
     def strike(self, strike: Strike, now: float) -> None:
-        """Hit it."""
-        self.blows[strike.blow] += 1
-        self.process.send(_SIGNALS[strike.blow])
-        if strike.blow == "stop":
+        """Send the signal and start the stopwatch."""
+        self.strikes[strike.action] += 1
+        self.process.send(_SIGNALS[strike.action])
+        if strike.action == "stop":
             self.recovery.strike(now)
-            self._go_on_at = now + strike.stopped_s
+            self._continue_at = now + strike.stopped_s
+            # A stopped process cannot obey an earlier SIGTERM meanwhile.
             self._kill_at = self._kill_at and self._kill_at + strike.stopped_s
             return
-        self.recovery.strike(now, before=self._newborn)
-        self._is_dying = True
-        self._kill_at = now + _LAST_WORD_S
-        if strike.blow == "terminate" and self.is_stopped:
-            self._go_on(now)
+        self.recovery.strike(now, before=self._initial)
+        self._is_ending = True
+        self._kill_at = now + _TERMINATE_TIMEOUT_S
+        if strike.action == "terminate" and self.is_stopped:
+            self._continue(now)
 
     def poll(self, now: float) -> None:
-        """Let it go on, end it for good, or start it again, whatever is due."""
-        if self._go_on_at is not None and now >= self._go_on_at:
-            self._go_on(now)
+        """Continue, kill or restart the process, whichever is due."""
+        if self._continue_at is not None and now >= self._continue_at:
+            self._continue(now)
         if self.has_finished:
             return
         if self.process.exit_code is not None:
-            self._come_back(now)
+            self._record_exit()
+            if now >= self._restart_at:
+                self.start(now)
         elif self._kill_at is not None and now >= self._kill_at:
             self._kill_at = None
             self.process.send(signal.SIGKILL)
-            self.crashes[f"{self.name} must end within {_LAST_WORD_S:g} s of a signal that asks it to"] += 1
+            self.crashes[f"{self.name} must end within {_TERMINATE_TIMEOUT_S:g} s of a SIGTERM"] += 1
 
-    def look(self, work: Work, now: float) -> None:
-        """What it has done so far, as seen from outside."""
-        if not self.is_stopped and not self._is_dying and self.process.exit_code is None:
-            self.recovery.look(work, now)
+    def observe(self, progress: Progress, now: float) -> None:
+        """Take note of the progress that is visible from outside."""
+        if not self.is_stopped and not self._is_ending and self.is_alive:
+            self.recovery.observe(progress, now)
 
     def end(self) -> None:
-        """Kill it and wait until it is gone."""
-        if self.process.exit_code is None:
+        """Kill the process and wait until it is gone."""
+        if self.is_alive:
             self.process.send(signal.SIGKILL)
-            self.process.wait(timeout_s=_LAST_WORD_S)
+            self.process.wait(timeout_s=_TERMINATE_TIMEOUT_S)
 
-    def _go_on(self, now: float) -> None:
-        self._go_on_at = None
+    def _continue(self, now: float) -> None:
+        self._continue_at = None
         self.process.send(signal.SIGCONT)
-        if not self._is_dying:
+        if not self._is_ending:
             self.recovery.restart(now)
 
-    def _come_back(self, now: float) -> None:
-        self._note_end()
-        if now >= self._restart_at:
-            self.start(now)
-
-    def _note_end(self) -> None:
-        if self._is_noted:
+    def _record_exit(self) -> None:
+        if self._is_exit_recorded:
             return
-        self._is_noted = True
-        if not self._is_dying:
-            self._is_dying = True
-            self.own_ends[self.process.last_line[-_WORDS:]] += 1
-        if self.process.exit_code == _BUG:
-            self.crashes[
-                f"{self.name} must not end with exit code {_BUG}, said: {self.process.last_line[-_WORDS:]}"
-            ] += 1
+        self._is_exit_recorded = True
+        last_line = self.process.last_line[-_MAX_LINE_LENGTH:]
+        if not self._is_ending:
+            self._is_ending = True
+            self.unexpected_exits[last_line] += 1
+        if self.process.exit_code == _UNCAUGHT_EXCEPTION:
+            self.crashes[f"{self.name} must not end with exit code {_UNCAUGHT_EXCEPTION}, last line: {last_line}"] += 1

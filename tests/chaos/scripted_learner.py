@@ -1,7 +1,7 @@
-"""python -m tests.chaos.scripted_learner [overrides]: the learner with everything real but the step itself.
+"""`python -m tests.chaos.scripted_learner [overrides]`: the learner, real in everything but the step itself.
 
-Learner, RankGroup, Checkpoints, Publishing and the broadcast are those of `python -m learner`; the trainer sleeps instead of
-computing, keeps the lineage of its weights, and moves one weight so that every version differs.
+Learner, rank group, checkpoints, publishing and broadcast are those of `python -m learner`. The trainer sleeps instead of
+computing, records the lineage of its weights, and changes one weight, so that every version differs.
 """
 
 import random
@@ -34,7 +34,7 @@ from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
-from tests.chaos.lineage import Trained, read, samples_of, write
+from tests.chaos.outcome import Trained, read_lineage, samples_of, write_lineage
 from tests.chaos.stage import HOLD_FILE, MEAN_STEP_S
 
 _JOIN_TIMEOUT_S = 120.0
@@ -48,17 +48,15 @@ class LineageEngine(TorchEngine):
     lineage: list[Trained]
 
     def save_state(self, folder: Path) -> None:
-        """See TrainEngine."""
-        write(folder, self.lineage)
+        write_lineage(folder, self.lineage)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        """See TrainEngine."""
-        self.lineage = read(folder)
+        self.lineage = read_lineage(folder)
         self.model.causal_lm.load_state_dict(weights, strict=False)
 
 
 class ScriptedTrainer(Trainer):
-    """A trainer whose step takes a while and changes one weight."""
+    """A trainer whose step sleeps and changes one weight."""
 
     def __init__(self, run: RunConfig, *, engine: LineageEngine, ranks: Ranks) -> None:
         super().__init__(run, engine=engine, ranks=ranks)
@@ -69,10 +67,10 @@ class ScriptedTrainer(Trainer):
     def step(
         self, groups: Sequence[Sequence[Trajectory]], *, learner_version: int, step: int, **_: object
     ) -> dict[str, Any]:
-        """Keep what was trained on; returns what the run's record needs."""
+        """Record the samples; returns the metrics that a run cannot do without."""
         if step == self._settings.learner.max_steps:
-            self._await_end_of_killing()
-        # As long as before whenever the step is made again.
+            self._await_end_of_strikes()
+        # Seeded, so that a step that is repeated after a crash takes as long as before.
         time.sleep(random.Random(f"{self._settings.seed}/{step}").uniform(0, 2 * MEAN_STEP_S))
         self._lineage_engine.lineage.append(Trained(step, samples_of(groups)))
         self._nudge_a_weight()
@@ -80,13 +78,13 @@ class ScriptedTrainer(Trainer):
         tokens = sum(len(member.token_ids) for group in groups for member in group)
         return {"learner/tokens": tokens, "learner/reward_mean": 0.0}
 
-    def _await_end_of_killing(self) -> None:
-        """The last step of a run is not made before: there would be nobody left to hit."""
+    def _await_end_of_strikes(self) -> None:
+        # Without the last step the run cannot finish, and leave nothing to strike, before the strikes are over.
         path = RunFolder(self._settings).path / HOLD_FILE
         ends_at = time.monotonic() + _HOLD_TIMEOUT_S
         while path.exists():
             if time.monotonic() > ends_at:
-                raise TimeoutError(f"{path} must go within {_HOLD_TIMEOUT_S:g} s: the killing took longer than that.")
+                raise TimeoutError(f"{path} must be removed within {_HOLD_TIMEOUT_S:g} s: the strikes took longer.")
             time.sleep(_TICK_S)
 
     @torch.no_grad()

@@ -1,27 +1,64 @@
-"""The stage: a run folder with a task and a model in it, and the settings all roles share."""
+"""Stage of a run under chaos: its folder with task and model, the settings that all roles share, and its pace."""
 
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 from slipstream.buffer.redis.embedded import EmbeddedRedis
-from tests.chaos import lineage
-from tests.chaos.lineage import Sample
-from tests.chaos.pace import Pace
-from tests.chaos.warm_process import WarmProcess
+from slipstream.buffer.trajectory import Record
+from tests.chaos.outcome import Sample, uninterrupted
+from tests.chaos.processes import WarmProcess
+
+EngineKind = Literal["scripted", "vllm"]
 
 NAME = "chaos"
-"""Of the run."""
+"""Name of the run."""
 HOLD_FILE = "hold-the-last-step"
-"""In the run's folder while the killing goes on."""
+"""File in the run's folder during the strikes."""
 MEAN_STEP_S = 0.1
-"""Of a scripted step."""
+"""Mean duration of a scripted step."""
 NUM_ROWS = 97
-"""Prompts in the task: few, so that a run goes through many epochs."""
+"""Prompts in the task: few, so that a run passes through many epochs."""
 GROUP_SIZE = 4
-"""Trajectories per prompt."""
 GROUPS_PER_STEP = 4
-"""Prompts per step."""
-_MAKING_TIMEOUT_S = 60.0
+_BUILD_TIMEOUT_S = 60.0
+
+
+class Pace(Record):
+    """Settings and durations that fit the time that generators take to start. Example: PACES["scripted"]."""
+
+    engine: list[str]
+    """Overrides that choose the generators' engine."""
+    has_cold_generators: bool
+    """Whether they need a fresh interpreter: vLLM reads its environment when it is imported."""
+    patience_s: float
+    """Seconds after which leases and claims lapse and members of a broadcast are evicted."""
+    max_gap_s: float
+    """Longest time between two strikes; half of it on average."""
+    max_recovery_s: float
+    """Longest time that a strike waits for all roles to recover."""
+    steps_per_kill: int
+    """Steps of the run per kill, so that run and strikes take about the same time."""
+
+
+PACES: dict[EngineKind, Pace] = {
+    "scripted": Pace(
+        engine=["generators/engine=scripted", "generators.engine.seconds_per_token=0.03"],
+        has_cold_generators=False,
+        patience_s=2.0,
+        max_gap_s=1.0,
+        max_recovery_s=5.0,
+        steps_per_kill=3,
+    ),
+    "vllm": Pace(
+        engine=["generators/engine=vllm"],
+        has_cold_generators=True,
+        patience_s=10.0,
+        max_gap_s=10.0,
+        max_recovery_s=120.0,
+        steps_per_kill=80,
+    ),
+}
 
 
 class Stage:
@@ -36,33 +73,31 @@ class Stage:
         self.store = EmbeddedRedis(self.run_folder / "store", durability="standard")
 
     @property
-    def wanted(self) -> Counter[Sample]:
-        """What an uninterrupted run trains on, and how often."""
+    def expected(self) -> Counter[Sample]:
+        """Samples that an uninterrupted run trains on, with their counts."""
         num_groups = self.steps * GROUPS_PER_STEP
-        return lineage.uninterrupted(num_groups=num_groups, group_size=GROUP_SIZE, num_rows=NUM_ROWS, seed=self.seed)
+        return uninterrupted(num_groups=num_groups, group_size=GROUP_SIZE, num_rows=NUM_ROWS, seed=self.seed)
 
     @property
     def hold_file(self) -> Path:
-        """The last step of the run waits while it exists."""
+        """The last step of the run waits while this file exists."""
         return self.run_folder / HOLD_FILE
 
     @property
     def logs(self) -> Path:
-        """One per role."""
+        """Folder of the logs, one per role."""
         return self.run_folder / "logs"
 
     @property
     def address(self) -> str:
-        """Override for generators: where the broker listens."""
+        """Override for generators: the broker's address."""
         return f"broker.address=ipc://{self.folder}/broker.sock"
 
     @property
     def settings(self) -> list[str]:
-        """Overrides for broker and learner.
-
-        Patience is short, so that peers, leases and claims also lapse; `max_attempts` is out of reach, because here a
-        prompt that is tried often is no poison.
-        """
+        """Overrides for broker and learner."""
+        # Patience is short, so that peers, leases and claims lapse too; max_attempts is out of reach, because here a
+        # prompt with many attempts is no poison.
         patience_s = self.pace.patience_s
         return [
             self.address,
@@ -96,14 +131,14 @@ class Stage:
         ]
 
     def build(self) -> None:
-        """Make task, model and folders. Raises RuntimeError with the end of the log when that fails."""
+        """Make task, model and folders. Raises RuntimeError with the last line of the log."""
         self.logs.mkdir(parents=True)
         data = ["--task=reverse", "--digits=5", f"--train-rows={NUM_ROWS}", "--heldout-rows=16", "--out=data"]
-        self._make("slipstream.scripts.make_digits_data", data)
-        self._make("slipstream.scripts.init_random_model", ["--layers=1", "--width=32", "--out=models/tiny"])
+        self._run("slipstream.scripts.make_digits_data", data)
+        self._run("slipstream.scripts.init_random_model", ["--layers=1", "--width=32", "--out=models/tiny"])
 
-    def _make(self, module: str, arguments: list[str]) -> None:
-        maker = WarmProcess(module, arguments, cwd=self.folder, log=self.logs / "stage.log")
-        maker.start()
-        if maker.wait(timeout_s=_MAKING_TIMEOUT_S) != 0:
-            raise RuntimeError(f"python -m {module} must end well, got: {maker.last_line}")
+    def _run(self, module: str, arguments: list[str]) -> None:
+        program = WarmProcess(module, arguments, cwd=self.folder, log=self.logs / "stage.log")
+        program.start()
+        if program.wait(timeout_s=_BUILD_TIMEOUT_S) != 0:
+            raise RuntimeError(f"python -m {module} must exit with 0, last line of its log: {program.last_line}")

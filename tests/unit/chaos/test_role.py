@@ -2,18 +2,19 @@ import signal
 
 import pytest
 
-from tests.chaos.role import Role
-from tests.chaos.strikes import Blow, Strike
+from tests.chaos.role import Action, Recovery, Role, Strike, draw_strikes
+
+GENERATORS = ["generator-0", "generator-1"]
 
 
-class ListedProcess:
-    """A process that only lists what is done to it; its end is said by the test."""
+class FakeProcess:
+    """A process that records calls as events; the test sets its exit code."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.pid = 1
         self.exit_code: int | None = None
-        self.last_line = "said last"
+        self.last_line = "last line"
 
     def start(self) -> None:
         self.exit_code = None
@@ -27,48 +28,48 @@ class ListedProcess:
 
 
 @pytest.fixture
-def process() -> ListedProcess:
-    return ListedProcess()
+def process() -> FakeProcess:
+    return FakeProcess()
 
 
 @pytest.fixture
-def role(process: ListedProcess) -> Role:
-    role = Role("generator-0", process, newborn=(0,))
+def role(process: FakeProcess) -> Role:
+    role = Role("generator-0", process, initial=(0,))
     role.start(0.0)
     return role
 
 
-def make_strike(blow: Blow, *, stopped_s: float = 0.0) -> Strike:
-    return Strike("generator-0", blow, is_sparing=False, gap_s=0.0, stopped_s=stopped_s)
+def make_strike(action: Action, *, stopped_s: float = 0.0) -> Strike:
+    return Strike("generator-0", action, is_after_recovery=False, gap_s=0.0, stopped_s=stopped_s)
 
 
-def test_a_killed_role_is_started_again_and_its_recovery_is_timed(role: Role, process: ListedProcess) -> None:
+def test_a_killed_role_is_started_again_and_its_recovery_is_timed(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("kill"), 1.0)
-    role.look((7,), 1.1)
+    role.observe((7,), 1.1)
     process.exit_code = -signal.SIGKILL
     role.poll(1.2)
-    role.look((1,), 3.0)
+    role.observe((1,), 3.0)
     assert process.events == ["start", "SIGKILL", "start"]
     assert role.recovery.seconds == [2.0]
-    assert not role.own_ends
+    assert not role.unexpected_exits
 
 
-def test_a_stopped_role_goes_on_after_its_time(role: Role, process: ListedProcess) -> None:
+def test_a_stopped_role_continues_after_its_time(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("stop", stopped_s=2.0), 1.0)
     role.poll(2.9)
     assert process.events == ["start", "SIGSTOP"]
     role.poll(3.0)
     assert process.events == ["start", "SIGSTOP", "SIGCONT"]
-    assert role.recovery.is_down
+    assert role.recovery.is_pending
 
 
-def test_a_stopped_role_that_is_terminated_goes_on_so_that_it_hears_it(role: Role, process: ListedProcess) -> None:
+def test_a_stopped_role_that_is_terminated_continues_so_that_it_can_obey(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("stop", stopped_s=60.0), 1.0)
     role.strike(make_strike("terminate"), 2.0)
     assert process.events == ["start", "SIGSTOP", "SIGTERM", "SIGCONT"]
 
 
-def test_a_role_deaf_to_sigterm_is_killed_and_that_is_a_bug(role: Role, process: ListedProcess) -> None:
+def test_a_role_that_ignores_sigterm_is_killed_and_that_is_a_crash(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("terminate"), 1.0)
     role.poll(60.0)
     role.poll(60.1)
@@ -76,7 +77,7 @@ def test_a_role_deaf_to_sigterm_is_killed_and_that_is_a_bug(role: Role, process:
     assert list(role.crashes.values()) == [1]
 
 
-def test_a_role_stopped_while_it_ends_has_the_longer(role: Role, process: ListedProcess) -> None:
+def test_a_role_that_is_stopped_while_it_ends_gets_the_time_on_top(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("terminate"), 1.0)
     role.strike(make_strike("stop", stopped_s=5.0), 2.0)
     role.poll(17.0)
@@ -84,27 +85,111 @@ def test_a_role_stopped_while_it_ends_has_the_longer(role: Role, process: Listed
     assert not role.crashes
 
 
-def test_an_end_nobody_asked_for_is_counted_once_with_its_last_words(role: Role, process: ListedProcess) -> None:
+def test_an_unexpected_exit_is_counted_once_with_its_last_line(role: Role, process: FakeProcess) -> None:
     process.exit_code = 2
     role.poll(0.1)
     role.poll(0.2)
     role.poll(1.0)
-    assert role.own_ends == {"said last": 1}
+    assert role.unexpected_exits == {"last line": 1}
     assert not role.crashes
     assert process.events == ["start", "start"]
 
 
-def test_an_uncaught_exception_is_a_crash_even_after_a_sigterm(role: Role, process: ListedProcess) -> None:
+def test_an_uncaught_exception_is_a_crash_even_after_a_sigterm(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("terminate"), 1.0)
     process.exit_code = 1
     role.poll(1.1)
-    assert list(role.crashes) == ["generator-0 must not end with exit code 1, said: said last"]
+    assert list(role.crashes) == ["generator-0 must not end with exit code 1, last line: last line"]
 
 
-def test_only_a_role_that_may_finish_is_not_started_again_when_it_ends_well(process: ListedProcess) -> None:
+def test_only_a_role_that_may_finish_is_not_started_again_when_it_ends_well(process: FakeProcess) -> None:
     learner = Role("learner", process, may_finish=True)
     learner.start(0.0)
     process.exit_code = 0
     learner.poll(9.0)
     assert learner.has_finished
     assert process.events == ["start"]
+
+
+def test_recovery_lasts_from_the_strike_to_the_first_progress() -> None:
+    recovery = Recovery()
+    recovery.strike(10.0)
+    recovery.observe((5,), 10.5)
+    recovery.observe((5,), 11.0)
+    recovery.observe((6,), 11.5)
+    recovery.observe((7,), 20.0)
+    assert recovery.seconds == [1.5]
+    assert not recovery.is_pending
+
+
+def test_progress_that_is_rolled_back_must_grow_again() -> None:
+    recovery = Recovery()
+    recovery.strike(0.0)
+    for now, step in enumerate([43, 40, 40, 41], start=1):
+        recovery.observe((step,), float(now))
+    assert recovery.seconds == [4.0]
+
+
+def test_a_new_process_has_recovered_with_its_first_progress() -> None:
+    recovery = Recovery()
+    recovery.strike(0.0, before=(0,))
+    recovery.observe(None, 1.0)
+    recovery.observe((0,), 2.0)
+    recovery.observe((3,), 3.0)
+    assert recovery.seconds == [3.0]
+
+
+def test_a_strike_before_the_recovery_restarts_it() -> None:
+    recovery = Recovery()
+    recovery.strike(0.0, before=(0,))
+    recovery.strike(5.0, before=(0,))
+    recovery.observe((1,), 6.0)
+    assert (recovery.seconds, recovery.num_cut_short) == ([1.0], 1)
+
+
+def test_a_stop_does_not_count_as_recovery() -> None:
+    recovery = Recovery()
+    recovery.strike(0.0)
+    recovery.restart(3.0)
+    recovery.observe((1,), 3.5)
+    recovery.observe((2,), 4.0)
+    assert recovery.seconds == [1.0]
+
+
+def test_median_and_maximum_are_of_the_recoveries() -> None:
+    recovery = Recovery()
+    assert (recovery.median_s, recovery.max_s) == (None, None)
+    for begin, end in [(0.0, 1.0), (10.0, 12.0), (20.0, 29.0)]:
+        recovery.strike(begin, before=(0,))
+        recovery.observe((1,), end)
+    assert (recovery.median_s, recovery.max_s) == (2.0, 9.0)
+
+
+def draw(*, seed: int, kills: int = 200) -> list[Strike]:
+    return list(draw_strikes(seed=seed, kills=kills, generators=GENERATORS, max_gap_s=1.0))
+
+
+def test_a_seed_determines_all_strikes() -> None:
+    assert draw(seed=3) == draw(seed=3)
+    assert draw(seed=3) != draw(seed=4)
+
+
+def test_more_kills_only_add_to_the_strikes() -> None:
+    few = draw(seed=3, kills=20)
+    assert draw(seed=3, kills=40)[: len(few)] == few
+
+
+@pytest.mark.parametrize("kills", [1, 15, 200])
+def test_as_many_strikes_end_a_process_as_were_requested(kills: int) -> None:
+    assert sum(strike.action != "stop" for strike in draw(seed=0, kills=kills)) == kills
+
+
+def test_every_role_gets_every_action() -> None:
+    roles = ["broker", "learner", "store", *GENERATORS]
+    actions = ["kill", "terminate", "stop"]
+    hit = {(strike.role, strike.action) for strike in draw(seed=0, kills=1000)}
+    assert hit == {(role, action) for role in roles for action in actions}
+
+
+def test_only_a_stop_has_a_continue() -> None:
+    assert all((strike.stopped_s > 0) == (strike.action == "stop") for strike in draw(seed=0))

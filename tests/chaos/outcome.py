@@ -1,0 +1,140 @@
+"""Outcome of a run under chaos, compared with that of an uninterrupted run.
+
+The scripted learner keeps the lineage of its weights, the samples that they were trained on, in every checkpoint. The lineage
+follows the weights through crashes and resumes, so it shows, independently of the store's ledger, what the surviving weights
+have seen.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.archive.archive import Archive, ArchiveCheck
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.records import StepEntry
+from slipstream.buffer.sampling import row_of
+from slipstream.buffer.trajectory import Record, Trajectory
+
+LINEAGE_FILE = "lineage.json"
+"""File in a checkpoint's folder."""
+_MAX_SAMPLES_NAMED = 5
+"""Samples named per kind of problem."""
+
+Sample = tuple[str, str, int]
+"""Group id, prompt uid, index in the group: equal whichever generator wrote the trajectory, at whichever attempt."""
+
+
+class Trained(Record):
+    """Samples of one step. Example: Trained(step=12, samples=[("380", "train/04711", 0), ...])."""
+
+    step: int
+    """Counted from 1."""
+    samples: list[Sample]
+    """In the order drawn."""
+
+
+class Outcome(Record):
+    """All records of a finished run. Example: see `tests/unit/chaos/test_outcome.py`."""
+
+    audit: Audit
+    counts: StoreCounts
+    ledger: list[StepEntry]
+    """Committed steps."""
+    lineage: list[Trained]
+    """Lineage of the weights in the newest checkpoint."""
+    archived: list[Sample]
+    """Trajectories of the retired groups in the archive."""
+    archive: ArchiveCheck
+
+
+# --- lineage ---
+
+
+def samples_of(groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
+    """Samples that a step on these groups trains on."""
+    return [(member.group_id, member.prompt_uid, member.index) for group in groups for member in group]
+
+
+def write_lineage(folder: Path, lineage: list[Trained]) -> None:
+    """Write into a checkpoint in progress, which makes the file durable."""
+    (folder / LINEAGE_FILE).write_bytes(msgspec.json.encode(lineage))
+
+
+def read_lineage(folder: Path) -> list[Trained]:
+    """Read from a checkpoint."""
+    return msgspec.json.decode((folder / LINEAGE_FILE).read_bytes(), type=list[Trained])
+
+
+def count_samples(lineage: Iterable[Trained]) -> Counter[Sample]:
+    """Number of times that each sample was trained on."""
+    return Counter(sample for trained in lineage for sample in trained.samples)
+
+
+def uninterrupted(*, num_groups: int, group_size: int, num_rows: int, seed: int) -> Counter[Sample]:
+    """Samples of an uninterrupted run of `num_groups` groups: each prompt of the sequence, each index."""
+    uids = {group: f"train/{row_of(group, num_rows=num_rows, seed=seed):05d}" for group in range(num_groups)}
+    return Counter((str(group), uid, index) for group, uid in uids.items() for index in range(group_size))
+
+
+# --- comparison ---
+
+
+def read_archive(folder: Path) -> tuple[list[Sample], ArchiveCheck]:
+    """The retired samples of an archive, and its own check. Raises ArchiveError."""
+    archive = Archive(folder)
+    retired = (stored.trajectory for stored in archive.read(TrajectoryFilter(outcome="retired")))
+    return samples_of([list(retired)]), archive.check()
+
+
+def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) -> list[str]:
+    """One sentence per difference from an uninterrupted run of `steps` steps on the samples `expected`."""
+    return [
+        *_audit_problems(outcome.audit),
+        *_step_problems("the ledger", [entry.step for entry in outcome.ledger], steps=steps),
+        *_step_problems("the lineage", [trained.step for trained in outcome.lineage], steps=steps),
+        *_sample_problems("trained on", count_samples(outcome.lineage), expected),
+        *_sample_problems("archived", Counter(outcome.archived), expected),
+        *outcome.archive.problems,
+        *_order_problems(outcome),
+        *_count_problems(outcome.counts),
+    ]
+
+
+def _audit_problems(audit: Audit) -> list[str]:
+    sums = (audit.buffered, audit.claimed, audit.used, audit.retired, audit.rejected, audit.expired, audit.quarantined)
+    wrong = [] if audit.accepted == sum(sums) else [f"accepted={audit.accepted}, but the states hold {sum(sums)}"]
+    return [*wrong, *audit.problems] + ([] if audit.is_sound else [str(audit)])
+
+
+def _step_problems(where: str, found: list[int], *, steps: int) -> list[str]:
+    if found == list(range(1, steps + 1)):
+        return []
+    return [f"{where} must hold the steps 1 to {steps} once each, got {len(found)}: {found}"]
+
+
+def _sample_problems(verb: str, found: Counter[Sample], expected: Counter[Sample]) -> list[str]:
+    missing, extra = expected - found, found - expected
+    return [f"never {verb}: {sample}" for sample in sorted(missing)[:_MAX_SAMPLES_NAMED]] + [
+        f"{verb} {found[sample]} times, in an uninterrupted run {expected[sample]}: {sample}"
+        for sample in sorted(extra)[:_MAX_SAMPLES_NAMED]
+    ]
+
+
+def _order_problems(outcome: Outcome) -> list[str]:
+    # Equal totals are not enough: store and weights must agree on every single step.
+    groups = {trained.step: list(dict.fromkeys(sample[0] for sample in trained.samples)) for trained in outcome.lineage}
+    return [
+        f"step {entry.step} was committed with {entry.group_ids}, and trained with {groups.get(entry.step)}"
+        for entry in outcome.ledger
+        if groups.get(entry.step) != entry.group_ids
+    ]
+
+
+def _count_problems(counts: StoreCounts) -> list[str]:
+    left = counts.leased + counts.returned + counts.open + counts.ready + counts.claimed + counts.used
+    return [f"no group may be left over, got {counts}"] * bool(left) + [
+        f"nothing may be refused, got {number} x {reason}" for reason, number in counts.refused.items()
+    ]
