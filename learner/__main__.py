@@ -42,7 +42,7 @@ from slipstream.learner.errors import LearnerError
 from slipstream.learner.learner import Learner
 from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.rank_group import RankGroup
-from slipstream.learner.ranks import become_ranks, end_rank
+from slipstream.learner.ranks import exit_rank, launch_ranks
 from slipstream.learner.sft.run import build_sft, check_sft
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
@@ -55,108 +55,101 @@ log = structlog.get_logger(__name__)
 
 @fail_cleanly(BrokerError, ReplayBufferError, LearnerError, restartable=(StaleFenceError, ClientDiedError))
 def main(overrides: list[str]) -> None:
-    """Join the broker and train; as a rank above 0, follow rank 0. For mode=sft, train from a file."""
+    """Join the broker and train; a rank above 0 executes the commands of rank 0. With mode=sft, train from a file."""
     exit_after_help(overrides, __doc__)
     run = load(overrides)
+    is_rank = "RANK" in os.environ
     check_model_path(run.model.path)
-    if run.mode == "sft" and "RANK" not in os.environ:
+    if run.mode == "sft" and not is_rank:
         check_sft(run)
     die_with_launcher()
-    if run.learner.num_ranks > 1 and "RANK" not in os.environ:
-        become_ranks("slipstream.learner", overrides, num_ranks=run.learner.num_ranks)
+    if run.learner.num_ranks > 1 and not is_rank:
+        launch_ranks("slipstream.learner", overrides, num_ranks=run.learner.num_ranks)
     rank = int(os.environ.get("RANK", "0"))
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
     raise_on_stop_signal()
-    _set_environment(run)
+    device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    _set_environment(device)
+    rendezvous = "env://" if run.learner.num_ranks > 1 else None
     if run.mode == "sft":
-        build_sft(run, device=_device(run), rank=rank, rendezvous=_rendezvous(run)).run()
+        build_sft(run, device=device, rank=rank, rendezvous=rendezvous).run()
     elif rank == 0:
-        _lead(run, token=read_token(run.broker))
+        _run_first_rank(run, device=device, rendezvous=rendezvous)
     else:
-        _team(run).worker_loop()
-    if "RANK" in os.environ:
-        end_rank()
+        folder = RunFolder(run)
+        build_rank_group(run, folder=folder, device=device, rank=rank, rendezvous=rendezvous).worker_loop()
+    if is_rank:
+        exit_rank()
 
 
-def _set_environment(run: RunConfig) -> None:
-    device = _device(run)
+def _set_environment(device: torch.device) -> None:
     os.environ.update(deepspeed_environment(device))
-    # NCCL's watchdog would end this process when a generator dies in a broadcast; the publisher deals with that itself.
+    # NCCL's watchdog would end this process when a generator dies in a broadcast, which the publisher handles.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def _device(run: RunConfig) -> torch.device:
-    return choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def _wire_device(run: RunConfig) -> torch.device:
-    return torch.device("cpu") if run.weights.backend == "gloo" else _device(run)
-
-
-def _team(run: RunConfig) -> RankGroup:
-    rank = int(os.environ.get("RANK", "0"))
-    return build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank, rendezvous=_rendezvous(run))
-
-
-def _rendezvous(run: RunConfig) -> str | None:
-    return "env://" if run.learner.num_ranks > 1 else None
-
-
-def _lead(run: RunConfig, *, token: str) -> None:
+def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | None) -> None:
     board = StatusBoard()
-    joined = join(
+    session = join(
         "learner",
         address=run.broker.address,
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="learner",
         status=board,
         timeout_s=run.broker.join_timeout_s,
-        token=token,
+        token=read_token(run.broker),
     )
-    with joined.leave_at_exit():
-        _train(run, joined, board)
+    with session.leave_at_exit():
+        _check_same_run(run, session.welcome.config_json)
+        check_same_model(run.model.path, session.welcome.model)
+        folder = RunFolder(run)
+        folder.open()
+        timeout_s, max_attempts = run.buffer.retry_timeout_s, run.buffer.max_attempts
+        store = open_run_store(
+            session.welcome.store_url,
+            run.name,
+            timeout_s=timeout_s,
+            retry_timeout_s=timeout_s,
+            max_attempts=max_attempts,
+        )
+        rank_group = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
+        learner = _build_learner(run, session, store=store, rank_group=rank_group, folder=folder, device=device)
+        board.set_source(lambda: _status(learner, store))
+        learner.run()
+        rank_group.shutdown()
+        store.close()
 
 
-def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
-    _check_same_run(run, joined.welcome.config_json)
-    check_same_model(run.model.path, joined.welcome.model)
-    folder = RunFolder(run)
-    folder.open()
-    store = _open_store(run, joined.welcome.store_url)
-    team = _team(run)
-    learner = build_learner(
+def _build_learner(
+    run: RunConfig,
+    session: Session,
+    *,
+    store: RedisStore,
+    rank_group: RankGroup,
+    folder: RunFolder,
+    device: torch.device,
+) -> Learner:
+    wire_device = torch.device("cpu") if run.weights.backend == "gloo" else device
+    snapshots = SnapshotStore(folder.weights)
+    return build_learner(
         run,
-        team=team,
+        rank_group=rank_group,
         store=store,
         folder=folder,
-        link=joined.client,
-        inbox=joined.inbox,
-        sender=CollectiveSender(run.weights.host, device=_wire_device(run)),
-        lender=_lender(run, folder),
+        client=session.client,
+        inbox=session.inbox,
+        sender=CollectiveSender(run.weights.host, device=wire_device),
+        snapshots=SnapshotServer(
+            snapshots, StreamServer(snapshots, host=run.weights.host, port=run.weights.fetch_port)
+        ),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
-    )
-    board.set_source(lambda: _status(learner, store))
-    learner.run()
-    team.shutdown()
-    store.close()
-
-
-def _lender(run: RunConfig, folder: RunFolder) -> SnapshotServer:
-    shelf = SnapshotStore(folder.weights)
-    return SnapshotServer(shelf, StreamServer(shelf, host=run.weights.host, port=run.weights.fetch_port))
-
-
-def _open_store(run: RunConfig, url: str) -> RedisStore:
-    timeout_s = run.buffer.retry_timeout_s
-    return open_run_store(
-        url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s, max_attempts=run.buffer.max_attempts
     )
 
 
 def _status(learner: Learner, store: RedisStore) -> PeerStatus:
-    """The learner's own, but for what its store keeps it waiting for."""
+    """Status of the learner; while its store is unavailable, that is the reason."""
     status, reason = learner.status(), store.waiting_for
     if not reason:
         return status
@@ -164,9 +157,9 @@ def _status(learner: Learner, store: RedisStore) -> PeerStatus:
 
 
 def _check_same_run(run: RunConfig, config_json: str) -> None:
-    # A learner that a launcher has started again resumes; the broker that lives on was not asked to. And what stands
-    # under `broker` is how each finds the other.
     theirs = msgspec.json.decode(config_json, type=RunConfig)
+    # These may differ: a launcher restarts the learner alone with resume=true, and `broker` is an address that each
+    # process sees from its own machine.
     theirs = msgspec.structs.replace(theirs, resume=run.resume, broker=run.broker)
     if theirs != run:
         differing = [f for f in RunConfig.__struct_fields__ if getattr(theirs, f) != getattr(run, f)]

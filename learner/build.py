@@ -1,4 +1,4 @@
-"""Building: a Trainer from the run's settings."""
+"""Builders of the learner's parts from the settings of a run."""
 
 import time
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
 
 
 def _check_own_functions(config: AlgorithmConfig) -> None:
-    """Before anything is waited for. Raises ConfigError."""
+    """Import the user's functions before anything is waited for. Raises ConfigError."""
     if isinstance(config.advantage, CustomAdvantageConfig):
         advantage_registry.own_function(config.advantage)
     if isinstance(config.policy_loss, CustomPolicyLossConfig):
@@ -71,7 +71,6 @@ def _check_own_functions(config: AlgorithmConfig) -> None:
 
 
 def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device) -> Critic:
-    """Raises ModelError."""
     config = run.algorithm.critic
     chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
     model = load_value_model(chosen, device=device, gradient_checkpointing=_recomputes_activations(run))
@@ -86,7 +85,7 @@ def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch
 
 
 def _load_frozen_models(run: RunConfig, policy: Policy, *, device: torch.device) -> FrozenModels:
-    """Only those that the settings need. Raises ModelError."""
+    """Load the reference and the teacher if the settings need them."""
     reference = teacher = None
     if run.algorithm.kl.coefficient:
         reference = load_policy(run.model, device=device).requires_grad_(False)
@@ -115,15 +114,14 @@ def _build_engine(
     return TorchEngine(model, optimizer=optimizer, device=device, setting=setting)
 
 
-# @@ Assembly: a learner from its parts, as the config names them.
+# --- the whole learner -----------------------------------------------------------------------------------------------
 def build_rank_group(
     run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0, rendezvous: str | None = None
 ) -> RankGroup:
-    """This rank's part of the learner. Blocks until all ranks are in. Raises LearnerError."""
-    patience_s = run.learner.wait_timeout_s + run.evaluation.timeout_s
-    ranks = join_ranks(
-        rank=rank, size=run.learner.num_ranks, device=device, timeout_s=patience_s, rendezvous=rendezvous
-    )
+    """Build this rank's part of the learner. Blocks until all ranks have joined. Raises LearnerError."""
+    # A rank waits in a collective for the next command of rank 0, which itself may wait as long as both limits.
+    timeout_s = run.learner.wait_timeout_s + run.evaluation.timeout_s
+    ranks = join_ranks(rank=rank, size=run.learner.num_ranks, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     torch.manual_seed(run.seed)
     trainer = build_trainer(run, ranks=ranks, device=device)
     checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks)
@@ -133,37 +131,35 @@ def build_rank_group(
 def build_learner(
     run: RunConfig,
     *,
-    team: RankGroup,
+    rank_group: RankGroup,
     store: Store,
     folder: RunFolder,
-    link: BrokerClient,
+    client: BrokerClient,
     inbox: Inbox,
     sender: WeightSender,
-    lender: SnapshotServer | None = None,
+    snapshots: SnapshotServer | None = None,
     wait: Callable[[int, float], object],
     clock: Clock = time.monotonic,
 ) -> Learner:
-    """Rank 0: everything the loop is made of."""
+    """Build rank 0's loop and everything it calls. See Learner for `wait`, Publisher for `snapshots`."""
     publisher = Publisher(
-        link=link,
+        client=client,
         inbox=inbox,
         sender=sender,
         config=run.weights,
-        lender=lender,
-        is_patient=run.is_one_process,
-        tell=store.record_event,
+        snapshots=snapshots,
+        is_serial=run.is_one_process,
+        on_evict=store.record_event,
         clock=clock,
     )
-    record = MetricsLog(run, folder=folder, store=store)
     stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
-    publishing = BackgroundPublisher(publisher, stager, store, in_background=not run.is_one_process)
     mix = run.buffer.mix
     return Learner(
         run=run,
         store=store,
-        team=team,
-        publishing=publishing,
-        record=record,
+        rank_group=rank_group,
+        publisher=BackgroundPublisher(publisher, stager, store, in_background=not run.is_one_process),
+        metrics_log=MetricsLog(run, folder=folder, store=store),
         wait=wait,
         rollouts=Rollouts(Path(mix.archive), seed=run.seed) if mix.archive else None,
         clock=clock,

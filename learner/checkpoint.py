@@ -1,7 +1,7 @@
-"""Checkpoints: what a run resumes from, written so that a crash at any moment leaves a whole one.
+"""Checkpoints: the state that a run resumes from, complete whenever a crash happens.
 
-The store says which one that is (`RunState.checkpoint`): the pointer moves in the instant in which the groups that the
-checkpoint covers are retired.
+A checkpoint is written to `draft/`, synced, and renamed. It counts only once the store points at it
+(`RunState.checkpoint`): that pointer moves in the same atomic operation that retires the groups the checkpoint covers.
 
 <folder>/step-00000050/state.json        CheckpointState
 <folder>/step-00000050/model/            weights in transformers format, with tokenizer
@@ -35,10 +35,13 @@ from slipstream.learner.training.critic import load_value_model, save_value_mode
 from slipstream.learner.training.model import Policy, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
 
+_REFERENCE = "reference"
+_CRITIC = "critic"
 
-# @@ The state of every random number generator of a rank: torch, CUDA, numpy, Python.
+
+# --- random number generators ----------------------------------------------------------------------------------------
 class RandomState(Record):
-    """Taken between two steps."""
+    """State of the random number generators of one rank, taken between two steps."""
 
     torch_state: np.ndarray
     """uint8, `torch.get_rng_state`."""
@@ -47,19 +50,17 @@ class RandomState(Record):
     numpy_keys: np.ndarray
     """int64[624], of numpy's global generator."""
     numpy_position: int
-    """Of numpy's global generator."""
     numpy_gauss: tuple[int, float]
-    """Whether it holds a spare normal number, and which."""
+    """Whether a spare normal number is stored, and its value."""
     python_version: int
-    """Of the state's format."""
+    """Version of the state format of `random`."""
     python_keys: list[int]
-    """Of Python's global generator."""
     python_gauss: float | None
-    """Its spare normal number."""
+    """Spare normal number; None without one."""
 
 
 def save_random_state(path: Path) -> None:
-    """Write the current state."""
+    """Write the state of all generators of this process."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, python_keys, python_gauss = random.getstate()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else torch.empty(0, dtype=torch.uint8)
@@ -77,7 +78,7 @@ def save_random_state(path: Path) -> None:
 
 
 def restore_random_state(path: Path) -> None:
-    """Take back what was saved. Raises CheckpointError."""
+    """Inverse of `save_random_state`. Raises CheckpointError."""
     try:
         state = decode(path.read_bytes(), RandomState)
     except (OSError, RecordRefusedError) as error:
@@ -90,23 +91,18 @@ def restore_random_state(path: Path) -> None:
     random.setstate((state.python_version, tuple(state.python_keys), state.python_gauss))
 
 
-_REFERENCE = "reference"
-_CRITIC = "critic"
-
-
+# --- checkpoints -----------------------------------------------------------------------------------------------------
 class CheckpointState(Record):
-    """Where a run stood. Example: CheckpointState(step=50, version=50, num_updates=50, seed=0, engine="zero-0", ...)"""
+    """Progress of a run. Example: CheckpointState(step=50, version=50, num_updates=50, seed=0, engine="zero-0", ...)."""
 
     step: int
-    """Last step that is in the weights."""
+    """Last step that the weights include."""
     version: int
     """Policy version of the weights."""
     num_updates: int
     """Optimizer updates made."""
     seed: int
-    """Of the run."""
     config_hash: str
-    """Of the run's settings, for the record."""
     engine: str
     """`torch` or `zero-<stage>`."""
     num_ranks: int
@@ -114,11 +110,11 @@ class CheckpointState(Record):
     critic_updates: int = 0
     """Optimizer updates of the critic."""
     objective: dict[str, float] = {}
-    """What the objective carries from step to step: `ObjectiveState.save`."""
+    """State that the objective carries from step to step: `ObjectiveState.save`."""
 
 
 class Checkpoints:
-    """Saves and restores a trainer. Collective; only rank 0 touches shared files."""
+    """Saves and restores a trainer. Every method but `names` and `prune` is collective; rank 0 writes shared files."""
 
     def __init__(self, folder: Path, *, run: RunConfig, trainer: Trainer, ranks: Ranks) -> None:
         self._folder = folder
@@ -126,52 +122,58 @@ class Checkpoints:
         self._trainer = trainer
         self._ranks = ranks
 
+    def names(self) -> list[str]:
+        """Names of the complete checkpoints, oldest first."""
+        folders = sorted(self._folder.glob("step-*"), key=lambda folder: folder.stat().st_mtime_ns)
+        return [folder.name for folder in folders]
+
+    def prune(self, *, pinned: str) -> None:
+        """Delete all but the newest `keep`, and never `pinned`, at which the store points."""
+        for name in self.names()[: -self._run.learner.checkpoint.keep]:
+            if name != pinned:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    # --- saving --------------------------------------------------------------------------------------------------
     def save(self, *, step: int, version: int) -> str:
-        """Write a checkpoint that covers `step`, durable when this returns; returns its name (on rank 0)."""
+        """Write a checkpoint that covers `step`, durable on return; returns its name (on rank 0)."""
         name = ""
         draft = self._folder / "draft"
         if self._ranks.is_first:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-        self._ranks.wait_for_all()
+        self._ranks.barrier()
         self._trainer.engine.save_state(draft)
         save_random_state(draft / f"random-rank-{self._ranks.rank}")
         save_model(self._trainer, draft / "model", run=self._run, ranks=self._ranks)
         self._save_critic(draft / _CRITIC)
-        self._ranks.wait_for_all()
+        # The rename declares the draft complete: every rank must have written its files before.
+        self._ranks.barrier()
         if self._ranks.is_first:
             self._save_reference(draft / _REFERENCE)
-            name = self._finish(draft, self._describe(step=step, version=version))
-        self._ranks.wait_for_all()
+            name = self._finish(draft, step=step, version=version)
+        self._ranks.barrier()
         return name
 
-    def names(self) -> list[str]:
-        """Of the whole checkpoints there are, oldest first."""
-        places = sorted(self._folder.glob("step-*"), key=lambda place: place.stat().st_mtime_ns)
-        return [place.name for place in places]
+    def _save_reference(self, folder: Path) -> None:
+        """Write the reference policy, if it is refreshed; else it is the initial policy."""
+        reference = self._trainer.reference
+        if reference is not None and self._run.algorithm.kl.refresh_every_steps:
+            weights = {name: parameter.detach().cpu() for name, parameter in named_parameters(reference.causal_lm)}
+            save_pretrained(reference, folder, weights=weights, config=self._run.model)
 
-    def prune(self, *, keeping: str) -> None:
-        """Remove old ones beyond `keep`, never `keeping`: what the store points at must be there."""
-        for name in self.names()[: -self._run.learner.checkpoint.keep]:
-            if name != keeping:
-                shutil.rmtree(self._folder / name, ignore_errors=True)
+    def _save_critic(self, folder: Path) -> None:
+        if not (critic := self._trainer.critic):
+            return
+        if self._ranks.is_first:
+            folder.mkdir()
+        self._ranks.barrier()
+        critic.engine.save_state(folder)
+        weights = gather_to_first(critic.engine, ranks=self._ranks)
+        if self._ranks.is_first:
+            save_value_model(critic.engine.model, folder / "model", weights=weights)
 
-    def restore(self, name: str) -> CheckpointState:
-        """Put a checkpoint into the trainer. Raises CheckpointError."""
-        place = self._folder / name
-        state = _read_state(place)
-        self._check_fits(place, state)
-        self._trainer.engine.restore_state(place, weights=self._read_weights(place))
-        self._trainer.num_updates = state.num_updates
-        self._trainer.objective.state.restore(state.objective)
-        self._restore_reference(place)
-        self._restore_critic(place / _CRITIC, num_updates=state.critic_updates)
-        restore_random_state(place / f"random-rank-{self._ranks.rank}")
-        self._ranks.wait_for_all()
-        return state
-
-    def _describe(self, *, step: int, version: int) -> CheckpointState:
-        return CheckpointState(
+    def _finish(self, draft: Path, *, step: int, version: int) -> str:
+        state = CheckpointState(
             step=step,
             version=version,
             num_updates=self._trainer.num_updates,
@@ -182,29 +184,34 @@ class Checkpoints:
             num_ranks=self._ranks.size,
             objective=self._trainer.objective.state.save(),
         )
+        (draft / "state.json").write_bytes(msgspec.json.encode(state))
+        for path in (*draft.rglob("*"), draft):
+            sync_path(path)
+        # A step that was rolled back and trained again gets a new name: the store may still point at the old one.
+        names = [f"step-{step:08d}", *(f"step-{step:08d}.{repeat}" for repeat in range(2, 1000))]
+        folder = next(self._folder / name for name in names if not (self._folder / name).exists())
+        draft.rename(folder)
+        sync_path(self._folder)
+        return folder.name
 
-    def _save_reference(self, folder: Path) -> None:
-        """Only where it is no longer the initial policy."""
-        reference = self._trainer.reference
-        if reference is not None and self._run.algorithm.kl.refresh_every_steps:
-            weights = {name: parameter.detach().cpu() for name, parameter in named_parameters(reference.causal_lm)}
-            save_pretrained(reference, folder, weights=weights, config=self._run.model)
-
-    def _restore_reference(self, place: Path) -> None:
+    # --- restoring -----------------------------------------------------------------------------------------------
+    def restore(self, name: str) -> CheckpointState:
+        """Load a checkpoint into the trainer. Raises CheckpointError."""
+        folder = self._folder / name
+        state = _read_state(folder)
+        self._check_fits(folder, state)
+        policy = self._read_policy(folder / "model")
+        weights = {name: parameter.detach() for name, parameter in named_parameters(policy.causal_lm)}
+        self._trainer.engine.restore_state(folder, weights=weights)
+        self._trainer.num_updates = state.num_updates
+        self._trainer.objective.state.restore(state.objective)
         if self._trainer.reference is not None and self._run.algorithm.kl.refresh_every_steps:
-            self._trainer.reference.load_state_dict(self._read_policy(place / _REFERENCE).state_dict())
-
-    def _save_critic(self, folder: Path) -> None:
-        """Collective."""
-        if not (critic := self._trainer.critic):
-            return
-        if self._ranks.is_first:
-            folder.mkdir()
-        self._ranks.wait_for_all()
-        critic.engine.save_state(folder)
-        weights = gather_to_first(critic.engine, ranks=self._ranks)
-        if self._ranks.is_first:
-            save_value_model(critic.engine.model, folder / "model", weights=weights)
+            self._trainer.reference.load_state_dict(self._read_policy(folder / _REFERENCE).state_dict())
+        self._restore_critic(folder / _CRITIC, num_updates=state.critic_updates)
+        # Last, because loading a model may draw random numbers.
+        restore_random_state(folder / f"random-rank-{self._ranks.rank}")
+        self._ranks.barrier()
+        return state
 
     def _restore_critic(self, folder: Path, *, num_updates: int) -> None:
         if not (critic := self._trainer.critic):
@@ -212,39 +219,22 @@ class Checkpoints:
         config = msgspec.structs.replace(self._run.model, path=str(folder / "model"))
         try:
             weights = dict(load_value_model(config, device=critic.engine.device).weights())
-        except ModelError as fault:
+        except ModelError as error:
             raise CheckpointError(
-                f"{folder} must hold the critic that algorithm.advantage needs, got: {fault} Resume with the advantage "
+                f"{folder} must hold the critic that algorithm.advantage needs, got: {error} Resume with the advantage "
                 "it was written with, or start a new run."
-            ) from fault
+            ) from error
         critic.engine.restore_state(folder, weights={name: weight.detach() for name, weight in weights.items()})
         critic.num_updates = num_updates
 
-    def _finish(self, draft: Path, state: CheckpointState) -> str:
-        (draft / "state.json").write_bytes(msgspec.json.encode(state))
-        _sync_tree(draft)
-        place = self._unused_place(state.step)
-        draft.rename(place)
-        sync_path(self._folder)
-        return place.name
-
-    def _unused_place(self, step: int) -> Path:
-        """A step that was rolled back and made again gets a name of its own: the pointed-at one stays whole."""
-        names = [f"step-{step:08d}", *(f"step-{step:08d}.{again}" for again in range(2, 1000))]
-        return next(self._folder / name for name in names if not (self._folder / name).exists())
-
-    def _check_fits(self, place: Path, state: CheckpointState) -> None:
-        wanted = {"learner/engine": _engine_name(self._run), "learner.num_ranks": self._ranks.size}
+    def _check_fits(self, folder: Path, state: CheckpointState) -> None:
+        expected = {"learner/engine": _engine_name(self._run), "learner.num_ranks": self._ranks.size}
         found = {"learner/engine": state.engine, "learner.num_ranks": state.num_ranks}
-        if wanted != found:
+        if expected != found:
             raise CheckpointError(
-                f"{place} must have been written with {wanted}, got {found}: resume with those settings, or start a "
-                f"new run with model.path={place / 'model'}."
+                f"{folder} must have been written with {expected}, got {found}: resume with those settings, or start a "
+                f"new run with model.path={folder / 'model'}."
             )
-
-    def _read_weights(self, place: Path) -> dict[str, Tensor]:
-        policy = self._read_policy(place / "model")
-        return {name: parameter.detach() for name, parameter in named_parameters(policy.causal_lm)}
 
     def _read_policy(self, folder: Path) -> Policy:
         config = msgspec.structs.replace(self._run.model, path=str(folder))
@@ -259,7 +249,7 @@ def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) 
 
 
 def gather_to_first(engine: TrainEngine, *, ranks: Ranks) -> dict[str, Tensor]:
-    """All parameters in host memory of rank 0, nothing on the others. Collective."""
+    """All parameters in host memory on rank 0, nothing on the others. Collective."""
     return {name: tensor.cpu() for name, tensor in engine.gather_parameters() if ranks.is_first}
 
 
@@ -268,17 +258,11 @@ def _engine_name(run: RunConfig) -> str:
     return f"zero-{engine.zero_stage}" if isinstance(engine, DeepSpeedEngineConfig) else "torch"
 
 
-def _read_state(place: Path) -> CheckpointState:
+def _read_state(folder: Path) -> CheckpointState:
     try:
-        return msgspec.json.decode((place / "state.json").read_bytes(), type=CheckpointState)
+        return msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(
-            f"{place} must be a whole checkpoint, got {error}: put it back, or start a new run with model.path= one of "
-            "the others beside it."
+            f"{folder} must be a complete checkpoint, got {error}: put it back, or start a new run with model.path set to "
+            "another one beside it."
         ) from error
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        sync_path(path)
-    sync_path(folder)

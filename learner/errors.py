@@ -1,13 +1,13 @@
-"""What can go wrong in the learner.
+"""Errors of the learner.
 
 LearnerError
-├── ModelError         the initial checkpoint is missing or unreadable
-├── TrainEngineError   the training engine cannot start with these settings
-├── BatchError         a claimed trajectory cannot be trained on
-├── DivergenceError           a loss or a gradient is not a finite number
-├── CheckpointError    a checkpoint is missing, damaged or made for other settings
-├── RankGroupError         the learner's ranks cannot find or have lost each other
-└── DeadEndError            what the learner waits for cannot come, or came too slowly
+├── ModelError          the initial checkpoint is missing or unreadable
+├── TrainEngineError    the training engine cannot start with these settings
+├── BatchError          a claimed trajectory cannot be trained on
+├── DivergenceError     a loss or a gradient is not a finite number
+├── CheckpointError     a checkpoint is missing, damaged or made for other settings
+├── RankGroupError      the learner's ranks cannot form a group, or one of them is gone
+└── DeadEndError        a wait of the learner cannot succeed, or takes too long
 """
 
 
@@ -20,11 +20,11 @@ class ModelError(LearnerError, ValueError):
 
 
 class TrainEngineError(LearnerError, RuntimeError):
-    """The training engine cannot start; the message says which setting to change."""
+    """The training engine cannot start; the message names the setting to change."""
 
 
 class BatchError(LearnerError, ValueError):
-    """A trajectory that passed the broker cannot be trained on: generator and learner disagree about the model."""
+    """A trajectory that the broker accepted cannot be trained on: generator and learner disagree about the model."""
 
 
 class DivergenceError(LearnerError, ArithmeticError):
@@ -40,4 +40,4 @@ class RankGroupError(LearnerError, ConnectionError):
 
 
 class DeadEndError(LearnerError, TimeoutError):
-    """A wait has come to a dead end; the message names the cause, what to do, and the last events."""
+    """A wait has come to a dead end; the message holds the cause, the remedy, and the last events."""

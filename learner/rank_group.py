@@ -1,6 +1,7 @@
-"""RankGroup: the ranks of one learner. What rank 0 orders, all carry out together."""
+"""RankGroup: the data-parallel ranks of one learner; rank 0 broadcasts commands, every rank executes them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,77 +18,74 @@ from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.trainer import Trainer
 
 
-# @@ Orders: what rank 0 of the learner tells the other ranks to do together with it.
-class Command(Record, tag_field="order", tag=True):
-    """Base of all orders."""
+# --- commands of rank 0 ----------------------------------------------------------------------------------------------
+class Command(Record, tag_field="command", tag=True):
+    """One collective operation of all ranks."""
 
 
 class TrainStep(Command):
-    """One step on groups whose payloads follow. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
+    """Train on groups whose payloads follow. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
 
     step: int
-    """Which step."""
     version: int
-    """Version of the learner's weights."""
+    """Policy version of the weights before the step."""
     group_sizes: list[int]
     """Trajectories of each group."""
     weights: list[float] = []
-    """What each group's loss is multiplied by; empty: all 1."""
+    """Factor of each group's loss; empty: all 1."""
     max_lags: list[int | None] = []
-    """Lag beyond which tokens of each group leave the loss, None = none; empty: `buffer.staleness.max_lag`."""
+    """Lag beyond which the tokens of each group are masked, None = no bound; empty: `buffer.staleness.max_lag`."""
     num_mixed: int = 0
-    """How many of the last groups are another run's: their versions are not this one's."""
+    """Groups of another run, at the end of the list: their versions do not compare with this run's."""
 
 
 class GatherWeights(Command):
-    """Bring sharded parameters together (rank 0 keeps them)."""
+    """Gather sharded parameters on rank 0."""
 
 
 class ComputeCanary(Command):
-    """Log-probabilities of the canary sequences."""
+    """Compute the log-probabilities of the canary sequences."""
 
 
 class SaveCheckpoint(Command):
-    """Write a checkpoint of everything that resuming needs."""
+    """Write a checkpoint that covers `step`."""
 
     step: int
-    """Steps it covers."""
     version: int
-    """Version of the weights."""
+    """Policy version of the weights."""
 
 
 class RestoreCheckpoint(Command):
-    """Take back a checkpoint."""
+    """Load a checkpoint."""
 
     name: str
-    """Its folder in the run's checkpoints."""
+    """Folder within the checkpoints of the run."""
 
 
 class SaveModel(Command):
     """Write the model in transformers format."""
 
     folder: str
-    """Where."""
 
 
 class KeepAlive(Command):
-    """Nothing yet: rank 0 waits, and the others must not take it for dead."""
+    """Restart the timeout of the collective in which the other ranks wait for the next command."""
 
 
 class Shutdown(Command):
-    """The run is over."""
+    """End the worker loop."""
 
 
-AnyOrder = (
+AnyCommand = (
     TrainStep | GatherWeights | ComputeCanary | SaveCheckpoint | RestoreCheckpoint | SaveModel | KeepAlive | Shutdown
 )
-"""What a following rank decodes."""
 
 
 class RankGroup:
-    """Rank 0 calls the verbs; every other rank calls `follow` once.
+    """Rank 0 calls the operations; every other rank calls `worker_loop` once.
 
-    Invariant: every collective operation of the trainer happens within an order, so all ranks meet in all of them.
+    Invariant: every collective operation of the trainer runs within a command, so all ranks make the same collectives in
+    the same order; one rank alone in a collective would block until its timeout.
     """
 
     def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:
@@ -107,73 +105,73 @@ class RankGroup:
         max_lags: Sequence[int | None] = (),
         num_mixed: int = 0,
     ) -> dict[str, Any]:
-        """One step on the groups; returns the step's metrics. `weights`, `max_lags`, `num_mixed`: see TrainStep."""
+        """Train one step on encoded groups; returns its metrics. See TrainStep for the other arguments."""
         sizes = [len(group) for group in payloads]
-        order = TrainStep(step, version, sizes, list(weights), list(max_lags), num_mixed)
-        self._ranks.broadcast_bytes([encode(order), *(payload for group in payloads for payload in group)])
-        return self._train(order, payloads)
+        command = TrainStep(step, version, sizes, list(weights), list(max_lags), num_mixed)
+        self._ranks.broadcast_bytes([encode(command), *(payload for group in payloads for payload in group)])
+        return self._train(command, payloads)
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """All parameters, whole; consume before the next order."""
-        self._tell(GatherWeights())
+        """Unsharded parameters by name; consume them before the next command, which other ranks await meanwhile."""
+        self._broadcast(GatherWeights())
         return self._trainer.engine.gather_parameters()
 
     def canary(self) -> Canary:
-        """The probe's sequences and their log-probabilities now."""
-        self._tell(ComputeCanary())
+        """Canary sequences and their log-probabilities under the current weights."""
+        self._broadcast(ComputeCanary())
         return self._trainer.canary()
 
     def save_checkpoint(self, *, step: int, version: int) -> CheckpointPointer:
-        """Durable when this returns; it does not count until the store points at it."""
-        self._tell(SaveCheckpoint(step, version))
+        """Write a checkpoint, durable on return. Only the store's pointer makes it the one that a resume loads."""
+        self._broadcast(SaveCheckpoint(step, version))
         return CheckpointPointer(step, version, self._checkpoints.save(step=step, version=version))
 
-    def prune_checkpoints(self, *, keeping: CheckpointPointer) -> None:
-        """Remove old ones, now that the store points at `keeping`."""
-        self._checkpoints.prune(keeping=keeping.name)
+    def prune_checkpoints(self, *, pinned: CheckpointPointer) -> None:
+        """Delete old checkpoints; call it only after the store points at `pinned`."""
+        self._checkpoints.prune(pinned=pinned.name)
 
     def checkpoint_names(self) -> list[str]:
-        """Of the checkpoints in the run folder, oldest first."""
+        """Names of the complete checkpoints in the run folder, oldest first."""
         return self._checkpoints.names()
 
     def restore(self, pointer: CheckpointPointer) -> None:
-        """Put a checkpoint into the trainer. Raises CheckpointError."""
-        self._tell(RestoreCheckpoint(pointer.name))
+        """Load a checkpoint into the trainer. Raises CheckpointError."""
+        self._broadcast(RestoreCheckpoint(pointer.name))
         self._checkpoints.restore(pointer.name)
 
     def save_model(self, folder: Path) -> None:
-        """The weights, and the tokenizer, in transformers format."""
-        self._tell(SaveModel(str(folder)))
+        """Write weights and tokenizer in transformers format."""
+        self._broadcast(SaveModel(str(folder)))
         save_model(self._trainer, folder, run=self._run, ranks=self._ranks)
 
     def keep_alive(self) -> None:
-        """Tell the other ranks that the next order is yet to come, so that their patience starts anew."""
-        self._tell(KeepAlive())
+        """Restart the timeout of the other ranks; call it every few seconds of a wait."""
+        self._broadcast(KeepAlive())
 
     def shutdown(self) -> None:
-        """Let the other ranks go."""
-        self._tell(Shutdown())
+        """End the worker loops of the other ranks."""
+        self._broadcast(Shutdown())
 
-    def _tell(self, order: Command) -> None:
-        self._ranks.broadcast_bytes([encode(order)])
+    def _broadcast(self, command: Command) -> None:
+        self._ranks.broadcast_bytes([encode(command)])
 
-    # --- the others ----------------------------------------------------------------------------------------------
+    # --- other ranks ---------------------------------------------------------------------------------------------
     def worker_loop(self) -> None:
-        """Carry out orders until dismissed. Raises RankGroupError when rank 0 is gone."""
+        """Execute commands until Shutdown. Raises RankGroupError when rank 0 is gone."""
         while True:
             head, *payloads = self._ranks.broadcast_bytes(None)
-            order: Command = decode(head, AnyOrder)  # type: ignore[arg-type]
-            if isinstance(order, Shutdown):
+            command: Command = decode(head, AnyCommand)  # type: ignore[arg-type]
+            if isinstance(command, Shutdown):
                 return
-            self._carry_out(order, payloads)
+            self._execute(command, payloads)
 
-    def _carry_out(self, order: Command, payloads: list[bytes]) -> None:
-        match order:
+    def _execute(self, command: Command, payloads: list[bytes]) -> None:
+        match command:
             case TrainStep(group_sizes=sizes):
                 members = iter(payloads)
-                self._train(order, [[next(members) for _ in range(size)] for size in sizes])
+                self._train(command, [[next(members) for _ in range(size)] for size in sizes])
             case GatherWeights():
-                _exhaust(self._trainer.engine.gather_parameters)
+                deque(self._trainer.engine.gather_parameters(), maxlen=0)
             case ComputeCanary():
                 self._trainer.canary()
             case SaveCheckpoint(step=step, version=version):
@@ -185,36 +183,30 @@ class RankGroup:
             case KeepAlive():
                 return
 
-    # --- all -----------------------------------------------------------------------------------------------------
-    def _train(self, order: TrainStep, payloads: list[list[bytes]]) -> dict[str, Any]:
+    # --- all ranks -----------------------------------------------------------------------------------------------
+    def _train(self, command: TrainStep, payloads: list[list[bytes]]) -> dict[str, Any]:
         groups: list[list[Trajectory]] = [[unpack(payload) for payload in group] for group in payloads]
         metrics = self._trainer.step(
             groups,
-            learner_version=order.version,
-            step=order.step,
-            weights=order.weights,
-            max_lags=order.max_lags,
-            num_mixed=order.num_mixed,
+            learner_version=command.version,
+            step=command.step,
+            weights=command.weights,
+            max_lags=command.max_lags,
+            num_mixed=command.num_mixed,
         )
-        own = groups[: len(groups) - order.num_mixed]
-        return metrics | _lag_metrics(own, learner_version=order.version)
+        own = groups[: len(groups) - command.num_mixed]
+        return metrics | _lag_metrics(own, learner_version=command.version)
 
 
 def _lag_metrics(groups: list[list[Trajectory]], *, learner_version: int) -> dict[str, Any]:
     histogram = lag_histogram((member for group in groups for member in group), learner_version=learner_version)
-    num_tokens = sum(histogram.values())
-    mean = sum(lag * count for lag, count in histogram.items()) / num_tokens
+    mean = sum(lag * count for lag, count in histogram.items()) / sum(histogram.values())
     percentiles = {f"lag/p{percent}": _percentile(histogram, percent=percent) for percent in (50, 95)}
     return {"lag/mean": mean, "lag/max": max(histogram), "lag/histogram": histogram, **percentiles}
 
 
 def _percentile(histogram: dict[int, int], *, percent: int) -> int:
-    """The smallest lag that so many of the tokens do not exceed; `histogram` is in rising order of lag."""
-    counts = accumulate(histogram.values())
-    wanted = sum(histogram.values()) * percent
-    return next(lag for lag, count in zip(histogram, counts, strict=True) if 100 * count >= wanted)
-
-
-def _exhaust(gather: Callable[[], Iterable[object]]) -> None:
-    for _ in gather():
-        pass
+    """Smallest lag that `percent` of the tokens do not exceed; `histogram` is in ascending order of lag."""
+    cumulative = accumulate(histogram.values())
+    total = sum(histogram.values())
+    return next(lag for lag, count in zip(histogram, cumulative, strict=True) if 100 * count >= percent * total)

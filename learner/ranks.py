@@ -1,11 +1,11 @@
-"""Ranks: the learner's data-parallel processes, and what rank 0 tells the others.
+"""Ranks: the learner's data-parallel processes and the collectives between them.
 
-Rank 0 alone talks to the store and the generators; what the others need travels as plain bytes and numbers.
+Rank 0 alone talks to the store and the generators; the others get all they need as plain bytes and numbers.
 """
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
@@ -17,30 +17,29 @@ from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
 
 
-# @@ torchrun: a learner of several ranks as one process that its launcher can judge by its exit code.
-def become_ranks(module: str, arguments: Sequence[str], *, num_ranks: int) -> NoReturn:
-    """Start `python -m module arguments` as so many ranks, with a rendezvous; all end when one does.
+def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int) -> NoReturn:
+    """Run `python -m module arguments` as `num_ranks` ranks under torchrun; when one rank ends, all do.
 
-    Ends with the exit code of the rank that failed first; with 75, which asks for another start, when it was killed.
-    torchrun itself says 1 whatever happened.
+    Exits with the code of the rank that failed first, because torchrun itself exits with 1 whatever happened; with 75,
+    which asks the launcher for a restart, when a signal killed that rank.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    ranks = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     try:
-        torchrun.run(torchrun.parse_args([*ranks, "-m", module, *arguments]))
+        torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as failed:
         _, failure = failed.get_first_failure()
         raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
-    except SignalException as told:
-        raise SystemExit(128 + int(told.sigval)) from None
+    except SignalException as stopped:
+        raise SystemExit(128 + int(stopped.sigval)) from None
     raise SystemExit(0)
 
 
 class Ranks:
-    """This process's place among the ranks. Every method is collective."""
+    """One process's view of its rank group. Every method is collective."""
 
     def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
         self._rank = rank
@@ -54,12 +53,10 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return self._size
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0."""
         return self._rank == 0
 
     def broadcast_bytes(self, payloads: Sequence[bytes] | None) -> list[bytes]:
@@ -69,7 +66,10 @@ class Ranks:
         lengths = self.broadcast_ints([len(payload) for payload in payloads] if payloads is not None else None)
         if not sum(lengths):
             return [b""] * len(lengths)
-        flat = self._flat(payloads, num_bytes=sum(lengths))
+        if payloads is None:
+            flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
+        else:
+            flat = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
         self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=0))
         joined = flat.cpu().numpy().tobytes()
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
@@ -94,15 +94,10 @@ class Ranks:
         """Element-wise over ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def wait_for_all(self) -> None:
-        """Returns when every rank has called."""
+    def barrier(self) -> None:
+        """Block until every rank has called."""
         if self._size > 1:
             self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
-
-    def _flat(self, payloads: Sequence[bytes] | None, *, num_bytes: int) -> Tensor:
-        if payloads is None:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
         if self._size == 1:
@@ -111,38 +106,38 @@ class Ranks:
         self._collective("reduce numbers", lambda: dist.all_reduce(reduced, op=operation))
         return reduced.to(values.device)
 
-    def _collective(self, what: str, call: object) -> None:
+    def _collective(self, what: str, call: Callable[[], object]) -> None:
         try:
-            call()  # type: ignore[operator]
+            call()
         except RuntimeError as error:
             raise RankGroupError(
-                f"all {self._size} learner ranks must be alive to {what}, rank {self._rank} could not: {error}"
+                f"all {self._size} learner ranks must be alive to {what}, got an error on rank {self._rank}: {error}"
             ) from error
 
 
 def join_ranks(*, rank: int, size: int, device: torch.device, timeout_s: float, rendezvous: str | None = None) -> Ranks:
     """Form the default process group: Gloo on CPUs, NCCL on GPUs.
 
-    `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have come, at most
+    `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have joined, at most
     `timeout_s`, which also bounds every later collective: it must exceed the longest wait of rank 0 for a batch.
     Raises RankGroupError.
     """
     if size > 1 and rendezvous is None:
         raise RankGroupError(f"{size} learner ranks need a rendezvous (tcp://host:port or file:///path), got none.")
+    # DeepSpeed needs a group even for one rank; a process that builds several such learners keeps its first.
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     return Ranks(rank=rank, size=size, device=device)
 
 
-def end_rank() -> NoReturn:
-    """Leave the group and end this process, well: the last thing that one of several ranks does.
-
-    NCCL wants its group left. And Python is not taken down first, because threads of the training libraries may still
-    run then: under load one rank in some twenty aborted so (ZeRO 3), with all of its work done.
-    """
+def exit_rank() -> NoReturn:
+    """Leave the group and end this process with success: the last call of one of several ranks."""
+    # NCCL requires that a group is destroyed before its process ends.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
+    # Skip the interpreter's teardown: threads of the training libraries may still run then, and under load about one
+    # ZeRO-3 rank in twenty aborted in it with all its work done.
     os._exit(0)
 
 

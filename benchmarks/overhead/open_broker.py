@@ -81,13 +81,13 @@ def _publish(run: RunConfig, stops: Event) -> None:
     ranks = join_ranks(rank=0, size=1, device=device, timeout_s=_JOIN_TIMEOUT_S)
     trainer = build_trainer(run, ranks=ranks, device=device)
     publisher = Publisher(
-        link=joined.client,
+        client=joined.client,
         inbox=joined.inbox,
         sender=CollectiveSender(run.weights.host, device=device),
         config=run.weights,
     )
     stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
-    publisher.hold(stager.stage(version=0, weights=trainer.engine.gather_parameters(), canary=trainer.canary()))
+    publisher.set_version(stager.stage(version=0, weights=trainer.engine.gather_parameters(), canary=trainer.canary()))
     while not stops.wait(0.2):
         if publisher.is_due:
             publisher.synchronize()

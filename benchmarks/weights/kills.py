@@ -92,8 +92,8 @@ class Clocked:
         started_at = time.perf_counter()
         self._publishing.publish(version=self.version, step=self.version, weights=self._weights, canary=_CANARY)
         self.blocked_s.append(time.perf_counter() - started_at)
-        self._publishing.look_after_members(timeout_s=_STEP_S)
-        return self._publishing.take()
+        self._publishing.sync_members(timeout_s=_STEP_S)
+        return self._publishing.take_published()
 
     def until(self, num_members: int, *, after_version: int, timeout_s: float) -> float:
         """Go on until a version above `after_version` is with that many; returns when that was."""
@@ -178,8 +178,10 @@ def _learner(run: RunConfig, stack: ExitStack, *, shelf: SnapshotStore, mib: int
     )
     stack.callback(joined.thread.stop)
     sender = CollectiveSender(run.weights.host, device="cpu")
-    lender = SnapshotServer(shelf, StreamServer(shelf, host=run.weights.host))
-    publisher = Publisher(link=joined.client, inbox=joined.inbox, sender=sender, lender=lender, config=run.weights)
+    snapshots = SnapshotServer(shelf, StreamServer(shelf, host=run.weights.host))
+    publisher = Publisher(
+        client=joined.client, inbox=joined.inbox, sender=sender, snapshots=snapshots, config=run.weights
+    )
     store = MemoryStore()
     store.open_run("faults", config_json="{}", num_rows=1, seed=0)
     publishing = BackgroundPublisher(

@@ -1,1 +1,1 @@
-"""Metrics of a step and of a run, and their alerts."""
+"""Metrics of a run: token statistics, rows and summary, alerts."""

@@ -1,4 +1,4 @@
-"""MetricsLog: the numbers of a run, a row a step, and the summary at its end."""
+"""MetricsLog: one row of metrics per step, and the summary at the end of a run."""
 
 import time
 from typing import Any
@@ -16,7 +16,7 @@ from slipstream.runtime.rates import Growth, Rate
 from slipstream.runtime.run_folder import RunFolder
 
 Row = dict[str, Any]
-"""One step: flat, keys `role/thing/stat`."""
+"""Metrics of one step: flat, keys `role/thing/stat`."""
 
 ROW_KEYS = (
     "step", "version", "time_s",
@@ -27,28 +27,30 @@ ROW_KEYS = (
     "weights/sync_s", "weights/members", "weights/pause_s", "weights/probe_diff_mean", "weights/probe_diff_max",
     "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/version",
 )  # fmt: skip
-"""What a row holds beside the diagnostics of the trainer; docs/metrics.md says what each is."""
+"""Keys of a row beside those of the trainer; documented in docs/metrics.md."""
 
 SUMMARY_KEYS = (
     "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "seconds_to_goal",
     "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean", "lag_max",
     "logprob_diff_max", "seed", "mode",
 )  # fmt: skip
-"""What `summary.json` holds."""
+"""Keys of `summary.json`."""
 
 log = structlog.get_logger(__name__)
 
 
 class MetricsLog:
-    """Writes `metrics.jsonl`, the store's metrics and `summary.json`."""
+    """Writes `metrics.jsonl`, the store's metrics and `summary.json`.
+
+    Life: record_before? -> start_training -> add_step* -> end_training -> write_summary.
+    """
 
     def __init__(self, run: RunConfig, *, folder: RunFolder, store: Store, clock: Clock = time.monotonic) -> None:
         self.folder = folder
-        """Where the files go."""
         self._run = run
         self._store = store
         self._clock = clock
-        self._health = MetricAlerts(self._tell)
+        self._alerts = MetricAlerts(on_alert=lambda text: store.record_event("learner", text))
         self._tokens = Rate(window_s=10.0, clock=clock)
         self._generated = Growth({})
         self._started_at = clock()
@@ -62,25 +64,25 @@ class MetricsLog:
         self._probe_diff_max = 0.0
 
     def gauges(self) -> Row:
-        """What the learner's Pong carries."""
+        """Gauges of the learner's Pong."""
         return {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
 
-    def note_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
-        """The evaluation before training."""
+    def record_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
+        """Keep the evaluation before training for the summary."""
         self._before = evaluated
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int) -> None:
-        """The clock of the run starts; after a resume it goes on where the kept rows end."""
+        """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers."""
         kept = self.folder.keep_metrics(up_to_step=step)
         self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._started_at = self._clock() - self._resumed_at_s
         for row in kept:
-            self._take(row)
+            self._accumulate(row)
         self._generated = Growth(_generated_tokens(self._store.roles()))
 
     def end_training(self) -> None:
-        """The clock of the run stops."""
+        """Stop the clock of the run."""
         self._ended_at = self._clock()
         self._generated.look(_generated_tokens(self._store.roles()))
 
@@ -94,7 +96,7 @@ class MetricsLog:
         evaluated: dict[Purpose, EvaluationResult] | None,
         times: dict[str, float],
     ) -> None:
-        """One row, to the file and to the store."""
+        """Write a row to the file and to the store."""
         self._tokens.add(metrics["learner/tokens"])
         row = {
             "step": step,
@@ -104,16 +106,16 @@ class MetricsLog:
             **times,
         }
         row["learner/tokens_per_s"] = self._tokens.per_s
-        row["generators/tokens_per_s"] = self._generators_speed(version)
+        row["generators/tokens_per_s"] = self._generated_per_s(version)
         row |= _publish_row(published) | _evaluation_row(evaluated)
-        self._take(row)
+        self._accumulate(row)
         self.folder.append_metrics(row)
         self._store.append_metrics(row)
-        self._health.look(row)
+        self._alerts.check(row)
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
 
     def write_summary(self, *, step: int, after: dict[Purpose, EvaluationResult]) -> None:
-        """What came of the run; the keys are documented in docs/metrics.md."""
+        """Write `summary.json`; its keys are documented in docs/metrics.md."""
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         self.folder.write_summary(
@@ -135,11 +137,8 @@ class MetricsLog:
             }
         )
 
-    def _tell(self, sentence: str) -> None:
-        self._store.record_event("learner", sentence)
-
-    def _take(self, row: Row) -> None:
-        """What the summary makes of a row, one of now or one that was kept."""
+    def _accumulate(self, row: Row) -> None:
+        """Add a row, a new one or one from before a resume, to the figures of the summary."""
         self._num_rows += 1
         self._lag_sum += row["lag/mean"]
         self._lag_max = max(self._lag_max, int(row["lag/max"]))
@@ -148,18 +147,18 @@ class MetricsLog:
         if goal and self._seconds_to_goal is None and row.get("eval/accuracy_sampled", 0.0) >= goal:
             self._seconds_to_goal = row["time_s"]
 
-    def _generators_speed(self, version: int) -> float:
-        """Of those that live, tokens/s; counts on the way what each has generated."""
-        told = self._store.roles()
-        self._generated.look(_generated_tokens(told))
-        roles = role_statuses(told, run=self._run, now=self._store.now(), announced_version=version)
+    def _generated_per_s(self, version: int) -> float:
+        """Tokens per second of the living generators; also updates the total of all."""
+        gauges = self._store.roles()
+        self._generated.look(_generated_tokens(gauges))
+        roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
         return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
 
 
 def _generated_tokens(roles: Roles) -> dict[str, float]:
-    """By generator, since each one's start; what peers say of themselves may be anything plain."""
-    told = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
-    return {name: count for name, count in told.items() if isinstance(count, int | float)}
+    """Tokens generated since its start, for each generator that reports a number: gauges are not validated."""
+    reported = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
+    return {name: count for name, count in reported.items() if isinstance(count, int | float)}
 
 
 def _publish_row(published: Published | None) -> Row:

@@ -1,1 +1,1 @@
-"""Publishing of policy versions to generators."""
+"""Publishing: brings policy versions from the learner into the generators."""

@@ -1,17 +1,16 @@
-"""BackgroundPublisher: versions on their way to the generators while the learner goes on with its steps.
+"""BackgroundPublisher: publishes versions while the learner trains on.
 
 Consumes: weights and canary of a version, copied before `publish` returns.
 Produces: announced and committed versions in the store.
-Waits for: nothing within `publish`: a version that is still waiting to be sent when the next one is made is overtaken.
-Invariant: one version is on its way and at most one waits, in two sets of buckets; the publisher belongs to the thread
-that carries them.
+Waits for: nothing within `publish`: a version that still waits to be sent is replaced by the next one.
+Invariant: one version is in flight and at most one waits, in two sets of buckets; the publisher belongs to the thread
+that synchronises.
 """
 
 from collections.abc import Iterable
 from concurrent.futures import Future, wait
 from threading import Lock, Thread
 
-import structlog
 from torch import Tensor
 
 from slipstream.buffer.records import VersionEntry
@@ -19,11 +18,12 @@ from slipstream.buffer.store import Store
 from slipstream.learner.publishing.publisher import Published, Publisher
 from slipstream.learner.publishing.staging import Canary, Staged, Stager
 
-log = structlog.get_logger(__name__)
-
 
 class BackgroundPublisher:
-    """Life: (publish -> take)* -> close. In the serial run everything happens within `publish`."""
+    """Life: (publish -> take_published)* -> close. In a serial run everything happens within `publish`.
+
+    Every method raises what the thread in the background raised.
+    """
 
     def __init__(self, publisher: Publisher, stager: Stager, store: Store, *, in_background: bool) -> None:
         self._publisher = publisher
@@ -33,102 +33,103 @@ class BackgroundPublisher:
         self._lock = Lock()
         self._waiting: Staged | None = None
         self._spare: Staged | None = None
-        self._underway: Future[None] | None = None
-        self._finished: Published | None = None
+        self._in_flight: Future[None] | None = None
+        self._published: Published | None = None
 
     def publish(self, *, version: int, step: int, weights: Iterable[tuple[str, Tensor]], canary: Canary) -> None:
-        """Copy the weights after `step` and have them sent. Raises what the carrying of an earlier version raised."""
-        self._raise_fault()
+        """Copy the weights after `step` and start sending them."""
+        self._raise_error()
         with self._lock:
-            overtaken, self._waiting = self._waiting, None
-            reuse, self._spare = overtaken or self._spare, None
+            replaced, self._waiting = self._waiting, None
+            reuse, self._spare = replaced or self._spare, None
         staged = self._stager.stage(version=version, weights=weights, canary=canary, reuse=reuse)
         self._store.record_version(VersionEntry(version, step, staged.checksum))
+        # Before it is sent: the broker refuses trajectories of a version that was not announced.
         self._store.announce_version(version)
         with self._lock:
             self._waiting = staged
-        self._carry()
+        self._start()
 
-    def finish(self) -> None:
-        """Block until nothing is on its way. Raises what it raised.
+    def flush(self) -> None:
+        """Block until nothing is in flight.
 
-        It ends by itself: a version is tried a few times, each phase of a try (group, buckets, answers) has its limit
-        in `weights`, and what is written of it has the store's patience. At most one more version waits behind it.
+        Bounded by the deadlines of publishing: a version has a few attempts, each phase of an attempt (group, buckets,
+        answers) has its limit in `weights`, and the store its patience. At most one more version waits behind it.
         """
-        if self._underway:
-            wait([self._underway])
-        self._raise_fault()
+        if self._in_flight:
+            wait([self._in_flight])
+        self._raise_error()
 
-    def take(self) -> Published | None:
-        """The newest publish that has ended since the last call; None when none has. Raises what one raised."""
-        self._raise_fault()
+    def take_published(self) -> Published | None:
+        """Result of the newest publish that ended since the last call; None if none did."""
+        self._raise_error()
         with self._lock:
-            finished, self._finished = self._finished, None
-        return finished
+            published, self._published = self._published, None
+        return published
 
-    def look_after_members(self, *, timeout_s: float) -> None:
-        """Bring the current version to generators that joined or failed since; waits at most `timeout_s` for news."""
-        if self._underway and not wait([self._underway], timeout=timeout_s).done:
+    def sync_members(self, *, timeout_s: float) -> None:
+        """Publish the current version to members that joined or failed since; waits at most `timeout_s` for messages."""
+        if self._in_flight and not wait([self._in_flight], timeout=timeout_s).done:
             return
-        self._raise_fault()
-        self._publisher.read_news(timeout_s=timeout_s)
+        self._raise_error()
+        self._publisher.poll(timeout_s=timeout_s)
         if self._publisher.is_due:
-            self._carry()
+            self._start()
 
-    def who_holds_what(self) -> str:
-        """One phrase about the generators, for a wait that lasts."""
+    def describe_members(self) -> str:
+        """A phrase about the generators, for the log of a long wait."""
         alive, holding = self._publisher.num_alive, self._publisher.num_holding
         if alive == 0:
             return "no generator is alive (start one with `python -m generators`)"
         return f"{alive} generators alive, {holding} of them hold version {self._publisher.version}"
 
     def close(self) -> None:
-        """Wait for what is on its way, then tear the weight group down."""
+        """Wait for the publish in flight, then tear the weight group down."""
         try:
-            self.finish()
+            self.flush()
         finally:
             self._publisher.close()
 
-    # --- carrying ------------------------------------------------------------------------------------------------
-    def _carry(self) -> None:
-        if self._underway and not self._underway.done():
+    # --- synchronising -------------------------------------------------------------------------------------------
+    def _start(self) -> None:
+        if self._in_flight and not self._in_flight.done():
             return
-        self._raise_fault()
-        underway: Future[None] = Future()
-        self._underway = underway
+        self._raise_error()
+        in_flight: Future[None] = Future()
+        self._in_flight = in_flight
         if self._in_background:
-            # A daemon: a learner that is told to stop does not wait for generators.
-            Thread(target=self._run, args=(underway,), name="publish", daemon=True).start()
+            # A daemon thread: a learner that is told to stop does not wait for generators.
+            Thread(target=self._run, args=(in_flight,), name="publish", daemon=True).start()
         else:
-            self._run(underway)
+            self._run(in_flight)
 
-    def _run(self, underway: "Future[None]") -> None:
+    def _run(self, in_flight: "Future[None]") -> None:
         try:
-            self._bring()
-            while not self._ends(underway):
-                self._bring()
+            self._synchronize()
+            while not self._ends(in_flight):
+                self._synchronize()
         except BaseException as error:
-            underway.set_exception(error)
+            in_flight.set_exception(error)
 
-    def _ends(self, underway: "Future[None]") -> bool:
-        """Whether nothing waits; in the same instant, so that what is put down afterwards finds no carrier."""
+    def _ends(self, in_flight: "Future[None]") -> bool:
+        # Under one lock with the check: a version put down right after it must find no thread and start one.
         with self._lock:
             if self._waiting is None:
-                underway.set_result(None)
+                in_flight.set_result(None)
             return self._waiting is None
 
-    def _bring(self) -> None:
-        """The version that waits, or once more the current one, to every living generator."""
+    def _synchronize(self) -> None:
+        """Bring the waiting version, or the current one again, into every living generator."""
         with self._lock:
             newest, self._waiting = self._waiting, None
             if newest:
-                self._spare = self._publisher.hold(newest)
+                self._spare = self._publisher.set_version(newest)
         published = self._publisher.synchronize()
         self._store.commit_version(published.version)
         with self._lock:
-            self._finished = published
+            self._published = published
 
-    def _raise_fault(self) -> None:
-        if self._underway and self._underway.done():
-            underway, self._underway = self._underway, None
-            underway.result()
+    def _raise_error(self) -> None:
+        if self._in_flight and self._in_flight.done():
+            in_flight, self._in_flight = self._in_flight, None
+            in_flight.result()

@@ -1,7 +1,7 @@
-"""FetchTracker: versions that generators fetch for themselves: who has been told to, and who has done so.
+"""FetchTracker: versions that generators fetch by themselves, and the server they fetch from.
 
-A joiner fetches first and takes part in broadcasts only then; a generator behind a slow link always fetches. Nobody is
-waited for: an order stands until its member answers, leaves, or has had its time; one order at a time for each member.
+A joiner fetches its first version and takes part in broadcasts only then; a generator behind a slow link always fetches.
+The publisher waits for neither: a request stands until its member answers, leaves, or misses its deadline.
 """
 
 import math
@@ -24,147 +24,143 @@ from slipstream.learner.publishing.members import MemberTable
 from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
 
+_CATCH_UP_S = 5.0
+"""Time for which a member that has just fetched waits for the next broadcast: another version may have been made
+meanwhile, and a member told at once to fetch that one as well could lag behind the broadcasts for ever."""
+_RESEND_AFTER_S = 5.0
+"""A request may be lost with a broker; generators ignore a repeated one."""
+
 log = structlog.get_logger(__name__)
 
 
-# @@ SnapshotServer: the learner's end of the weights that generators fetch for themselves.
 class SnapshotServer:
-    """A shelf, and a server that lends it out. Waits for nobody but the disk."""
+    """Serves versions to generators, from the file system and as a stream. Blocks on the disk alone."""
 
-    def __init__(self, shelf: SnapshotStore, server: StreamServer) -> None:
-        """Closes the server at the end."""
-        self._shelf = shelf
+    def __init__(self, store: SnapshotStore, server: StreamServer) -> None:
+        """Owns the server."""
+        self._store = store
         self._server = server
 
-    def lend(
-        self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, keeping: Collection[int] = ()
+    def add(
+        self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> SnapshotSource:
-        """Put a version on the shelf, unless it is there; `buckets` may then be written over.
+        """Write a version, unless it is there, and return where to fetch it; `buckets` may then be overwritten.
 
-        Versions of `keeping` are still being fetched by somebody and stay. Raises WeightTransferError: no room.
+        Versions in `pinned` are still being fetched and are kept. Raises WeightTransferError when the disk is full.
         """
-        self._shelf.put(update, buckets, with_delta=with_delta, pinned=keeping)
+        self._store.put(update, buckets, with_delta=with_delta, pinned=pinned)
         host, port = self._server.address
-        return SnapshotSource(host, port, str(self._shelf.folder.resolve()), has_deltas=with_delta)
+        return SnapshotSource(host, port, str(self._store.folder.resolve()), has_deltas=with_delta)
 
     def close(self) -> None:
-        """Stop lending and clear the shelf: whoever comes now finds no learner either. May be called again."""
+        """Stop serving and delete all versions: without a learner they are of no use. Idempotent."""
         self._server.close()
-        shutil.rmtree(self._shelf.folder, ignore_errors=True)
-
-
-_CATCH_UP_AFTER_S = 5.0
-"""A member that has just fetched gets this long to come along with a broadcast: another version may have been made
-while it fetched, and one that is told at once to fetch that as well may be late for ever."""
-_REPEAT_AFTER_S = 5.0
-"""An order may be lost with a broker; said again it does no harm."""
+        shutil.rmtree(self._store.folder, ignore_errors=True)
 
 
 @dataclass
-class _Order:
+class _Request:
     update: Update
     ends_at: float
-    repeat_at: float
+    resend_at: float
 
 
 class FetchTracker:
-    """Belongs to the publisher's thread."""
+    """At most one request per member. Belongs to the publisher's thread."""
 
     def __init__(
-        self, lender: SnapshotServer, *, link: BrokerClient, roster: MemberTable, config: WeightsConfig, clock: Clock
+        self, server: SnapshotServer, *, client: BrokerClient, members: MemberTable, config: WeightsConfig, clock: Clock
     ) -> None:
-        """Closes the lender at the end."""
-        self._lender = lender
-        self._link = link
-        self._roster = roster
+        """Owns the server."""
+        self._server = server
+        self._client = client
+        self._members = members
         self._config = config
         self._clock = clock
-        self._orders: dict[Member, _Order] = {}
+        self._timeout_s = config.fetch_timeout_s + config.transfer_timeout_s
+        self._requests: dict[Member, _Request] = {}
         self._fetched_at: dict[Member, float] = {}
 
-    def is_bringing(self, version: int) -> bool:
-        """Whether anybody is fetching this version."""
-        return any(order.update.version == version for order in self._orders.values())
+    def is_fetching(self, version: int) -> bool:
+        """Whether any member fetches this version."""
+        return any(request.update.version == version for request in self._requests.values())
 
-    def not_fetching(self) -> list[Member]:
-        """Members that take part in broadcasts: they want to, and hold a version already."""
+    def broadcast_members(self) -> list[Member]:
+        """Members that take part in broadcasts: they chose to, hold a version, and fetch nothing now."""
         return [
             member
-            for member in self._roster.wanted()
-            if self._roster.transport(member) == "collective"
-            and self._roster.holds_any(member)
-            and member not in self._orders
+            for member in self._members.eligible()
+            if self._joins_broadcasts(member) and member not in self._requests
         ]
 
     def due(self, version: int) -> list[Member]:
-        """Members that should be told to fetch this version, once it was broadcast to those that do not fetch."""
+        """Members that should fetch this version, once it was broadcast to the others."""
         return [
             member
-            for member in self._roster.wanted()
-            if not self._roster.holds(member, version)
-            and member not in self._orders
-            and not self._waits_for_broadcast(member)
+            for member in self._members.eligible()
+            if not self._members.holds(member, version)
+            and member not in self._requests
+            and not self._is_catching_up(member)
         ]
 
-    def order(self, staged: Staged) -> None:
-        """Tell all that are due to fetch this version; blocks while it is written.
+    def request(self, staged: Staged) -> None:
+        """Ask all members that are due to fetch this version; blocks while it is written.
 
-        When there is no room for it, they are evicted with that reason.
+        Evicts them when the disk is full.
         """
         due = self.due(staged.version)
-        has_deltas = any(self._roster.transport(member) == "delta" for member in self._roster.alive)
+        has_deltas = any(self._members.transport(member) == "delta" for member in self._members.alive)
         try:
             for with_deltas in (False, True):
-                members = [m for m in due if (self._roster.transport(m) == "delta") is with_deltas]
+                members = [m for m in due if (self._members.transport(m) == "delta") is with_deltas]
                 if members:
                     self._send(staged, members, put_delta=has_deltas, with_deltas=with_deltas)
-        except WeightTransferError as fault:
-            self._roster.evict(due, str(fault))
+        except WeightTransferError as error:
+            self._members.evict(due, str(error))
 
     def poll(self) -> None:
-        """Forget the orders of those that left, say the others again, evict who has had its time."""
-        now, alive = self._clock(), set(self._roster.alive)
-        self._orders = {member: order for member, order in self._orders.items() if member in alive}
+        """Drop the requests of members that left, resend the others, evict members past their deadline."""
+        now, alive = self._clock(), set(self._members.alive)
+        self._requests = {member: request for member, request in self._requests.items() if member in alive}
         self._fetched_at = {member: at for member, at in self._fetched_at.items() if member in alive}
-        for member, order in list(self._orders.items()):
-            if now >= order.ends_at:
-                del self._orders[member]
-                version = order.update.version
-                self._roster.evict([member], f"version {version} was not fetched within {self._patience_s:g} s")
-            elif now >= order.repeat_at:
-                order.repeat_at = now + _REPEAT_AFTER_S
-                self._link.send(order.update)
+        for member, request in list(self._requests.items()):
+            if now >= request.ends_at:
+                del self._requests[member]
+                version = request.update.version
+                self._members.evict([member], f"version {version} was not fetched within {self._timeout_s:g} s")
+            elif now >= request.resend_at:
+                request.resend_at = now + _RESEND_AFTER_S
+                self._client.send(request.update)
 
-    def take(self, adopted: UpdateApplied) -> bool:
-        """A member's answer; returns whether it holds a version now that it was told to fetch."""
-        order = self._orders.get(adopted.member)
-        if order is None or order.update.version != adopted.version:
+    def record_answer(self, answer: UpdateApplied) -> bool:
+        """Take a member's answer; returns whether the member now holds the version it was asked to fetch."""
+        request = self._requests.get(answer.member)
+        if request is None or request.update.version != answer.version:
             return False
-        del self._orders[adopted.member]
-        if adopted.error:
-            self._roster.evict([adopted.member], f"version {adopted.version} was not adopted: {adopted.error}")
+        del self._requests[answer.member]
+        if answer.error:
+            self._members.evict([answer.member], f"version {answer.version} was not adopted: {answer.error}")
             return False
-        self._roster.note_adopted(adopted.member, adopted.version)
-        self._fetched_at[adopted.member] = self._clock()
-        log.info("version_fetched", version=adopted.version, member=adopted.member.peer_id)
+        self._members.record_adopted(answer.member, answer.version)
+        self._fetched_at[answer.member] = self._clock()
+        log.info("version_fetched", version=answer.version, member=answer.member.peer_id)
         return True
 
     def close(self) -> None:
-        """Stop lending."""
-        self._lender.close()
+        """Stop serving."""
+        self._server.close()
 
-    @property
-    def _patience_s(self) -> float:
-        return self._config.fetch_timeout_s + self._config.transfer_timeout_s
+    def _joins_broadcasts(self, member: Member) -> bool:
+        return self._members.transport(member) == "collective" and self._members.holds_any(member)
 
-    def _waits_for_broadcast(self, member: Member) -> bool:
-        if self._roster.transport(member) != "collective" or not self._roster.holds_any(member):
-            return False
-        return self._clock() < self._fetched_at.get(member, -math.inf) + _CATCH_UP_AFTER_S
+    def _is_catching_up(self, member: Member) -> bool:
+        since_s = self._clock() - self._fetched_at.get(member, -math.inf)
+        return self._joins_broadcasts(member) and since_s < _CATCH_UP_S
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
-        source = self._lender.lend(staged.update, staged.buckets, with_delta=put_delta, keeping=self._being_fetched())
-        order = msgspec.structs.replace(
+        pinned = {request.update.version for request in self._requests.values()}
+        source = self._server.add(staged.update, staged.buckets, with_delta=put_delta, pinned=pinned)
+        update = msgspec.structs.replace(
             staged.update,
             epoch=NO_EPOCH,
             timeout_s=self._config.fetch_timeout_s,
@@ -172,10 +168,7 @@ class FetchTracker:
         )
         now = self._clock()
         for member in members:
-            # An order each: said again to one that is late, it must not reach those that have gone on since.
-            update = msgspec.structs.replace(order, members=[member])
-            self._link.send(update)
-            self._orders[member] = _Order(update, now + self._patience_s, now + _REPEAT_AFTER_S)
-
-    def _being_fetched(self) -> Collection[int]:
-        return {order.update.version for order in self._orders.values()}
+            # One message per member: resent to one that is late, it must not reach members that have moved on since.
+            own = msgspec.structs.replace(update, members=[member])
+            self._client.send(own)
+            self._requests[member] = _Request(own, now + self._timeout_s, now + _RESEND_AFTER_S)

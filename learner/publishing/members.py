@@ -1,4 +1,4 @@
-"""MemberTable: the generators there are, what each of them holds, and who must wait before it is tried again."""
+"""MemberTable: the living generators, the version each holds, and the backoff of those that failed."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,10 +8,10 @@ from slipstream.broker.messages import Member, Members
 from slipstream.broker.weights.records import WeightTransport
 from slipstream.runtime.clock import Clock
 
-_FIRST_BAN_S = 2.0
-"""After its first eviction a member is tried again this much later, and twice as much after each further one."""
-_LONGEST_BAN_S = 60.0
-_ABSENT = ("starting", "draining", "silent")
+_FIRST_BACKOFF_S = 2.0
+"""Backoff after the first eviction of a member; doubles with each further one."""
+_MAX_BACKOFF_S = 60.0
+_UNREACHABLE = ("starting", "draining", "silent")
 
 log = structlog.get_logger(__name__)
 
@@ -19,58 +19,57 @@ log = structlog.get_logger(__name__)
 class MemberTable:
     """Belongs to one thread."""
 
-    def __init__(self, *, tell: Callable[[str, str], object], clock: Clock) -> None:
-        """`tell`: given the id of each member that is evicted, and why."""
-        self._tell = tell
+    def __init__(self, *, on_evict: Callable[[str, str], object], clock: Clock) -> None:
+        """`on_evict` gets the id of each evicted member and the reason."""
+        self._on_evict = on_evict
         self._clock = clock
         self._transports: dict[Member, WeightTransport] = {}
         self._held: dict[Member, int] = {}
-        self._banned_until: dict[Member, float] = {}
+        self._retry_at: dict[Member, float] = {}
         self._num_evictions: dict[Member, int] = {}
 
     @property
     def alive(self) -> list[Member]:
-        """Those that may be spoken to, by name."""
+        """Members that can receive messages."""
         return list(self._transports)
 
-    def take(self, members: Members) -> None:
-        """The broker's news."""
-        present = {g.member: g.transport for g in members.generators if g.state not in _ABSENT}
-        self._transports = present
+    def update(self, members: Members) -> None:
+        """Replace the living members by those that the broker reports."""
+        reachable = {g.member: g.transport for g in members.generators if g.state not in _UNREACHABLE}
+        self._transports = reachable
 
-    def wanted(self) -> list[Member]:
-        """Living members that are not to be left alone for a while."""
+    def eligible(self) -> list[Member]:
+        """Living members whose backoff is over."""
         now = self._clock()
-        return [member for member in self._transports if self._banned_until.get(member, 0.0) <= now]
+        return [member for member in self._transports if self._retry_at.get(member, 0.0) <= now]
 
     def transport(self, member: Member) -> WeightTransport:
-        """How a living member wants its weights."""
+        """Transport by which a living member gets its weights."""
         return self._transports[member]
 
     def holds(self, member: Member, version: int) -> bool:
-        """Whether it said that it has adopted this version."""
         return self._held.get(member) == version
 
     def holds_any(self, member: Member) -> bool:
-        """Whether it has adopted any version and kept its place since."""
+        """Whether the member has adopted a version and was not evicted since."""
         return member in self._held
 
     def num_holding(self, version: int) -> int:
-        """Living members with this version."""
+        """Living members that hold the version."""
         return sum(self.holds(member, version) for member in self._transports)
 
-    def note_adopted(self, member: Member, version: int) -> None:
-        """It holds this version; what it did wrong before is forgotten."""
+    def record_adopted(self, member: Member, version: int) -> None:
+        """The member holds this version; earlier evictions no longer lengthen its backoff."""
         self._held[member] = version
         self._num_evictions.pop(member, None)
-        self._banned_until.pop(member, None)
+        self._retry_at.pop(member, None)
 
     def evict(self, members: Iterable[Member], reason: str) -> None:
-        """Leave them alone for a while, longer each time; what they hold no longer counts."""
-        named = list(members)
-        for member in named:
+        """Exclude members until their backoff is over; the version they hold no longer counts as verified."""
+        evicted = list(members)
+        for member in evicted:
             self._num_evictions[member] = times = self._num_evictions.get(member, 0) + 1
-            self._banned_until[member] = self._clock() + min(_LONGEST_BAN_S, _FIRST_BAN_S * 2 ** (times - 1))
+            self._retry_at[member] = self._clock() + min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (times - 1))
             self._held.pop(member, None)
-            self._tell(member.peer_id, f"evicted: {reason}")
-        log.warning("members_evicted", members=[member.peer_id for member in named], reason=reason)
+            self._on_evict(member.peer_id, f"evicted: {reason}")
+        log.warning("members_evicted", members=[member.peer_id for member in evicted], reason=reason)

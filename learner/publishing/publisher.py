@@ -1,11 +1,11 @@
-"""Publisher: brings a policy version into every living generator, and verifies that it got there.
+"""Publisher: brings a policy version into every living generator and verifies that it arrived.
 
-Consumes: a staged version, news of members, EpochOpened and UpdateApplied.
-Produces: OpenEpoch, Update, the broadcast itself; a snapshot for those that fetch.
-Waits for: every word of a member of the epoch, each phase at most its configured time; of those that fetch, for one,
-and only when nobody else holds the version.
+Consumes: a staged version, reports of members, EpochOpened and UpdateApplied.
+Produces: OpenEpoch, Update, the broadcast itself; a snapshot for members that fetch.
+Waits for: every answer of a member of the epoch, each phase at most its configured time; for a member that fetches only
+when no other member holds the version.
 Invariant: a version is committed only after every member of its epoch adopted it with equal checksums and a probe
-within bounds; whoever did not is out of the epoch and is tried again when the next synchronisation is due.
+within bounds; a member that failed is out of the epoch and is tried again at the next synchronisation after its backoff.
 """
 
 import time
@@ -33,136 +33,149 @@ from slipstream.runtime.clock import Clock, Deadline
 _MAX_ATTEMPTS = 3
 _JOIN_TIMEOUT_S = 20.0
 """Longest building of a process group: living members of one epoch meet within a second or two, also over a tunnel."""
-_AFTER_FAULT_S = 2.0
-"""Longest wait for the others' word after a transfer failed: it tells who is well."""
-_LEAST_TRANSFER_S = 2.0
-_PATIENCE_FACTOR = 5.0
+_AFTER_ERROR_S = 2.0
+"""Longest wait for answers after a transfer failed: they tell the sound members from the others."""
+_MIN_TRANSFER_S = 2.0
+_TRANSFER_TIMEOUT_FACTOR = 5.0
 _TRANSFERS_KEPT = 16
-_LOOK_EVERY_S = 0.005
-_STEP_S = 0.2
+_POLL_EVERY_S = 0.005
+_WAIT_STEP_S = 0.2
 
 log = structlog.get_logger(__name__)
 
 
 class Published(Record):
-    """What a synchronisation did. Example: Published(version=12, num_members=2, seconds=0.08, probe_diff_max=4e-7)."""
+    """Result of a synchronisation. Example: Published(version=12, num_members=2, seconds=0.08, probe_diff_max=4e-7)."""
 
     version: int
-    """Which version."""
     num_members: int
-    """Generators that hold it now."""
+    """Generators that hold the version now."""
     seconds: float
-    """How long it took."""
+    """Duration of the synchronisation."""
     probe_diff_mean: float = 0.0
-    """Largest mean difference over members, nats."""
+    """Largest mean difference of canary log-probabilities over members, nats."""
     probe_diff_max: float = 0.0
     """Largest single difference over members, nats."""
     pause_s: float = 0.0
-    """Longest standstill of a member's generation, seconds."""
+    """Longest pause of a member's generation, seconds."""
 
 
 class Publisher:
-    """Belongs to the learner's rank 0, one thread."""
+    """Belongs to one thread of the learner's rank 0. Life: (set_version -> synchronize)* -> close."""
 
     def __init__(
         self,
         *,
-        link: BrokerClient,
+        client: BrokerClient,
         inbox: Inbox,
         sender: WeightSender,
         config: WeightsConfig,
-        lender: SnapshotServer | None = None,
-        is_patient: bool = False,
-        tell: Callable[[str, str], object] = lambda peer_id, text: None,
+        snapshots: SnapshotServer | None = None,
+        is_serial: bool = False,
+        on_evict: Callable[[str, str], object] = lambda peer_id, text: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`is_patient`: nothing blocks in this sender (a serial run's), so that nothing needs to be watched.
+        """`is_serial`: the sender never blocks (serial run), so no thread has to watch it.
 
-        `lender`: from whom joiners and those with another transport fetch; without one all take part in broadcasts.
-        `tell`: given the id of each member that is evicted, and why.
+        `snapshots` serves joiners and members with another transport; without it all members take part in broadcasts.
+        `on_evict` gets the id of each evicted member and the reason.
         """
-        self._link = link
+        self._client = client
         self._inbox = inbox
         self._sender = sender
         self._config = config
+        self._is_serial = is_serial
         self._clock = clock
-        self._roster = MemberTable(tell=tell, clock=clock)
-        self._lending = (
-            FetchTracker(lender, link=link, roster=self._roster, config=config, clock=clock) if lender else None
+        self._members = MemberTable(on_evict=on_evict, clock=clock)
+        self._fetches = (
+            FetchTracker(snapshots, client=client, members=self._members, config=config, clock=clock)
+            if snapshots
+            else None
         )
+        self._staged: Staged | None = None
         self._epoch = 0
         self._epoch_members: list[Member] = []
         self._opened: dict[Member, EpochOpened] = {}
         self._adopted: dict[Member, UpdateApplied] = {}
         self._fetched: dict[Member, UpdateApplied] = {}
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
-        self._staged: Staged | None = None
-        self._is_patient = is_patient
 
-    def hold(self, staged: Staged) -> Staged | None:
-        """From here on `synchronize` brings this version; returns the one before, whose buckets are free."""
+    def set_version(self, staged: Staged) -> Staged | None:
+        """Make this the version that `synchronize` publishes; returns the one before, whose buckets are free."""
         before, self._staged = self._staged, staged
         return before
 
     @property
     def version(self) -> int:
-        """What `synchronize` brings; -1 before the first."""
+        """Version that `synchronize` publishes; -1 before the first."""
         return self._staged.version if self._staged else -1
 
     @property
     def num_alive(self) -> int:
-        """Living generators, as far as the broker has told."""
-        return len(self._roster.alive)
+        """Living generators, as last reported by the broker."""
+        return len(self._members.alive)
 
     @property
     def num_holding(self) -> int:
         """Living generators that hold the version."""
-        return self._roster.num_holding(self.version)
+        return self._members.num_holding(self.version)
 
     @property
     def is_due(self) -> bool:
-        """Whether some living generator does not hold the version and may be tried now."""
-        self.read_news(timeout_s=0)
+        """Whether a living generator lacks the version and is out of its backoff."""
+        self.poll(timeout_s=0)
         if self._staged is None:
             return False
-        if self._lending:
-            return bool(self._group() or self._lending.due(self.version))
-        return any(not self._roster.holds(member, self.version) for member in self._group())
+        if self._fetches:
+            return bool(self._broadcast_members() or self._fetches.due(self.version))
+        return any(not self._members.holds(member, self.version) for member in self._broadcast_members())
 
     def synchronize(self) -> Published:
-        """Bring the version into every living generator; those that fail are left out and named in the log."""
+        """Bring the version into every living generator; members that fail are evicted."""
         started_at = self._clock()
         self._adopted, self._fetched = {}, {}
         for _ in range(_MAX_ATTEMPTS):
-            self.read_news(timeout_s=0)
-            if self._try(self._group()):
+            self.poll(timeout_s=0)
+            if self._try_broadcast(self._broadcast_members()):
                 break
-        if self._lending:
-            self._lending.order(self._held())
-            self._await_a_holder(self._lending)
-        return self._summarise(seconds=self._clock() - started_at)
+        if self._fetches:
+            self._fetches.request(self._require_staged())
+            self._await_first_fetch(self._fetches)
+        applied = [a for a in [*self._adopted.values(), *self._fetched.values()] if not a.error]
+        return Published(
+            version=self.version,
+            num_members=self.num_holding,
+            seconds=self._clock() - started_at,
+            probe_diff_mean=max((a.probe_diff for a in applied), default=0.0),
+            probe_diff_max=max((a.probe_diff_max for a in applied), default=0.0),
+            pause_s=max((a.pause_s for a in applied), default=0.0),
+        )
 
     def close(self) -> None:
         """Tear the group down."""
-        if self._lending:
-            self._lending.close()
+        if self._fetches:
+            self._fetches.close()
         self._sender.close()
 
-    def _group(self) -> list[Member]:
-        """Who takes part in a broadcast now. Nobody hears the same version twice for the sake of one that came late."""
-        if self._lending is None:
-            return self._roster.wanted()
-        return self._lending.not_fetching() if self.num_holding == 0 else []
+    def _broadcast_members(self) -> list[Member]:
+        if self._fetches is None:
+            return self._members.eligible()
+        # A second broadcast of the same version would pause all its holders for the sake of one latecomer, which fetches.
+        return self._fetches.broadcast_members() if self.num_holding == 0 else []
 
-    def _await_a_holder(self, lending: FetchTracker) -> None:
-        """A version that nobody holds is not committed while somebody is about to."""
+    def _await_first_fetch(self, fetches: FetchTracker) -> None:
+        """Wait for a member that fetches the version while no member holds it: it must not be committed before."""
         deadline = Deadline(self._config.transfer_timeout_s, what="a generator to fetch", clock=self._clock)
-        while not self.num_holding and lending.is_bringing(self.version) and not deadline.is_over:
-            self.read_news(timeout_s=min(_STEP_S, deadline.left_s))
+        while not self.num_holding and fetches.is_fetching(self.version) and not deadline.is_over:
+            self.poll(timeout_s=min(_WAIT_STEP_S, deadline.left_s))
+
+    def _require_staged(self) -> Staged:
+        assert self._staged is not None, "set_version() comes first"
+        return self._staged
 
     # --- one attempt ---------------------------------------------------------------------------------------------
-    def _try(self, members: list[Member]) -> bool:
-        """Returns whether all of `members` hold the version now."""
+    def _try_broadcast(self, members: list[Member]) -> bool:
+        """Return whether all of `members` hold the version now."""
         if not members:
             return True
         if members != self._epoch_members and not self._open_epoch(members):
@@ -170,129 +183,115 @@ class Publisher:
         return self._broadcast(members)
 
     def _open_epoch(self, members: list[Member]) -> bool:
+        # A process group cannot lose or gain a rank, and its members may disagree about a broadcast that failed. So
+        # every change of members gets a group and a number of its own; answers of older epochs are ignored.
         self._epoch += 1
         self._epoch_members = []
         self._opened = {}
         timeout_s = min(_JOIN_TIMEOUT_S, self._config.transfer_timeout_s)
         host, port = self._sender.address
-        self._link.send(OpenEpoch(self._epoch, members, host, port, timeout_s, self._config.backend))
-        fault = ""
+        self._client.send(OpenEpoch(self._epoch, members, host, port, timeout_s, self._config.backend))
+        error = ""
         try:
-            self._watching(
-                members, partial(self._sender.open_epoch, self._epoch, num_members=len(members), timeout_s=timeout_s)
-            )
-        except WeightTransferError as error:
-            fault = str(error)
-        missing = self._collect(members, self._opened, timeout_s=_AFTER_FAULT_S if fault else timeout_s)
+            open_epoch = partial(self._sender.open_epoch, self._epoch, num_members=len(members), timeout_s=timeout_s)
+            self._run_watched(open_epoch, members)
+        except WeightTransferError as raised:
+            error = str(raised)
+        missing = self._collect(self._opened, members, timeout_s=_AFTER_ERROR_S if error else timeout_s)
         failed = dict.fromkeys(missing, "no answer") | {m: o.error for m, o in self._opened.items() if o.error}
-        if fault or failed:
-            self._roster.evict(missing or list(failed), f"epoch {self._epoch} could not be built: {fault or failed}")
+        if error or failed:
+            self._members.evict(missing or list(failed), f"epoch {self._epoch} could not be built: {error or failed}")
             return False
         self._epoch_members = members
         log.info("epoch_opened", epoch=self._epoch, members=[m.peer_id for m in members])
         return True
 
     def _broadcast(self, members: list[Member]) -> bool:
-        staged = self._held()
+        staged = self._require_staged()
         started_at, timeout_s = self._clock(), self._transfer_timeout_s
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
         self._adopted = {}
-        self._link.send(update)
-        fault = ""
+        self._client.send(update)
+        error = ""
         try:
-            self._watching(members, partial(self._sender.broadcast, staged.buckets, timeout_s=timeout_s))
+            self._run_watched(partial(self._sender.broadcast, staged.buckets, timeout_s=timeout_s), members)
             self._transfers_s.append(self._clock() - started_at)
-        except WeightTransferError as error:
-            fault = str(error)
+        except WeightTransferError as raised:
+            error = str(raised)
             self._epoch_members = []
-        timeout_s = _AFTER_FAULT_S if fault else self._config.transfer_timeout_s
-        missing = self._collect(members, self._adopted, timeout_s=timeout_s)
+        missing = self._collect(
+            self._adopted, members, timeout_s=_AFTER_ERROR_S if error else self._config.transfer_timeout_s
+        )
         failed = [m for m, a in self._adopted.items() if a.error]
         if missing or failed:
             self._epoch_members = []
-            reason = fault or "; ".join(a.error for a in self._adopted.values() if a.error) or "no answer"
-            self._roster.evict(missing or failed, f"version {update.version} was not adopted: {reason}")
-        return not (fault or missing or failed)
-
-    def _watching(self, members: list[Member], action: Callable[[], None]) -> None:
-        """Do what blocks until all members take part; when one of them dies meanwhile, it is broken off."""
-        if self._is_patient:
-            action()
-            return
-        underway: Future[None] = Future()
-        # A daemon: a learner that is told to stop does not wait for generators.
-        Thread(target=_settle, args=(underway, action), name="send-weights", daemon=True).start()
-        while not wait([underway], timeout=_LOOK_EVERY_S).done:
-            self.read_news(timeout_s=0)
-            if not set(members) <= set(self._roster.alive):
-                self._sender.abort()
-        underway.result()
+            reason = error or "; ".join(a.error for a in self._adopted.values() if a.error) or "no answer"
+            self._members.evict(missing or failed, f"version {update.version} was not adopted: {reason}")
+        return not (error or missing or failed)
 
     @property
     def _transfer_timeout_s(self) -> float:
-        """For a bucket: what whole broadcasts have taken says how soon one that does not end is given up.
-
-        A member that stands still, or that died where its neighbours do not see it, holds up all others that long.
-        """
+        # A member that hangs, or died unseen by its neighbours, delays all others by the whole timeout. Recent broadcasts
+        # show how long a sound one takes, so the configured limit is needed only before the first.
         if not self._transfers_s:
             return self._config.transfer_timeout_s
-        return min(self._config.transfer_timeout_s, _LEAST_TRANSFER_S + _PATIENCE_FACTOR * max(self._transfers_s))
+        expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
+        return min(self._config.transfer_timeout_s, expected_s)
 
-    def _held(self) -> Staged:
-        assert self._staged is not None, "hold() comes first"
-        return self._staged
+    def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
+        """Run an action that blocks until all members take part; abort it when one of them dies meanwhile."""
+        if self._is_serial:
+            action()
+            return
+        in_flight: Future[None] = Future()
+        # A daemon thread: a learner that is told to stop does not wait for generators.
+        Thread(target=_settle, args=(in_flight, action), name="send-weights", daemon=True).start()
+        while not wait([in_flight], timeout=_POLL_EVERY_S).done:
+            self.poll(timeout_s=0)
+            if not set(members) <= set(self._members.alive):
+                self._sender.abort()
+        in_flight.result()
 
-    def _collect(self, members: list[Member], answers: Mapping[Member, Message], *, timeout_s: float) -> list[Member]:
-        """Wait until every living member of `members` has answered; returns those that did not."""
+    def _collect(self, answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float) -> list[Member]:
+        """Wait until every living member has answered; return the members that did not."""
         deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
         while True:
             missing = [m for m in members if m not in answers]
-            if not missing or deadline.is_over or not set(missing) & set(self._roster.alive):
+            if not missing or deadline.is_over or not set(missing) & set(self._members.alive):
                 return missing
-            self._read(self._inbox.get(timeout_s=min(_STEP_S, deadline.left_s)))
+            self._handle(self._inbox.get(timeout_s=min(_WAIT_STEP_S, deadline.left_s)))
 
-    # --- news ----------------------------------------------------------------------------------------------------
-    def read_news(self, *, timeout_s: float) -> None:
-        """Take in what has arrived; blocks at most `timeout_s` for the first message."""
+    # --- messages ------------------------------------------------------------------------------------------------
+    def poll(self, *, timeout_s: float) -> None:
+        """Handle the messages that have arrived; blocks at most `timeout_s` for the first."""
         message = self._inbox.get(timeout_s=timeout_s)
         while message is not None:
-            self._read(message)
+            self._handle(message)
             message = self._inbox.get(timeout_s=0)
-        if self._lending:
-            self._lending.poll()
+        if self._fetches:
+            self._fetches.poll()
 
-    def _read(self, message: Message | None) -> None:
+    def _handle(self, message: Message | None) -> None:
         match message:
             case Members():
-                self._roster.take(message)
+                self._members.update(message)
             case EpochOpened(epoch=epoch, member=member) if epoch == self._epoch:
                 self._opened[member] = message
-            case UpdateApplied(epoch=epoch, member=member) if epoch == NO_EPOCH and self._lending:
-                if self._lending.take(message):
+            case UpdateApplied(epoch=epoch, member=member) if epoch == NO_EPOCH and self._fetches:
+                if self._fetches.record_answer(message):
                     self._fetched[member] = message
             case UpdateApplied(epoch=epoch, version=version, member=member):
                 if (epoch, version) == (self._epoch, self.version):
                     self._adopted[member] = message
                     if not message.error:
-                        # Also of one that was given up before its answer came, with a broker that came back late.
-                        self._roster.note_adopted(member, version)
-
-    def _summarise(self, *, seconds: float) -> Published:
-        good = [a for a in [*self._adopted.values(), *self._fetched.values()] if not a.error]
-        return Published(
-            version=self.version,
-            num_members=self.num_holding,
-            seconds=seconds,
-            probe_diff_mean=max((a.probe_diff for a in good), default=0.0),
-            probe_diff_max=max((a.probe_diff_max for a in good), default=0.0),
-            pause_s=max((a.pause_s for a in good), default=0.0),
-        )
+                        # Valid even after an eviction: a restarted broker does not know its members for a moment.
+                        self._members.record_adopted(member, version)
 
 
-def _settle(underway: "Future[None]", action: Callable[[], None]) -> None:
+def _settle(in_flight: "Future[None]", action: Callable[[], None]) -> None:
     try:
         action()
     except BaseException as error:
-        underway.set_exception(error)
+        in_flight.set_exception(error)
     else:
-        underway.set_result(None)
+        in_flight.set_result(None)

@@ -1,6 +1,6 @@
-"""Staging: a version's weights, copied into flat buckets so that the learner can go on while they travel."""
+"""Staging: copies a version's weights into flat buckets, so that the learner trains on while they are sent."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +13,21 @@ from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.batching.collate import plain_microbatch
 from slipstream.learner.engines.engine import TrainEngine
 
-# @@ The canary: fixed sequences whose log-probabilities show whether an engine holds the learner's weights.
 SEQUENCE_TOKENS = 16
 """Length of a canary sequence, tokens."""
 
+Canary = tuple[list[list[int]], list[list[float]]]
+"""Canary sequences, and the learner's log-probability of each token but the first at the version being published.
+
+An engine whose log-probabilities differ does not hold the learner's weights.
+"""
+
+
+# --- the canary ------------------------------------------------------------------------------------------------------
+
 
 def canary_token_ids(*, seed: int, vocab_size: int, num_sequences: int, max_length: int) -> np.ndarray:
-    """int64[num_sequences, min(16, max_length)]: the same for the whole run."""
+    """Random sequences, int64[num_sequences, min(16, max_length)], the same for the whole run."""
     generator = np.random.default_rng([seed, vocab_size])
     return generator.integers(0, vocab_size, size=(num_sequences, min(SEQUENCE_TOKENS, max_length)))
 
@@ -31,32 +39,28 @@ def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray) -> list[list[flo
     return logprobs.reshape(len(token_ids), -1).tolist()
 
 
-Canary = tuple[list[list[int]], list[list[float]]]
-"""Sequences, and the learner's log-probability of each token but the first, at the version being published."""
-
-
+# --- buckets ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """One version, ready to be sent."""
+    """A version that is ready to be sent."""
 
     update: Update
-    """What members are told; epoch and members are filled in when it is sent."""
+    """Announcement to the members; epoch and members are filled in when it is sent."""
     buckets: list[torch.Tensor]
-    """uint8, as they travel."""
+    """uint8, as sent."""
 
     @property
     def version(self) -> int:
-        """Which."""
         return self.update.version
 
     @property
     def checksum(self) -> str:
-        """Over the checksums of all buckets."""
+        """Checksum over the checksums of all buckets."""
         return buckets.combine(self.update.checksums)
 
 
 class Stager:
-    """Copies weights into buckets that nobody sends from. Belongs to the learner's main thread."""
+    """Copies weights into buckets that are not being sent. Belongs to the learner's main thread."""
 
     def __init__(self, config: WeightsConfig, *, wire_dtype: torch.dtype) -> None:
         self._config = config
@@ -72,11 +76,13 @@ class Stager:
         canary: Canary,
         reuse: Staged | None = None,
     ) -> Staged:
-        """All weights as `version`; the buckets of `reuse`, which nobody needs any more, are written over."""
+        """Copy all weights as `version`; overwrites the buckets of `reuse`, a version that nobody needs any more."""
         if self._plan is None:
-            weights = self._make_plan(weights)
-        slots, sizes = self._planned
-        # One after the other: sharded weights are whole on this rank only while they are read.
+            tensors = list(self._to_host(weights))
+            metadata = [(name, tuple(tensor.shape), self._wire_dtype) for name, tensor in tensors]
+            self._plan, weights = buckets.plan(metadata, bucket_bytes=self._config.bucket_bytes), tensors
+        slots, sizes = self._plan
+        # One tensor at a time: gathered from shards, all of them together may not fit on this rank.
         packed = buckets.pack(
             ((name, tensor.detach()) for name, tensor in weights),
             slots,
@@ -98,17 +104,7 @@ class Stager:
         )
         return Staged(update, packed)
 
-    @property
-    def _planned(self) -> tuple[list[TensorSlot], list[int]]:
-        assert self._plan is not None, "the first version makes the plan"
-        return self._plan
-
-    def _make_plan(self, weights: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """From the first version; returns its weights, in host memory."""
-        tensors = []
+    def _to_host(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             self._is_pinned |= tensor.device.type == "cuda"
-            tensors.append((name, tensor.detach().cpu()))
-        metadata = [(name, tuple(tensor.shape), self._wire_dtype) for name, tensor in tensors]
-        self._plan = buckets.plan(metadata, bucket_bytes=self._config.bucket_bytes)
-        return tensors
+            yield name, tensor.detach().cpu()

@@ -114,7 +114,7 @@ class SftRun:
     def _checkpoint(self) -> None:
         name = self._checkpoints.save(step=self._step, version=self._step)
         if self._ranks.is_first:
-            self._checkpoints.prune(keeping=name)
+            self._checkpoints.prune(pinned=name)
         self._saved_step = self._step
 
     def _finish(self) -> None:
@@ -123,7 +123,7 @@ class SftRun:
         save_model(self._trainer, self._final_model, run=self._run, ranks=self._ranks)
         if self._record:
             self._record.finish(step=self._step)
-        self._ranks.wait_for_all()
+        self._ranks.barrier()
         log.info("finished", step=self._step)
 
 

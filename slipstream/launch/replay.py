@@ -41,7 +41,7 @@ from slipstream.launch.serial import run_serial
 from slipstream.learner.build import build_rank_group, choose_device
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.errors import LearnerError, RankGroupError
-from slipstream.learner.ranks import become_ranks, end_rank
+from slipstream.learner.ranks import exit_rank, launch_ranks
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import LAUNCHER_VARIABLE, die_with_launcher, raise_on_stop_signal
@@ -158,7 +158,7 @@ def main(overrides: list[str]) -> None:
     die_with_launcher()
     run = load(overrides)
     if "RANK" not in os.environ:
-        become_ranks("slipstream.launch.replay", overrides, num_ranks=run.learner.num_ranks)
+        launch_ranks("slipstream.launch.replay", overrides, num_ranks=run.learner.num_ranks)
     raise_on_stop_signal()
     rank = int(os.environ["RANK"])
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
@@ -166,7 +166,7 @@ def main(overrides: list[str]) -> None:
         _lead(run, RunFolder(run), rendezvous="env://")
     else:
         _follow(run, rank=rank)
-    end_rank()
+    exit_rank()
 
 
 def _lead(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) -> None:

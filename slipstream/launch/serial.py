@@ -155,13 +155,13 @@ def run_serial(
                 clock=clock,
             )
         )
-        team = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
+        rank_group = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
         learner = build_learner(
             run,
-            team=team,
+            rank_group=rank_group,
             store=store,
             folder=folder,
-            link=learner_peer.link,
+            client=learner_peer.link,
             inbox=pump,
             sender=MemorySender(weights),
             wait=lambda _num_ready, _timeout_s: pump.turn(),
@@ -169,7 +169,7 @@ def run_serial(
         )
         learner_peer.board.set_source(learner.status)
         learner.run()
-        team.shutdown()
+        rank_group.shutdown()
         pump.stop()
         _archive(run, folder, store)
 

@@ -124,10 +124,10 @@ def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
     )
     learner = build_learner(
         run,
-        team=_make_team(run, folder),
+        rank_group=_make_rank_group(run, folder),
         store=store,
         folder=folder,
-        link=joined.client,
+        client=joined.client,
         inbox=joined.inbox,
         sender=CollectiveSender(run.weights.host, device="cpu"),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
@@ -137,7 +137,7 @@ def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
     store.close()
 
 
-def _make_team(run: RunConfig, folder: RunFolder) -> RankGroup:
+def _make_rank_group(run: RunConfig, folder: RunFolder) -> RankGroup:
     device = torch.device("cpu")
     torch.manual_seed(run.seed)
     ranks = Ranks(rank=0, size=1, device=device)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from slipstream.learner.build import build_trainer
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
-from slipstream.learner.ranks import end_rank, join_ranks
+from slipstream.learner.ranks import exit_rank, join_ranks
 from tests.unit.learner.builders import CPU, make_groups, weights, zero
 from tests.unit.learner.test_every_algorithm import make_algorithm_run
 
@@ -37,7 +37,7 @@ def main() -> None:
         if ranks.is_first:
             save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, args.folder / f"{name}.st")
             (args.folder / f"{name}.json").write_text(json.dumps([{key: m[key] for key in KEYS} for m in metrics]))
-    end_rank()
+    exit_rank()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, save_model
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
-from slipstream.learner.ranks import Ranks, end_rank, join_ranks
+from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
 from tests.unit.learner.builders import CPU, make_groups, make_run, zero
 
 TIMEOUT_S = 60.0
@@ -65,7 +65,7 @@ def main() -> None:
     checkpoints.save(step=args.steps[-1] + 1, version=0)
     save_model(trainer, args.folder / args.out, run=run, ranks=ranks)
     (args.folder / f"{args.out}.rank-{args.rank}.metrics").write_text(repr(metrics))
-    end_rank()
+    exit_rank()
 
 
 if __name__ == "__main__":

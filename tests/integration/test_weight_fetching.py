@@ -26,18 +26,18 @@ class Scene:
     """A learner that lends versions of which each has moved a hundred weights further; generators to fetch them."""
 
     def __init__(self, folder: Path) -> None:
-        self.shelf = SnapshotStore(folder)
+        self.store = SnapshotStore(folder)
         self.start()
         self.with_deltas = True
         self._fetchers: list[Fetcher] = []
 
     def start(self, *, port: int = 0) -> None:
-        self.server = StreamServer(self.shelf, port=port)
-        self.lender = SnapshotServer(self.shelf, self.server)
+        self.server = StreamServer(self.store, port=port)
+        self.snapshots = SnapshotServer(self.store, self.server)
 
-    def publish(self, *versions: int, keeping: tuple[int, ...] = ()) -> None:
+    def publish(self, *versions: int, pinned: tuple[int, ...] = ()) -> None:
         for version in versions:
-            self.lender.lend(*make_version(version, moved=100 * version), with_delta=True, keeping=keeping)
+            self.snapshots.add(*make_version(version, moved=100 * version), with_delta=True, pinned=pinned)
 
     def join(self) -> Fetcher:
         self._fetchers.append(Fetcher())
@@ -61,7 +61,7 @@ class Scene:
     def close(self) -> None:
         for fetcher in self._fetchers:
             fetcher.close()
-        self.lender.close()
+        self.snapshots.close()
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_who_missed_some_versions_catches_up(scene: Scene) -> None:
 
 def test_a_version_that_somebody_still_fetches_is_kept(scene: Scene) -> None:
     scene.publish(1)
-    scene.publish(*range(2, 30), keeping=(1,))
+    scene.publish(*range(2, 30), pinned=(1,))
     assert scene.fetch(scene.join(), 1) > NUM_BYTES
     scene.publish(30)
     with pytest.raises(WeightTransferError, match="in version 30, the newest there"):
@@ -105,7 +105,7 @@ def test_a_version_that_is_held_is_not_fetched_again(scene: Scene) -> None:
     scene.publish(1)
     fetcher = scene.join()
     before = scene.fetch(fetcher, 1)
-    scene.lender.close()
+    scene.snapshots.close()
     assert scene.fetch(fetcher, 1) == before
 
 
@@ -150,7 +150,7 @@ def test_fetching_that_is_abandoned_ends_soon_and_the_next_one_works(scene: Scen
 def test_a_folder_that_is_shared_is_read_without_the_server(scene: Scene) -> None:
     scene.publish(1)
     scene.server.close()
-    assert scene.fetch(scene.join(), 1, folder=scene.shelf.folder) > NUM_BYTES
+    assert scene.fetch(scene.join(), 1, folder=scene.store.folder) > NUM_BYTES
 
 
 def test_a_damaged_file_in_the_shared_folder_is_replaced_by_the_stream(scene: Scene, tmp_path: Path) -> None:
@@ -193,5 +193,5 @@ def test_a_version_that_does_not_come_is_one_clear_error_in_time(scene: Scene) -
 
 def test_the_end_of_a_run_leaves_nothing_behind(scene: Scene) -> None:
     scene.publish(1)
-    scene.lender.close()
-    assert not scene.shelf.folder.exists()
+    scene.snapshots.close()
+    assert not scene.store.folder.exists()

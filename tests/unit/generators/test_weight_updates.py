@@ -67,7 +67,7 @@ class Scene:
         )
 
     def serve(self, version: int) -> Update:
-        source = self.server.lend(*make_version(version, moved=version), with_delta=True)
+        source = self.server.add(*make_version(version, moved=version), with_delta=True)
         return self.command(version, epoch=NO_EPOCH, source=source)
 
     async def until(self, reached: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Generators as the publisher sees them, and a lender: they answer as they are told to behave."""
+"""Fake generators and a fake snapshot server: they answer as they are told to behave."""
 
 from collections import deque
 
@@ -24,7 +24,7 @@ class FakeClock:
 
 
 class FakeGenerators:
-    """BrokerClient, inbox and sender at once: answers orders as its members are told to behave."""
+    """Client, inbox and sender at once: answers messages as its members are told to behave."""
 
     address = ("127.0.0.1", 1)
 
@@ -34,7 +34,7 @@ class FakeGenerators:
         self.transports: dict[str, str] = {}
         self.inbox: deque = deque()
         self.sent: list = []
-        self.told: list[tuple[str, str]] = []
+        self.evicted: list[tuple[str, str]] = []
         self.opened_with: list[int] = []
         self.broadcasts = 0
         self.fails_to_open = False
@@ -48,7 +48,7 @@ class FakeGenerators:
         ]
         self.inbox.append(Members(states))
 
-    # --- link ---
+    # --- client ---
     def send(self, message) -> None:
         self.sent.append(message)
         for name in (m.peer_id for m in message.members):
@@ -61,12 +61,12 @@ class FakeGenerators:
                 self.inbox.append(answer)
 
     def updates(self, *, fetched: bool) -> list[tuple[int, list[str]]]:
-        """Versions and members of the orders to fetch, or of the broadcasts."""
-        orders = [m for m in self.sent if isinstance(m, Update) and (m.source is not None) is fetched]
-        return [(order.version, [m.peer_id for m in order.members]) for order in orders]
+        """Versions and members of the requests to fetch, or of the broadcasts."""
+        updates = [m for m in self.sent if isinstance(m, Update) and (m.source is not None) is fetched]
+        return [(update.version, [m.peer_id for m in update.members]) for update in updates]
 
     def finish_fetching(self, name: str, version: int, *, error: str = "") -> None:
-        """A slow one has got there."""
+        """A slow member has fetched the version."""
         self.inbox.append(UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02))
 
     # --- inbox ---
@@ -95,40 +95,41 @@ def member(name: str) -> Member:
     return Member(name, "1")
 
 
-class FakeLender:
-    """Notes what was put on the shelf."""
+class FakeSnapshots:
+    """Records which versions were added, whether with deltas, and which were pinned."""
 
     def __init__(self) -> None:
-        self.lent: list[tuple[int, bool, list[int]]] = []
-        self.fault = ""
+        self.added: list[tuple[int, bool, list[int]]] = []
+        self.error = ""
+        self.is_closed = False
 
-    def lend(self, update, buckets, *, with_delta: bool = False, keeping=()) -> SnapshotSource:
-        if self.fault:
-            raise WeightTransferError(self.fault)
-        self.lent.append((update.version, with_delta, sorted(keeping)))
+    def add(self, update, buckets, *, with_delta: bool = False, pinned=()) -> SnapshotSource:
+        if self.error:
+            raise WeightTransferError(self.error)
+        self.added.append((update.version, with_delta, sorted(pinned)))
         return SnapshotSource("127.0.0.1", 2, "/weights", has_deltas=with_delta)
 
     def close(self) -> None:
-        self.lent.append((-1, False, []))
+        self.is_closed = True
 
 
 def make_publisher(
     *,
-    is_patient: bool = True,
-    lender: "FakeLender | None" = None,
+    is_serial: bool = True,
+    snapshots: "FakeSnapshots | None" = None,
     transports: dict[str, str] | None = None,
     **members: str,
 ) -> tuple[Publisher, FakeGenerators, FakeClock]:
     clock = FakeClock()
     generators = FakeGenerators(clock)
     publisher = Publisher(
-        link=generators,
+        client=generators,
         inbox=generators,
         sender=generators,
         config=WeightsConfig(),
-        lender=lender,
-        is_patient=is_patient,
-        tell=lambda peer_id, text: generators.told.append((peer_id, text)),
+        snapshots=snapshots,
+        is_serial=is_serial,
+        on_evict=lambda peer_id, text: generators.evicted.append((peer_id, text)),
         clock=clock,
     )
     generators.transports = transports or {}
@@ -145,5 +146,5 @@ def stage(version: int) -> Staged:
 
 
 def publish(publisher: Publisher, version: int):
-    publisher.hold(stage(version))
+    publisher.set_version(stage(version))
     return publisher.synchronize()

@@ -56,7 +56,7 @@ def test_random_number_generators_go_on_where_they_were(tmp_path):
 
 def test_a_checkpoint_that_is_gone_is_named(tmp_path):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    with pytest.raises(CheckpointError, match="step-00000004 must be a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="step-00000004 must be a complete checkpoint"):
         checkpoints.restore("step-00000004")
 
 
@@ -65,9 +65,9 @@ def test_only_the_newest_are_kept(tmp_path):
     _, checkpoints = make_checkpoints(run, tmp_path)
     for step in (1, 2, 3, 4):
         checkpoints.save(step=step, version=step)
-    checkpoints.prune(keeping="step-00000002")
+    checkpoints.prune(pinned="step-00000002")
     assert checkpoints.names() == ["step-00000002", "step-00000003", "step-00000004"]
-    checkpoints.prune(keeping="step-00000004")
+    checkpoints.prune(pinned="step-00000004")
     assert checkpoints.names() == ["step-00000003", "step-00000004"]
 
 
@@ -106,5 +106,5 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, part):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     checkpoints.save(step=1, version=1)
     (tmp_path / "checkpoints" / "step-00000001" / part).write_bytes(b"{")
-    with pytest.raises(CheckpointError, match=part if part != "state.json" else "whole checkpoint"):
+    with pytest.raises(CheckpointError, match=part if part != "state.json" else "complete checkpoint"):
         checkpoints.restore("step-00000001")

@@ -1,4 +1,4 @@
-"""Ranks that follow carry out what rank 0 orders, and wait on when it has nothing to order yet."""
+"""The worker loop executes rank 0's commands and waits while there is none."""
 
 from collections import deque
 
@@ -12,49 +12,49 @@ from tests.unit.learner.builders import make_response
 
 
 class FakeRanks:
-    """Rank 0's broadcasts, one after the other."""
+    """Receives these commands of rank 0 one after the other; records what is broadcast."""
 
-    def __init__(self, *orders: Command) -> None:
-        self.left = deque(orders)
-        self.told: list[list[bytes]] = []
+    def __init__(self, *commands: Command) -> None:
+        self.left = deque(commands)
+        self.sent: list[list[bytes]] = []
 
     def broadcast_bytes(self, payloads: list[bytes] | None) -> list[bytes]:
         if payloads is not None:
-            self.told.append(payloads)
+            self.sent.append(payloads)
             return payloads
         return [encode(self.left.popleft())]
 
 
 class FakeTrainer:
-    """Trains on anything, and has nothing to tell."""
+    """Trains on anything and reports nothing."""
 
     def step(self, groups: list[list[Trajectory]], **_: object) -> dict[str, float]:
         return {}
 
 
-def make_team(ranks: FakeRanks, *, trainer: FakeTrainer | None = None) -> RankGroup:
+def make_rank_group(ranks: FakeRanks, *, trainer: FakeTrainer | None = None) -> RankGroup:
     return RankGroup(run=make_run(), trainer=trainer, ranks=ranks, checkpoints=None)
 
 
 def lag_metrics(*versions: int, learner_version: int) -> dict[str, object]:
-    """Of a step on one trajectory whose tokens are of these versions."""
-    spans = [VersionSpan(4 + place, version) for place, version in enumerate(versions)]
+    """Metrics of a step on one trajectory with tokens of these versions."""
+    spans = [VersionSpan(4 + index, version) for index, version in enumerate(versions)]
     answer = make_response(response=tuple(range(5, 5 + len(versions))), version_spans=spans)
     _, payload = pack(answer, lease_id="1-0", purpose="train", group_size=1)
-    team = make_team(FakeRanks(), trainer=FakeTrainer())
-    return team.train(step=1, version=learner_version, payloads=[[payload]])
+    rank_group = make_rank_group(FakeRanks(), trainer=FakeTrainer())
+    return rank_group.train(step=1, version=learner_version, payloads=[[payload]])
 
 
-def test_a_rank_that_stands_by_waits_for_the_next_order():
+def test_the_worker_loop_waits_for_the_next_command_after_keep_alive():
     ranks = FakeRanks(KeepAlive(), KeepAlive(), Shutdown())
-    make_team(ranks).worker_loop()
+    make_rank_group(ranks).worker_loop()
     assert not ranks.left
 
 
-def test_rank_0_tells_the_others_that_it_waits():
+def test_rank_0_keeps_the_others_alive_while_it_waits():
     ranks = FakeRanks()
-    make_team(ranks).keep_alive()
-    assert ranks.told == [[encode(KeepAlive())]]
+    make_rank_group(ranks).keep_alive()
+    assert ranks.sent == [[encode(KeepAlive())]]
 
 
 def test_percentiles_of_lag_are_over_tokens():

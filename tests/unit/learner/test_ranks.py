@@ -13,7 +13,7 @@ def test_one_rank_keeps_what_it_has():
     assert ranks.broadcast_ints([3, -1]) == [3, -1]
     assert ranks.sum(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert ranks.max(torch.tensor([1.0])).tolist() == [1.0]
-    ranks.wait_for_all()
+    ranks.barrier()
 
 
 def test_several_ranks_need_a_rendezvous():

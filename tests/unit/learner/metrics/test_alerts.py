@@ -10,36 +10,36 @@ from tests.unit.learner.builders import make_model, make_run
 
 
 class Watched:
-    """One metric with its range, and what was told about it."""
+    """One metric with its range, and what was texts about it."""
 
     def __init__(self, healthy: Range, *, key: str = "learner/ess") -> None:
-        self.key, self.told = key, []
-        self.watch = MetricAlerts(self.told.append, ranges={key: healthy})
+        self.key, self.texts = key, []
+        self.alerts = MetricAlerts(self.texts.append, ranges={key: healthy})
 
-    def look(self, *values: float, **others: float) -> list[str]:
-        """What is told while the metric takes these values."""
-        self.told.clear()
+    def check(self, *values: float, **others: float) -> list[str]:
+        """What is texts while the metric takes these values."""
+        self.texts.clear()
         for value in values:
-            self.watch.look({self.key: value} | others)
-        return list(self.told)
+            self.alerts.check({self.key: value} | others)
+        return list(self.texts)
 
 
-def test_a_metric_that_leaves_its_range_is_told_once_until_it_has_come_back():
+def test_a_metric_that_leaves_its_range_is_texts_once_until_it_has_come_back():
     scene = Watched(Range(low=0.3, advice="lower max_lag"))
-    assert scene.look(0.9, 0.3) == []
-    assert scene.look(0.2, 0.1, 0.05) == ["learner/ess is 0.2, healthy is >= 0.3: lower max_lag"]
-    assert scene.look(0.4, 0.4, 0.4, 0.4) == []
-    assert len(scene.look(0.2, 0.2)) == 1
+    assert scene.check(0.9, 0.3) == []
+    assert scene.check(0.2, 0.1, 0.05) == ["learner/ess is 0.2, healthy is >= 0.3: lower max_lag"]
+    assert scene.check(0.4, 0.4, 0.4, 0.4) == []
+    assert len(scene.check(0.2, 0.2)) == 1
 
 
 def test_a_metric_that_wavers_makes_no_stream_of_events():
-    assert len(Watched(Range(low=0.3)).look(*[0.2, 0.4, 0.4] * 10)) == 1
+    assert len(Watched(Range(low=0.3)).check(*[0.2, 0.4, 0.4] * 10)) == 1
 
 
 def test_the_log_says_it_too():
     scene = Watched(Range(high=1.0, advice="lower it"), key="learner/chi2")
     with capture_logs() as logs:
-        scene.look(2.0, 2.0, 0.5, 0.5, 0.5)
+        scene.check(2.0, 2.0, 0.5, 0.5, 0.5)
     assert [(entry["log_level"], entry["event"]) for entry in logs] == [
         ("warning", "unhealthy"),
         ("info", "healthy_again"),
@@ -49,42 +49,42 @@ def test_the_log_says_it_too():
 
 
 def test_what_becomes_unhealthy_in_one_step_is_one_event():
-    told: list[str] = []
-    MetricAlerts(told.append, ranges={"a": Range(high=1.0), "b": Range(low=0.0)}).look({"a": 2.0, "b": -1.0})
-    assert told == ["a is 2, healthy is <= 1: ; b is -1, healthy is >= 0: "]
+    texts: list[str] = []
+    MetricAlerts(texts.append, ranges={"a": Range(high=1.0), "b": Range(low=0.0)}).check({"a": 2.0, "b": -1.0})
+    assert texts == ["a is 2, healthy is <= 1: ; b is -1, healthy is >= 0: "]
 
 
 def test_patience_is_in_steps_in_a_row():
     scene = Watched(Range(high=0.5, patience=3))
-    assert scene.look(0.9, 0.9, 0.1, 0.9, 0.9) == []
-    assert len(scene.look(0.9)) == 1
+    assert scene.check(0.9, 0.9, 0.1, 0.9, 0.9) == []
+    assert len(scene.check(0.9)) == 1
 
 
 def test_a_metric_that_concerns_stale_tokens_is_left_alone_without_any():
     scene = Watched(Range(high=0.5, only_stale=True))
-    assert scene.look(0.9, 0.9) == []
-    assert scene.look(0.9, **{"lag/max": 0}) == []
-    assert len(scene.look(0.9, **{"lag/max": 2})) == 1
+    assert scene.check(0.9, 0.9) == []
+    assert scene.check(0.9, **{"lag/max": 0}) == []
+    assert len(scene.check(0.9, **{"lag/max": 2})) == 1
 
 
 def test_a_spike_is_seen_against_the_median_of_the_steps_before():
     scene = Watched(Range(high=10.0, of_median=True))
-    assert scene.look(*[100.0] * 3) == []
-    assert scene.look(*[2.0] * 20, 19.0) == []
-    assert scene.look(21.0) == ["learner/ess is 21, healthy is <= 10 x its median: "]
+    assert scene.check(*[100.0] * 3) == []
+    assert scene.check(*[2.0] * 20, 19.0) == []
+    assert scene.check(21.0) == ["learner/ess is 21, healthy is <= 10 x its median: "]
 
 
 def test_what_is_not_a_number_is_not_healthy():
-    assert len(Watched(Range(high=1.0)).look(float("nan"))) == 1
-    assert len(Watched(Range(low=1.0)).look(float("nan"))) == 1
+    assert len(Watched(Range(high=1.0)).check(float("nan"))) == 1
+    assert len(Watched(Range(low=1.0)).check(float("nan"))) == 1
 
 
 def test_a_metric_missing_from_a_row_stays_what_it_was():
     scene = Watched(Range(low=0.3))
-    scene.look(0.1)
+    scene.check(0.1)
     for _ in range(5):
-        scene.watch.look({})
-    assert scene.look(0.1) == []
+        scene.alerts.check({})
+    assert scene.check(0.1) == []
 
 
 @pytest.mark.parametrize("key", RANGES)
@@ -99,10 +99,10 @@ def test_the_events_of_a_run_are_where_the_status_looks(tmp_path):
     store, folder = MemoryStore(), RunFolder(run)
     store.open_run(run.name, config_json="{}", num_rows=1, seed=0)
     folder.open()
-    record = MetricsLog(run, folder=folder, store=store)
+    log = MetricsLog(run, folder=folder, store=store)
     metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0, "learner/ess": 0.1}
     for step in (1, 2):
-        record.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=None, times={})
+        log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=None, times={})
     (event,) = store.events(limit=5)
     assert event.role == "learner"
     assert event.text.startswith("learner/ess is 0.1, healthy is >= 0.3: the data is too old")

@@ -34,15 +34,15 @@ def train(
     """A second a step, a thousand tokens each; returns the summary."""
     clock, store = FakeClock(), MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
-    record = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
-    record.start_training(step=steps.start - 1)
+    log = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
+    log.start_training(step=steps.start - 1)
     for step in steps:
         clock.now += 1.0
         metrics = {"learner/tokens": 1000.0, "learner/reward_mean": 0.5, "lag/mean": lag, "lag/max": int(lag)}
         found = evaluated(accuracy[step]) if accuracy and step in accuracy else None
-        record.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={})
-    record.end_training()
-    record.write_summary(step=steps.stop - 1, after=evaluated(0.95))
+        log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={})
+    log.end_training()
+    log.write_summary(step=steps.stop - 1, after=evaluated(0.95))
     return json.loads((folder.path / "summary.json").read_text())
 
 
@@ -85,7 +85,7 @@ class GeneratorScene:
         self.clock = FakeClock()
         self.store = MemoryStore(clock=self.clock)
         self.store.open_run("run", config_json="{}", num_rows=1, seed=0)
-        self.record = MetricsLog(load(["experiment=digits_cpu"]), folder=folder, store=self.store, clock=self.clock)
+        self.log = MetricsLog(load(["experiment=digits_cpu"]), folder=folder, store=self.store, clock=self.clock)
 
     def tell(self, **tokens: float | None) -> None:
         """What each has generated since it started, at 100 tokens/s; None: it has left."""
@@ -97,19 +97,19 @@ class GeneratorScene:
         """A second passes; returns the speed of the row."""
         self.clock.now += 1.0
         metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
-        self.record.add_step(step=number, version=number, metrics=metrics, published=None, evaluated=None, times={})
+        self.log.add_step(step=number, version=number, metrics=metrics, published=None, evaluated=None, times={})
         return float(self.store.metrics().rows[-1]["generators/tokens_per_s"])
 
     def generated_tokens_per_s(self) -> float:
-        self.record.end_training()
-        self.record.write_summary(step=1, after=evaluated(0.95))
+        self.log.end_training()
+        self.log.write_summary(step=1, after=evaluated(0.95))
         return float(json.loads((self.folder.path / "summary.json").read_text())["generated_tokens_per_s"])
 
 
 def test_generators_that_leave_restart_and_join_are_counted_for_what_they_generated(folder: RunFolder):
     scene = GeneratorScene(folder)
     scene.tell(leaves=5000, restarts=9000, stays=700)
-    scene.record.start_training(step=0)
+    scene.log.start_training(step=0)
     scene.tell(leaves=5100, restarts=9200, stays=800)
     scene.step(1)
     scene.tell(leaves=None, restarts=50, stays=900, joins=30)
@@ -119,7 +119,7 @@ def test_generators_that_leave_restart_and_join_are_counted_for_what_they_genera
 
 def test_what_came_after_the_last_step_counts_until_training_ends(folder: RunFolder):
     scene = GeneratorScene(folder)
-    scene.record.start_training(step=0)
+    scene.log.start_training(step=0)
     scene.step(1)
     scene.tell(late=40)
     assert scene.generated_tokens_per_s() == 40
@@ -127,7 +127,7 @@ def test_what_came_after_the_last_step_counts_until_training_ends(folder: RunFol
 
 def test_the_speed_of_generators_is_that_of_those_that_live(folder: RunFolder):
     scene = GeneratorScene(folder)
-    scene.record.start_training(step=0)
+    scene.log.start_training(step=0)
     scene.tell(falls_silent=1.0, leaves=1.0, stays=1.0)
     assert scene.step(1) == 300.0
     scene.tell(leaves=None)

@@ -1,21 +1,21 @@
 """Joiners fetch before they take part in broadcasts; who fetches holds nobody up; who fails is told why."""
 
-from tests.unit.learner.fake_generators import FakeLender, make_publisher, publish
+from tests.unit.learner.fake_generators import FakeSnapshots, make_publisher, publish
 
 
 def test_a_joiner_fetches_its_first_version_and_takes_part_in_the_next_broadcast():
-    publisher, generators, _ = make_publisher(lender=(lender := FakeLender()), g0="well")
+    publisher, generators, _ = make_publisher(snapshots=(snapshots := FakeSnapshots()), g0="well")
     published = publish(publisher, 1)
     assert (published.num_members, published.probe_diff_max) == (1, 2e-7)
     assert generators.updates(fetched=True) == [(1, ["g0"])]
     assert generators.updates(fetched=False) == []
     publish(publisher, 2)
     assert generators.updates(fetched=False) == [(2, ["g0"])]
-    assert lender.lent == [(1, False, [])]
+    assert snapshots.added == [(1, False, [])]
 
 
 def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
-    publisher, generators, _ = make_publisher(lender=FakeLender(), g0="well")
+    publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="well")
     publish(publisher, 1)
     publish(publisher, 2)
     generators.be(g0="well", g1="slow")
@@ -31,7 +31,7 @@ def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
 
 
 def test_a_version_that_only_somebody_slow_will_hold_waits_for_it():
-    publisher, generators, clock = make_publisher(lender=FakeLender(), g0="slow")
+    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="slow")
     started_at = clock.now
     assert publish(publisher, 1).num_members == 0
     assert clock.now - started_at >= 60
@@ -43,11 +43,11 @@ def test_a_version_that_only_somebody_slow_will_hold_waits_for_it():
 def test_who_chose_to_fetch_never_takes_part_in_a_broadcast():
     transports = {"g1": "snapshot", "g2": "delta"}
     publisher, generators, _ = make_publisher(
-        lender=(lender := FakeLender()), transports=transports, g0="well", g1="well", g2="well"
+        snapshots=(snapshots := FakeSnapshots()), transports=transports, g0="well", g1="well", g2="well"
     )
     publish(publisher, 1)
     publish(publisher, 2)
-    publisher.read_news(timeout_s=0)
+    publisher.poll(timeout_s=0)
     assert publisher.num_holding == 3
     assert generators.updates(fetched=False) == [(2, ["g0"])]
     assert generators.updates(fetched=True) == [(1, ["g0"]), (1, ["g1"]), (1, ["g2"]), (2, ["g1"]), (2, ["g2"])]
@@ -58,46 +58,46 @@ def test_who_chose_to_fetch_never_takes_part_in_a_broadcast():
         False,
         True,
     ]
-    assert {with_delta for _, with_delta, _ in lender.lent} == {True}
+    assert {with_delta for _, with_delta, _ in snapshots.added} == {True}
 
 
 def test_a_version_that_is_being_fetched_is_kept():
     publisher, generators, _ = make_publisher(
-        lender=(lender := FakeLender()), transports={"g1": "snapshot"}, g0="well", g1="slow"
+        snapshots=(snapshots := FakeSnapshots()), transports={"g1": "snapshot"}, g0="well", g1="slow"
     )
     publish(publisher, 1)
     generators.be(g0="well", g1="slow", g2="well")
     publish(publisher, 2)
-    assert lender.lent == [(1, False, []), (2, False, [1])]
+    assert snapshots.added == [(1, False, []), (2, False, [1])]
 
 
 def test_an_order_that_may_be_lost_is_said_again_and_one_that_takes_too_long_ends_with_the_reason():
-    publisher, generators, clock = make_publisher(lender=FakeLender(), g0="well", g1="slow")
+    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well", g1="slow")
     publish(publisher, 1)
     clock.now += 6
-    publisher.read_news(timeout_s=0)
+    publisher.poll(timeout_s=0)
     # Not to the other, which may hold a later version by now.
     assert [names for _, names in generators.updates(fetched=True)] == [["g0"], ["g1"], ["g1"]]
     clock.now += 660
-    publisher.read_news(timeout_s=0)
-    assert generators.told == [("g1", "evicted: version 1 was not fetched within 660 s")]
+    publisher.poll(timeout_s=0)
+    assert generators.evicted == [("g1", "evicted: version 1 was not fetched within 660 s")]
 
 
 def test_who_could_not_adopt_what_it_fetched_is_named_and_tried_again_later():
-    publisher, generators, clock = make_publisher(lender=FakeLender(), g0="well", g1="wrong")
+    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
-    assert generators.told == [("g1", "evicted: version 1 was not adopted: the probe differs")]
+    assert generators.evicted == [("g1", "evicted: version 1 was not adopted: the probe differs")]
     generators.members["g1"] = "well"
     clock.now += 3
     assert publisher.is_due
     publisher.synchronize()
-    publisher.read_news(timeout_s=0)
+    publisher.poll(timeout_s=0)
     assert publisher.num_holding == 2
     assert generators.updates(fetched=False) == []
 
 
 def test_who_came_a_version_too_late_fetches_when_no_broadcast_follows_and_the_others_are_left_in_peace():
-    publisher, generators, clock = make_publisher(lender=FakeLender(), g0="well")
+    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well")
     publish(publisher, 1)
     generators.be(g0="well", g1="slow")
     publisher.synchronize()
@@ -113,7 +113,7 @@ def test_who_came_a_version_too_late_fetches_when_no_broadcast_follows_and_the_o
 
 
 def test_a_version_that_nobody_holds_is_broadcast_to_who_has_just_fetched_the_one_before():
-    publisher, generators, _ = make_publisher(lender=FakeLender(), g0="slow")
+    publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="slow")
     publish(publisher, 1)
     publish(publisher, 2)
     generators.finish_fetching("g0", 1)
@@ -124,7 +124,7 @@ def test_a_version_that_nobody_holds_is_broadcast_to_who_has_just_fetched_the_on
 
 
 def test_an_evicted_member_fetches_before_it_takes_part_again():
-    publisher, generators, clock = make_publisher(lender=FakeLender(), g0="well")
+    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well")
     publish(publisher, 1)
     generators.members["g0"] = "wrong"
     publish(publisher, 2)
@@ -135,34 +135,34 @@ def test_an_evicted_member_fetches_before_it_takes_part_again():
 
 
 def test_a_disk_without_room_leaves_joiners_out_with_the_reason():
-    publisher, generators, clock = make_publisher(lender=(lender := FakeLender()), g0="well")
-    lender.fault = "the snapshot of version 1 must fit into /weights"
+    publisher, generators, clock = make_publisher(snapshots=(snapshots := FakeSnapshots()), g0="well")
+    snapshots.error = "the snapshot of version 1 must fit into /weights"
     assert publish(publisher, 1).num_members == 0
-    assert generators.told == [("g0", f"evicted: {lender.fault}")]
-    lender.fault = ""
+    assert generators.evicted == [("g0", f"evicted: {snapshots.error}")]
+    snapshots.error = ""
     clock.now += 3
     assert publisher.synchronize().num_members == 1
 
 
 def test_orders_of_those_who_left_are_forgotten():
-    publisher, generators, clock = make_publisher(lender=FakeLender(), g0="slow")
+    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="slow")
     publish(publisher, 1)
     generators.be()
-    publisher.read_news(timeout_s=0)
+    publisher.poll(timeout_s=0)
     clock.now += 700
-    publisher.read_news(timeout_s=0)
-    assert generators.told == []
+    publisher.poll(timeout_s=0)
+    assert generators.evicted == []
 
 
 def test_an_answer_to_an_order_that_was_replaced_does_not_count():
-    publisher, generators, _ = make_publisher(lender=FakeLender(), g0="slow")
+    publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="slow")
     publish(publisher, 1)
     generators.finish_fetching("g0", 7)
-    publisher.read_news(timeout_s=0)
+    publisher.poll(timeout_s=0)
     assert publisher.num_holding == 0
 
 
-def test_the_lender_is_closed_at_the_end():
-    publisher, _, _ = make_publisher(lender=(lender := FakeLender()))
+def test_the_snapshot_server_is_closed_at_the_end():
+    publisher, _, _ = make_publisher(snapshots=(snapshots := FakeSnapshots()))
     publisher.close()
-    assert lender.lent == [(-1, False, [])]
+    assert snapshots.is_closed

@@ -47,7 +47,7 @@ def test_a_new_epoch_is_opened_when_members_change_and_only_then():
 
 def test_a_silent_member_is_left_out_and_the_others_go_on():
     publisher, generators, clock = make_publisher(g0="well", g1="silent")
-    publisher.hold(stage(1))
+    publisher.set_version(stage(1))
     generators.members["g1"] = "silent"
 
     def only_the_well_open(epoch: int, *, num_members: int, timeout_s: float) -> None:
@@ -66,7 +66,7 @@ def test_a_silent_member_is_left_out_and_the_others_go_on():
 def test_a_generator_whose_probe_differs_does_not_count_and_is_tried_again_later():
     publisher, generators, clock = make_publisher(g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
-    assert generators.told == [("g1", "evicted: version 1 was not adopted: the probe differs")]
+    assert generators.evicted == [("g1", "evicted: version 1 was not adopted: the probe differs")]
     generators.members["g1"] = "well"
     clock.now += 10
     assert publisher.is_due
@@ -77,77 +77,77 @@ def test_a_version_is_announced_before_and_committed_after_it_is_adopted():
     publisher, _, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
-    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     assert store.run_state().announced_version == 1
-    publishing.finish()
+    background.flush()
     assert store.run_state().version == 1
-    assert publishing.take().num_members == 1
-    assert publishing.take() is None
-    assert "1 of them hold version 1" in publishing.who_holds_what()
+    assert background.take_published().num_members == 1
+    assert background.take_published() is None
+    assert "1 of them hold version 1" in background.describe_members()
 
 
 def test_a_generator_that_joins_after_a_publish_in_the_background_is_looked_after():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
-    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
-    publishing.look_after_members(timeout_s=5)
+    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    background.sync_members(timeout_s=5)
     generators.be(g0="well", g1="well")
-    publishing.look_after_members(timeout_s=0)
-    publishing.finish()
-    assert "2 generators alive, 2 of them hold version 1" in publishing.who_holds_what()
-    assert publishing.take().num_members == 2
+    background.sync_members(timeout_s=0)
+    background.flush()
+    assert "2 generators alive, 2 of them hold version 1" in background.describe_members()
+    assert background.take_published().num_members == 2
 
 
 def test_a_version_that_waits_is_overtaken_by_the_next_and_the_learner_waits_for_none():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
-    is_under_way, may_go_on = Event(), Event()
+    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    has_started, may_finish = Event(), Event()
 
     def slow(buckets, *, timeout_s: float) -> None:
-        is_under_way.set()
-        assert may_go_on.wait(20)
+        has_started.set()
+        assert may_finish.wait(20)
 
     generators.broadcast = slow
-    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
-    assert is_under_way.wait(20)
+    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    assert has_started.wait(20)
     for version in (2, 3):
-        publishing.publish(version=version, step=version, weights=WEIGHTS, canary=CANARY)
-    may_go_on.set()
-    publishing.finish()
+        background.publish(version=version, step=version, weights=WEIGHTS, canary=CANARY)
+    may_finish.set()
+    background.flush()
     assert [m.version for m in generators.sent if isinstance(m, Update)] == [1, 3]
     assert (store.run_state().version, store.run_state().announced_version) == (3, 3)
-    assert publishing.take().version == 3
+    assert background.take_published().version == 3
 
 
 def test_buckets_on_their_way_are_not_written_over():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
-    sent, is_under_way, may_go_on = [], Event(), Event()
+    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    sent, has_started, may_finish = [], Event(), Event()
 
     def slow(buckets, *, timeout_s: float) -> None:
-        is_under_way.set()
-        assert may_go_on.wait(20)
+        has_started.set()
+        assert may_finish.wait(20)
         sent.append([bucket.clone() for bucket in buckets])
 
     generators.broadcast = slow
     for version in range(1, 5):
         weights = [("a", torch.full((2, 3), float(version)))]
-        publishing.publish(version=version, step=version, weights=weights, canary=CANARY)
-        assert is_under_way.wait(20)
-    may_go_on.set()
-    publishing.finish()
+        background.publish(version=version, step=version, weights=weights, canary=CANARY)
+        assert has_started.wait(20)
+    may_finish.set()
+    background.flush()
     assert [float(buckets[0].view(torch.float32)[0]) for buckets in sent] == [1.0, 4.0]
 
 
 def test_a_broadcast_is_broken_off_when_a_member_dies_in_it_and_the_rest_go_on():
-    publisher, generators, _ = make_publisher(g0="well", g1="well", is_patient=False)
+    publisher, generators, _ = make_publisher(g0="well", g1="well", is_serial=False)
     is_aborted = Event()
 
     def blocked(buckets, *, timeout_s: float) -> None:
@@ -166,8 +166,8 @@ def test_a_broadcast_is_broken_off_when_a_member_dies_in_it_and_the_rest_go_on()
 def test_who_fails_again_and_again_is_tried_ever_more_rarely():
     publisher, generators, clock = make_publisher(g0="wrong")
     publish(publisher, 1)
-    for ban_s in (2, 4, 8):
-        clock.now += ban_s - 0.1
+    for backoff_s in (2, 4, 8):
+        clock.now += backoff_s - 0.1
         assert not publisher.is_due
         clock.now += 0.2
         assert publisher.is_due
@@ -181,15 +181,15 @@ def test_what_goes_wrong_in_the_background_is_raised_in_the_learner():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    publishing = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
 
     def broken(buckets, *, timeout_s: float) -> None:
         raise RuntimeError("a bug")
 
     generators.broadcast = broken
-    publishing.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     with pytest.raises(RuntimeError, match="a bug"):
-        publishing.finish()
+        background.flush()
 
 
 def test_who_answers_well_after_it_was_given_up_holds_the_version():
@@ -209,7 +209,7 @@ def test_who_answers_well_after_it_was_given_up_holds_the_version():
     assert publish(publisher, 2).num_members == 0
     generators.be(g0="well", g1="well")
     generators.inbox.extend(late)
-    publisher.read_news(timeout_s=0)
+    publisher.poll(timeout_s=0)
     assert publisher.num_holding == 2
     assert not publisher.is_due
 
