@@ -89,6 +89,28 @@ Outcome = Literal["retired", "rejected", "expired", "quarantined"]
 tried too often."""
 
 
+GroupState = Literal["open", "ready", "claimed", "used"] | Outcome
+"""State of a stored group, or how it ended."""
+
+
+class StoredGroup(Record):
+    """A group of a live store, with all that is stored of it.
+
+    Example: StoredGroup(id="380", state="used", reason="", steps=[12], payloads=[b"...", ...])
+    """
+
+    id: str
+    """Group id."""
+    state: GroupState
+    """As it was when the group was read."""
+    reason: str
+    """Why it ended; empty for retired groups and those that are not over."""
+    steps: list[int]
+    """Steps that trained on it, in order."""
+    payloads: list[bytes]
+    """Encoded trajectories by index; missing members are left out."""
+
+
 class FinishedGroup(Record):
     """A group that is over, with all that was stored of it: what the archive keeps.
 

@@ -149,7 +149,7 @@ def _fate_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
     return {
         "oldest_version": [each.oldest_version for each in stored],
         "newest_version": [each.newest_version for each in stored],
-        "outcome": [each.place for each in stored],
+        "outcome": [each.state for each in stored],
         "reason": [each.reason for each in stored],
         "steps": [each.steps for each in stored],
         "archived_at": [each.archived_at for each in stored],

@@ -3,33 +3,31 @@
 from collections.abc import Callable
 from functools import cached_property, reduce
 from operator import and_
-from typing import Literal, get_args
+from typing import get_args
 
 import msgspec
 import numpy as np
 import pyarrow.compute as pc
 
 from slipstream.buffer.archive.manifest import ShardEntry
-from slipstream.buffer.records import Outcome
+from slipstream.buffer.records import GroupState, Outcome
 from slipstream.buffer.trajectory import Record, Trajectory
 
 # @@ StoredTrajectory: a trajectory and where it is, alike for a live store and an archive.
-Place = Literal["open", "ready", "claimed", "used"] | Outcome
-"""Where a group of a live store is, or how it ended."""
-PLACES: tuple[str, ...] = (*get_args(get_args(Place)[0]), *get_args(Outcome))
-"""In the order a group goes through them."""
+GROUP_STATES: tuple[str, ...] = (*get_args(get_args(GroupState)[0]), *get_args(Outcome))
+"""In the order in which a group goes through them."""
 
 
 class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
     """One trajectory, and what became of its group.
 
-    Example: StoredTrajectory(Trajectory(id="17-0-3", ...), place="retired", reason="", steps=[12])
+    Example: StoredTrajectory(Trajectory(id="17-0-3", ...), state="retired", reason="", steps=[12])
     """
 
     trajectory: Trajectory
     """As it was sent."""
-    place: Place
-    """Of its group."""
+    state: GroupState
+    """State of its group."""
     reason: str
     """Why the group ended; empty for retired and while it has not ended."""
     steps: list[int]
@@ -95,7 +93,7 @@ class TrajectoryFilter(Record):
             and _is_within(trajectory.reward.total, self.min_reward, self.max_reward)
             and _is_within(trajectory.num_tokens, self.min_tokens, self.max_tokens)
             and self.data_source in (None, trajectory.data_source)
-            and self.outcome in (None, stored.place)
+            and self.outcome in (None, stored.state)
             and (self.step is None or self.step in stored.steps)
             and (self.version is None or self.version in stored.versions)
             and (self.text is None or decode is None or self.text in decode(trajectory.token_ids))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slipstream.buffer.archive.trajectory_filter import PLACES, Decode, TrajectoryFilter
+from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, Decode, TrajectoryFilter
 from slipstream.buffer.cli.show import (
     as_json,
     list_frames,
@@ -28,8 +28,8 @@ from slipstream.configs.base import ConfigError
 
 # @@ The options that every command filters by.
 def _outcome(value: str | None) -> str | None:
-    if value not in (None, *PLACES):
-        raise ConfigError(f"--outcome must be one of {', '.join(PLACES)}, got {value!r}.")
+    if value not in (None, *GROUP_STATES):
+        raise ConfigError(f"--outcome must be one of {', '.join(GROUP_STATES)}, got {value!r}.")
     return value
 
 
@@ -41,7 +41,7 @@ OPTIONS: dict[str, Any] = {
     "version": Annotated[int | None, typer.Option(help="Policy version that sampled some of it.")],
     "step": Annotated[int | None, typer.Option(help="Step that trained on it.")],
     "data_source": Annotated[str | None, typer.Option(help="Kind of task, whole name.")],
-    "outcome": Annotated[str | None, typer.Option(help=f"{', '.join(PLACES)}.", callback=_outcome)],
+    "outcome": Annotated[str | None, typer.Option(help=f"{', '.join(GROUP_STATES)}.", callback=_outcome)],
     "text": Annotated[str | None, typer.Option(help="Part of the decoded text.")],
 }
 """Field of TrajectoryFilter -> its option."""

@@ -186,9 +186,9 @@ def _check(stored: StoredTrajectory) -> None:
     _check_numbers(trajectory, stored.steps)
     if trajectory.id != _id_of(trajectory):
         raise ValueError(f"id must be <group_id>-<attempt>-<index>, got {trajectory.id!r}")
-    if stored.place not in _OVER:
+    if stored.state not in _OVER:
         raise ValueError(
-            f"outcome must be one of {', '.join(_OVER)}, got {stored.place!r}: what a store still works on is not over"
+            f"outcome must be one of {', '.join(_OVER)}, got {stored.state!r}: what a store still works on is not over"
         )
 
 

@@ -91,7 +91,7 @@ def _groups(found: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory
 
 def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, versions: list[int]) -> None:
     steps = ",".join(map(str, stored.steps))
-    common = (stored.place, f"{tokens:g}", span(versions), steps, stored.trajectory.data_source, stored.reason)
+    common = (stored.state, f"{tokens:g}", span(versions), steps, stored.trajectory.data_source, stored.reason)
     add_row(table, *cells, *common)
 
 
@@ -176,7 +176,7 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
     yield "trajectory", trajectory.id
     yield "group", f"{trajectory.group_id}, member {trajectory.index}, attempt {trajectory.attempt}"
     yield "prompt", f"{trajectory.prompt_uid} of {trajectory.data_source}"
-    yield "outcome", stored.place + (f": {stored.reason}" if stored.reason else "")
+    yield "outcome", stored.state + (f": {stored.reason}" if stored.reason else "")
     for step in stored.steps:
         yield f"step {step}", _training(stored, step_versions.get(step))
     parts = "".join(f", {name} {value:g}" for name, value in reward.parts.items())

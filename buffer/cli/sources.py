@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -15,11 +15,11 @@ from slipstream.buffer.accounting import Audit
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
+from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ShardError
-from slipstream.buffer.redis.connection import connect
-from slipstream.buffer.redis.live_groups import LiveGroups
-from slipstream.buffer.redis.run_store import open_run_store, read_config, store_url
+from slipstream.buffer.redis.run_store import open_run_store, read_config
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.trajectory import group_of, lease_of
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 
@@ -109,19 +109,22 @@ class ArchiveSource:
 
 
 class StoreSource:
-    """A store, live or stopped."""
+    """The store of a run, in progress or over."""
 
-    def __init__(self, store: RedisStore, groups: LiveGroups, *, run_folder: Path | None) -> None:
-        """`groups` reads the same run as `store`; `run_folder` is None when only the server is known."""
+    def __init__(self, store: RedisStore, *, run_folder: Path | None) -> None:
+        """`run_folder` is None when only the server is known."""
         self._store = store
-        self._groups = groups
         self._run_folder = run_folder
 
     def read(self, wanted: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         """See `Source.read`."""
         self._store.run_state()
-        found = self._groups.read(trajectory_id=wanted.id, place=wanted.outcome)
-        return (stored for stored in found if wanted.matches(stored, decode=decode))
+        group_id = group_of(lease_of(wanted.id)) if wanted.id else None
+        for group in self._store.groups(group_id=group_id, state=wanted.outcome):
+            for payload in group.payloads:
+                stored = StoredTrajectory(unpack(payload), group.state, group.reason, group.steps)
+                if wanted.matches(stored, decode=decode):
+                    yield stored
 
     def step_versions(self) -> dict[int, int]:
         """See `Source.step_versions`."""
@@ -153,25 +156,16 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator
     Raises ConfigError when `where` is none of them, and as `open_run_store` and `Archive` do.
     """
     if "://" in where:
-        with _on_server(where, run_name, folder=None) as source:
-            yield source
+        if run_name is None:
+            raise ConfigError(f"--run must name a run when a server is looked into, got nothing beside {where}.")
+        with open_run_store(where, run_name, timeout_s=_STORE_TIMEOUT_S) as store:
+            yield StoreSource(store, run_folder=None)
     elif (Path(where) / MANIFEST).is_file():
         yield ArchiveSource(Path(where))
     else:
         folder = _run_folder(where, runs_dir)
-        with open_run_store(folder, timeout_s=_STORE_TIMEOUT_S, starts_server=True):
-            config = read_config(folder)
-            with _on_server(store_url(config, folder), config.name, folder=folder) as source:
-                yield source
-
-
-@contextmanager
-def _on_server(url: str, run_name: str | None, *, folder: Path | None) -> Iterator[StoreSource]:
-    if run_name is None:
-        raise ConfigError(f"--run must name a run when a server is looked into, got nothing beside {url}.")
-    store = open_run_store(url, run_name, timeout_s=_STORE_TIMEOUT_S)
-    with closing(store), closing(LiveGroups(connect(url), run_name)) as groups:
-        yield StoreSource(store, groups, run_folder=folder)
+        with open_run_store(folder, timeout_s=_STORE_TIMEOUT_S, starts_server=True) as store:
+            yield StoreSource(store, run_folder=folder)
 
 
 def _run_folder(where: str, runs_dir: Path) -> Path:

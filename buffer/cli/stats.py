@@ -6,7 +6,7 @@ from rich.table import Table
 
 from slipstream.buffer.accounting import Audit
 from slipstream.buffer.archive.archive import ArchiveCheck
-from slipstream.buffer.archive.trajectory_filter import PLACES, StoredTrajectory
+from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, StoredTrajectory
 from slipstream.buffer.cli.show import add_row, distribution, make_table
 
 # @@ `python -m buffer verify`: the books of a run, or every byte of an archive.
@@ -82,17 +82,17 @@ class Stats:
         for stored in found:
             tallies = [
                 self.all,
-                self.by_outcome.setdefault(stored.place, Tally()),
+                self.by_outcome.setdefault(stored.state, Tally()),
                 self.by_data_source.setdefault(stored.trajectory.data_source, Tally()),
             ]
             if stored.reason:
-                tallies.append(self.by_reason.setdefault(f"{stored.place}: {stored.reason}", Tally()))
+                tallies.append(self.by_reason.setdefault(f"{stored.state}: {stored.reason}", Tally()))
             for tally in tallies:
                 tally.add(stored, step_versions=step_versions)
 
     def tables(self) -> list[Table]:
         """Counts by outcome, by reason where there is any, by data source, and the distributions over all."""
-        outcomes = {place: self.by_outcome[place] for place in PLACES if place in self.by_outcome}
+        outcomes = {place: self.by_outcome[place] for place in GROUP_STATES if place in self.by_outcome}
         kinds = {"outcome": outcomes, "reason": self.by_reason, "data source": self.by_data_source}
         return [*(_counts(title, tallies) for title, tallies in kinds.items() if tallies), _distributions(self.all)]
 

@@ -86,7 +86,7 @@ def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
         first = int(mask.argmax())
         texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
     fate = {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
-    marks = {"outcome": stored.place, "schema_version": SCHEMA_VERSION}
+    marks = {"outcome": stored.state, "schema_version": SCHEMA_VERSION}
     return msgspec.structs.asdict(trajectory) | marks | fate | texts
 
 
@@ -183,7 +183,7 @@ def _check_fits(placed: Placed, members: list[Placed]) -> None:
             f"{placed.place}: a group must have one member of each index, got index {stored.trajectory.index} of group "
             f"{_group_id(placed)} again."
         )
-    if (stored.place, stored.reason, stored.steps) != (first.place, first.reason, first.steps):
+    if (stored.state, stored.reason, stored.steps) != (first.state, first.reason, first.steps):
         raise ConfigError(
             f"{placed.place}: the members of a group must have one outcome, reason and steps, got others than those "
             f"of {members[0].place}."
@@ -195,7 +195,7 @@ def _finished(members: list[Placed]) -> FinishedGroup:
     by_index = sorted((member.stored.trajectory for member in members), key=lambda trajectory: trajectory.index)
     return FinishedGroup(
         id=first.trajectory.group_id,
-        outcome=first.place,  # type: ignore[arg-type]
+        outcome=first.state,  # type: ignore[arg-type]
         reason=first.reason,
         steps=first.steps,
         payloads=[encode(trajectory) for trajectory in by_index],

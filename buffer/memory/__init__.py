@@ -1,1 +1,1 @@
-"""In-memory store for runs in one process; the twin of the Redis store."""
+"""The in-memory store: same operations as the Redis store, for one process, and the oracle of its tests."""

@@ -1,8 +1,8 @@
-"""MemoryStore, prompts: leases out, renewed, returned, lapsed."""
+"""MemoryStore, the generators' side: leases, arriving trajectories, evaluations."""
 
-from slipstream.buffer.memory.state import Group, MemoryState, OpenEvaluation
-from slipstream.buffer.records import EvaluationResult, Lease
-from slipstream.buffer.trajectory import Purpose, group_of, make_lease_id
+from slipstream.buffer.memory.state import Group, Member, MemoryState, OpenEvaluation
+from slipstream.buffer.records import FRAME_BYTES_KEPT, EvaluationResult, Insertion, Lease
+from slipstream.buffer.trajectory import Purpose, TrajectoryHeader, group_of, make_lease_id
 from slipstream.buffer.transitions import (
     evaluation_group_id,
     is_evaluation,
@@ -14,44 +14,10 @@ from slipstream.buffer.transitions import (
 from slipstream.configs.buffer import DropShortConfig, GroupDeadline, RefillConfig, TrainShortConfig
 
 
-# @@ MemoryStore, evaluations: held-out rows asked and answered.
-class MemoryEvaluations(MemoryState):
-    """Operations on evaluations."""
-
-    def open_evaluation(self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int]) -> None:
-        """See `Store.open_evaluation`."""
-        with self._changed:
-            run = self._opened()
-            if evaluation_id in self._evaluations:
-                return
-            asked = list(dict.fromkeys(rows))
-            self._evaluations[evaluation_id] = OpenEvaluation(purpose, version, len(asked))
-            for row in asked:
-                run.evaluation_sequence += 1
-                group = Group(evaluation_group_id(evaluation_id, row), purpose, 1, run.evaluation_sequence)
-                self._groups[group.id] = group
-                self._evaluation_pending[group.sequence] = group.id
-
-    def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
-        """See `Store.evaluation`."""
-        with self._changed:
-            stored = self._evaluations.get(evaluation_id)
-            if stored is None:
-                return None
-            return EvaluationResult(
-                id=evaluation_id,
-                purpose=stored.purpose,
-                version=stored.version,
-                num_prompts=stored.num_prompts,
-                num_answered=len(stored.answered),
-                num_correct=stored.num_correct,
-                num_failed=stored.num_failed,
-            )
-
-
 class MemoryPrompts(MemoryState):
-    """Operations on prompt leases."""
+    """Operations on leases, trajectories and evaluations, see `Store`."""
 
+    # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
         self,
         *,
@@ -62,7 +28,6 @@ class MemoryPrompts(MemoryState):
         admission_limit: int,
         has_baseline: bool = False,
     ) -> list[Lease]:
-        """See `Store.lease`."""
         with self._changed:
             group_ids = self._take_pending_rows(max_groups)
             if self._opened().phase in ("starting", "training"):
@@ -73,35 +38,99 @@ class MemoryPrompts(MemoryState):
             return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
 
     def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
-        """See `Store.renew_leases`."""
         with self._changed:
             self._opened()
             held = self._leased_to(owner)
             groups = [group for group in map(self._leased_group, dict.fromkeys(lease_ids)) if group in held]
             for group_id in groups:
-                self._leases_holding(group_id)[group_id] = self._deadline(lease_s)
+                self._leases_of_kind(group_id)[group_id] = self._deadline(lease_s)
             return len(groups)
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
-        """See `Store.return_leases`."""
         with self._changed:
             self._opened()
-            # Each is looked up when its turn comes: an id named twice is returned once.
-            return sum(self._return_lease(lease_id, reason, owner) for lease_id in lease_ids)
+            num_returned = 0
+            # Each id is resolved when its turn comes, so that one named twice is returned once.
+            for lease_id in lease_ids:
+                group_id = self._leased_group(lease_id)
+                if group_id is not None and owner in ("", self._groups[group_id].owner):
+                    self._return_lease(group_id, reason)
+                    num_returned += 1
+            return num_returned
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
-        """See `Store.return_leases_of`."""
         with self._changed:
             self._opened()
-            return len([self._give_back(group_id, reason) for group_id in self._leased_to(owner)])
+            return len([self._return_lease(group_id, reason) for group_id in self._leased_to(owner)])
 
     def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
-        """See `Store.reap`."""
         with self._changed:
             self._opened()
             lapsed = [*_lapsed(self._leases, now=self._now()), *_lapsed(self._evaluation_leases, now=self._now())]
-            events = [self._give_back(group_id, "lapsed") for group_id in lapsed]
-            return [*events, *self._reap_groups(group_deadline), *self._reap_claims()]
+            messages = [self._return_lease(group_id, "lapsed") for group_id in lapsed]
+            return [*messages, *self._reap_groups(group_deadline), *self._reap_claims()]
+
+    def _take_pending_rows(self, room: int) -> list[str]:
+        if self._opened().phase in ("finished", "failed"):
+            return []
+        return [self._evaluation_pending.pop(sequence) for sequence in sorted(self._evaluation_pending)[:room]]
+
+    def _take_returned(self, room: int) -> list[str]:
+        ordinals = sorted(self._returned)[:room]
+        self._returned.difference_update(ordinals)
+        return [str(ordinal) for ordinal in ordinals]
+
+    def _admit(self, room: int, *, size: int, has_baseline: bool, limit: int) -> list[str]:
+        run = self._opened()
+        num_new = max(0, min(room, limit - run.admitted))
+        group_ids = [str(ordinal) for ordinal in range(run.next_ordinal, run.next_ordinal + num_new)]
+        run.next_ordinal += num_new
+        run.admitted += num_new
+        self._groups |= {group_id: Group(group_id, "train", size, has_baseline=has_baseline) for group_id in group_ids}
+        return group_ids
+
+    def _hand_out(self, group_id: str, *, owner: str, deadline: int) -> Lease:
+        run, group = self._opened(), self._groups[group_id]
+        group.owner = owner
+        self._leases_of_kind(group_id)[group_id] = deadline
+        return make_lease(
+            group_id,
+            attempt=group.attempt,
+            purpose=group.purpose,
+            indices=[index for index in range(group.size) if index not in group.members],
+            num_rows=run.num_rows,
+            seed=run.seed,
+        )
+
+    def _leases_of_kind(self, group_id: str) -> dict[str, int]:
+        return self._evaluation_leases if is_evaluation(group_id) else self._leases
+
+    def _leased_to(self, owner: str) -> list[str]:
+        leased = [*self._leases, *self._evaluation_leases]
+        return [group_id for group_id in leased if self._groups[group_id].owner == owner]
+
+    def _leased_group(self, lease_id: str) -> str | None:
+        """Group of a lease; None unless it is the lease that the group has now."""
+        group_id = group_of(lease_id)
+        is_leased = group_id in self._leases_of_kind(group_id)
+        is_current = is_leased and make_lease_id(group_id, self._groups[group_id].attempt) == lease_id
+        return group_id if is_current else None
+
+    def _return_lease(self, group_id: str, reason: str) -> str:
+        """End a lease whose group is not complete; return the log line of a lapse."""
+        group = self._groups[group_id]
+        del self._leases_of_kind(group_id)[group_id]
+        group.attempt += 1
+        # Evaluation rows are leased again without limit: the opener of the evaluation has a deadline of its own.
+        is_quarantined = not is_evaluation(group_id) and group.attempt >= self._max_attempts
+        if is_quarantined:
+            self._end(group_id, "quarantined", f"lease_attempts: {reason}")
+        elif is_evaluation(group_id):
+            self._evaluation_pending[group.sequence] = group_id
+        else:
+            self._returned.add(int(group_id))
+        attempt = group.attempt - 1
+        return lapsed_lease_message(group_id, attempt=attempt, owner=group.owner, is_quarantined=is_quarantined)
 
     def _reap_groups(self, deadline: GroupDeadline | None) -> list[str]:
         if deadline is None or isinstance(deadline, RefillConfig):
@@ -117,7 +146,7 @@ class MemoryPrompts(MemoryState):
         return is_waiting and bool(group.members)
 
     def _reap_group(self, group: Group, deadline: TrainShortConfig | DropShortConfig) -> str:
-        line = short_group_message(group.id, members=len(group.members), size=group.size, deadline=deadline)
+        message = short_group_message(group.id, members=len(group.members), size=group.size, deadline=deadline)
         if isinstance(deadline, DropShortConfig):
             self._leases.pop(group.id, None)
             self._returned.discard(int(group.id))
@@ -125,85 +154,140 @@ class MemoryPrompts(MemoryState):
         else:
             group.is_closed = True
             self._complete(group)
-        return line
-
-    def _take_pending_rows(self, room: int) -> list[str]:
-        if self._opened().phase in ("finished", "failed"):
-            return []
-        return [self._evaluation_pending.pop(sequence) for sequence in sorted(self._evaluation_pending)[:room]]
-
-    def _take_returned(self, room: int) -> list[str]:
-        ordinals = sorted(self._returned)[:room]
-        self._returned.difference_update(ordinals)
-        return [str(ordinal) for ordinal in ordinals]
-
-    def _admit(self, room: int, *, size: int, has_baseline: bool, limit: int) -> list[str]:
-        run = self._opened()
-        num_new = max(0, min(room, limit - run.admitted))
-        group_ids = [str(run.next_ordinal + place) for place in range(num_new)]
-        run.next_ordinal += num_new
-        run.admitted += num_new
-        self._groups |= {group_id: Group(group_id, "train", size, has_baseline=has_baseline) for group_id in group_ids}
-        return group_ids
-
-    def _hand_out(self, group_id: str, *, owner: str, deadline: int) -> Lease:
-        run, group = self._opened(), self._groups[group_id]
-        group.owner = owner
-        self._leases_holding(group_id)[group_id] = deadline
-        return make_lease(
-            group_id,
-            attempt=group.attempt,
-            purpose=group.purpose,
-            indices=[index for index in range(group.size) if index not in group.members],
-            num_rows=run.num_rows,
-            seed=run.seed,
-        )
-
-    def _leases_holding(self, group_id: str) -> dict[str, int]:
-        return self._evaluation_leases if is_evaluation(group_id) else self._leases
-
-    def _leased_to(self, owner: str) -> list[str]:
-        leased = [*self._leases, *self._evaluation_leases]
-        return [group_id for group_id in leased if self._groups[group_id].owner == owner]
-
-    def _leased_group(self, lease_id: str) -> str | None:
-        group_id = group_of(lease_id)
-        is_leased = group_id in self._leases_holding(group_id)
-        is_current = is_leased and make_lease_id(group_id, self._groups[group_id].attempt) == lease_id
-        return group_id if is_current else None
-
-    def _return_lease(self, lease_id: str, reason: str, owner: str) -> bool:
-        group_id = self._leased_group(lease_id)
-        if group_id is not None and owner and self._groups[group_id].owner != owner:
-            return False
-        if group_id is not None:
-            self._give_back(group_id, reason)
-        return group_id is not None
-
-    def _give_back(self, group_id: str, reason: str) -> str:
-        group = self._groups[group_id]
-        del self._leases_holding(group_id)[group_id]
-        group.attempt += 1
-        is_quarantined = not is_evaluation(group_id) and group.attempt >= self._max_attempts
-        if is_quarantined:
-            self._end(group_id, "quarantined", f"lease_attempts: {reason}")
-        elif is_evaluation(group_id):
-            self._evaluation_pending[group.sequence] = group_id
-        else:
-            self._returned.add(int(group_id))
-        return lapsed_lease_message(
-            group_id, attempt=group.attempt - 1, owner=group.owner, is_quarantined=is_quarantined
-        )
+        return message
 
     def _reap_claims(self) -> list[str]:
         deadlines = {str(step): claim.deadline for step, claim in self._claims.items()}
-        return [self._reap_claim(int(step)) for step in _lapsed(deadlines, now=self._now())]
+        messages = []
+        for step in map(int, _lapsed(deadlines, now=self._now())):
+            num_ready, quarantined = self._fail_claim(step)
+            messages.append(lapsed_claim_message(step, num_ready=num_ready, quarantined=quarantined))
+        return messages
 
-    def _reap_claim(self, step: int) -> str:
-        num_ready, tired = self._fail_claim(step)
-        return lapsed_claim_message(step, num_ready=num_ready, quarantined=tired)
+    # --- trajectories ------------------------------------------------------------------------------------------------
+    def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
+        with self._changed:
+            self._opened()
+            return [
+                self._insert(header, payload) if header.purpose == "train" else self._insert_evaluation(header)
+                for header, payload in trajectories
+            ]
+
+    def quarantine(self, reason: str, frame: bytes) -> None:
+        with self._changed:
+            self._opened()
+            self._frames.appendleft((reason, bytes(frame[:FRAME_BYTES_KEPT])))
+            self._refused[reason] += 1
+
+    def quarantined_frames(self) -> list[tuple[str, bytes]]:
+        """Return reason and first bytes of the newest rejected frames, newest first."""
+        with self._changed:
+            return list(self._frames)
+
+    def _insert(self, header: TrajectoryHeader, payload: bytes) -> Insertion:
+        if objection := self._objection_to(header):
+            self._counters[objection.outcome] += 1
+            if objection.outcome == "superseded":
+                self._counters["superseded_tokens"] += header.written_tokens
+            return objection
+        group = self._groups[header.group_id]
+        if not group.members:
+            group.first_at = self._now()
+        group.members[header.index] = self._make_member(header, payload)
+        self._counters["accepted"] += 1
+        self._counters["accepted_tokens"] += header.written_tokens
+        is_ready = len(group.members) == group.size and self._complete(group)
+        return Insertion(outcome="inserted", group_is_ready=is_ready)
+
+    def _objection_to(self, header: TrajectoryHeader) -> Insertion | None:
+        """Why a trajectory is not stored."""
+        group = self._groups.get(header.group_id)
+        sums = {member.id: member.checksum for member in group.members.values()} if group else {}
+        if header.id in sums:
+            is_same = sums[header.id] == header.checksum
+            return Insertion(outcome="duplicate") if is_same else _refusal("content_conflict")
+        if group is None or group.purpose != "train":
+            is_done = header.group_id.isdecimal() and int(header.group_id) in self._done
+            return Insertion(outcome="superseded") if is_done else _refusal("unknown_group")
+        if header.index in group.members or group.outcome or group.is_closed:
+            return Insertion(outcome="superseded")
+        if header.group_size != group.size or header.index >= group.size:
+            return _refusal("group_size")
+        if header.is_greedy != (group.has_baseline and header.index == group.size - 1):
+            return _refusal("baseline")
+        return self._lease_objection_to(header, group)
+
+    def _lease_objection_to(self, header: TrajectoryHeader, group: Group) -> Insertion | None:
+        if header.attempt > group.attempt:
+            return _refusal("unknown_lease")
+        if header.newest_version > self._opened().announced_version:
+            return _refusal("future_version")
+        return None
+
+    def _make_member(self, header: TrajectoryHeader, payload: bytes) -> Member:
+        # Lag is that of the oldest token: up to the version that all generators had adopted it grew in flight, from
+        # there to the announced one in publishing, and what comes after the arrival is time in the queue.
+        run = self._opened()
+        adopted = max(header.oldest_version, run.version)
+        announced = max(adopted, run.announced_version)
+        in_flight = adopted - header.oldest_version
+        return Member(header.id, header.checksum, payload, header, in_flight, announced - adopted, announced)
+
+    # --- evaluations -------------------------------------------------------------------------------------------------
+    def open_evaluation(self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int]) -> None:
+        with self._changed:
+            run = self._opened()
+            if evaluation_id in self._evaluations:
+                return
+            asked = list(dict.fromkeys(rows))
+            self._evaluations[evaluation_id] = OpenEvaluation(purpose, version, len(asked))
+            for row in asked:
+                run.evaluation_sequence += 1
+                group = Group(evaluation_group_id(evaluation_id, row), purpose, 1, run.evaluation_sequence)
+                self._groups[group.id] = group
+                self._evaluation_pending[group.sequence] = group.id
+
+    def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
+        with self._changed:
+            stored = self._evaluations.get(evaluation_id)
+            if stored is None:
+                return None
+            return EvaluationResult(
+                id=evaluation_id,
+                purpose=stored.purpose,
+                version=stored.version,
+                num_prompts=stored.num_prompts,
+                num_answered=len(stored.answered),
+                num_correct=stored.num_correct,
+                num_failed=stored.num_failed,
+            )
+
+    def _insert_evaluation(self, header: TrajectoryHeader) -> Insertion:
+        evaluation_id, _, row = header.group_id.rpartition(":")
+        evaluation = self._evaluations.get(evaluation_id)
+        if evaluation is None or evaluation.purpose != header.purpose:
+            return _refusal("unknown_group")
+        if len(evaluation.answered) == evaluation.num_prompts or (row.isdecimal() and int(row) in evaluation.answered):
+            return Insertion(outcome="duplicate")
+        group = self._groups.get(header.group_id)
+        if group is None:
+            return _refusal("unknown_group")
+        if objection := self._lease_objection_to(header, group):
+            return objection
+        is_failed = header.reward_status != "ok"
+        evaluation.answered.add(int(row))
+        evaluation.num_failed += is_failed
+        evaluation.num_correct += header.is_correct and not is_failed
+        del self._groups[group.id]
+        self._evaluation_leases.pop(group.id, None)
+        self._evaluation_pending.pop(group.sequence, None)
+        return Insertion(outcome="inserted", group_is_ready=len(evaluation.answered) == evaluation.num_prompts)
 
 
 def _lapsed(deadlines: dict[str, int], *, now: int) -> list[str]:
-    """Earliest deadline first; equal ones by name, as Redis orders them."""
+    """Names whose deadline passed: earliest first, equal ones by name, as Redis orders them."""
     return sorted((name for name, deadline in deadlines.items() if deadline <= now), key=lambda n: (deadlines[n], n))
+
+
+def _refusal(reason: str) -> Insertion:
+    return Insertion(outcome="refused", reason=reason)

@@ -1,4 +1,4 @@
-"""What MemoryStore keeps: the same facts as the keys in Redis, as dicts."""
+"""State of the in-memory store: the facts that Redis keeps under its keys, as dicts, and the transitions they share."""
 
 import threading
 import time
@@ -32,69 +32,69 @@ class Member:
     payload: bytes
     header: TrajectoryHeader
     in_flight: int = 0
-    """Versions all generators adopted between the sampling of the oldest token and the arrival."""
+    """Versions that all generators adopted between sampling its oldest token and its arrival."""
     publish: int = 0
-    """Versions announced at the arrival and not yet adopted by all."""
+    """Versions announced at its arrival and not yet adopted by all."""
     arrived: int = 0
-    """The announced version at the arrival."""
+    """Version announced at its arrival."""
 
 
 @dataclass
 class Group:
-    """One prompt's trajectories, or one row of an evaluation."""
+    """The trajectories of one prompt, or one row of an evaluation."""
 
     id: str
     purpose: Purpose
     size: int
     sequence: int = 0
-    """Place among ready groups; of an evaluation row: among pending rows."""
+    """Number among ready groups; of an evaluation row: among pending rows."""
     attempt: int = 0
     owner: str = ""
     first_at: int = 0
-    """When the first member came, ms."""
+    """Arrival of the first member, ms."""
     claim_attempts: int = 0
     steps: list[int] = field(default_factory=list)
-    """That trained on it."""
+    """Steps that trained on it, in order."""
     is_closed: bool = False
     """Made ready short of members."""
     has_baseline: bool = False
     """Whether its last member is decoded greedily."""
     outcome: Outcome | None = None
-    """How it ended; None before."""
+    """None until it is over."""
     reason: str = ""
     members: dict[int, Member] = field(default_factory=dict)
+    """By index, in the order of arrival."""
 
     @property
     def oldest_version(self) -> int | None:
-        """Of any member; None without one."""
+        """Smallest version of a token of any member; None without members."""
         return min((member.header.oldest_version for member in self.members.values()), default=None)
 
     @property
     def written_tokens(self) -> int:
-        """Of all members."""
         return sum(member.header.written_tokens for member in self.members.values())
-
-    def in_order_of_arrival(self) -> list[Member]:
-        """Members, first come first."""
-        return list(self.members.values())
 
     @property
     def num_sampled(self) -> int:
-        """Members but for the greedy one."""
+        """Members without the greedy one."""
         return sum(not member.header.is_greedy for member in self.members.values())
 
     @property
+    def num_bytes(self) -> int:
+        return sum(len(member.payload) for member in self.members.values())
+
+    @property
     def rewards(self) -> GroupRewards:
-        """What a filter sees."""
+        """Input of the group filter."""
         answered = [member.header for member in self.members.values() if member.header.reward_status == "ok"]
         sampled = [header for header in answered if not header.is_greedy]
         rewards = [header.reward for header in answered] or [0.0]
         return GroupRewards(len(sampled), sum(each.is_correct for each in sampled), min(rewards), max(rewards))
 
     @property
-    def num_bytes(self) -> int:
-        """Of all members, encoded."""
-        return sum(len(member.payload) for member in self.members.values())
+    def payloads(self) -> list[bytes]:
+        """Encoded members by index."""
+        return [self.members[index].payload for index in sorted(self.members)]
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Run:
     consumed: int = 0
     """Groups trained on for the first time."""
     consumed_by_version: int = 0
-    """Those of the steps that are in `version`."""
+    """Groups trained on for the first time in the steps that are in `version`."""
     uses: int = 0
     """Uses of groups in the committed steps."""
     checkpoint: CheckpointPointer | None = None
@@ -126,14 +126,14 @@ class Run:
     ready_sequence: int = 0
     evaluation_sequence: int = 0
     fence: int = 0
-    """The newest that was handed out."""
+    """Newest fence handed out."""
     learner_fence: int = 0
-    """Of the newest commit or roll back."""
+    """Fence of the last commit or roll back."""
 
 
 @dataclass
 class LiveClaim:
-    """Groups with the learner."""
+    """Groups held by the learner."""
 
     fence: int
     deadline: int
@@ -142,9 +142,10 @@ class LiveClaim:
 
 @dataclass
 class UsedStep:
-    """Groups that a committed step was the last to train on, and the fence that committed it, until it is retired."""
+    """Groups that a committed step was the last to train on, until it is retired."""
 
     fence: int | None
+    """Fence that committed the step; None once a checkpoint covers it."""
     group_ids: list[str]
 
 
@@ -161,21 +162,23 @@ class OpenEvaluation:
 
 
 class MemoryState:
-    """The state, its lock, and the few transitions several operations share."""
+    """The state, its lock, and the transitions that several operations share."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time, max_attempts: int = 5) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds."""
         self._clock = clock
         self._max_attempts = max_attempts
         self._changed = threading.Condition()
         self._run: Run | None = None
         self._groups: dict[str, Group] = {}
+        # Deadlines in ms by group id.
         self._leases: dict[str, int] = {}
         self._evaluation_leases: dict[str, int] = {}
+        # Group ids by sequence.
         self._evaluation_pending: dict[int, str] = {}
-        self._returned: set[int] = set()
         self._ready: dict[int, str] = {}
         self._reusable: dict[int, str] = {}
+        self._returned: set[int] = set()
         self._claims: dict[int, LiveClaim] = {}
         self._used: dict[int, UsedStep] = {}
         self._versions: list[VersionEntry] = []
@@ -199,7 +202,7 @@ class MemoryState:
         self._metrics: deque[bytes] = deque(maxlen=METRICS_KEPT)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Release nothing: the state lives as long as the store."""
 
     def _opened(self) -> Run:
         if self._run is None:
@@ -212,47 +215,51 @@ class MemoryState:
     def _deadline(self, lease_s: float) -> int:
         return self._now() + int(lease_s * 1000)
 
-    def _put(self, group_id: str, *, is_let_go: bool = False) -> None:
-        """Into the place where it waits to be selected: used before (again, unless let go), or ready."""
+    # --- queue and claims --------------------------------------------------------------------------------------------
+    def _enqueue(self, group_id: str, *, is_released: bool = False) -> None:
+        """Put a group back where it waits to be claimed; a used one that `is_released` is not sampled again."""
         group = self._groups[group_id]
         if group.steps:
             self._used.setdefault(group.steps[-1], UsedStep(None, [])).group_ids.append(group_id)
-            if not is_let_go:
+            if not is_released:
                 self._reusable[group.sequence] = group_id
         else:
             self._ready[group.sequence] = group_id
 
-    def _take(self, group_id: str) -> None:
-        """Out of the place where it waits to be selected."""
+    def _enqueue_all(self, group_ids: list[str]) -> int:
+        for group_id in group_ids:
+            self._enqueue(group_id)
+        self._changed.notify_all()
+        return len(group_ids)
+
+    def _dequeue(self, group_id: str) -> None:
         group = self._groups[group_id]
         self._reusable.pop(group.sequence, None)
         if not self._ready.pop(group.sequence, None):
             self._used[group.steps[-1]].group_ids.remove(group_id)
 
-    def _put_all(self, group_ids: list[str]) -> int:
-        for group_id in group_ids:
-            self._put(group_id)
-        self._changed.notify_all()
-        return len(group_ids)
-
     def _fail_claim(self, step: int) -> tuple[int, list[str]]:
-        """The claim was not brought to its end: (number of groups back in the queue, groups tried too often)."""
-        group_ids = self._claims.pop(step).group_ids
-        tired = [group_id for group_id in group_ids if self._is_tired(group_id)]
-        poison = [group_id for group_id in tired if not self._groups[group_id].steps]
-        for group_id in tired:
-            if group_id in poison:
-                self._end(group_id, "quarantined", "claim_attempts")
+        """Take back a claim that was not committed; return (number of groups in the queue again, quarantined groups).
+
+        Groups that were claimed too often go to quarantine, because they may be what ends their learners; one that was
+        trained on before is not, and is only released.
+        """
+        kept, quarantined = [], []
+        for group_id in self._claims.pop(step).group_ids:
+            group = self._groups[group_id]
+            group.claim_attempts += 1
+            if group.claim_attempts < self._max_attempts:
+                kept.append(group_id)
+            elif group.steps:
+                self._enqueue(group_id, is_released=True)
             else:
-                self._put(group_id, is_let_go=True)
-        return self._put_all([group_id for group_id in group_ids if group_id not in tired]), poison
+                self._end(group_id, "quarantined", "claim_attempts")
+                quarantined.append(group_id)
+        return self._enqueue_all(kept), quarantined
 
-    def _is_tired(self, group_id: str) -> bool:
-        self._groups[group_id].claim_attempts += 1
-        return self._groups[group_id].claim_attempts >= self._max_attempts
-
+    # --- the end of a group ------------------------------------------------------------------------------------------
     def _complete(self, group: Group) -> bool:
-        """No more is wanted of it: ready (True), or rejected by the run's filter."""
+        """Make a group ready, or reject it by the run's filter; return whether it is ready."""
         self._leases.pop(group.id, None)
         self._returned.discard(int(group.id))
         run = self._opened()
@@ -261,11 +268,11 @@ class MemoryState:
             return False
         run.ready_sequence += 1
         group.sequence = run.ready_sequence
-        self._put_all([group.id])
+        self._enqueue_all([group.id])
         return True
 
     def _end(self, group_id: str, outcome: Outcome, reason: str = "") -> None:
-        """The group is over; it has left every other place already."""
+        """End a group that the caller has removed from every queue, lease and claim."""
         run, group = self._opened(), self._groups[group_id]
         self._done.add(int(group_id))
         self._outcomes[outcome] += 1
@@ -273,6 +280,7 @@ class MemoryState:
         if outcome != "retired":
             self._reasons[f"{outcome}: {reason}"] += 1
             self._counters["wasted_tokens"] += group.written_tokens
+            # A group that was never trained on gives its place in the pacing budget back.
             run.admitted -= 1
         if run.keeps_finished and group.members:
             group.outcome, group.reason = outcome, reason

@@ -1,22 +1,280 @@
-"""MemoryStore: the store's in-process twin, for the serial mode and as the oracle the Redis store is tested with."""
+"""MemoryStore: the in-process store, for the serial mode and as the oracle that the Redis store is tested against."""
 
-from slipstream.buffer.memory.batches import MemoryBatches, MemoryStored
-from slipstream.buffer.memory.prompts import MemoryEvaluations, MemoryPrompts
-from slipstream.buffer.memory.trajectories import MemoryFinished, MemoryTrajectories
-from slipstream.buffer.memory.watching import MemoryRun, MemoryWatching
+from collections import Counter
+from typing import Any
+
+import msgspec
+
+from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, audit
+from slipstream.buffer.codec import checksum, encode, pack, unpack
+from slipstream.buffer.errors import RunConflictError
+from slipstream.buffer.memory.batches import MemoryBatches
+from slipstream.buffer.memory.prompts import MemoryPrompts
+from slipstream.buffer.memory.state import Group, Member, Run
+from slipstream.buffer.records import (
+    EVENT_CHARACTERS_KEPT,
+    ROLES_KEPT,
+    Addressee,
+    Event,
+    FinishedGroup,
+    MetricsRows,
+    RunState,
+    VersionEntry,
+    progress_mark,
+)
+from slipstream.buffer.sampling import Sample
+from slipstream.buffer.trajectory import make_lease_id
+from slipstream.buffer.transitions import PHASES, check_same_run, is_evaluation
+from slipstream.configs.buffer import KEEP_ALL, FilterConfig
+
+_COUNTERS = ("accepted_tokens", "superseded_tokens", "wasted_tokens", "trained", "trained_tokens")
 
 
-class MemoryStore(
-    MemoryRun,
-    MemoryPrompts,
-    MemoryTrajectories,
-    MemoryBatches,
-    MemoryFinished,
-    MemoryStored,
-    MemoryEvaluations,
-    MemoryWatching,
-):
-    """All of `buffer.store.Store` in dicts, under one lock. Safe to share among threads; lost with the process."""
+class MemoryStore(MemoryPrompts, MemoryBatches):
+    """Every operation of `buffer.store.Store` on dicts, under one lock. Thread-safe; lost with the process."""
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+    def open_run(
+        self,
+        run_id: str,
+        *,
+        config_json: str,
+        num_rows: int,
+        seed: int,
+        keeps_finished: bool = False,
+        max_uses: int = 1,
+        group_filter: FilterConfig = KEEP_ALL,
+    ) -> RunState:
+        with self._changed:
+            if self._run is None:
+                self._run = Run(run_id, config_json, num_rows, seed, keeps_finished, group_filter, max_uses)
+            run = self._run
+            if run.id != run_id:
+                raise RunConflictError(f"this store was opened for run {run.id!r}, got {run_id!r}.")
+            stored = (run.config_json, run.num_rows, run.seed)
+            check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
+            run.config_json = config_json
+            return self.run_state()
+
+    def run_state(self) -> RunState:
+        with self._changed:
+            run = self._opened()
+            return RunState(
+                run_id=run.id,
+                phase=run.phase,  # type: ignore[arg-type]
+                step=run.step,
+                version=run.version,
+                announced_version=run.announced_version,
+                consumed=run.consumed_by_version,
+                checkpoint=run.checkpoint,
+                detail=run.detail,
+                stepped_at=run.stepped_at,
+                fence=run.learner_fence,
+            )
+
+    def run_config_json(self) -> str:
+        with self._changed:
+            return self._opened().config_json
+
+    def set_phase(self, phase: str, *, detail: str = "") -> None:
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {PHASES}, got {phase!r}.")
+        with self._changed:
+            run = self._opened()
+            run.phase, run.detail = phase, detail
+
+    def announce_version(self, version: int) -> None:
+        with self._changed:
+            run = self._opened()
+            run.announced_version = max(run.announced_version, version)
+
+    def commit_version(self, version: int) -> None:
+        with self._changed:
+            run = self._opened()
+            run.announced_version = max(run.announced_version, version)
+            if version > run.version:
+                run.version = version
+                step = self._version_steps.get(version, run.step)
+                run.consumed_by_version = self._consumed_at.get(step, 0)
+
+    def record_version(self, entry: VersionEntry) -> None:
+        with self._changed:
+            self._opened()
+            if self._versions[-1:] != [entry]:
+                self._versions.append(entry)
+            self._version_steps[entry.version] = entry.step
+
+    def versions(self) -> list[VersionEntry]:
+        with self._changed:
+            self._opened()
+            return list(self._versions)
+
+    # --- groups that are over, and groups of an earlier run ----------------------------------------------------------
+    def finished(self, *, limit: int) -> list[FinishedGroup]:
+        with self._changed:
+            self._opened()
+            groups = [self._groups[group_id] for group_id in self._finished[:limit]]
+            return [
+                FinishedGroup(group.id, group.outcome, group.reason, group.steps, group.payloads)  # type: ignore[arg-type]
+                for group in groups
+            ]
+
+    def forget(self, group_ids: list[str]) -> int:
+        with self._changed:
+            self._opened()
+            forgotten = [group_id for group_id in dict.fromkeys(group_ids) if group_id in self._finished]
+            for group_id in forgotten:
+                self._finished.remove(group_id)
+                del self._groups[group_id]
+            return len(forgotten)
+
+    def audit(self) -> Audit:
+        with self._changed:
+            run = self._opened()
+            groups = {
+                "leased": [group_id for group_id in self._leases if not is_evaluation(group_id)],
+                "returned": [str(ordinal) for ordinal in self._returned],
+                "ready": list(self._ready.values()),
+                "claimed": [group_id for claim in self._claims.values() for group_id in claim.group_ids],
+                "used": [group_id for used in self._used.values() for group_id in used.group_ids],
+            }
+            sizes = {group_id: len(self._groups[group_id].members) for ids in groups.values() for group_id in ids}
+            snapshot = Snapshot(
+                next_ordinal=run.next_ordinal,
+                max_uses=run.max_uses,
+                accepted=self._counters["accepted"],
+                groups=groups,
+                members={group_id: (size, size) for group_id, size in sizes.items()},
+                done=sorted(self._done),
+                outcome_members=dict(self._outcome_members),
+                ledger=[self._ledger[step] for step in sorted(self._ledger)],
+            )
+        return audit(snapshot)
+
+    def load(self, groups: list[FinishedGroup], *, samples: dict[int, Sample] | None = None) -> None:
+        """Take groups of an earlier run in as ready, in the order given; they count as accepted and admitted.
+
+        Ordinals between them are marked as over, so that no prompt is leased. `samples`: the groups that these steps
+        claim, whatever the sampler says. Raises RecordRefusedError for a damaged payload.
+        """
+        with self._changed:
+            run = self._opened()
+            for stored in groups:
+                run.ready_sequence += 1
+                self._groups[stored.id] = _ready_group(stored, sequence=run.ready_sequence)
+                self._enqueue_all([stored.id])
+            ordinals = {int(stored.id) for stored in groups}
+            run.next_ordinal = max(ordinals, default=-1) + 1
+            run.admitted = len(groups)
+            self._done = set(range(run.next_ordinal)) - ordinals
+            self._counters["accepted"] = sum(len(stored.payloads) for stored in groups)
+            self._planned = samples or {}
+            uses = Counter(group_id for planned in self._planned.values() for group_id in planned.group_ids)
+            run.max_uses = max([run.max_uses, *uses.values()])
+
+    # --- monitoring --------------------------------------------------------------------------------------------------
+    def counts(self) -> StoreCounts:
+        with self._changed:
+            open_sizes = self._open_sizes()
+            held = [group for group in self._groups.values() if not group.outcome]
+            return StoreCounts(
+                admitted=self._opened().admitted,
+                became_ready=self._opened().ready_sequence,
+                leased=len(self._leases),
+                returned=len(self._returned),
+                open=len(open_sizes),
+                ready=len(self._ready),
+                claimed=sum(len(claim.group_ids) for claim in self._claims.values()),
+                used=sum(len(used.group_ids) for used in self._used.values()),
+                reusable=len(self._reusable),
+                accepted=self._counters["accepted"],
+                duplicates=self._counters["duplicate"],
+                superseded=self._counters["superseded"],
+                refused=dict(self._refused),
+                outcomes=dict(self._outcomes),
+                outcome_members=dict(self._outcome_members),
+                reasons=dict(self._reasons),
+                unarchived=len(self._finished),
+                open_members=sum(open_sizes),
+                short_members=sum(group.size - len(group.members) for group in held if group.is_closed),
+                payload_bytes=sum(group.num_bytes for group in self._groups.values()),
+                **{name: self._counters[name] for name in _COUNTERS},
+            )
+
+    def _open_sizes(self) -> list[int]:
+        """Members of each open group."""
+        groups = (group for group in self._groups.values() if not is_evaluation(group.id))
+        waiting = (group for group in groups if not group.outcome and not group.is_closed)
+        return [len(group.members) for group in waiting if 0 < len(group.members) < group.size]
+
+    def now(self) -> float:
+        return self._clock()
+
+    def ready_versions(self) -> dict[int, int]:
+        with self._changed:
+            self._opened()
+            return dict(Counter(self._groups[group_id].oldest_version for group_id in self._ready.values()))
+
+    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
+        with self._changed:
+            self._opened()
+            self._roles[role_id] = (encode(gauges), self._now())
+            mark = progress_mark(gauges)
+            if mark and self._progress.get(role_id, ("", 0))[0] != mark:
+                self._progress[role_id] = (mark, self._now())
+            if len(self._roles) > ROLES_KEPT:
+                others = ((at, name) for name, (_, at) in self._roles.items() if name != role_id)
+                _, longest_silent = min(others)
+                del self._roles[longest_silent]
+                self._progress.pop(longest_silent, None)
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        with self._changed:
+            roles = {}
+            for role_id, (packed, reported_at) in self._roles.items():
+                roles[role_id] = msgspec.msgpack.decode(packed) | {"reported_at": reported_at / 1000}
+                if role_id in self._progress:
+                    roles[role_id]["progressed_at"] = self._progress[role_id][1] / 1000
+            return roles
+
+    def record_event(self, role_id: str, text: str) -> None:
+        with self._changed:
+            self._opened()
+            self._events.append(Event(self._now() / 1000, role_id, text[:EVENT_CHARACTERS_KEPT]))
+
+    def events(self, *, limit: int) -> list[Event]:
+        with self._changed:
+            return list(self._events)[-limit:] if limit else []
+
+    def request(self, addressee: Addressee, subject: str, value: str) -> None:
+        with self._changed:
+            self._opened()
+            self._requests[addressee][subject] = value
+
+    def take_requests(self, addressee: Addressee) -> dict[str, str]:
+        with self._changed:
+            self._opened()
+            return self._requests.pop(addressee, {})
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        with self._changed:
+            self._opened()
+            self._metrics.append(encode(row))
+            self._counters["metrics"] += 1
+
+    def metrics(self, *, after: int = 0) -> MetricsRows:
+        with self._changed:
+            self._opened()
+            last = self._counters["metrics"]
+            packed = list(self._metrics)[max(0, after - (last - len(self._metrics))) :]
+            return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
 
 
-__all__ = ["MemoryStore"]
+def _ready_group(stored: FinishedGroup, *, sequence: int) -> Group:
+    group = Group(stored.id, "train", len(stored.payloads), sequence)
+    for payload in stored.payloads:
+        trajectory = unpack(payload)
+        lease_id = make_lease_id(stored.id, trajectory.attempt)
+        header, _ = pack(trajectory, lease_id=lease_id, purpose="train", group_size=group.size)
+        group.members[trajectory.index] = Member(trajectory.id, checksum(payload), payload, header)
+    return group

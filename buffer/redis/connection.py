@@ -12,6 +12,7 @@ from redis.typing import EncodableT
 
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.retry import RetryPolicy, refuses_writes
+from slipstream.buffer.redis.scripts import load_script
 from slipstream.buffer.transitions import no_run
 
 PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
@@ -169,6 +170,7 @@ class RedisConnection:
         self._retry = retry
         self._on_close = on_close
         self._scripts: dict[str, Script] = {}
+        self._constants: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -192,12 +194,22 @@ class RedisConnection:
         return self._prefix + name
 
     def _run(self, script: str, *arguments: Any) -> Any:
-        """Run a script by its SHA; it is sent in full only when the server does not know it."""
+        """Run `<script>.lua` by its SHA; it is sent in full only when the server does not know it."""
         now = "" if self._clock is None else str(int(self._clock() * 1000))
         if script not in self._scripts:
-            self._scripts[script] = self._client.register_script(script)
+            self._scripts[script] = self._client.register_script(load_script(script))
         with self._mapped_errors():
             return self._scripts[script](keys=[self._prefix], args=[now, *arguments])
+
+    def _rows_and_seed(self) -> tuple[int, int]:
+        """Read them once: `open_run` refuses to change them."""
+        if self._constants is None:
+            with self._mapped_errors():
+                num_rows, seed = self._client.hmget(self._key("run"), ["num_rows", "seed"])
+            if num_rows is None:
+                raise no_run(self._run_id)
+            self._constants = int(num_rows), int(seed)
+        return self._constants
 
     @contextmanager
     def _mapped_errors(self) -> Iterator[None]:

@@ -1,20 +1,268 @@
-"""RedisStore: the store in Redis or Valkey; the one door to it."""
+"""RedisStore: the store in Redis or Valkey."""
 
-from slipstream.buffer.redis.store_batches import RedisBatches
-from slipstream.buffer.redis.store_prompts import RedisEvaluations, RedisPrompts
-from slipstream.buffer.redis.store_run import RedisRun
-from slipstream.buffer.redis.store_trajectories import RedisFinished, RedisTrajectories
-from slipstream.buffer.redis.store_watching import RedisWatching
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, audit
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.errors import RunConflictError
+from slipstream.buffer.group_filter import filter_arguments
+from slipstream.buffer.records import (
+    EVENT_CHARACTERS_KEPT,
+    EVENTS_KEPT,
+    METRICS_KEPT,
+    ROLES_KEPT,
+    Addressee,
+    CheckpointPointer,
+    Event,
+    FinishedGroup,
+    GroupState,
+    MetricsRows,
+    RunState,
+    StepEntry,
+    StoredGroup,
+    VersionEntry,
+    progress_mark,
+)
+from slipstream.buffer.redis.batches import RedisBatches
+from slipstream.buffer.redis.connection import text
+from slipstream.buffer.redis.prompts import RedisPrompts
+from slipstream.buffer.transitions import PHASES, check_same_run, no_run
+from slipstream.configs.buffer import KEEP_ALL, FilterConfig
+
+LAYOUT = 5
+"""Raised when the meaning of a key changes; a run stored under another layout is refused."""
+
+_STATE_FIELDS = (
+    "phase", "step", "version", "announced_version", "consumed_by_version", "detail", "checkpoint", "layout",
+    "stepped_at", "learner_fence",
+)  # fmt: skip
+_READ_AT_ONCE = 32
+"""Groups whose payloads are in memory together."""
 
 
-class RedisStore(
-    RedisPrompts, RedisTrajectories, RedisBatches, RedisFinished, RedisEvaluations, RedisWatching, RedisRun
-):
-    """All of `buffer.store.Store`: the parts share one connection pool and one run id. Safe to share among threads.
+class RedisStore(RedisPrompts, RedisBatches):
+    """Every operation of `buffer.store.Store`. Safe to share among threads.
 
-    Life cycle: `open_run_store(url, run_id, timeout_s=...)` connects, `open_run` creates the run or finds it again,
-    `close` lets go of connections. Nothing is kept in this process but what never changes (the run's seed and rows).
+    Life cycle: `open_run_store` connects, `open_run` creates the run or finds it again, `close` releases the
+    connections. This process caches only what never changes: the run's seed and number of rows.
     """
 
+    # --- the run -----------------------------------------------------------------------------------------------------
+    def open_run(
+        self,
+        run_id: str,
+        *,
+        config_json: str,
+        num_rows: int,
+        seed: int,
+        keeps_finished: bool = False,
+        max_uses: int = 1,
+        group_filter: FilterConfig = KEEP_ALL,
+    ) -> RunState:
+        if run_id != self._run_id:
+            raise RunConflictError(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
+        settings = (config_json, num_rows, seed, LAYOUT, int(keeps_finished), max_uses, *filter_arguments(group_filter))
+        stored_config, stored_rows, stored_seed, layout = self._run("open_run", *settings)
+        _check_layout(run_id, int(layout))
+        stored = (text(stored_config), int(stored_rows), int(stored_seed))
+        check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
+        if stored[0] != config_json:
+            self._run("replace_config", stored[0], config_json)
+        return self.run_state()
 
-__all__ = ["RedisStore"]
+    def run_state(self) -> RunState:
+        with self._mapped_errors():
+            fields = self._client.hmget(self._key("run"), list(_STATE_FIELDS))
+        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence = fields
+        if phase is None:
+            raise no_run(self._run_id)
+        _check_layout(self._run_id, int(layout))
+        return RunState(
+            run_id=self._run_id,
+            phase=text(phase),  # type: ignore[arg-type]
+            step=int(step),
+            version=int(version),
+            announced_version=int(announced),
+            consumed=int(consumed),
+            checkpoint=decode(checkpoint, CheckpointPointer) if checkpoint else None,
+            detail=text(detail),
+            stepped_at=int(stepped_at) / 1000 if stepped_at else None,
+            fence=int(fence or 0),
+        )
+
+    def run_config_json(self) -> str:
+        with self._mapped_errors():
+            config = self._client.hget(self._key("run"), "config_json")
+        if config is None:
+            raise no_run(self._run_id)
+        return text(config)
+
+    def set_phase(self, phase: str, *, detail: str = "") -> None:
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {PHASES}, got {phase!r}.")
+        self._run("set_phase", phase, detail)
+
+    def announce_version(self, version: int) -> None:
+        self._run("raise_version", version, 0)
+
+    def commit_version(self, version: int) -> None:
+        self._run("raise_version", version, 1)
+
+    def record_version(self, entry: VersionEntry) -> None:
+        self._run("record_version", encode(entry), entry.version, entry.step)
+
+    def versions(self) -> list[VersionEntry]:
+        with self._mapped_errors():
+            return [decode(entry, VersionEntry) for entry in self._client.lrange(self._key("versions"), 0, -1)]
+
+    # --- groups that are over, and all groups for inspection ---------------------------------------------------------
+    def finished(self, *, limit: int) -> list[FinishedGroup]:
+        group_ids = self._sorted("finished", limit=limit) if limit > 0 else []
+        found = zip(group_ids, *self._read_groups(group_ids), strict=True)
+        # Another archiver may have had one deleted in between.
+        return [
+            FinishedGroup(group_id, outcome, reason, steps, payloads)  # type: ignore[arg-type]
+            for group_id, (outcome, reason, steps), payloads in found
+            if outcome
+        ]
+
+    def forget(self, group_ids: list[str]) -> int:
+        return self._run("forget", *group_ids)
+
+    def audit(self) -> Audit:
+        # Refuses another key layout before anything is counted by it.
+        self.run_state()
+        next_ordinal, max_uses, accepted, done, states, outcomes, ledger = self._run("snapshot")
+        sized = {text(state): list(zip(*[iter(flat)] * 3, strict=True)) for state, flat in states}
+        entries = [decode(entry, StepEntry) for entry in ledger]
+        snapshot = Snapshot(
+            next_ordinal=next_ordinal,
+            max_uses=max_uses,
+            accepted=accepted,
+            groups={state: [text(group) for group, _, _ in groups] for state, groups in sized.items()},
+            members={text(group): (counted, kept) for groups in sized.values() for group, counted, kept in groups},
+            done=np.flatnonzero(np.unpackbits(np.frombuffer(done, dtype=np.uint8))).tolist(),
+            outcome_members=_numbers(outcomes),
+            ledger=sorted(entries, key=lambda entry: entry.step),
+        )
+        return audit(snapshot)
+
+    def groups(self, *, group_id: str | None = None, state: str | None = None) -> Iterator[StoredGroup]:
+        """Yield all groups, or those with an id or in a state; groups that are over come first.
+
+        For inspection: it blocks nobody, so a group that moves meanwhile is found in one of its states, and one that
+        leaves the store meanwhile is left out.
+        """
+        # None: the group is over, and its record says how it ended.
+        found = {
+            name: at
+            for name, at in self._group_states().items()
+            if group_id in (None, name) and (state is None or at in (None, state))
+        }
+        group_ids = list(found)
+        for start in range(0, len(group_ids), _READ_AT_ONCE):
+            chunk = group_ids[start : start + _READ_AT_ONCE]
+            for name, (outcome, reason, steps), payloads in zip(chunk, *self._read_groups(chunk), strict=True):
+                at = outcome or found[name]
+                if payloads and state in (None, at):
+                    yield StoredGroup(name, at, reason, steps, payloads)  # type: ignore[arg-type]
+
+    def _group_states(self) -> dict[str, GroupState | None]:
+        states: dict[str, GroupState | None] = dict.fromkeys(self._sorted("finished"))
+        for steps, prefix, state in (("used_steps", "used:", "used"), ("claims", "claimed:", "claimed")):
+            for step in self._sorted(steps):
+                with self._mapped_errors():
+                    listed = self._client.lrange(self._key(f"{prefix}{step}"), 0, -1)
+                states |= dict.fromkeys(map(text, listed), state)  # type: ignore[arg-type]
+        return states | dict.fromkeys(self._sorted("ready"), "ready") | dict.fromkeys(self._sorted("open"), "open")
+
+    def _sorted(self, name: str, *, limit: int = 0) -> list[str]:
+        """Members of a sorted set, the first `limit` of them if that is not 0."""
+        with self._mapped_errors():
+            return [text(member) for member in self._client.zrange(self._key(name), 0, limit - 1)]
+
+    def _read_groups(self, group_ids: list[str]) -> tuple[list[tuple[str, str, list[int]]], list[list[bytes]]]:
+        """Return (outcome, reason, steps) of each group, and its payloads by index."""
+        pipeline = self._client.pipeline(transaction=False)
+        for group_id in group_ids:
+            pipeline.hmget(self._key(f"group:{group_id}"), ["outcome", "reason", "steps"])
+            pipeline.hgetall(self._key(f"payloads:{group_id}"))
+        with self._mapped_errors():
+            answers = pipeline.execute()
+        fields = [tuple(map(text, each)) for each in answers[::2]]
+        facts = [
+            (outcome, reason, [int(step) for step in steps.split(",") if step]) for outcome, reason, steps in fields
+        ]
+        return facts, [[payloads[index] for index in sorted(payloads, key=int)] for payloads in answers[1::2]]
+
+    # --- monitoring --------------------------------------------------------------------------------------------------
+    def counts(self) -> StoreCounts:
+        numbers, *tables = map(_numbers, self._run("counts"))
+        names = ("refused", "outcomes", "outcome_members", "reasons")
+        return StoreCounts(**numbers, **dict(zip(names, tables, strict=True)))  # type: ignore[arg-type]
+
+    def now(self) -> float:
+        if self._clock is not None:
+            return self._clock()
+        with self._mapped_errors():
+            seconds, microseconds = self._client.time()
+        return float(seconds + microseconds / 1e6)
+
+    def ready_versions(self) -> dict[int, int]:
+        return {int(version): count for version, count in _numbers(self._run("ready_versions")).items()}
+
+    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
+        self._run("report_role", role_id, encode(gauges), progress_mark(gauges), ROLES_KEPT)
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        pipeline = self._client.pipeline(transaction=True)
+        for name in ("roles", "role_times", "role_progress_times"):
+            pipeline.hgetall(self._key(name))
+        with self._mapped_errors():
+            gauges, reported, progressed = pipeline.execute()
+        stamps = {"reported_at": reported, "progressed_at": progressed}
+        return {
+            text(role_id): msgspec.msgpack.decode(packed)
+            | {stamp: int(times[role_id]) / 1000 for stamp, times in stamps.items() if role_id in times}
+            for role_id, packed in gauges.items()
+        }
+
+    def record_event(self, role_id: str, text: str) -> None:
+        self._run("record_event", role_id, text[:EVENT_CHARACTERS_KEPT], EVENTS_KEPT)
+
+    def events(self, *, limit: int) -> list[Event]:
+        with self._mapped_errors():
+            packed = self._client.lrange(self._key("events"), -limit, -1) if limit else []
+        rows = [msgspec.msgpack.decode(each, type=tuple[int, str, str]) for each in packed]
+        return [Event(at_ms / 1000, role_id, message) for at_ms, role_id, message in rows]
+
+    def request(self, addressee: Addressee, subject: str, value: str) -> None:
+        self._run("request", f"{addressee}_requests", subject, value)
+
+    def take_requests(self, addressee: Addressee) -> dict[str, str]:
+        flat = self._run("take_requests", f"{addressee}_requests")
+        return {text(subject): text(value) for subject, value in zip(flat[::2], flat[1::2], strict=True)}
+
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        self._run("append_metrics", encode(row), METRICS_KEPT)
+
+    def metrics(self, *, after: int = 0) -> MetricsRows:
+        last, packed = self._run("read_metrics", after)
+        return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
+
+
+def _numbers(flat: list[Any]) -> dict[str, int]:
+    """Turn a hash as a script answers it (name, number, name, number) into a dict."""
+    return {text(name): int(number) for name, number in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _check_layout(run_id: str, layout: int) -> None:
+    if layout != LAYOUT:
+        raise RunConflictError(
+            f"run {run_id!r} is stored with key layout {layout}, this version of Slipstream reads {LAYOUT}: "
+            "go on with the version that began it or choose another name."
+        )

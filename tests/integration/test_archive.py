@@ -96,7 +96,7 @@ def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, s
     store.reject(claimed, group_ids=claimed.group_ids, reason="all_equal")
     archiver = start_archiver(server, tmp_path)
     assert archiver.stop(timeout_s=10), "stopping archives what is over"
-    assert {(stored.place, stored.reason, *stored.steps) for stored in Archive(tmp_path).read()} == {
+    assert {(stored.state, stored.reason, *stored.steps) for stored in Archive(tmp_path).read()} == {
         ("rejected", "all_equal")
     }
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.buffer.__main__ import main
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
@@ -20,6 +19,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, lease, make_ready, open_run
+from tests.unit.buffer.commands.run import run as run_command
 
 
 @pytest.fixture
@@ -48,9 +48,8 @@ def store(server: EmbeddedRedis, config: RunConfig) -> Iterator[RedisStore]:
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
     """(exit code, lines with blanks between words made one)."""
-    with pytest.raises(SystemExit) as caught:
-        main([*arguments])
-    return int(caught.value.code or 0), [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    code = run_command(*arguments)
+    return code, [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
 def where(config: RunConfig) -> tuple[str, ...]:
@@ -219,7 +218,5 @@ def test_groups_used_again_are_listed_with_all_their_steps(
 
 
 def test_a_server_without_the_run_is_refused(server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
-        main(["ls", server.url, "--run", "other"])
-    assert caught.value.code == 2
+    assert run_command("ls", server.url, "--run", "other") == 2
     assert "the store holds no such run" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def counts(**fields):
 
 def test_a_full_store_admits_nothing_and_gives_the_reason():
     full = counts(admitted=50, leased=2, returned=1, ready=4, claimed=4, used=5, unarchived=4)
-    reason = "capacity: 20 groups are in play, buffer.capacity.max_groups is 20"
+    reason = "capacity: 20 groups are outstanding, buffer.capacity.max_groups is 20"
     assert capacity_reason(CapacityConfig(max_groups=20), full) == reason
     assert capacity_limit(CapacityConfig(max_groups=20), full) == 50
     assert capacity_limit(CapacityConfig(max_groups=23), full) == 53

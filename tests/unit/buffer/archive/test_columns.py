@@ -83,7 +83,7 @@ def test_rows_in_the_middle_of_a_batch_are_read_as_they_are() -> None:
 def test_a_row_says_what_became_of_the_group() -> None:
     group = make_finished("5", members=1, outcome="rejected", reason="on_stale", steps=[3, 9])
     (stored,) = rows_of(to_table([group], archived_at=7.0))
-    assert (stored.place, stored.reason, stored.steps, stored.archived_at) == ("rejected", "on_stale", [3, 9], 7.0)
+    assert (stored.state, stored.reason, stored.steps, stored.archived_at) == ("rejected", "on_stale", [3, 9], 7.0)
 
 
 def test_the_columns_are_made_for_other_tools_too() -> None:

@@ -10,11 +10,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from slipstream.buffer.__main__ import main
 from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_run
 from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.unit.buffer.commands.run import run
 
 LETTERS = "abcdefghijkl"
 """Token `n` of the trajectories is the `n`-th letter."""
@@ -49,12 +49,6 @@ def write_tokenizer(folder: Path) -> None:
 
 def failed() -> Reward:
     return Reward(0.0, status="timeout", detail="5 s")
-
-
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main([str(argument) for argument in arguments])
-    return int(caught.value.code or 0)
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:

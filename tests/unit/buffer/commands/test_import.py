@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.buffer.__main__ import main
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.unit.buffer.commands.run import run
 
 LOGPROBS = np.array([0] * 6 + [-0.1, -1 / 3, -1e-30, -88.7, -0.0, -2.5], np.float32)
 MINIMAL = {
@@ -45,12 +45,6 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
 
 
-def run(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main([str(argument) for argument in arguments])
-    return int(caught.value.code or 0)
-
-
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The sentence of a command that is refused; nothing is left of what it began."""
     before = sorted(Path().iterdir())
@@ -68,7 +62,7 @@ def facts(archive: Path) -> list[tuple[bytes, str, str, list[int]]]:
 
 
 def tell(stored: StoredTrajectory) -> tuple[bytes, str, str, list[int]]:
-    return encode(stored.trajectory), stored.place, stored.reason, stored.steps
+    return encode(stored.trajectory), stored.state, stored.reason, stored.steps
 
 
 def write_lines(*lines: dict[str, Any]) -> str:
@@ -115,7 +109,7 @@ def test_a_rollout_from_elsewhere_needs_six_fields(archive):
     assert run("import", write_lines(MINIMAL, MINIMAL | {"index": 1}), "--into", "again") == 0
     first, second = Archive(Path("again")).read()
     assert (first.trajectory.id, second.trajectory.id) == ("17-0-0", "17-0-1")
-    assert (first.place, first.steps, first.versions) == ("retired", [], [0])
+    assert (first.state, first.steps, first.versions) == ("retired", [], [0])
     assert first.trajectory.version_spans == [VersionSpan(2, 0)]
 
 

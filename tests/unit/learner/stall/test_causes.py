@@ -81,7 +81,7 @@ STILL = {
     "fetching": (snapshot(FETCHING), "weights", START_AFTER_S, ["generator-0 is unsynced with no weights: fetching"]),
     "unsynced": (snapshot(*UNSYNCED), "weights", AFTER_S, ["probe differs by 0.1", "probe differs by 0.2"]),
     "outdated": (snapshot(role(version=3), version=7), "adoption", AFTER_S, ["version 7", "ready with version 3"]),
-    "store_full": (working(capacity_reason="capacity: 9 groups are in play"), "store", AFTER_S, ["9 groups"]),
+    "store_full": (working(capacity_reason="capacity: 9 groups are outstanding"), "store", AFTER_S, ["9 groups"]),
     "store_readonly": (
         working(broker=role("broker", "broker", reason="store_cannot_write", waits_for="store")),
         "store", AFTER_S, ["store_cannot_write"],

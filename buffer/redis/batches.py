@@ -1,0 +1,151 @@
+"""RedisStore, the learner's side: claims, commits, checkpoints, roll backs, the step ledger."""
+
+import time
+
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.errors import StaleFenceError
+from slipstream.buffer.records import CheckpointPointer, Claim, StepEntry
+from slipstream.buffer.redis.connection import RedisConnection, text
+from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
+from slipstream.buffer.transitions import (
+    already_committed,
+    make_claim,
+    not_stored,
+    not_yet_committed,
+    out_of_order,
+    split_lag,
+    stale_claim,
+    superseded_learner,
+)
+
+_FETCHED_AT_ONCE = 16
+"""Groups whose payloads are in the connection's buffers together."""
+_LONGEST_BLOCK_S = 1.0
+"""One blocking call: another waiter may have taken the bell's only element, so the queue is checked again after it."""
+_SHORTEST_BLOCK_S = 0.01
+"""Redis cuts to whole milliseconds and takes 0 for "forever"; 6.2 makes 0 even of 0.001."""
+_CLAIM_TRIES = 8
+"""Attempts before another claimer of the same groups is reported."""
+
+
+class RedisBatches(RedisConnection):
+    """Operations on the learner's batches, see `Store`."""
+
+    def claim(
+        self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
+    ) -> Claim | NotReady:
+        # Sampling happens here, between two scripts; the claim is refused when one of the groups has moved in between.
+        for _ in range(_CLAIM_TRIES):
+            newest, num_ready, oldest = self._run("release_claim", step, num_groups if rules.only_oldest else 1)
+            if step <= newest:
+                raise already_committed(step, newest=newest)
+            if rules.only_oldest:
+                selected = sample_oldest([text(group) for group in oldest], num_groups=num_groups, num_ready=num_ready)
+            else:
+                selected = self._sample(rules, step=step, version=version, num_groups=num_groups)
+            if isinstance(selected, NotReady):
+                return selected
+            if claimed := self._run("claim", step, int(lease_s * 1000), *selected.group_ids):
+                fence, *sums = claimed
+                return make_claim(selected, step=step, fence=fence, lag=split_lag(*sums, version=version))
+        raise StaleFenceError(
+            f"step {step} must have one claimer, but its groups were taken {_CLAIM_TRIES} times in a row."
+        )
+
+    def _sample(self, rules: SamplingRules, *, step: int, version: int, num_groups: int) -> Sample | NotReady:
+        _, seed = self._rows_and_seed()
+        queue = self._read_queue()
+        evictions = evict(queue, rules, version=version)
+        if not evictions.is_empty:
+            self._run("evict", len(evictions.expired), *evictions.expired, *evictions.released)
+            queue = self._read_queue()
+        return sample(queue, rules, num_groups=num_groups, seed=seed, step=step)
+
+    def _read_queue(self) -> Queue:
+        num_arrived, num_uses, ready, reusable = self._run("read_queue")
+        return Queue(
+            ready=_candidates(ready), reusable=_candidates(reusable), num_arrived=num_arrived, num_uses=num_uses
+        )
+
+    def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._mapped_errors():
+            while self._client.zcard(self._key("ready")) < num_groups:
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    return False
+                block_s = min(max(remaining_s, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S)
+                self._client.blpop([self._key("bell")], timeout=block_s)
+            return True
+
+    def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
+        groups: list[list[bytes]] = []
+        for start in range(0, len(group_ids), _FETCHED_AT_ONCE):
+            groups += self._fetch_chunk(group_ids[start : start + _FETCHED_AT_ONCE])
+        return groups
+
+    def _fetch_chunk(self, group_ids: list[str]) -> list[list[bytes]]:
+        pipeline = self._client.pipeline(transaction=False)
+        for group_id in group_ids:
+            pipeline.hgetall(self._key(f"payloads:{group_id}"))
+        with self._mapped_errors():
+            stored = pipeline.execute()
+        for group_id, members in zip(group_ids, stored, strict=True):
+            if not members:
+                raise not_stored(group_id)
+        return [[members[index] for index in sorted(members, key=int)] for members in stored]
+
+    def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
+        if not self._run("renew_claim", claim.step, claim.fence, int(lease_s * 1000)):
+            raise stale_claim(claim)
+
+    def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
+        num_rejected = self._run("reject", claim.step, claim.fence, reason, *group_ids)
+        if num_rejected < 0:
+            raise stale_claim(claim)
+        return num_rejected
+
+    def commit(self, claim: Claim, entry: StepEntry) -> None:
+        is_live, newest = self._run("commit", claim.step, claim.fence, encode(entry))
+        if not is_live:
+            raise stale_claim(claim)
+        if newest != claim.step:
+            raise out_of_order(claim, newest=newest)
+
+    def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
+        # The pointer first, then one script per step, so that a long checkpoint interval does not block the server:
+        # steps that the pointer covers and that a crash left unretired are retired with the next checkpoint.
+        step, newest = self._run("set_checkpoint", pointer.step, fence, encode(pointer))
+        if pointer.step > step:
+            raise not_yet_committed(pointer, step=step)
+        if fence != newest:
+            raise superseded_learner(pointer, fence=fence, newest=newest)
+        with self._mapped_errors():
+            steps = self._client.zrangebyscore(self._key("used_steps"), "-inf", pointer.step)
+        return sum(self._run("retire_step", step) for step in steps)
+
+    def roll_back(self, *, to_step: int, to_version: int) -> int:
+        return self._run("roll_back", to_step, to_version, self._max_attempts)
+
+    def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
+        with self._mapped_errors():
+            encoded = self._client.hvals(self._key("ledger"))
+        entries = [decode(entry, StepEntry) for entry in encoded]
+        return sorted((entry for entry in entries if entry.step >= first_step), key=lambda entry: entry.step)
+
+
+def _candidates(packed: bytes) -> list[Candidate]:
+    return [_candidate(*fields.split()) for fields in text(packed).split(";") if fields]
+
+
+def _candidate(
+    group_id: str, sequence: str, oldest: str, answered: str, reward_sum: str, reward_squares: str
+) -> Candidate:
+    return Candidate(
+        id=group_id,
+        sequence=int(sequence),
+        oldest_version=int(oldest),
+        answered=int(answered),
+        reward_sum=float(reward_sum),
+        reward_squares=float(reward_squares),
+    )

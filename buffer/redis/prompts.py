@@ -1,0 +1,174 @@
+"""RedisStore, the generators' side: leases, arriving trajectories, evaluations."""
+
+from typing import Any
+
+import msgspec
+
+from slipstream.buffer.codec import Packed, chunks
+from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.buffer.records import FRAME_BYTES_KEPT, FRAMES_KEPT, EvaluationResult, Insertion, Lease
+from slipstream.buffer.redis.connection import RedisConnection, is_out_of_memory, text
+from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
+from slipstream.buffer.transitions import lapsed_claim_message, lapsed_lease_message, make_lease, short_group_message
+from slipstream.configs.buffer import GroupDeadline, RefillConfig, TrainShortConfig
+
+_REAPED_AT_ONCE = 500
+"""Bounds how long one script keeps the server busy."""
+
+
+class RedisPrompts(RedisConnection):
+    """Operations on leases, trajectories and evaluations, see `Store`."""
+
+    # --- leases ------------------------------------------------------------------------------------------------------
+    def lease(
+        self,
+        *,
+        owner: str,
+        max_groups: int,
+        group_size: int,
+        lease_s: float,
+        admission_limit: int,
+        has_baseline: bool = False,
+    ) -> list[Lease]:
+        num_rows, seed = self._rows_and_seed()
+        lease_ms = int(lease_s * 1000)
+        leased = self._run("lease", owner, max_groups, group_size, lease_ms, admission_limit, int(has_baseline))
+        return [
+            make_lease(
+                text(group),
+                attempt=int(attempt),
+                purpose=text(purpose),  # type: ignore[arg-type]
+                indices=missing,
+                num_rows=num_rows,
+                seed=seed,
+            )
+            for group, attempt, purpose, missing in leased
+        ]
+
+    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
+        return self._run("renew_leases", owner, int(lease_s * 1000), *dict.fromkeys(lease_ids))
+
+    def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
+        return self._run("return_leases", self._max_attempts, reason, owner, *lease_ids)
+
+    def return_leases_of(self, *, owner: str, reason: str) -> int:
+        return self._run("return_leases_of", self._max_attempts, reason, owner)
+
+    def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
+        return [
+            *self._reap_leases("leases"),
+            *self._reap_leases("evaluation_leases"),
+            *self._reap_groups(group_deadline),
+            *self._reap_claims(),
+        ]
+
+    def _reap_leases(self, kind: str) -> list[str]:
+        events = self._run("reap_leases", self._max_attempts, kind, _REAPED_AT_ONCE)
+        return [
+            lapsed_lease_message(
+                text(group), attempt=int(attempt), owner=text(owner), is_quarantined=fate == b"quarantined"
+            )
+            for group, attempt, owner, fate in events
+        ]
+
+    def _reap_groups(self, deadline: GroupDeadline | None) -> list[str]:
+        if deadline is None or isinstance(deadline, RefillConfig):
+            return []
+        fewest = deadline.min_members if isinstance(deadline, TrainShortConfig) else 0
+        events = self._run("reap_groups", int(deadline.after_s * 1000), fewest, _REAPED_AT_ONCE)
+        return [
+            short_group_message(text(group), members=members, size=size, deadline=deadline)
+            for group, members, size in events
+        ]
+
+    def _reap_claims(self) -> list[str]:
+        return [
+            lapsed_claim_message(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
+            for step, num_ready, quarantined in self._run("reap_claims", self._max_attempts)
+        ]
+
+    # --- trajectories ------------------------------------------------------------------------------------------------
+    def insert(self, trajectories: list[Packed]) -> list[Insertion]:
+        train = [packed for packed in trajectories if packed[0].purpose == "train"]
+        words = (word for chunk in chunks(train) for word in self._insert_chunk(chunk))
+        return [
+            _insertion(next(words) if header.purpose == "train" else self._insert_evaluation(header))
+            for header, _ in trajectories
+        ]
+
+    def quarantine(self, reason: str, frame: bytes) -> None:
+        entry = msgspec.msgpack.encode((reason, frame[:FRAME_BYTES_KEPT]))
+        self._run("quarantine_frame", reason, entry, FRAMES_KEPT)
+
+    def quarantined_frames(self) -> list[tuple[str, bytes]]:
+        """Return reason and first bytes of the newest rejected frames, newest first."""
+        with self._mapped_errors():
+            entries = self._client.lrange(self._key("quarantine"), 0, -1)
+        return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
+
+    def _insert_chunk(self, chunk: list[Packed]) -> list[str]:
+        """Insert in one call. The server serves nobody else meanwhile, and checks only once whether memory is full."""
+        arguments = (argument for header, payload in chunk for argument in (_header_argument(header), payload))
+        try:
+            return text(self._run("insert", *arguments)).split()
+        except StoreUnavailableError as error:
+            if not is_out_of_memory(error):
+                raise
+            return ["store_full"] * len(chunk)
+
+    def _insert_evaluation(self, header: TrajectoryHeader) -> str:
+        evaluation_id, _, row = header.group_id.rpartition(":")
+        is_failed = header.reward_status != "ok"
+        is_correct = header.is_correct and not is_failed
+        arguments: list[Any] = [header.group_id, evaluation_id, row, header.newest_version]
+        arguments += [int(is_correct), int(is_failed), header.purpose, header.attempt]
+        return text(self._run("insert_evaluation", *arguments))
+
+    # --- evaluations -------------------------------------------------------------------------------------------------
+    def open_evaluation(self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int]) -> None:
+        self._run("open_evaluation", evaluation_id, purpose, version, *dict.fromkeys(rows))
+
+    def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
+        with self._mapped_errors():
+            stored = self._client.hgetall(self._key(f"evaluation:{evaluation_id}"))
+        if not stored:
+            return None
+        fields = {name.decode(): value.decode() for name, value in stored.items()}
+        return EvaluationResult(
+            id=evaluation_id,
+            purpose=fields["purpose"],
+            version=int(fields["version"]),
+            num_prompts=int(fields["num_prompts"]),
+            num_answered=int(fields["num_answered"]),
+            num_correct=int(fields["num_correct"]),
+            num_failed=int(fields["num_failed"]),
+        )
+
+
+def _insertion(word: str) -> Insertion:
+    """Build the outcome from the word with which a script answers."""
+    if word in ("inserted", "ready"):
+        return Insertion(outcome="inserted", group_is_ready=word == "ready")
+    if word in ("duplicate", "superseded"):
+        return Insertion(outcome=word)  # type: ignore[arg-type]
+    return Insertion(outcome="refused", reason=word)
+
+
+def _header_argument(header: TrajectoryHeader) -> bytes:
+    """Pack the header for `insert.lua`; numbers as text, because a script's numbers are doubles."""
+    fields = (
+        header.id,
+        header.group_id,
+        header.index,
+        header.group_size,
+        header.oldest_version,
+        header.newest_version,
+        header.checksum,
+        header.attempt,
+        header.written_tokens,
+        header.reward,
+        int(header.reward_status == "ok"),
+        int(header.is_correct),
+        int(header.is_greedy),
+    )
+    return msgspec.msgpack.encode([str(field) for field in fields])

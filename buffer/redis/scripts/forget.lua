@@ -1,0 +1,15 @@
+-- Deletes groups that are over and archived.
+-- Keys: finished, group:*, payloads:*, counters
+-- Arguments: groups...
+-- Returns: number deleted
+-- Atomic because a group must be in the list as long as its record is stored.
+if not run_exists() then return NORUN end
+allow_when_full()
+local forgotten = 0
+for i = 2, #ARGV do
+  if redis.call('ZREM', key('finished'), ARGV[i]) == 1 then
+    drop_record(ARGV[i])
+    forgotten = forgotten + 1
+  end
+end
+return forgotten

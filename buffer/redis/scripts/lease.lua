@@ -1,0 +1,42 @@
+-- Leases prompts: open evaluations first, then returned prompts, then new ones.
+-- Keys: run, group:*, leases, evaluation_leases, leases_of:<owner>, evaluation_pending, returned
+-- Arguments: owner, max_groups, group_size, lease_ms, admission_limit, '1' if a group has a greedy baseline
+-- Returns: {group, attempt, purpose, {missing index, ...}}, ...
+-- Atomic because a prompt must go to one generator only, and the admission limit must hold between concurrent callers.
+if not run_exists() then return NORUN end
+allow_when_full()
+local run, owner, room, group_size = key('run'), ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local deadline, limit, baseline, leased = now() + tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], {}
+
+local function hand_out(group)
+  local group_key, missing = key('group:' .. group), {}
+  redis.call('HSET', group_key, 'owner', owner)
+  redis.call('ZADD', leases_key(group), deadline, group)
+  redis.call('SADD', key('leases_of:' .. owner), group)
+  local f = redis.call('HMGET', group_key, 'attempt', 'purpose', 'size')
+  for index = 0, f[3] - 1 do
+    if redis.call('HEXISTS', group_key, 'at:' .. index) == 0 then missing[#missing + 1] = index end
+  end
+  leased[#leased + 1] = {group, f[1], f[2], missing}
+end
+
+local function hand_out_waiting(queue)
+  if #leased >= room then return end
+  for _, group in ipairs(redis.call('ZRANGE', key(queue), 0, room - #leased - 1)) do
+    redis.call('ZREM', key(queue), group)
+    hand_out(group)
+  end
+end
+
+local phase = redis.call('HGET', run, 'phase')
+if phase ~= 'finished' and phase ~= 'failed' then hand_out_waiting('evaluation_pending') end
+if phase ~= 'starting' and phase ~= 'training' then return leased end
+hand_out_waiting('returned')
+while #leased < room and tonumber(redis.call('HGET', run, 'admitted')) < limit do
+  redis.call('HINCRBY', run, 'admitted', 1)
+  local group = string.format('%d', redis.call('HINCRBY', run, 'next_ordinal', 1) - 1)
+  redis.call('HSET', key('group:' .. group), 'attempt', 0, 'purpose', 'train', 'size', group_size,
+    'members', 0, 'claim_attempts', 0, 'baseline', baseline)
+  hand_out(group)
+end
+return leased

@@ -1,0 +1,213 @@
+-- Shared beginning of every script: the loader puts it before the script's own text.
+--
+-- KEYS[1] is the prefix `{run}:` of the run's keys: one hash tag, so one slot also on a cluster. ARGV[1] is the time in
+-- milliseconds in tests, and empty otherwise; a script's own arguments follow from ARGV[2] on.
+--
+-- Keys, after the prefix:
+--   run                 hash    layout, config_json, num_rows, seed, phase, detail, step, stepped_at, version,
+--                               announced_version, checkpoint, fence, learner_fence, next_ordinal, admitted, consumed,
+--                               consumed_by_version, uses, max_uses, keeps_finished, sequences (ready, finished,
+--                               evaluation), filter, filter_low, filter_high
+--   counters            hash    accepted, duplicates, superseded, open_members, short_members, payload_bytes, trained,
+--                               metrics, and tokens: accepted_, superseded_, wasted_, trained_tokens
+--   refused             hash    reason -> trajectories
+--   group:<id>          hash    attempt, size, baseline ('1': its last member is greedy), purpose, owner, sequence,
+--                               claim_attempts, steps ("3,17"), closed (made ready short of members), outcome, reason;
+--                               sums over its members (see insert.lua); at:<index> -> trajectory id,
+--                               sum:<trajectory id> -> checksum
+--   payloads:<id>       hash    index -> encoded trajectory
+--   leases              zset    training group -> deadline       evaluation_leases  zset  row group -> deadline
+--   leases_of:<owner>   set     groups                           returned           zset  group -> ordinal
+--   open                zset    group short of members -> ms of its first member
+--   ready               zset    group -> ready sequence
+--   reusable            zset    group in a used:<step> that may be sampled again -> ready sequence
+--   bell                list    at most one element, pushed when groups become ready, for `wait_ready`
+--   claims              zset    step -> deadline                 claim_fences       hash  step -> fence
+--   claimed:<step>      list    groups                           used:<step>        list  groups
+--   used_steps          zset    step -> step                     commit_fences      hash  step -> fence
+--   versions            list    encoded VersionEntry             version_steps      hash  version -> step
+--   consumed_at         hash    step -> groups first trained on up to it
+--   ledger              hash    step -> encoded StepEntry        done               bitmap  ordinals of groups over
+--   finished            zset    group that is over -> sequence   outcomes           hash  outcome -> groups
+--   outcome_members     hash    outcome -> trajectories          reasons            hash  outcome: reason -> groups
+--   evaluation:<id>     hash    the EvaluationResult             evaluation_pending zset  row group -> sequence
+--   answers:<id>        set     rows answered, until complete    quarantine         list  rejected frames
+--   roles, role_times   hash    newest gauges, and their time    metrics            list  newest rows
+--   role_marks, role_progress_times  hash  progress of each role, and when it last changed
+--   events              list    newest events
+--   launcher_requests, broker_requests  hash  subject -> value, until taken
+
+local prefix = KEYS[1]
+local NORUN = redis.error_reply('NORUN')
+
+local function key(name) return prefix .. name end
+
+local function now()
+  if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
+  local time = redis.call('TIME')
+  return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+local function run_exists() return redis.call('EXISTS', key('run')) == 1 end
+
+-- Redis refuses the first write of a script while memory is full, unless that write can only free memory; later writes
+-- pass. Operations that empty the store, or write little, must go on then, so they begin with such a write.
+local function allow_when_full() redis.call('DEL', prefix) end
+
+-- --- groups that are over -------------------------------------------------------------------------------------------
+local function drop_record(group)
+  -- `0 - bytes`, because `-bytes` of nothing is "-0", which Redis does not take for an integer.
+  local bytes = redis.call('HGET', key('group:' .. group), 'bytes') or 0
+  redis.call('HINCRBY', key('counters'), 'payload_bytes', 0 - bytes)
+  redis.call('UNLINK', key('group:' .. group), key('payloads:' .. group))
+end
+
+-- Ends a group that the caller has removed from every queue, lease and claim. Its ordinal is marked in the same
+-- instant, so that a late answer is recognised when the record is gone.
+local function end_group(group, outcome, reason)
+  local group_key, counters = key('group:' .. group), key('counters')
+  local f = redis.call('HMGET', group_key, 'members', 'size', 'tokens', 'closed')
+  local members = tonumber(f[1])
+  redis.call('SETBIT', key('done'), group, 1)
+  redis.call('HINCRBY', key('outcomes'), outcome, 1)
+  redis.call('HINCRBY', key('outcome_members'), outcome, members)
+  if redis.call('ZREM', key('open'), group) == 1 then redis.call('HINCRBY', counters, 'open_members', -members) end
+  if f[4] then redis.call('HINCRBY', counters, 'short_members', members - f[2]) end
+  if outcome ~= 'retired' then
+    redis.call('HINCRBY', key('reasons'), outcome .. ': ' .. reason, 1)
+    redis.call('HINCRBY', counters, 'wasted_tokens', f[3] or 0)
+    -- A group that was never trained on gives its place in the pacing budget back.
+    redis.call('HINCRBY', key('run'), 'admitted', -1)
+  end
+  if members > 0 and redis.call('HGET', key('run'), 'keeps_finished') == '1' then
+    redis.call('HSET', group_key, 'outcome', outcome, 'reason', reason)
+    redis.call('ZADD', key('finished'), redis.call('HINCRBY', key('run'), 'finished_sequence', 1), group)
+  else
+    drop_record(group)
+  end
+end
+
+-- --- leases ---------------------------------------------------------------------------------------------------------
+local function is_evaluation(group) return string.find(group, ':', 1, true) ~= nil end
+
+local function leases_key(group) return key(is_evaluation(group) and 'evaluation_leases' or 'leases') end
+
+-- Group of the lease "17-2", group 17 at attempt 2 (`make_lease_id`); nil unless that is the lease the group has now.
+local function leased_group(lease)
+  local group, attempt = string.match(lease, '^(.*)%-(%d+)$')
+  if not group or not redis.call('ZSCORE', leases_key(group), group) then return nil end
+  if redis.call('HGET', key('group:' .. group), 'attempt') ~= attempt then return nil end
+  return group
+end
+
+-- Ends a lease whose group is not complete. Evaluation rows are leased again without limit: the opener of the
+-- evaluation has a deadline of its own. Returns {group, attempt, owner, 'returned' | 'quarantined'}.
+local function return_lease(group, max_attempts, reason)
+  local f = redis.call('HMGET', key('group:' .. group), 'attempt', 'owner', 'sequence')
+  redis.call('ZREM', leases_key(group), group)
+  redis.call('SREM', key('leases_of:' .. f[2]), group)
+  local attempts = redis.call('HINCRBY', key('group:' .. group), 'attempt', 1)
+  local fate = 'returned'
+  if is_evaluation(group) then
+    redis.call('ZADD', key('evaluation_pending'), f[3], group)
+  elseif attempts < tonumber(max_attempts) then
+    redis.call('ZADD', key('returned'), group, group)
+  else
+    end_group(group, 'quarantined', 'lease_attempts: ' .. reason)
+    fate = 'quarantined'
+  end
+  return {group, f[1], f[2], fate}
+end
+
+-- --- groups that become complete ------------------------------------------------------------------------------------
+local function ring_bell()
+  redis.call('LPUSH', key('bell'), 1)
+  redis.call('LTRIM', key('bell'), 0, 0)
+end
+
+local function end_lease(group, owner)
+  redis.call('ZREM', key('leases'), group)
+  redis.call('SREM', key('leases_of:' .. owner), group)
+  redis.call('ZREM', key('returned'), group)
+end
+
+-- The run's filter on a group's sums, as `group_filter.rejection_reason` computes it; nil when the group passes.
+local function rejection_reason(sums)
+  local f = redis.call('HMGET', key('run'), 'filter', 'filter_low', 'filter_high')
+  local kind, low, high = f[1], tonumber(f[2]), tonumber(f[3])
+  if kind == 'none' then return nil end
+  if sums.answered == 0 then return 'no_reward' end
+  if kind == 'zero_signal' then return sums.most - sums.least < low and 'zero_signal' or nil end
+  local share = sums.correct / sums.answered
+  if share <= low then return 'too_hard' end
+  if share >= high then return 'too_easy' end
+end
+
+local function make_ready(group)
+  redis.call('ZREM', key('open'), group)
+  local sequence = redis.call('HINCRBY', key('run'), 'ready_sequence', 1)
+  redis.call('HSET', key('group:' .. group), 'sequence', sequence)
+  redis.call('ZADD', key('ready'), sequence, group)
+  ring_bell()
+end
+
+-- --- queue and claims -----------------------------------------------------------------------------------------------
+-- `steps` of a group are those that trained on it, as "3,17".
+local function steps_of(group) return redis.call('HGET', key('group:' .. group), 'steps') or '' end
+
+local function last_of(steps) return string.match(steps, '(%d+)$') end
+
+local function make_reusable(group, sequence) redis.call('ZADD', key('reusable'), sequence, group) end
+
+-- Puts a group back where it waits to be claimed. Its ready sequence never changes, so it gets its old position in the
+-- order. A used group that `is_released` is kept until a checkpoint covers it, and not sampled again.
+local function enqueue(group, is_released)
+  local f = redis.call('HMGET', key('group:' .. group), 'sequence', 'steps')
+  local sequence, steps = f[1], f[2] or ''
+  if steps ~= '' then
+    redis.call('RPUSH', key('used:' .. last_of(steps)), group)
+    redis.call('ZADD', key('used_steps'), last_of(steps), last_of(steps))
+    if not is_released then make_reusable(group, sequence) end
+  else
+    redis.call('ZADD', key('ready'), sequence, group)
+  end
+end
+
+local function enqueue_all(list)
+  local groups = redis.call('LRANGE', list, 0, -1)
+  redis.call('DEL', list)
+  for _, group in ipairs(groups) do enqueue(group) end
+  return #groups
+end
+
+local function dequeue(group)
+  redis.call('ZREM', key('reusable'), group)
+  if redis.call('ZREM', key('ready'), group) == 1 then return end
+  redis.call('LREM', key('used:' .. last_of(steps_of(group))), 1, group)
+end
+
+local function release_claim(step)
+  redis.call('ZREM', key('claims'), step)
+  redis.call('HDEL', key('claim_fences'), step)
+  return enqueue_all(key('claimed:' .. step))
+end
+
+-- Takes back a claim that was not committed. Groups that were claimed too often go to quarantine, because they may be
+-- what ends their learners; one that was trained on before is not, and is only released.
+-- Returns the number of groups back in the queue, and the quarantined ones.
+local function fail_claim(step, max_attempts)
+  local list, quarantined = key('claimed:' .. step), {}
+  for _, group in ipairs(redis.call('LRANGE', list, 0, -1)) do
+    if redis.call('HINCRBY', key('group:' .. group), 'claim_attempts', 1) >= tonumber(max_attempts) then
+      redis.call('LREM', list, 1, group)
+      if steps_of(group) ~= '' then
+        enqueue(group, true)
+      else
+        end_group(group, 'quarantined', 'claim_attempts')
+        quarantined[#quarantined + 1] = group
+      end
+    end
+  end
+  return release_claim(step), quarantined
+end
+

@@ -1,0 +1,21 @@
+-- Announces a version, and commits it too if asked; lower ones change nothing.
+-- Keys: run, version_steps, consumed_at
+-- Arguments: version, '1' to commit it
+-- Returns: nothing
+-- Atomic because versions only grow, also when two roles report at the same time, and `consumed_by_version`, which
+-- pacing counts from, must move with the committed version.
+if not run_exists() then return NORUN end
+allow_when_full()
+local run, version, is_committed = key('run'), tonumber(ARGV[2]), ARGV[3] == '1'
+
+local function raise(field)
+  if tonumber(redis.call('HGET', run, field)) >= version then return false end
+  redis.call('HSET', run, field, version)
+  return true
+end
+
+raise('announced_version')
+if is_committed and raise('version') then
+  local step = redis.call('HGET', key('version_steps'), version) or redis.call('HGET', run, 'step')
+  redis.call('HSET', run, 'consumed_by_version', redis.call('HGET', key('consumed_at'), step) or 0)
+end

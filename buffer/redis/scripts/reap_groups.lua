@@ -1,0 +1,34 @@
+-- Ends the wait of groups whose last members do not arrive: they become ready without them, or expire.
+-- Keys: open, group:*, leases, returned, ready, counters
+-- Arguments: ms since the first member came, sampled members needed to train on (0: the group expires), most groups
+-- Returns: {group, members, size}, ...
+-- Atomic because a member that arrives in between must find the group waiting, or over.
+if not run_exists() then return NORUN end
+allow_when_full()
+local events, fewest = {}, tonumber(ARGV[3])
+
+local function complete_short(group, members, size, sums)
+  local reason = rejection_reason(sums)
+  if reason then return end_group(group, 'rejected', reason) end
+  redis.call('HSET', key('group:' .. group), 'closed', 1)
+  redis.call('HINCRBY', key('counters'), 'open_members', 0 - members)
+  redis.call('HINCRBY', key('counters'), 'short_members', size - members)
+  make_ready(group)
+end
+
+for _, group in ipairs(redis.call('ZRANGEBYSCORE', key('open'), '-inf', now() - ARGV[2], 'LIMIT', 0, ARGV[4])) do
+  local f = redis.call('HMGET', key('group:' .. group), 'members', 'size', 'owner', 'sampled', 'answered', 'correct',
+    'least', 'most')
+  local members, size = tonumber(f[1]), tonumber(f[2])
+  if tonumber(f[4]) >= fewest then
+    end_lease(group, f[3])
+    if fewest == 0 then
+      end_group(group, 'expired', 'group_deadline')
+    else
+      complete_short(group, members, size, {answered = tonumber(f[5]), correct = tonumber(f[6]),
+        least = tonumber(f[7] or nil), most = tonumber(f[8] or nil)})
+    end
+    events[#events + 1] = {group, members, size}
+  end
+end
+return events

@@ -1,0 +1,9 @@
+-- Enters a set of weights into the record of versions.
+-- Keys: versions, version_steps
+-- Arguments: encoded VersionEntry, version, step
+-- Returns: nothing
+-- Atomic because a repeat after a lost answer must not enter it twice.
+if not run_exists() then return NORUN end
+allow_when_full()
+if redis.call('LINDEX', key('versions'), -1) ~= ARGV[2] then redis.call('RPUSH', key('versions'), ARGV[2]) end
+redis.call('HSET', key('version_steps'), ARGV[3], ARGV[4])

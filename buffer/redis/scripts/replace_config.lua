@@ -1,0 +1,10 @@
+-- Replaces the run's config, unless another role has changed it meanwhile.
+-- Keys: run
+-- Arguments: expected config_json, its replacement
+-- Returns: 1 if replaced, else 0
+-- Atomic because the config may only replace the one it was compared with.
+if not run_exists() then return NORUN end
+allow_when_full()
+if redis.call('HGET', key('run'), 'config_json') ~= ARGV[2] then return 0 end
+redis.call('HSET', key('run'), 'config_json', ARGV[3])
+return 1

@@ -1,0 +1,21 @@
+-- Retires the groups of a step that a checkpoint covers; those that may be used again stay.
+-- Keys: used:<step>, used_steps, commit_fences, reusable, and as end_group of prelude.lua
+-- Arguments: step
+-- Returns: number retired
+-- Atomic because a group must be recognised as over from the instant its record is gone.
+if not run_exists() then return NORUN end
+allow_when_full()
+local step, list, retired = ARGV[2], key('used:' .. ARGV[2]), 0
+local groups = redis.call('LRANGE', list, 0, -1)
+redis.call('HDEL', key('commit_fences'), step)
+redis.call('DEL', list)
+for _, group in ipairs(groups) do
+  if redis.call('ZSCORE', key('reusable'), group) then
+    redis.call('RPUSH', list, group)
+  else
+    end_group(group, 'retired', '')
+    retired = retired + 1
+  end
+end
+if retired == #groups then redis.call('ZREM', key('used_steps'), step) end
+return retired
