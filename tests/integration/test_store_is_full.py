@@ -81,7 +81,7 @@ def fill_disk_and_notice(server: EmbeddedRedis, store: RedisStore) -> None:
 
 def put(ingest: Ingest, batch: list[Packed]) -> list[Ack | Nack]:
     """What the sender of these is told."""
-    ingest.take(SENDER, Put([header for header, _ in batch]), [payload for _, payload in batch])
+    ingest.add(SENDER, Put([header for header, _ in batch]), [payload for _, payload in batch])
     return [answer for _, answer in ingest.flush()]
 
 

@@ -34,5 +34,10 @@ def test_every_key_is_documented_in_the_prelude():
     assert used <= documented
 
 
-def test_a_script_is_loaded_behind_the_prelude():
-    assert load_script("claim") == PRELUDE + SOURCES["claim"]
+def test_a_script_is_loaded_behind_the_prelude_without_comments_and_line_by_line():
+    written, loaded = (PRELUDE + SOURCES["claim"]).splitlines(), load_script("claim").splitlines()
+    assert len(loaded) == len(written)
+    assert all(line in (text, "") for line, text in zip(loaded, written, strict=True))
+    assert [line for line in loaded if line] == [
+        text for text in written if text and not text.lstrip().startswith("--")
+    ]
