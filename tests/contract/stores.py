@@ -29,16 +29,6 @@ AnyStore = MemoryStore | RedisStore
 _run_numbers = itertools.count()
 
 
-class Clock:
-    """Seconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def make_memory_store(clock: Callable[[], float]) -> MemoryStore:
     return MemoryStore(clock=clock, max_attempts=MAX_ATTEMPTS)
 

@@ -28,7 +28,6 @@ from slipstream.configs.buffer import (
 )
 from tests.contract.stores import (
     GROUP_SIZE,
-    Clock,
     answer,
     audit,
     checkpoint,
@@ -37,6 +36,7 @@ from tests.contract.stores import (
     make_redis_store,
     open_run,
 )
+from tests.fakes import FakeClock
 
 OWNERS = st.sampled_from(["a", "b"])
 LEASE_S = st.sampled_from([1.0, 5.0, 60.0])
@@ -82,7 +82,7 @@ class Twins(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.stores = (make_memory_store(self.clock), make_redis_store(self.clock))
         self.leases: list[Lease] = []
         self.claims: list[Claim] = []

@@ -21,6 +21,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 from tests.contract.stores import lease, make_ready, open_run
+from tests.fakes import FakeClock
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 120.0
@@ -38,15 +39,15 @@ def config() -> Iterator[RunConfig]:
 @pytest.fixture
 def store(server: EmbeddedRedis, config: RunConfig) -> Iterator[RedisStore]:
     """A run in training, of whose three roles the generator was last heard of an hour ago."""
-    now = [time.time() - 3600]
-    filled = RedisStore(connect(server.url), "mine", clock=lambda: now[0])
+    clock = FakeClock(time.time() - 3600)
+    filled = RedisStore(connect(server.url), "mine", clock=clock)
     open_run(filled, config_json=msgspec.json.encode(config).decode())
     filled.set_phase("training")
     make_ready(filled, 3)
     lease(filled, 1)
     filled.report_role("generator-0", {"role": "generator", "state": "ready", "version": 0, "tokens": 5.0})
     filled.record_event("generator-0", "died (signal SIGKILL); restarting in 1 s")
-    now[0] = time.time()
+    clock.now = time.time()
     filled.report_role("broker", {"role": "broker", "state": "ready"})
     filled.report_role("learner", {"role": "learner", "state": "ready", "reason": "training step 1"})
     yield filled

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.broker.router_scene import Scene
+from tests.fakes import RouterScene
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    return Scene(tmp_path)
+def scene(tmp_path: Path) -> Iterator[RouterScene]:
+    return RouterScene(tmp_path)

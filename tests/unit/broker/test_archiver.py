@@ -14,20 +14,11 @@ from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
 from slipstream.configs.buffer import ArchiveConfig
+from tests.fakes import FakeClock
 from tests.unit.buffer.archive.finished import make_finished
 from tests.unit.buffer.archive.test_ledger import make_step
 
 CONFIG = ArchiveConfig(groups_per_shard=3, flush_s=30.0)
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FinishedOnly:
@@ -93,12 +84,12 @@ def store() -> FinishedOnly:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock(0.0)
 
 
 @pytest.fixture
-def archiver(store: FinishedOnly, clock: Clock, tmp_path: Path) -> Iterator[Archiver]:
+def archiver(store: FinishedOnly, clock: FakeClock, tmp_path: Path) -> Iterator[Archiver]:
     made = Archiver(store, tmp_path, CONFIG, clock=clock)
     yield made
     made.close()

@@ -6,7 +6,7 @@ from slipstream.broker.fair_share import FairShare, Pace, finish_s, share
 from slipstream.broker.messages import Hello
 from slipstream.broker.peers import Peer
 from slipstream.buffer.records import Lease
-from tests.unit.broker.router_scene import FakeClock
+from tests.fakes import FakeClock
 
 FAST = Pace(group_s=1.0, groups_per_s=8.0, in_flight=0)
 SLOW = Pace(group_s=10.0, groups_per_s=0.8, in_flight=0)

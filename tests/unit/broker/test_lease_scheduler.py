@@ -8,10 +8,10 @@ from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from tests.builders import make_packed
-from tests.unit.broker.router_scene import Peer, Scene, lease
+from tests.fakes import FakePeer, RouterScene
 
 
-def complete(scene: Scene, peer: Peer, prompts: Prompts, *, seconds: float) -> None:
+def complete(scene: RouterScene, peer: FakePeer, prompts: Prompts, *, seconds: float) -> None:
     """Complete all leased prompts after `seconds`."""
     scene.clock.now += seconds
     for prompt in prompts.prompts:
@@ -20,7 +20,7 @@ def complete(scene: Scene, peer: Peer, prompts: Prompts, *, seconds: float) -> N
             peer.exchange(Put([header]), payload)
 
 
-def train(scene: Scene, *peers: Peer) -> None:
+def train(scene: RouterScene, *peers: FakePeer) -> None:
     """The learner trains on the ready groups and publishes; these peers report the new version."""
     state = scene.store.run_state()
     step, version = state.step + 1, state.version + 1
@@ -34,19 +34,19 @@ def train(scene: Scene, *peers: Peer) -> None:
         peer.exchange(Pong(0.0, "ready", version))
 
 
-def pair(scene: Scene) -> tuple[Peer, Peer]:
+def pair(scene: RouterScene) -> tuple[FakePeer, FakePeer]:
     """Each completed one group of the first batch, in one and in five seconds."""
-    fast, slow = Peer(scene, "generator", "fast"), Peer(scene, "generator", "slow")
+    fast, slow = FakePeer(scene, "generator", "fast"), FakePeer(scene, "generator", "slow")
     for peer in (fast, slow):
         peer.receive()
         peer.exchange(Pong(0.0, "ready", 0))
-    first, second = lease(fast, room=2), lease(slow, room=2)
+    first, second = fast.lease(max_trajectories=2), slow.lease(max_trajectories=2)
     complete(scene, fast, first, seconds=1.0)
     complete(scene, slow, second, seconds=4.0)
     return fast, slow
 
 
-def refusal(scene: Scene, peer: Peer) -> str:
+def refusal(scene: RouterScene, peer: FakePeer) -> str:
     """The reason of the answer to a request that gets nothing."""
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
     scene.clock.now += 1.0
@@ -56,19 +56,19 @@ def refusal(scene: Scene, peer: Peer) -> str:
     return answer.reason
 
 
-def test_a_slow_generator_gets_no_part_of_a_batch_it_would_hold_up(scene: Scene):
+def test_a_slow_generator_gets_no_part_of_a_batch_it_would_hold_up(scene: RouterScene):
     fast, slow = pair(scene)
     train(scene, fast, slow)
     reason = refusal(scene, slow)
     assert reason.startswith("speed: ")
     assert "5.0 s" in reason
-    assert len(lease(fast, room=8).prompts) == 2
+    assert len(fast.lease(max_trajectories=8).prompts) == 2
 
 
 def test_the_fastest_is_served_first_whoever_asked_first(tmp_path: Path):
-    scene = Scene(tmp_path, staleness={"max_lag": 1})
+    scene = RouterScene(tmp_path, staleness={"max_lag": 1})
     fast, slow = pair(scene)
-    complete(scene, fast, lease(fast, room=4), seconds=0.0)
+    complete(scene, fast, fast.lease(max_trajectories=4), seconds=0.0)
     # Both ask before anything is available; in the round that serves them the faster one's share is all there is.
     assert slow.exchange(LeaseRequest(max_trajectories=8)) == []
     assert fast.exchange(LeaseRequest(max_trajectories=8)) == []
@@ -79,45 +79,45 @@ def test_the_fastest_is_served_first_whoever_asked_first(tmp_path: Path):
     assert slow.receive() == []
 
 
-def test_a_slow_generator_alone_gets_everything(scene: Scene):
+def test_a_slow_generator_alone_gets_everything(scene: RouterScene):
     fast, slow = pair(scene)
     train(scene, fast, slow)
     fast.channel.close()
     scene.clock.now += scene.run.broker.heartbeat_s
     scene.step()
-    assert len(lease(slow, room=8).prompts) == 2
+    assert len(slow.lease(max_trajectories=8).prompts) == 2
 
 
 @pytest.mark.parametrize(("max_lag", "is_leased"), [(0, False), (1, True)])
 def test_a_generator_beyond_the_staleness_bound_gets_no_training_prompts(tmp_path: Path, max_lag: int, is_leased: bool):
-    scene = Scene(tmp_path, staleness={"max_lag": max_lag})
+    scene = RouterScene(tmp_path, staleness={"max_lag": max_lag})
     fast, slow = pair(scene)
     train(scene, fast)
     fast.channel.close()
     scene.clock.now += scene.run.broker.heartbeat_s
     scene.step()
     if is_leased:
-        assert lease(slow, room=4).prompts
+        assert slow.lease(max_trajectories=4).prompts
         return
     assert refusal(scene, slow) == "weights: holds version 0, 1 is committed and buffer.staleness.max_lag is 0"
     slow.exchange(Pong(0.0, "ready", 1))
-    assert lease(slow, room=4).prompts
+    assert slow.lease(max_trajectories=4).prompts
 
 
-def test_a_generator_without_training_prompts_answers_evaluations(scene: Scene):
+def test_a_generator_without_training_prompts_answers_evaluations(scene: RouterScene):
     fast, slow = pair(scene)
     train(scene, fast)
     scene.store.open_evaluation("e", purpose="greedy", version=1, rows=[0, 1])
-    assert {prompt.lease.purpose for prompt in lease(slow, room=4).prompts} == {"greedy"}
+    assert {prompt.lease.purpose for prompt in slow.lease(max_trajectories=4).prompts} == {"greedy"}
     assert scene.store.counts().admitted == 2
 
 
-def test_a_returned_prompt_waits_for_an_eligible_generator(scene: Scene):
+def test_a_returned_prompt_waits_for_an_eligible_generator(scene: RouterScene):
     fast, slow = pair(scene)
     train(scene, fast, slow)
-    first, _ = lease(fast, room=8).prompts
+    first, _ = fast.lease(max_trajectories=8).prompts
     scene.store.return_leases(lease_ids=[first.lease.id], reason="test")
     scene.store.open_evaluation("e", purpose="greedy", version=1, rows=[0])
     assert "speed" in refusal(scene, slow)
-    assert [prompt.lease.purpose for prompt in lease(fast, room=4).prompts] == ["greedy"]
-    assert [prompt.lease.id for prompt in lease(fast, room=4).prompts] == [f"{first.lease.group_id}-1"]
+    assert [prompt.lease.purpose for prompt in fast.lease(max_trajectories=4).prompts] == ["greedy"]
+    assert [prompt.lease.id for prompt in fast.lease(max_trajectories=4).prompts] == [f"{first.lease.group_id}-1"]

@@ -16,28 +16,28 @@ from slipstream.broker.messages import (
     Welcome,
 )
 from tests.builders import make_packed
-from tests.unit.broker.router_scene import Peer, Scene, lease
+from tests.fakes import FakePeer, RouterScene
 
 
-def test_a_hello_is_answered_with_the_whole_config(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_a_hello_is_answered_with_the_whole_config(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     (welcome,) = peer.receive()
     assert isinstance(welcome, Welcome)
     assert welcome.config_json == scene.config_json
     assert welcome.store_url == ""
 
 
-def test_two_connected_generators_cannot_share_an_id(scene: Scene):
-    Peer(scene, "generator", "g0", "1")
-    (answer,) = Peer(scene, "generator", "g0", "2").receive()
+def test_two_connected_generators_cannot_share_an_id(scene: RouterScene):
+    FakePeer(scene, "generator", "g0", "1")
+    (answer,) = FakePeer(scene, "generator", "g0", "2").receive()
     assert isinstance(answer, Refuse)
     assert "g0" in answer.reason
 
 
-def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_reason(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_reason(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    prompts = lease(peer).prompts
+    prompts = peer.lease().prompts
     assert [p.lease.group_id for p in prompts] == ["0", "1"]
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
     scene.clock.now += 1.0
@@ -48,10 +48,10 @@ def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_rea
 
 
 def test_a_full_store_stops_admission_and_the_answer_gives_the_reason(tmp_path: Path):
-    scene = Scene(tmp_path, capacity={"max_mib": 1})
-    peer = Peer(scene, "generator", "g0")
+    scene = RouterScene(tmp_path, capacity={"max_mib": 1})
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    (first,) = lease(peer, room=2).prompts
+    (first,) = peer.lease(max_trajectories=2).prompts
     heavy = {"data_source": "x" * 600_000}
     for index in (0, 1):
         header, payload = make_packed(first.lease.group_id, index, group_size=2, **heavy)
@@ -64,10 +64,10 @@ def test_a_full_store_stops_admission_and_the_answer_gives_the_reason(tmp_path: 
     assert answer.reason == "capacity: 1.1 MiB are stored, buffer.capacity.max_mib is 1"
 
 
-def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     header, payload = make_packed("0", 0)
     assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
     assert peer.exchange(Put([header]), payload) == [Ack([header.id])]
@@ -75,30 +75,30 @@ def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(sc
     assert scene.store.counts().duplicates == 1
 
 
-def test_a_peer_that_changes_its_name_on_one_connection_loses_its_leases(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_a_peer_that_changes_its_name_on_one_connection_loses_its_leases(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     peer.exchange(Hello("generator", "g1", "1", "here", 1))
     assert scene.store.counts().returned == 2
 
 
-def test_leases_of_a_silent_generator_go_to_another(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_leases_of_a_silent_generator_go_to_another(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     scene.clock.now += scene.run.broker.peer_timeout_s + 1
     scene.step()
     assert scene.store.counts().returned == 2
-    other = Peer(scene, "generator", "g1")
+    other = FakePeer(scene, "generator", "g1")
     other.receive()
-    assert [p.lease.attempt for p in lease(other).prompts] == [1, 1]
+    assert [p.lease.attempt for p in other.lease().prompts] == [1, 1]
 
 
-def test_leases_listed_in_pongs_are_renewed_and_others_lapse(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_leases_listed_in_pongs_are_renewed_and_others_lapse(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    held = lease(peer).prompts[0].lease.id
+    held = peer.lease().prompts[0].lease.id
     for _ in range(int(scene.run.broker.lease_s) + 3):
         scene.clock.now += 1.0
         peer.exchange(Pong(0.0, "ready", 0, lease_ids=[held]))
@@ -106,20 +106,20 @@ def test_leases_listed_in_pongs_are_renewed_and_others_lapse(scene: Scene):
     assert scene.store.counts().returned == 1
 
 
-def test_returned_leases_and_a_bye_make_the_prompts_available_again(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_returned_leases_and_a_bye_make_the_prompts_available_again(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    first, _ = (p.lease.id for p in lease(peer).prompts)
+    first, _ = (p.lease.id for p in peer.lease().prompts)
     peer.exchange(ReturnLeases([first], "test"))
     assert scene.store.counts().returned == 1
     peer.exchange(Bye())
     assert scene.store.counts().returned == 2
 
 
-def test_the_learner_receives_the_members_and_its_orders_reach_those_it_names(scene: Scene):
-    learner = Peer(scene, "learner", "learner")
+def test_the_learner_receives_the_members_and_its_orders_reach_those_it_names(scene: RouterScene):
+    learner = FakePeer(scene, "learner", "learner")
     learner.receive()
-    first, second = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
+    first, second = FakePeer(scene, "generator", "g0"), FakePeer(scene, "generator", "g1")
     first.receive()
     second.receive()
     first.exchange(Pong(0.0, "unsynced", -1))
@@ -131,23 +131,23 @@ def test_the_learner_receives_the_members_and_its_orders_reach_those_it_names(sc
     assert second.receive() == []
 
 
-def test_an_unknown_peer_is_answered_with_bye(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_an_unknown_peer_is_answered_with_bye(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.exchange(Bye())
     assert [type(answer) for answer in peer.exchange(LeaseRequest(max_trajectories=4))] == [Bye]
 
 
-def test_a_duplicate_is_refused_while_the_first_is_connected_and_welcomed_once_it_is_not(scene: Scene):
-    first = Peer(scene, "generator", "g0", "1")
-    (refusal,) = Peer(scene, "generator", "g0", "2").receive()
+def test_a_duplicate_is_refused_while_the_first_is_connected_and_welcomed_once_it_is_not(scene: RouterScene):
+    first = FakePeer(scene, "generator", "g0", "1")
+    (refusal,) = FakePeer(scene, "generator", "g0", "2").receive()
     assert isinstance(refusal, Refuse)
     first.channel.close()
-    (welcome,) = Peer(scene, "generator", "g0", "3").receive()
+    (welcome,) = FakePeer(scene, "generator", "g0", "3").receive()
     assert isinstance(welcome, Welcome)
 
 
-def test_a_generator_that_misses_pings_is_reported_silent_until_it_answers(scene: Scene):
-    learner, generator = Peer(scene, "learner", "learner"), Peer(scene, "generator", "g0")
+def test_a_generator_that_misses_pings_is_reported_silent_until_it_answers(scene: RouterScene):
+    learner, generator = FakePeer(scene, "learner", "learner"), FakePeer(scene, "generator", "g0")
     generator.exchange(Pong(0.0, "ready", 3))
 
     def reported() -> list[str]:

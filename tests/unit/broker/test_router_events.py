@@ -1,7 +1,7 @@
 """Events for departed peers and lapsed leases."""
 
 from slipstream.broker.messages import Bye
-from tests.unit.broker.router_scene import Peer
+from tests.fakes import FakePeer
 
 
 def events(scene) -> list[tuple[str, str]]:
@@ -9,7 +9,7 @@ def events(scene) -> list[tuple[str, str]]:
 
 
 def test_a_silent_peer_is_an_event_and_its_host_and_pid_stay_known(scene):
-    Peer(scene, "generator", "g0")
+    FakePeer(scene, "generator", "g0")
     scene.clock.now += scene.run.broker.peer_timeout_s + 1
     scene.step()
     assert events(scene) == [("g0", "silent for 8 s; 0 leases returned")]
@@ -18,7 +18,7 @@ def test_a_silent_peer_is_an_event_and_its_host_and_pid_stay_known(scene):
 
 
 def test_a_regular_departure_is_no_event(scene):
-    Peer(scene, "generator", "g0").exchange(Bye())
+    FakePeer(scene, "generator", "g0").exchange(Bye())
     assert scene.store.roles()["g0"]["state"] == "gone"
     assert events(scene) == []
 

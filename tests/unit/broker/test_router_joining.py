@@ -16,7 +16,7 @@ from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.trajectory import SCHEMA_VERSION
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_packed
-from tests.unit.broker.router_scene import Peer, Scene, lease
+from tests.fakes import FakePeer, RouterScene
 
 NEWER = SCHEMA_VERSION + 1
 TOKEN = "kept-to-ourselves"
@@ -24,8 +24,8 @@ HELLO = Hello("generator", "g0", "1", "here", 1, token=TOKEN)
 
 
 @pytest.fixture
-def guarded(tmp_path: Path) -> Scene:
-    return Scene(tmp_path, token=TOKEN)
+def guarded(tmp_path: Path) -> RouterScene:
+    return RouterScene(tmp_path, token=TOKEN)
 
 
 def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
@@ -33,13 +33,13 @@ def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
     return decode(encode(message), dict) | changes
 
 
-def greet(scene: Scene, hello: Any) -> list:
-    peer = Peer(scene, "generator", "somebody", token="not it")
+def greet(scene: RouterScene, hello: Any) -> list:
+    peer = FakePeer(scene, "generator", "somebody", token="not it")
     peer.receive()
     return peer.exchange(hello)
 
 
-def events(scene: Scene) -> list[tuple[str, str]]:
+def events(scene: RouterScene) -> list[tuple[str, str]]:
     return [(event.role, event.text) for event in scene.store.events(limit=99)]
 
 
@@ -47,7 +47,7 @@ def events(scene: Scene) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("token", "got"), [("", "got none"), ("wrong", "got a wrong one")])
 def test_without_the_token_no_peer_joins_and_both_sides_show_the_reason(guarded, token, got):
     with capture_logs() as logs:
-        (refuse,) = Peer(guarded, "generator", "g0", token=token).receive()
+        (refuse,) = FakePeer(guarded, "generator", "g0", token=token).receive()
     assert isinstance(refuse, Refuse)
     assert got in refuse.reason
     assert "SLIPSTREAM_TOKEN" in refuse.reason
@@ -60,35 +60,35 @@ def test_without_the_token_no_peer_joins_and_both_sides_show_the_reason(guarded,
 
 def test_with_the_token_a_peer_joins_and_the_broker_neither_keeps_nor_shows_it(guarded):
     with capture_logs() as logs:
-        answers = Peer(guarded, "generator", "g0", token=TOKEN).receive()
+        answers = FakePeer(guarded, "generator", "g0", token=TOKEN).receive()
     assert [type(answer) for answer in answers] == [Welcome]
     assert TOKEN not in f"{logs} {answers} {guarded.router._peers.generators()} {guarded.store.roles()}"
 
 
 def test_a_peer_without_the_token_learns_nothing_about_other_peers(guarded):
-    Peer(guarded, "generator", "g0", token=TOKEN)
-    (refuse,) = Peer(guarded, "generator", "g0", "2").receive()
+    FakePeer(guarded, "generator", "g0", token=TOKEN)
+    (refuse,) = FakePeer(guarded, "generator", "g0", "2").receive()
     assert "token" in refuse.reason
     assert "unique" not in refuse.reason
 
 
 def test_a_broker_without_a_token_accepts_a_peer_that_has_one(scene):
-    assert isinstance(Peer(scene, "generator", "g0", token="some").receive()[0], Welcome)
+    assert isinstance(FakePeer(scene, "generator", "g0", token="some").receive()[0], Welcome)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
 def test_of_two_generators_with_one_id_the_second_is_refused_and_the_first_continues(scene):
-    first = Peer(scene, "generator", "g0")
+    first = FakePeer(scene, "generator", "g0")
     first.receive()
-    (refuse,) = Peer(scene, "generator", "g0", "2").receive()
+    (refuse,) = FakePeer(scene, "generator", "g0", "2").receive()
     assert "process 1 on here" in refuse.reason
     assert events(scene) == [("g0", f"refused: {refuse.reason}")]
-    assert lease(first).prompts
+    assert first.lease().prompts
 
 
 @pytest.mark.parametrize("name", ["learner", "broker", "launcher", "archiver", "store"])
 def test_a_generator_cannot_have_the_name_of_another_role(scene, name):
-    (refuse,) = Peer(scene, "generator", name).receive()
+    (refuse,) = FakePeer(scene, "generator", name).receive()
     assert f"got {name!r}" in refuse.reason
 
 
@@ -122,7 +122,7 @@ def test_an_unreadable_hello_is_answered_and_none_of_it_is_stored(guarded, chang
 
 
 def test_a_hello_with_payloads_is_answered_too(guarded):
-    peer = Peer(guarded, "generator", "g0")
+    peer = FakePeer(guarded, "generator", "g0")
     peer.receive()
     (refuse,) = peer.exchange(HELLO, b"surplus")
     assert "Hello must have one frame" in refuse.reason
@@ -130,9 +130,9 @@ def test_a_hello_with_payloads_is_answered_too(guarded):
 
 # --- other unreadable messages ---------------------------------------------------------------------------------------
 def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scene):
-    peer = Peer(scene, "generator", "g0")
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     packed = [make_packed("0", 0), make_packed("0", 1)]
     put = as_plain(Put([header for header, _ in packed]))
     put["headers"][1]["colour"] = "red"
@@ -147,7 +147,7 @@ def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scen
 
 
 def test_an_unreadable_put_without_ids_or_from_an_unknown_peer_gets_no_nack(scene):
-    peer = Peer(scene, "generator", "g0")
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     assert peer.exchange({"type": "Put", "headers": [{"name": "0-0-0"}]}) == []
     peer.exchange(Bye())
@@ -155,10 +155,10 @@ def test_an_unreadable_put_without_ids_or_from_an_unknown_peer_gets_no_nack(scen
 
 
 def test_a_flood_of_refusals_produces_few_log_lines_and_events(guarded):
-    good = Peer(guarded, "generator", "g0", token=TOKEN)
+    good = FakePeer(guarded, "generator", "g0", token=TOKEN)
     with capture_logs() as logs:
         for number in range(300):
-            Peer(guarded, "generator", f"g{number}")
+            FakePeer(guarded, "generator", f"g{number}")
             good.send([b"\xc1"])
             good.send([encode(Put([make_packed("99", 0)[0]])), b"no"])
             guarded.clock.now += 0.01
@@ -174,9 +174,9 @@ def test_a_flood_of_refusals_produces_few_log_lines_and_events(guarded):
 
 # --- leaving ---------------------------------------------------------------------------------------------------------
 def test_the_error_in_a_bye_is_shown_by_the_run(tmp_path):
-    scene = Scene(tmp_path)
-    peer = Peer(scene, "generator", "g0")
-    lease(peer)
+    scene = RouterScene(tmp_path)
+    peer = FakePeer(scene, "generator", "g0")
+    peer.lease()
     peer.exchange(Bye("model.path must hold the same model"))
     assert events(scene) == [("g0", "left: model.path must hold the same model; 2 leases returned")]
     assert scene.store.roles()["g0"]["reason"] == "left: model.path must hold the same model"
@@ -184,7 +184,7 @@ def test_the_error_in_a_bye_is_shown_by_the_run(tmp_path):
 
 def test_the_welcome_carries_the_fingerprint_of_the_model(tmp_path):
     model = ModelFingerprint(vocab_size=41)
-    (welcome,) = Peer(Scene(tmp_path, model=model), "generator", "g0").receive()
+    (welcome,) = FakePeer(RouterScene(tmp_path, model=model), "generator", "g0").receive()
     assert welcome.model == model
 
 

@@ -18,13 +18,13 @@ from slipstream.broker.messages import (
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import TrajectoryHeader
 from tests.builders import make_packed
-from tests.unit.broker.router_scene import Peer, Scene, lease
+from tests.fakes import FakePeer, RouterScene
 
 
-def test_a_trajectory_that_does_not_match_its_header_is_refused_and_quarantined(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_a_trajectory_that_does_not_match_its_header_is_refused_and_quarantined(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     header, payload = make_packed("0", 0)
     (nack,) = peer.exchange(Put([header]), payload[:-1] + b"x")
     assert isinstance(nack, Nack)
@@ -32,10 +32,10 @@ def test_a_trajectory_that_does_not_match_its_header_is_refused_and_quarantined(
     assert scene.store.counts().refused == {"checksum": 1}
 
 
-def test_each_trajectory_of_one_put_is_checked_by_itself(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_each_trajectory_of_one_put_is_checked_by_itself(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     packed = [make_packed("0", 0), make_packed("0", 1), make_packed("77", 0), make_packed("1", 0)]
     payloads = [payload for _, payload in packed]
     payloads[1] = payloads[1][:-1]
@@ -49,10 +49,10 @@ def test_each_trajectory_of_one_put_is_checked_by_itself(scene: Scene):
 
 
 @pytest.mark.parametrize("num_payloads", [0, 1, 3])
-def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: Scene, num_payloads: int):
-    peer = Peer(scene, "generator", "g0")
+def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: RouterScene, num_payloads: int):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     packed = [make_packed("0", 0), make_packed("0", 1)]
     answers = peer.exchange(Put([header for header, _ in packed]), *[packed[0][1]] * num_payloads)
     assert [nack.id for nack in answers] == ["0-0-0", "0-0-1"]
@@ -60,25 +60,25 @@ def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: Scene, nu
     assert scene.store.counts().refused == {"frame_count": 1}
 
 
-def test_payloads_after_any_other_message_are_refused(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_payloads_after_any_other_message_are_refused(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     assert peer.exchange(LeaseRequest(max_trajectories=4), b"surplus") == []
     assert scene.store.counts().refused == {"frame_count": 1}
     assert scene.store.counts().leased == 0
 
 
-def test_weight_orders_of_a_generator_are_not_relayed(scene: Scene):
-    one, other = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
+def test_weight_orders_of_a_generator_are_not_relayed(scene: RouterScene):
+    one, other = FakePeer(scene, "generator", "g0"), FakePeer(scene, "generator", "g1")
     one.receive(), other.receive()
     one.exchange(OpenEpoch(1, [Member("g1", "1")], "127.0.0.1", 1, 1.0))
     assert other.receive() == []
 
 
-def test_oversized_frames_are_refused_with_their_reason(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_oversized_frames_are_refused_with_their_reason(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     too_large = b"x" * (scene.run.broker.max_message_bytes + 1)
     header, _ = make_packed("0", 0)
     (nack,) = peer.exchange(Put([header]), too_large)
@@ -87,11 +87,11 @@ def test_oversized_frames_are_refused_with_their_reason(scene: Scene):
     assert scene.store.counts().refused == {"oversized": 2}
 
 
-def test_a_generator_answers_weight_orders_for_itself_only(scene: Scene):
+def test_a_generator_answers_weight_orders_for_itself_only(scene: RouterScene):
     learner, one, other = (
-        Peer(scene, "learner", "learner"),
-        Peer(scene, "generator", "g0"),
-        Peer(scene, "generator", "g1"),
+        FakePeer(scene, "learner", "learner"),
+        FakePeer(scene, "generator", "g0"),
+        FakePeer(scene, "generator", "g1"),
     )
     learner.receive(), one.receive(), other.receive()
     one.exchange(EpochOpened(1, Member("g1", "1")))
@@ -100,21 +100,21 @@ def test_a_generator_answers_weight_orders_for_itself_only(scene: Scene):
     assert [message for message in learner.receive() if isinstance(message, EpochOpened)]
 
 
-def test_a_generator_can_return_its_own_leases_only(scene: Scene):
-    one, other = Peer(scene, "generator", "g0"), Peer(scene, "generator", "g1")
+def test_a_generator_can_return_its_own_leases_only(scene: RouterScene):
+    one, other = FakePeer(scene, "generator", "g0"), FakePeer(scene, "generator", "g1")
     one.receive(), other.receive()
-    held = lease(one).prompts[0].lease.id
+    held = one.lease().prompts[0].lease.id
     other.exchange(ReturnLeases([held], "test"))
     assert scene.store.counts().returned == 0
 
 
-def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene, monkeypatch: pytest.MonkeyPatch):
     def check_header(header: TrajectoryHeader, payload: bytes) -> None:
         raise TypeError("nobody thought of this")
 
-    peer = Peer(scene, "generator", "g0")
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
-    lease(peer)
+    peer.lease()
     monkeypatch.setattr(ingest, "check_header", check_header)
     header, payload = make_packed("0", 0)
     (nack,) = peer.exchange(Put([header]), payload)
@@ -131,16 +131,16 @@ def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: Scene, monk
         ReturnLeases(["0-0"], "x" * 10_000),
     ],
 )
-def test_the_size_of_a_peer_report_is_bounded(scene: Scene, message: Message):
-    peer = Peer(scene, "generator", "g0")
+def test_the_size_of_a_peer_report_is_bounded(scene: RouterScene, message: Message):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     assert peer.exchange(message) == []
     assert scene.store.counts().refused == {"malformed": 1}
 
 
-def test_malformed_frames_do_not_end_the_loop(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_malformed_frames_do_not_end_the_loop(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):
         peer.send(frames)
-    assert lease(peer).prompts
+    assert peer.lease().prompts

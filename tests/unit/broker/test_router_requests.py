@@ -1,27 +1,27 @@
 """Drain requests in the store become orders to generators."""
 
 from slipstream.broker.messages import Bye, Drain, Pong
-from tests.unit.broker.router_scene import Peer, Scene
+from tests.fakes import FakePeer, RouterScene
 
 DRAIN_G0 = "drain/g0"
 
 
-def tick(scene: Scene) -> None:
+def tick(scene: RouterScene) -> None:
     scene.clock.now += scene.run.broker.heartbeat_s
     scene.step()
 
 
-def drained(scene: Scene) -> Peer:
+def drained(scene: RouterScene) -> FakePeer:
     """A generator that was sent one order to drain."""
-    peer = Peer(scene, "generator", "g0")
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
     tick(scene)
     return peer
 
 
-def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: Scene):
-    peers = [Peer(scene, "generator", name) for name in ("g0", "g1")]
+def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: RouterScene):
+    peers = [FakePeer(scene, "generator", name) for name in ("g0", "g1")]
     for peer in peers:
         peer.receive()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
@@ -32,18 +32,18 @@ def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: Scene):
     ]
 
 
-def test_a_generator_that_joins_later_is_ordered_too(scene: Scene):
+def test_a_generator_that_joins_later_is_ordered_too(scene: RouterScene):
     """As after a restart of the broker, which takes the request before any peer is back."""
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
     tick(scene)
-    peer = Peer(scene, "generator", "g0")
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     tick(scene)
     assert peer.receive() == [Drain("drain requested")]
     assert len(scene.store.events(limit=9)) == 1
 
 
-def test_the_order_is_repeated_until_the_generator_drains(scene: Scene):
+def test_the_order_is_repeated_until_the_generator_drains(scene: RouterScene):
     peer = drained(scene)
     tick(scene)
     assert peer.receive() == [Drain("drain requested")] * 2
@@ -53,16 +53,16 @@ def test_the_order_is_repeated_until_the_generator_drains(scene: Scene):
     assert len(scene.store.events(limit=9)) == 1
 
 
-def test_a_successor_of_the_same_name_is_not_ordered(scene: Scene):
+def test_a_successor_of_the_same_name_is_not_ordered(scene: RouterScene):
     drained(scene).exchange(Bye())
-    other = Peer(scene, "generator", "g0", "2")
+    other = FakePeer(scene, "generator", "g0", "2")
     other.receive()
     tick(scene)
     assert other.receive() == []
 
 
-def test_a_request_past_its_deadline_is_dropped(scene: Scene):
-    peer = Peer(scene, "generator", "g0")
+def test_a_request_past_its_deadline_is_dropped(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     scene.store.request("broker", DRAIN_G0, str(scene.store.now() - 1))
     tick(scene)

@@ -10,7 +10,7 @@ from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.memory.store import MemoryStore
 from tests.builders import make_packed
-from tests.unit.broker.router_scene import Peer, Scene, lease
+from tests.fakes import FakePeer, RouterScene
 
 UNAVAILABLE = StoreUnavailableError("it does not answer")
 
@@ -28,24 +28,24 @@ class FailingStore(MemoryStore):
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr("tests.unit.broker.router_scene.MemoryStore", FailingStore)
-    return Scene(tmp_path)
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RouterScene:
+    monkeypatch.setattr("tests.fakes.MemoryStore", FailingStore)
+    return RouterScene(tmp_path)
 
 
-def join(scene: Scene, name: str) -> Peer:
-    peer = Peer(scene, "generator", name)
+def join(scene: RouterScene, name: str) -> FakePeer:
+    peer = FakePeer(scene, "generator", name)
     peer.receive()
     return peer
 
 
-def beat(scene: Scene) -> None:
+def beat(scene: RouterScene) -> None:
     """Advance by one heartbeat."""
     scene.clock.now += scene.run.broker.heartbeat_s
     scene.step()
 
 
-def test_every_peer_is_pinged_during_an_outage(scene: Scene):
+def test_every_peer_is_pinged_during_an_outage(scene: RouterScene):
     peers = [join(scene, f"g{number}") for number in range(3)]
     for peer in peers:
         peer.exchange(Pong(0.0, "ready", 0, lease_ids=["0-0"]))
@@ -63,9 +63,9 @@ def test_every_peer_is_pinged_during_an_outage(scene: Scene):
     ("error", "reason"),
     [(UNAVAILABLE, "store_unavailable"), (StoreCannotWriteError("its disk is full"), "store_cannot_write")],
 )
-def test_trajectories_are_deferred_counted_and_stored_later(scene: Scene, error, reason):
+def test_trajectories_are_deferred_counted_and_stored_later(scene: RouterScene, error, reason):
     peer = join(scene, "g0")
-    lease(peer)
+    peer.lease()
     header, payload = make_packed("0", 0)
     scene.store.error = error
     (nack,) = peer.exchange(Put([header]), payload)
@@ -81,7 +81,7 @@ def test_trajectories_are_deferred_counted_and_stored_later(scene: Scene, error,
     assert scene.store.roles()["broker"]["reason"] == ""
 
 
-def test_lease_requests_are_answered_with_the_reason_and_served_later(scene: Scene):
+def test_lease_requests_are_answered_with_the_reason_and_served_later(scene: RouterScene):
     peer = join(scene, "g0")
     scene.store.error = UNAVAILABLE
     assert peer.exchange(LeaseRequest(max_trajectories=4)) == []
@@ -89,12 +89,12 @@ def test_lease_requests_are_answered_with_the_reason_and_served_later(scene: Sce
     scene.step()
     assert peer.receive() == [Prompts([], reason="store_unavailable")]
     scene.store.error = None
-    assert lease(peer).prompts
+    assert peer.lease().prompts
 
 
-def test_departures_during_an_outage_are_recorded_afterwards(scene: Scene):
+def test_departures_during_an_outage_are_recorded_afterwards(scene: RouterScene):
     peers = [join(scene, f"g{number}") for number in range(2)]
-    lease(peers[0])
+    peers[0].lease()
     scene.store.error = UNAVAILABLE
     scene.clock.now += scene.run.broker.peer_timeout_s + 1
     scene.step()
@@ -105,13 +105,13 @@ def test_departures_during_an_outage_are_recorded_afterwards(scene: Scene):
     assert [scene.store.roles()[name]["state"] for name in ("g0", "g1")] == ["gone", "gone"]
 
 
-def test_a_peer_that_came_back_meanwhile_keeps_its_leases(scene: Scene):
+def test_a_peer_that_came_back_meanwhile_keeps_its_leases(scene: RouterScene):
     peer = join(scene, "g0")
-    lease(peer)
+    peer.lease()
     scene.store.error = UNAVAILABLE
     scene.clock.now += scene.run.broker.peer_timeout_s + 1
     scene.step()
-    again = Peer(scene, "generator", "g0")
+    again = FakePeer(scene, "generator", "g0")
     again.receive()
     scene.store.error = None
     beat(scene)

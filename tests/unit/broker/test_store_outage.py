@@ -2,16 +2,17 @@
 
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
+from tests.fakes import FakeClock
 
 
 class Scene:
     def __init__(self) -> None:
-        self.now = 100.0
+        self.clock = FakeClock(100.0)
         self.reported: list[str] = []
-        self.outage = StoreOutage(report=self.reported.append, clock=lambda: self.now)
+        self.outage = StoreOutage(report=self.reported.append, clock=self.clock)
 
     def fail(self, error: StoreUnavailableError, *, at: float) -> None:
-        self.now = at
+        self.clock.now = at
         self.outage.record(error)
 
 
@@ -29,7 +30,7 @@ def test_its_end_is_reported_once_and_the_next_outage_starts_afresh():
     scene.outage.end()
     scene.fail(StoreCannotWriteError("its disk is full"), at=101)
     assert scene.outage.reason == "store_cannot_write"
-    scene.now = 103
+    scene.clock.now = 103
     scene.outage.end()
     scene.outage.end()
     scene.fail(StoreUnavailableError("gone"), at=104)

@@ -10,17 +10,10 @@ from slipstream.broker.weights.records import SnapshotSource
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Staged, Stager
+from tests.fakes import FakeClock
 
 WEIGHTS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3))]
 CANARY = ([[1, 2, 3]], [[-1.0, -2.0]])
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeGenerators:
@@ -120,7 +113,7 @@ def make_publisher(
     transports: dict[str, str] | None = None,
     **members: str,
 ) -> tuple[Publisher, FakeGenerators, FakeClock]:
-    clock = FakeClock()
+    clock = FakeClock(0.0)
     generators = FakeGenerators(clock)
     publisher = Publisher(
         client=generators,

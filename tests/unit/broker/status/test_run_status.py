@@ -5,7 +5,7 @@ import pytest
 from slipstream.broker.status.blocking import Wait
 from slipstream.buffer.records import Event
 from tests.builders import make_run
-from tests.unit.broker.status_scene import ROW, generator, look, roles
+from tests.fakes import STATUS_ROW, make_gauges, make_reports, status_of
 
 
 def role(status, name):
@@ -14,7 +14,7 @@ def role(status, name):
 
 # --- roles -----------------------------------------------------------------------------------------------------------
 def test_a_role_not_reported_of_for_the_peer_timeout_is_silent_since_then():
-    status = look()
+    status = status_of()
     alive = {each.name: each.liveness for each in status.roles}
     assert (alive["generator-0"], alive["generator-1"], alive["generator-2"]) == ("alive", "silent", "gone")
     assert role(status, "generator-1").report_age_s == 90.0
@@ -22,71 +22,71 @@ def test_a_role_not_reported_of_for_the_peer_timeout_is_silent_since_then():
 
 @pytest.mark.parametrize(("age_s", "liveness"), [(8.0, "alive"), (8.01, "silent")])
 def test_the_peer_timeout_is_the_runs(age_s, liveness):
-    assert role(look({"generator-0": (age_s, generator())}), "generator-0").liveness == liveness
+    assert role(status_of({"generator-0": (age_s, make_gauges())}), "generator-0").liveness == liveness
 
 
 def test_a_generator_tells_its_version_lag_speed_capacity_and_restarts():
-    first = role(look(), "generator-0")
+    first = role(status_of(), "generator-0")
     assert (first.version, first.version_lag, first.tokens_per_s) == (2, 1, 5210.25)
     assert (first.running, first.capacity, first.restarts) == (32, 64, 2)
     assert (first.host, first.pid, first.progress_age_s) == ("node", 7, 0.5)
 
 
 def test_a_capacity_of_its_own_wins_over_the_settings():
-    assert role(look({"g": (0, generator(max_concurrency=16))}), "g").capacity == 16
+    assert role(status_of({"g": (0, make_gauges(max_concurrency=16))}), "g").capacity == 16
 
 
 def test_only_generators_lag_and_a_peer_without_weights_has_no_version():
-    status = look({"learner": roles()["learner"], "g": (0, generator(version=-1))})
+    status = status_of({"learner": make_reports()["learner"], "g": (0, make_gauges(version=-1))})
     assert role(status, "learner").version_lag is None
     assert (role(status, "g").version, role(status, "g").version_lag) == (None, None)
 
 
 def test_generators_come_last_by_name():
-    names = [each.name for each in look().roles]
+    names = [each.name for each in status_of().roles]
     assert names == ["broker", "launcher", "learner", "generator-0", "generator-1", "generator-2"]
 
 
 def test_what_a_peer_says_of_itself_may_be_nonsense():
-    odd = role(look({"g": (0, generator(tokens_per_s="fast", running=None, max_concurrency="many"))}), "g")
+    odd = role(status_of({"g": (0, make_gauges(tokens_per_s="fast", running=None, max_concurrency="many"))}), "g")
     assert (odd.tokens_per_s, odd.running, odd.capacity) == (None, None, 64)
 
 
 # --- waits -----------------------------------------------------------------------------------------------------------
 def test_a_paced_generator_waits_for_the_learner_and_a_training_learner_for_nobody():
-    assert look().waits == [Wait("generator-0", "the learner", "pacing: wait")]
+    assert status_of().waits == [Wait("generator-0", "the learner", "pacing: wait")]
 
 
 def test_generators_with_room_wait_for_the_learner_while_nothing_is_admitted():
-    reported = roles() | {"generator-0": (0, generator())}
-    (wait,) = look(reported, phase="finishing").waits
+    reported = make_reports() | {"generator-0": (0, make_gauges())}
+    (wait,) = status_of(reported, phase="finishing").waits
     assert wait == Wait("the generators", "the learner", "the run is finishing")
-    reported["generator-0"] = (0, generator(running=64))
-    assert look(reported, phase="finishing").waits == []
+    reported["generator-0"] = (0, make_gauges(running=64))
+    assert status_of(reported, phase="finishing").waits == []
 
 
 def test_a_learner_short_of_groups_waits_for_the_generators():
     reason = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
-    reported = roles() | {
+    reported = make_reports() | {
         "learner": (0, {"role": "learner", "state": "ready", "reason": reason, "waits_for": "groups"})
     }
-    assert Wait("learner", "the generators", reason) in look(reported).waits
+    assert Wait("learner", "the generators", reason) in status_of(reported).waits
 
 
 def test_everybody_waits_for_a_silent_broker():
-    reported = roles() | {"broker": (43.0, roles()["broker"][1])}
-    assert look(reported).waits[0] == Wait("everybody", "the broker", "the broker has been silent for 43 s")
+    reported = make_reports() | {"broker": (43.0, make_reports()["broker"][1])}
+    assert status_of(reported).waits[0] == Wait("everybody", "the broker", "the broker has been silent for 43 s")
 
 
 def test_who_is_dead_or_missing_is_waited_for():
-    reported = roles()
+    reported = make_reports()
     reported["learner"] = (20.0, reported["learner"][1])
     del reported["generator-0"]
-    assert [(wait.waiter, wait.blocked_on) for wait in look(reported).waits] == [
+    assert [(wait.waiter, wait.blocked_on) for wait in status_of(reported).waits] == [
         ("the generators", "the learner"),
         ("the learner", "the generators"),
     ]
-    assert look({}).waits == [Wait("everybody", "the broker", "no broker has joined yet")]
+    assert status_of({}).waits == [Wait("everybody", "the broker", "no broker has joined yet")]
 
 
 def test_whoever_is_kept_by_the_store_waits_for_it():
@@ -97,34 +97,34 @@ def test_whoever_is_kept_by_the_store_waits_for_it():
         "waits_for": "store",
     }
     waiting = {"role": "learner", "state": "ready", "reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
-    waits = look(roles() | {"broker": (0, put_off), "learner": (0, waiting)}).waits
+    waits = status_of(make_reports() | {"broker": (0, put_off), "learner": (0, waiting)}).waits
     assert {wait.waiter for wait in waits if wait.blocked_on == "the store"} == {"broker", "learner"}
 
 
 def test_nobody_waits_when_the_run_is_over():
-    assert look({}, phase="finished").waits == []
+    assert status_of({}, phase="finished").waits == []
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
 def test_the_queue_is_counted_by_lag_freshest_first():
-    assert list(look(ready_versions={0: 1, 3: 5, 2: 4}).ready_by_lag.items()) == [(0, 5), (1, 4), (3, 1)]
+    assert list(status_of(ready_versions={0: 1, 3: 5, 2: 4}).ready_by_lag.items()) == [(0, 5), (1, 4), (3, 1)]
 
 
 def test_events_are_told_by_age():
-    (event,) = look(events=[Event(990.0, "generator-1", "died")]).events
+    (event,) = status_of(events=[Event(990.0, "generator-1", "died")]).events
     assert (event.age_s, event.role, event.text) == (10.0, "generator-1", "died")
 
 
 def test_both_sides_waiting_is_measured():
-    status = look(rows=(ROW, ROW))
+    status = status_of(rows=(STATUS_ROW, STATUS_ROW))
     assert status.learner_wait_fraction == pytest.approx(0.25)
     assert status.generators_busy_fraction == 0.5, "of the one that lives"
-    assert look({}).learner_wait_fraction is None
-    assert look({}).generators_busy_fraction is None
+    assert status_of({}).learner_wait_fraction is None
+    assert status_of({}).generators_busy_fraction is None
 
 
 def test_admission_says_why_no_more_prompts_are_let_out():
-    assert look().admission.reason == ""
-    assert look(phase="finishing").admission.reason == "the run is finishing"
+    assert status_of().admission.reason == ""
+    assert status_of(phase="finishing").admission.reason == "the run is finishing"
     lagging = make_run(buffer={"staleness": {"max_lag": 1}})
-    assert look(run=lagging).admission.limit == 2 * lagging.learner.groups_per_step
+    assert status_of(run=lagging).admission.limit == 2 * lagging.learner.groups_per_step

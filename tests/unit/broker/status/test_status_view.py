@@ -9,7 +9,7 @@ from rich.console import Console
 from slipstream.broker.status.run_status import RunStatus
 from slipstream.broker.status.status_view import draw_status
 from slipstream.buffer.records import Event
-from tests.unit.broker.status_scene import ROW, look, roles
+from tests.fakes import STATUS_ROW, make_reports, status_of
 
 
 def drawn(status: RunStatus, *, width: int = 160) -> str:
@@ -23,7 +23,7 @@ def row_of(text: str, name: str) -> list[str]:
 
 
 def test_each_role_has_a_line():
-    text = drawn(look())
+    text = drawn(status_of())
     assert row_of(text, "generator-0") == [
         "generator-0",
         "node:7",
@@ -43,7 +43,9 @@ def test_each_role_has_a_line():
 
 def test_waits_queue_and_errors_are_told():
     text = drawn(
-        look(ready_versions={3: 5, 1: 2}, events=[Event(988.0, "learner", "evicted generator-1")], rows=(ROW,))
+        status_of(
+            ready_versions={3: 5, 1: 2}, events=[Event(988.0, "learner", "evicted generator-1")], rows=(STATUS_ROW,)
+        )
     )
     for part in (
         "generator-0 for the learner: pacing: wait",
@@ -57,7 +59,7 @@ def test_waits_queue_and_errors_are_told():
 
 
 def test_what_a_filter_rejected_is_told():
-    status = look()
+    status = status_of()
     counts = {"reasons": {"rejected: zero_signal": 20, "rejected: too_hard": 4, "expired: on_stale": 9}}
     counts = msgspec.structs.replace(status.counts, became_ready=72, **counts)
     assert "24 of 96 complete groups taught nothing (25.0%)" in drawn(msgspec.structs.replace(status, counts=counts))
@@ -65,14 +67,14 @@ def test_what_a_filter_rejected_is_told():
 
 
 def test_a_run_nobody_has_joined_is_a_screen_too():
-    text = drawn(look({}))
+    text = drawn(status_of({}))
     assert "nobody has reported yet" in text
     assert "everybody for the broker" in text
 
 
 def test_of_the_many_that_have_left_the_newest_are_shown():
     gone = {f"generator-{age}": (age, {"role": "generator", "state": "gone"}) for age in range(1, 10)}
-    text = drawn(look(gone))
+    text = drawn(status_of(gone))
     assert "generator-4 " in text
     assert "generator-5 " not in text
     assert "and 5 more that are gone" in text
@@ -80,7 +82,9 @@ def test_of_the_many_that_have_left_the_newest_are_shown():
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_what_peers_say_is_no_markup_and_moves_no_cursor(width):
-    wild = roles() | {"[red]g": (0, {"role": "generator", "state": "\x1b[2J[bold]", "reason": "[/nonsense]\x07"})}
-    text = drawn(look(wild, events=[Event(0, "x", "\x1b[31m[/]")]), width=width)
+    wild = make_reports() | {
+        "[red]g": (0, {"role": "generator", "state": "\x1b[2J[bold]", "reason": "[/nonsense]\x07"})
+    }
+    text = drawn(status_of(wild, events=[Event(0, "x", "\x1b[31m[/]")]), width=width)
     assert "\x1b" not in text
     assert "\x07" not in text

@@ -22,14 +22,7 @@ from slipstream.broker.transport.inbox import QueueInbox
 from slipstream.broker.transport.memory_channels import MemoryBroker, MemoryServerChannel
 from slipstream.buffer.codec import decode, encode
 from tests.builders import make_packed
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fakes import FakeClock
 
 
 class FakeBroker:
@@ -51,7 +44,7 @@ class FakeBroker:
 
 
 def make_pair():
-    hub, clock, received = MemoryBroker(), FakeClock(), []
+    hub, clock, received = MemoryBroker(), FakeClock(100.0), []
     broker = FakeBroker(hub.server())
     link = BrokerClient(
         hub.client(),

@@ -3,6 +3,7 @@
 from slipstream.broker.messages import Nack
 from slipstream.broker.transport.outbox import Outbox
 from tests.builders import make_packed
+from tests.fakes import FakeClock
 
 
 def make_outbox(*, messages: int = 2, size_bytes: int = 10**6, clock=lambda: 0.0) -> Outbox:
@@ -46,8 +47,8 @@ def test_everything_unacknowledged_is_sent_again_to_a_new_broker():
 
 
 def test_a_refused_trajectory_waits_or_goes():
-    now = [0.0]
-    outbox = make_outbox(clock=lambda: now[0])
+    clock = FakeClock(0.0)
+    outbox = make_outbox(clock=clock)
     outbox.add(*make_packed(index=0))
     outbox.add(*make_packed(index=1))
     outbox.take_sendable()
@@ -55,7 +56,7 @@ def test_a_refused_trajectory_waits_or_goes():
     outbox.reject(Nack("0-0-1", "malformed", is_fatal=True))
     assert len(outbox) == 1
     assert ids(outbox.take_sendable()) == []
-    now[0] = 1.0
+    clock.now = 1.0
     assert ids(outbox.take_sendable()) == ["0-0-0"]
 
 
@@ -70,17 +71,17 @@ def test_it_is_over_credit_only_while_something_waits():
 
 def test_what_nobody_answers_is_sent_again():
     """A connection that broke for an instant takes what was on its way with it, and nobody says so."""
-    now = [0.0]
-    outbox = make_outbox(messages=2, clock=lambda: now[0])
+    clock = FakeClock(0.0)
+    outbox = make_outbox(messages=2, clock=clock)
     for index in range(3):
         outbox.add(*make_packed(index=index, group_size=3))
     assert ids(outbox.take_sendable()) == ["0-0-0", "0-0-1"]
-    now[0] = 10.0
+    clock.now = 10.0
     outbox.acknowledge(["0-0-1"])
     assert ids(outbox.take_sendable()) == ["0-0-2"]
-    now[0] = 16.0
+    clock.now = 16.0
     assert ids(outbox.take_sendable()) == ["0-0-0"]
     outbox.acknowledge(["0-0-0", "0-0-2"])
-    now[0] = 60.0
+    clock.now = 60.0
     assert ids(outbox.take_sendable()) == []
     assert len(outbox) == 0

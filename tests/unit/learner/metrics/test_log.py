@@ -8,14 +8,7 @@ from slipstream.buffer.store import EvaluationResult
 from slipstream.configs.load import load
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.fakes import FakeClock
 
 
 def evaluated(accuracy: float) -> dict:
@@ -32,7 +25,7 @@ def train(
     overrides: tuple[str, ...] = (),
 ) -> dict:
     """A second a step, a thousand tokens each; returns the summary."""
-    clock, store = FakeClock(), MemoryStore()
+    clock, store = FakeClock(100.0), MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
     log = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
     log.start_training(step=steps.start - 1)
@@ -82,7 +75,7 @@ class GeneratorScene:
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
-        self.clock = FakeClock()
+        self.clock = FakeClock(100.0)
         self.store = MemoryStore(clock=self.clock)
         self.store.open_run("run", config_json="{}", num_rows=1, seed=0)
         self.log = MetricsLog(load(["experiment=digits_cpu"]), folder=folder, store=self.store, clock=self.clock)

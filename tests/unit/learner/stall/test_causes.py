@@ -10,6 +10,7 @@ from slipstream.buffer.memory.store import MemoryStore
 from slipstream.learner.stall.causes import StallCause, find_cause
 from slipstream.learner.stall.progress import Progress, Snapshot
 from tests.builders import make_run
+from tests.fakes import FakeClock
 
 AFTER_S, START_AFTER_S, LIMIT_S = 120.0, 600.0, 1800.0
 MAX_FAILED = 2 * 2 * 2
@@ -45,15 +46,15 @@ class Scene:
     """A wait that has begun, checked whenever the clock is moved."""
 
     def __init__(self, **overrides: Any) -> None:
-        self.now = 0.0
-        self.progress = Progress(make_run(**overrides), clock=lambda: self.now)
+        self.clock = FakeClock(0.0)
+        self.progress = Progress(make_run(**overrides), clock=self.clock)
         self.begin()
 
     def begin(self) -> None:
         self.progress.begin(limit_s=LIMIT_S, limit_setting="learner.wait_timeout_s")
 
     def after(self, seconds: float, now: Snapshot) -> StallCause | None:
-        self.now += seconds
+        self.clock.now += seconds
         self.progress.update(now)
         return find_cause(self.progress)
 
@@ -193,16 +194,16 @@ def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene,
 def test_training_on_while_nobody_adopts_is_a_dead_end_in_the_end(scene):
     found = []
     for step in range(1, 100):
-        scene.now += 10
+        scene.clock.now += 10
         scene.begin()
         cause = scene.after(0, snapshot(role(version=2), version=2 + step, accepted=step))
-        found += [(scene.now, cause.kind)] if cause else []
+        found += [(scene.clock.now, cause.kind)] if cause else []
     assert found[0] == (10 + START_AFTER_S, "adoption")
 
 
 def test_a_long_step_is_no_lag_of_the_generators(scene):
     for step in range(5):
-        scene.now += 2 * START_AFTER_S
+        scene.clock.now += 2 * START_AFTER_S
         scene.begin()
         assert scene.after(0, snapshot(role(version=step), version=step + 1)) is None
 

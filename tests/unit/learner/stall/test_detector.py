@@ -11,6 +11,7 @@ from slipstream.learner.errors import DeadEndError
 from slipstream.learner.stall.detector import StallDetector
 from tests.builders import make_run
 from tests.contract.stores import OLDEST_FIRST, answer, lease, open_run
+from tests.fakes import FakeClock
 
 AFTER_S = 120
 MAX_FAILED = 2 * 2 * 2
@@ -21,9 +22,9 @@ class Scene:
     """A store in which a broker and one generator report, and a learner that waits."""
 
     def __init__(self, *, policy: str) -> None:
-        self.now = 0.0
+        self.clock = FakeClock(0.0)
         self.num_keep_alives = 0
-        self.store = MemoryStore(clock=lambda: self.now)
+        self.store = MemoryStore(clock=self.clock)
         open_run(self.store)
         self.store.announce_version(0)
         self.detector = StallDetector(
@@ -31,7 +32,7 @@ class Scene:
             store=self.store,
             who_is_missing=lambda: "1 generators alive",
             keep_alive=self.keep_alive,
-            clock=lambda: self.now,
+            clock=self.clock,
         )
         self.begin(step=1)
 
@@ -49,8 +50,8 @@ class Scene:
             self.store.report_role("broker", {"role": "broker", "state": "ready"})
             self.store.report_role("generator-0", generator | gauges)
             reason = self.detector.poll("0 are ready")
-            self.now += 1
-        self.now -= 1
+            self.clock.now += 1
+        self.clock.now -= 1
         return reason
 
     def claim_one(self, *, status: str) -> Claim:

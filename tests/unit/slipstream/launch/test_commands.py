@@ -11,7 +11,7 @@ from slipstream.cli import main
 from slipstream.configs.load import load
 from slipstream.launch.commands import as_json
 from slipstream.runtime.run_folder import RunFolder, find_run
-from tests.unit.broker.status_scene import ROW, look
+from tests.fakes import STATUS_ROW, status_of
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -21,7 +21,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_json_holds_every_fact_and_reads_back():
-    status = look(ready_versions={3: 5, 1: 2}, rows=(ROW,))
+    status = status_of(ready_versions={3: 5, 1: 2}, rows=(STATUS_ROW,))
     plain = msgspec.json.decode(as_json(status))
     assert plain.keys() == set(RunStatus.__struct_fields__)
     assert plain["ready_by_lag"] == {"0": 5, "2": 2}

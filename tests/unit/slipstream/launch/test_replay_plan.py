@@ -11,7 +11,8 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.launch.replay_plan import plan_replay
 from tests.builders import make_run
-from tests.contract.stores import OLDEST_FIRST, Clock, make_memory_store
+from tests.contract.stores import OLDEST_FIRST, make_memory_store
+from tests.fakes import FakeClock
 from tests.unit.buffer.archive.finished import make_finished, write_archive
 from tests.unit.buffer.archive.test_ledger import make_step
 
@@ -50,7 +51,7 @@ def test_the_ledger_says_what_each_step_claims(tmp_path: Path) -> None:
 
 def test_a_store_hands_out_the_batches_of_the_ledger_and_a_group_as_often_as_it_was_used(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=3))
-    store = make_memory_store(Clock())
+    store = make_memory_store(FakeClock())
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
     store.load(plan.groups, samples=plan.samples)
     for entry in LEDGER:

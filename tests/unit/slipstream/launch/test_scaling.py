@@ -15,7 +15,7 @@ from slipstream.launch.commands import scale
 from slipstream.launch.generator_pool import Event
 from slipstream.launch.scaling import AbsenceTracker, LauncherReport, Scaling
 from tests.builders import make_run
-from tests.unit.broker.router_scene import FakeClock
+from tests.fakes import FakeClock
 
 
 class FakePool:

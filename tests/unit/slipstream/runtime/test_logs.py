@@ -1,7 +1,7 @@
 """A flood becomes a line now and then, and the lines add up to the flood."""
 
 from slipstream.runtime.logs import LogLimiter
-from tests.unit.broker.router_scene import FakeClock
+from tests.fakes import FakeClock
 
 BURST = 8
 

@@ -3,7 +3,7 @@
 from threading import Thread
 
 from slipstream.runtime.rates import Growth, Rate
-from tests.unit.broker.router_scene import FakeClock
+from tests.fakes import FakeClock
 
 
 def test_a_speed_is_of_the_window_and_before_that_of_the_life():

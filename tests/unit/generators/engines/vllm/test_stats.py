@@ -5,15 +5,16 @@ import pytest
 from slipstream.generators.engines.engine import EngineLoad
 from slipstream.generators.engines.vllm.stats import StepWatchdog
 from slipstream.generators.errors import EngineDiedError
+from tests.fakes import FakeClock
 
 
 class Scene:
     def __init__(self) -> None:
-        self.now = 0.0
-        self.watchdog = StepWatchdog(limit_s=10.0, clock=lambda: self.now)
+        self.clock = FakeClock(0.0)
+        self.watchdog = StepWatchdog(limit_s=10.0, clock=self.clock)
 
     def check(self, *, after_s: float, steps: int, requests: int = 1, is_paused: bool = False) -> None:
-        self.now += after_s
+        self.clock.now += after_s
         self.watchdog.check(EngineLoad(num_open=requests, num_steps=steps), is_paused=is_paused)
 
 

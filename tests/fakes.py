@@ -1,0 +1,185 @@
+"""Fakes and scenes that several test modules share: a clock, a router with its peers, and the reports of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Prompts
+from slipstream.broker.router import Router
+from slipstream.broker.status.monitor import Monitor
+from slipstream.broker.status.run_status import RunStatus, make_status
+from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.records import Event
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.model_files import ModelFingerprint
+from tests.builders import make_run
+
+
+class FakeClock:
+    """A clock that the test sets: `clock.now += 5`."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# --- a router and its peers ---
+
+
+class RouterScene:
+    """A router that admits two groups, over a store in memory, on a fake clock."""
+
+    def __init__(
+        self, folder: Path, *, token: str = "", model: ModelFingerprint | None = None, **buffer: object
+    ) -> None:
+        """`buffer`: settings in addition to `max_lag=0`."""
+        self.clock = FakeClock()
+        self.store = MemoryStore(clock=self.clock)
+        self.run = make_run(buffer={"staleness": {"max_lag": 0}} | buffer)
+        self.hub = MemoryBroker()
+        data = Dataset(write_rows(folder / "rows.parquet"))
+        self.config_json = msgspec.json.encode(self.run).decode()
+        self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0)
+        self.router = Router(
+            self.hub.server(),
+            self.store,
+            run=self.run,
+            config_json=self.config_json,
+            train=data,
+            heldout=data,
+            token=token,
+            model=model,
+            clock=self.clock,
+        )
+
+    def step(self) -> None:
+        self.router.step(timeout_s=0)
+
+
+class FakePeer:
+    """A peer driven by the test. Frames leave a channel with its `receive`, so every send is followed by one."""
+
+    def __init__(self, scene: RouterScene, role: str, peer_id: str, incarnation: str = "1", *, token: str = "") -> None:
+        self.scene = scene
+        self.channel = scene.hub.client()
+        self.received: list = []
+        self.send([encode(Hello(role, peer_id, incarnation, "here", 1, token=token))])
+
+    def send(self, frames: list[bytes]) -> None:
+        self.channel.send(frames)
+        self.read()
+        self.scene.step()
+
+    def read(self) -> None:
+        while (frames := self.channel.receive(timeout_s=0)) is not None:
+            message = decode(frames[0], AnyMessage)
+            self.received += [] if isinstance(message, Ping) else [message]
+
+    def receive(self) -> list:
+        """Return the messages since the last call, without pings."""
+        self.read()
+        messages, self.received = self.received, []
+        return messages
+
+    def exchange(self, message, *payloads: bytes) -> list:
+        """Send a message, step the router, return its answers."""
+        self.send([encode(message), *payloads])
+        return self.receive()
+
+    def lease(self, *, max_trajectories: int = 4) -> Prompts:
+        """Request a lease; returns the prompts."""
+        answers = self.exchange(LeaseRequest(max_trajectories=max_trajectories))
+        return next(answer for answer in answers if isinstance(answer, Prompts))
+
+
+def write_rows(path: Path) -> Path:
+    """Write ten prompts, `0=` to `9=`; returns the path."""
+    rows = [
+        {
+            "data_source": "test",
+            "prompt": f"{n}=",
+            "reward_model": {"style": "rule", "ground_truth": str(n)},
+            "extra_info": {"index": n},
+        }
+        for n in range(10)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+# --- a run as its roles report it ---
+
+STATUS_RUN = make_run(generators={"max_concurrency": 64}, learner={"groups_per_step": 2, "max_steps": 40})
+STATUS_ROW = {
+    "step": 3,
+    "time_s": 9.0,
+    "learner/reward_mean": 0.5,
+    "lag/mean": 1.5,
+    "lag/max": 2,
+    "generators/tokens_per_s": 1000.0,
+    "learner/tokens_per_s": 900.0,
+    "learner/wait_s": 1.0,
+    "learner/train_s": 2.5,
+    "learner/publish_s": 0.5,
+}
+"""A row of metrics."""
+
+
+def make_gauges(pid: int = 7, **overrides: Any) -> dict[str, Any]:
+    """Gauges of a generator that holds version 3."""
+    gauges = {
+        "role": "generator",
+        "state": "ready",
+        "version": 3,
+        "host": "node",
+        "pid": pid,
+        "running": 32,
+        "reason": "",
+    }
+    return gauges | overrides
+
+
+def make_reports() -> dict[str, tuple[float, dict[str, Any]]]:
+    """Name -> (seconds since the report, gauges): three generators, one of them silent, one gone."""
+    learner = {"role": "learner", "state": "ready", "version": 3, "tokens": 5.0, "reason": "training step 4"}
+    busy = make_gauges(version=2, tokens=9.0, tokens_per_s=5210.25, reason="pacing: wait", waits_for="prompts")
+    return {
+        "broker": (0.5, {"role": "broker", "state": "ready", "reason": "", "host": "node", "pid": 1}),
+        "learner": (0.5, learner),
+        "launcher": (0.1, {"role": "launcher", "state": "ready", "restarts": {"generator-0": 2}}),
+        "generator-0": (0.5, busy),
+        "generator-1": (90.0, make_gauges(version=1)),
+        "generator-2": (300.0, {"role": "generator", "state": "gone", "reason": "said bye"}),
+    }
+
+
+def status_of(
+    reports: dict[str, tuple[float, dict[str, Any]]] | None = None,
+    *,
+    run: RunConfig = STATUS_RUN,
+    phase: str = "training",
+    ready_versions: dict[int, int] | None = None,
+    events: list[Event] | None = None,
+    rows: tuple[dict[str, Any], ...] = (),
+) -> RunStatus:
+    """The status of a run with these reports."""
+    clock, now = FakeClock(0.0), 1000.0
+    store = MemoryStore(clock=clock)
+    store.open_run("test", config_json="{}", num_rows=4, seed=0)
+    store.announce_version(3)
+    store.set_phase(phase)
+    for row in rows:
+        store.append_metrics(row)
+    for name, (age_s, gauges) in (make_reports() if reports is None else reports).items():
+        clock.now = now - age_s
+        store.report_role(name, gauges)
+    snapshot = Monitor(store, run).poll()
+    return make_status(snapshot, run=run, now=now, ready_versions=ready_versions or {}, events=events or [])
