@@ -1,1 +1,1 @@
-"""What a run is: typed records, the Hydra files that fill them, and the loader between the two."""
+"""Settings of a run: typed records, YAML presets, and the loader that composes them."""

@@ -55,7 +55,7 @@ class WeightsConfig(Config):
     """`auto`: NCCL between GPUs, Gloo between CPUs. `gloo`: through host memory, for generators that share the
     learner's GPU, because NCCL refuses two ranks on one device."""
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
-    """Steps per policy version."""
+    """Steps between two policy versions."""
     host: str = "127.0.0.1"
     """Address at which generators reach the learner for rendezvous and fetching, loopback only."""
     fetch_port: Annotated[int, Meta(ge=0, le=65535)] = 0

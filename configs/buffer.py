@@ -12,7 +12,8 @@ class EmbeddedRedisConfig(Config, tag="embedded", tag_field="kind"):
     """A Redis server of the run's own, on a unix socket, with its data in the run folder."""
 
     durability: Literal["fast", "standard", "strict"] = "standard"
-    """Nothing on disk | written before every answer, synced every second | synced before every answer."""
+    """`fast`: nothing on disk. `standard`: written before every answer, synced to disk every second. `strict`: synced
+    before every answer."""
     max_memory_mib: Annotated[int, Meta(ge=16)] = 1024
     """Limit above which the server refuses writes (it never evicts), MiB."""
 
@@ -32,9 +33,9 @@ class CapacityConfig(Config):
     """Limits of the store; at a limit no prompt is admitted until groups are over."""
 
     max_groups: Annotated[int, Meta(ge=1)] | None = None
-    """Groups admitted and not over (running, buffered, used, not yet archived); absent: pacing alone bounds them."""
+    """Groups admitted and not over (running, buffered, used, not yet archived); null = as many as pacing admits."""
     max_mib: Annotated[int, Meta(ge=1)] | None = None
-    """Encoded trajectories, MiB; prompts in flight still add to it. Absent: the server's limit."""
+    """Encoded trajectories, MiB; prompts in flight still add to it. null = the server's limit."""
 
 
 class ArchiveConfig(Config):
@@ -158,9 +159,9 @@ class ReuseConfig(Config):
     fresh_fraction: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of a step's groups that were never trained on, while enough are ready; used groups fill the rest."""
     samples_per_insert: Annotated[float, Meta(ge=1)] | None = None
-    """Limit of uses per group that arrived, on average over the run; absent: `max_uses` alone bounds them."""
+    """Limit of uses per group that arrived, on average over the run; null = `max_uses` alone bounds them."""
     max_age: Annotated[int, Meta(ge=1)] | None = None
-    """Lag beyond which a group is not used again, versions; absent: no limit."""
+    """Lag beyond which a group is not used again, versions; null = no limit."""
     max_groups: Annotated[int, Meta(ge=1)] = 4096
     """Groups kept for reuse; above it, those that became ready first are released."""
 

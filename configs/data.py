@@ -32,7 +32,7 @@ class ReplayConfig(Config):
 
     @property
     def reward(self) -> RewardConfig | None:
-        """What rewards are recomputed with; None when they stay."""
+        """Reward function that rescores stored trajectories; None keeps the stored rewards."""
         return RewardConfig(function=self.rescore) if isinstance(self.rescore, str) else self.rescore
 
 
@@ -41,9 +41,9 @@ class DataConfig(Config):
     `extra_info`."""
 
     train_path: str
-    """Prompts to train on."""
+    """File of the prompts to train on."""
     heldout_path: str
-    """Prompts for evaluation; never trained on."""
+    """File of the prompts for evaluation, never trained on."""
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 32
     """Longest prompt, tokens; a file with a longer one is refused."""
 
@@ -60,7 +60,7 @@ class PrepareStep(Config):
     module: str
     """Module to run as `python -m MODULE ARGS`."""
     args: list[str] = []
-    """Arguments of the module."""
+    """Command line arguments of the module."""
 
 
 class SftConfig(Config):

@@ -11,9 +11,9 @@ class AutoscaleConfig(Config):
     """Bounds and thresholds of automatic scaling, one generator at a time."""
 
     min: Annotated[int, Meta(ge=1)] = 1
-    """Fewest generators."""
+    """Fewest generators at any time."""
     max: Annotated[int, Meta(ge=1)] = 4
-    """Most generators."""
+    """Most generators at any time."""
     more_above: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """Add one when the learner waits for groups for a larger share of its time."""
     fewer_below: Annotated[float, Meta(gt=0, le=1)] = 0.5
@@ -35,7 +35,7 @@ class SamplingConfig(Config):
     top_k: Annotated[int, Meta(ge=-1)] = -1
     """Most likely tokens that may be sampled; -1 = all."""
     max_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Longest response, tokens."""
+    """Longest response of a trajectory, tokens."""
 
 
 class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
@@ -44,7 +44,7 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     max_num_seqs: Annotated[int, Meta(ge=1)] = 256
     """Largest number of sequences decoded together."""
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
-    """GPUs of one engine."""
+    """GPUs over which one engine spreads."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
     """Share of each GPU's memory that the engine takes; unused on a CPU."""
     cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
@@ -92,7 +92,7 @@ class RewardConfig(Config):
 
 
 class GeneratorsConfig(Config):
-    """The generator role."""
+    """The generator role: number, groups, engine, reward."""
 
     count: Annotated[int, Meta(ge=0)] = 1
     """Generators that the launcher starts; `scale generators=N` changes the number of a running run."""
@@ -117,5 +117,5 @@ class GeneratorsConfig(Config):
 
     @property
     def members_per_group(self) -> int:
-        """Sampled ones, and the greedy one where there is one."""
+        """Sampled members of a group, and its greedy one."""
         return self.group_size + self.has_baseline

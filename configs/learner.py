@@ -26,16 +26,16 @@ class EvaluationConfig(Config):
 
 
 class OptimizerConfig(Config):
-    """AdamW and its schedule."""
+    """AdamW and its learning rate schedule."""
 
     learning_rate: Annotated[float, Meta(gt=0)] = 1e-4
-    """Peak learning rate."""
+    """Peak of the learning rate schedule."""
     betas: tuple[float, float] = (0.9, 0.99)
     """Decay of the first and the second moment."""
     epsilon: Annotated[float, Meta(gt=0)] = 1e-8
     """Term added to the denominator."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    """Decoupled weight decay."""
+    """Weight decay, decoupled from the gradient."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up; `linear` and `cosine` reach zero at `max_steps`."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
@@ -60,12 +60,12 @@ class TorchEngineConfig(Config, tag="torch", tag_field="kind"):
 
 
 class CheckpointConfig(Config):
-    """Checkpoints to resume from."""
+    """Checkpoints from which a run resumes."""
 
     every_steps: Annotated[int, Meta(ge=1)] = 50
     """Steps between checkpoints; the last step always makes one."""
     keep: Annotated[int, Meta(ge=1)] = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints that are kept."""
 
 
 class StopConfig(Config):
@@ -91,10 +91,10 @@ class DeadEndConfig(Config):
 
 
 class LearnerConfig(Config):
-    """The learner role."""
+    """The learner role: batch, engine, optimizer, deadlines."""
 
     num_ranks: Annotated[int, Meta(ge=1)] = 1
-    """Data-parallel processes."""
+    """Data-parallel processes of the learner."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors; `auto` = `cuda` where there is one."""
     engine: DeepSpeedEngineConfig | TorchEngineConfig = DeepSpeedEngineConfig()

@@ -265,7 +265,7 @@ def _check_lease(run: RunConfig) -> None:
 
 
 _LEARNER_CHECKS = (_check_mode, _check_learner)
-"""Checks of every mode."""
+"""Checks that apply in every mode."""
 _ROLE_CHECKS = (
     _check_bounds,
     _check_equal_shares,

@@ -1,4 +1,4 @@
-"""Prints the resolved config of a run, where each value comes from, or what the numbers add up to.
+"""Print the settings of a run, the origin of each value, or sizes derived from them.
 
 python -m slipstream.scripts.print_config experiment=gsm8k_8gpu --arithmetic
 """
@@ -12,7 +12,7 @@ from slipstream.runtime.command_line import fail_cleanly
 
 
 def arithmetic(config: RunConfig) -> dict[str, str]:
-    """Derived sizes: name -> number and how it came about."""
+    """Derived sizes: name -> value and its derivation."""
     learner, generators = config.learner, config.generators
     trajectories = learner.groups_per_step * generators.group_size
     response = generators.sampling.max_tokens
@@ -41,17 +41,21 @@ def arithmetic(config: RunConfig) -> dict[str, str]:
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
+    """Parse the command line and print; raises SystemExit with code 2 for a setting that cannot work."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sources", action="store_true", help="name the file or override that set each value")
+    parser.add_argument(
+        "--sources", action="store_true", help="also print the preset, argument or default that set each value"
+    )
     parser.add_argument("--arithmetic", action="store_true", help="print derived sizes")
     parser.add_argument("overrides", nargs="*", help="as for run_async.py: key=value, group=option")
-    options = parser.parse_intermixed_args(arguments)
-    config = load(options.overrides)
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    # Settings written with dashes are unknown options here; loading them gives the advice that fits.
+    overrides = [*options.overrides, *unknown]
+    config = load(overrides)
     if options.arithmetic:
         _print_table(arithmetic(config))
     elif options.sources:
-        origins = provenance(options.overrides)
+        origins = provenance(overrides)
         _print_table({f"{key} = {value}": origins[key] for key, value in leaves(to_plain(config))})
     else:
         print(to_yaml(config), end="")

@@ -1,4 +1,4 @@
-"""What print_config prints."""
+"""Settings, origins and derived sizes as print_config prints them."""
 
 import pytest
 import yaml
@@ -31,8 +31,19 @@ def test_arithmetic_follows_from_the_config(capsys: pytest.CaptureFixture[str]) 
     assert "256 = 32 groups x 8" in capsys.readouterr().out
 
 
-def test_a_misspelt_key_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [
+        ("learner.max_step=3", "did you mean learner.max_steps?"),
+        ("--learner.max_steps=3", "write learner.max_steps=3."),
+    ],
+)
+def test_a_wrong_setting_is_one_sentence_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], argument: str, advice: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["learner.max_step=3"])
+        main(["--sources", argument])
     assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: unknown key learner.max_step; did you mean learner.max_steps?\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert line.endswith(advice)
