@@ -1,4 +1,4 @@
-"""TrainEngine: the protocol DeepSpeed and plain torch fulfil."""
+"""TrainEngine: the protocol of DeepSpeed and plain torch, and the checks for divergence that both share."""
 
 import math
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks
 
 
-# @@ Divergence: a loss or a gradient that is no longer a finite number ends the run before it moves a weight.
 def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks) -> None:
-    """All ranks learn of it together, so that none waits for another in `TrainEngine.step`. Collective.
+    """Raise DivergenceError on all ranks if the loss of any is not finite. Collective.
 
-    `what` it is called, and where the settings of its optimizer stand in the config. Raises DivergenceError.
+    `what` names the loss, `setting` the config section of its optimizer.
     """
+    # Together: a rank that raised alone would leave the others blocked in `TrainEngine.step`.
     is_bad = ranks.max((~loss.isfinite()).float().reshape(1))
     if is_bad.item():
         raise DivergenceError(
@@ -28,7 +28,7 @@ def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks
 
 
 def check_grad_norm(norm: float, *, setting: str) -> float:
-    """The same norm. `setting`: where the settings of the optimizer stand in the config. Raises DivergenceError."""
+    """Return the norm; raise DivergenceError if it is not finite. `setting`: config section of the optimizer."""
     if not math.isfinite(norm):
         raise DivergenceError(
             f"the gradient norm must be finite, got {norm}: lower {setting}.learning_rate, or look at "
@@ -38,18 +38,18 @@ def check_grad_norm(norm: float, *, setting: str) -> float:
 
 
 class Trainable(Protocol):
-    """What an engine trains, a torch module: the policy, or the critic's value model."""
+    """Torch module that an engine trains: the policy, or the critic's value model."""
 
-    def __call__(self, microbatch: Microbatch, **asked: Any) -> dict[str, Tensor]:
-        """What it says of the predicted tokens."""
+    def __call__(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
+        """Compute the outputs for the predicted tokens by name."""
         ...
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter by its name in a checkpoint; a tied one under each of its names."""
+        """Yield every parameter with its name in a checkpoint; a tied one under each of its names."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once."""
+        """Yield every parameter once."""
         ...
 
 
@@ -59,51 +59,51 @@ M = TypeVar("M", bound=Trainable, covariant=True)
 class TrainEngine(Protocol[M]):
     """Holds the parameters and the optimizer.
 
-    Life: (forward -> backward)* -> step, again and again. With several ranks every method is collective: all ranks call
-    it, in the same order; `forward` as often on each.
+    Life: ((forward -> backward)* -> step)*. With several ranks every method is collective: all ranks make the same calls
+    in the same order, `forward` equally often.
     """
 
     @property
     def model(self) -> M:
-        """What is trained; with ZeRO-3 its parameters are in pieces."""
+        """The trained module; with ZeRO-3 its parameters are sharded."""
         ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What moves the parameters. Within `step` it gets each gradient once, whole, or this rank's pieces of it."""
+        """Within `step` it gets each gradient once: unsharded, or this rank's shards of it."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where microbatches must be."""
+        """Device on which microbatches must be."""
         ...
 
-    def forward(self, microbatch: Microbatch, **asked: Any) -> dict[str, Tensor]:
-        """What `model` says of the predicted tokens, `asked` as there; with a graph unless under no_grad."""
+    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
+        """Outputs of `model` for the predicted tokens, with its options; differentiable unless under no_grad."""
         ...
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of `loss` to what is accumulated. Losses of all microbatches and all ranks add up."""
+        """Accumulate the gradient of `loss`. The losses of all microbatches and all ranks are summed, not averaged."""
         ...
 
     def step(self, *, learning_rate: float) -> float:
-        """Clip, move the parameters, forget the gradients; returns the gradient norm before clipping.
+        """Clip, update the parameters, clear the gradients; returns the gradient norm before clipping.
 
-        Raises DivergenceError, with the parameters unmoved, when the norm is not finite; the engine is then of no further use.
+        Raises DivergenceError when the norm is not finite: the parameters are unchanged, the engine is unusable.
         """
         ...
 
     def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters by the names that `model` gives them.
+        """Yield unsharded parameters under the names that `model` gives them, float32, on `device`.
 
-        Float32, on `device`. What is not sharded is the live parameter: copy it before the next step.
+        A parameter that is not sharded is yielded itself: copy it before the next step.
         """
         ...
 
     def save_state(self, folder: Path) -> None:
-        """Write this rank's part of the optimizer state into an existing folder."""
+        """Write this rank's optimizer state into an existing folder."""
         ...
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        """Take back full parameters and this rank's part of the optimizer state. Raises CheckpointError."""
+        """Load unsharded parameters and this rank's optimizer state. Raises CheckpointError."""
         ...

@@ -1,4 +1,4 @@
-"""Parameters and optimizer tensors of a model by name, as they go to engines and checkpoints."""
+"""AdamW of the training engines: construction, learning rate schedule, and state on disk."""
 
 import math
 from collections.abc import Iterator
@@ -13,9 +13,8 @@ from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.errors import CheckpointError
 
 
-# @@ The learning rate as a function of how many optimizer updates came before.
 def learning_rate(update: int, *, config: OptimizerConfig, total_updates: int) -> float:
-    """Rate of the update after `update` others: linear warm-up to the peak, then the configured shape.
+    """Learning rate of an update, counted from 0: linear warm-up to the peak, then the configured shape.
 
     `linear` and `cosine` reach zero after `total_updates`; `constant` stays at the peak.
     """
@@ -34,12 +33,12 @@ _SHAPES = {
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every name, tied parameters under each of theirs: an engine may keep its own copy of a tied one."""
+    """Yield every name and parameter, a tied one under each of its names: an engine may keep two copies of it."""
     yield from module.named_parameters(remove_duplicate=False)
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the parameters that are trained."""
+    """AdamW over the parameters that require gradients."""
     return torch.optim.AdamW(
         [parameter for parameter in module.parameters() if parameter.requires_grad],
         lr=config.learning_rate,
@@ -51,13 +50,13 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Of every parameter group."""
+    """Set the rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 def save_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Write master weights and moments; `masters` are the tensors the optimizer moves, in a fixed order."""
+    """Write master weights and moments; `masters` are the tensors that the optimizer updates, in a fixed order."""
     tensors = {f"master.{i}": master.detach() for i, master in enumerate(masters)}
     for i, master in enumerate(masters):
         tensors |= {f"{name}.{i}": value.detach() for name, value in optimizer.state.get(master, {}).items()}
@@ -65,7 +64,7 @@ def save_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.Opt
 
 
 def restore_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Inverse of `save_optimizer`. Raises CheckpointError when the tensors are others."""
+    """Inverse of `save_optimizer`. Raises CheckpointError when the tensors do not fit."""
     tensors = read_tensors(path)
     for i, master in enumerate(masters):
         saved = tensors.pop(f"master.{i}", None)
@@ -76,18 +75,14 @@ def restore_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.
             )
         master.data.copy_(saved)
         names = [name for name in tensors if name.rpartition(".")[2] == str(i)]
-        optimizer.state[master] = {name.rpartition(".")[0]: _place(tensors.pop(name), master) for name in names}
+        optimizer.state[master] = {name.rpartition(".")[0]: tensors.pop(name).to(master.device) for name in names}
     if tensors:
         raise CheckpointError(f"{path} must hold {len(masters)} optimizer tensors, got more: {sorted(tensors)[:3]} ...")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """A safetensors file. Raises CheckpointError."""
+    """Read a safetensors file. Raises CheckpointError."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} must be a readable part of a checkpoint, got {error}") from error
-
-
-def _place(value: Tensor, master: Tensor) -> Tensor:
-    return value.to(master.device)

@@ -1,4 +1,4 @@
-"""TorchEngine: plain torch in one process, the twin DeepSpeed is compared with."""
+"""TorchEngine: plain torch in one process, the reference for DeepSpeed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +16,12 @@ _STATE_FILE = "optimizer-rank-0.safetensors"
 
 
 class TorchEngine(Generic[M]):
-    """See TrainEngine."""
+    """TrainEngine on one process. Methods: see TrainEngine."""
 
     def __init__(
         self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
     ) -> None:
-        """`setting`: where `optimizer` stands in the config."""
+        """`setting`: config section of `optimizer`."""
         self._model = model
         self._device = device
         self._setting = setting
@@ -30,29 +30,23 @@ class TorchEngine(Generic[M]):
 
     @property
     def model(self) -> M:
-        """What is trained."""
         return self._model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """See TrainEngine."""
         return self._optimizer
 
     @property
     def device(self) -> torch.device:
-        """Where microbatches must be."""
         return self._device
 
-    def forward(self, microbatch: Microbatch, **asked: Any) -> dict[str, Tensor]:
-        """See TrainEngine."""
-        return self._model(microbatch, **asked)
+    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
+        return self._model(microbatch, **options)
 
     def backward(self, loss: Tensor) -> None:
-        """See TrainEngine."""
         loss.backward()
 
     def step(self, *, learning_rate: float) -> float:
-        """See TrainEngine."""
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._max_grad_norm).item()
         check_grad_norm(norm, setting=self._setting)
         set_learning_rate(self._optimizer, learning_rate)
@@ -61,16 +55,13 @@ class TorchEngine(Generic[M]):
         return norm
 
     def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainEngine."""
         for name, parameter in self._model.weights():
             yield name, parameter.detach()
 
     def save_state(self, folder: Path) -> None:
-        """See TrainEngine."""
         save_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        """See TrainEngine."""
         restore_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)
 
     def _masters(self) -> list[Tensor]:

@@ -68,10 +68,11 @@ def test_the_accuracy_of_a_step_is_that_of_its_own_weights(folder: Path):
 
 
 @pytest.mark.long
-def test_two_ranks_make_the_weights_of_one(folder: Path):
-    rows = replay(folder, "two", "learner.num_ranks=2", "learner/engine=deepspeed_zero2")
+@pytest.mark.parametrize("engine", ["deepspeed_zero2", "deepspeed_zero3"])
+def test_two_ranks_make_the_weights_of_one(folder: Path, engine: str):
+    rows = replay(folder, engine, "learner.num_ranks=2", f"learner/engine={engine}")
     assert losses(rows) == pytest.approx(losses(runs.metrics(folder, "first")), abs=1e-6)
-    one, two = weights(folder, "first"), weights(folder, "two")
+    one, two = weights(folder, "first"), weights(folder, engine)
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-5
 
 
