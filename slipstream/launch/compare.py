@@ -36,21 +36,22 @@ _TABLE = {
 
 
 class Replay(Record):
-    """One of the runs compared. Example: Replay(label="algorithm/policy_loss=reinforce", folder="runs/x/replay-2")."""
+    """A replay under its own settings.
+
+    Example: Replay(label="algorithm/policy_loss=reinforce", folder="runs/losses/replay-2")
+    """
 
     label: str
-    """The settings that are its own."""
+    """Overrides that it does not share with the others, separated by blanks."""
     folder: str
-    """Its run folder."""
 
     @property
     def rows(self) -> Rows:
-        """A dict per step. Raises ConfigError."""
+        """Metrics, one dict per step. Raises ConfigError."""
         return read_metrics(Path(self.folder) / "metrics.jsonl")
 
     @property
     def summary(self) -> dict[str, float]:
-        """What came of it."""
         return json.loads((Path(self.folder) / "summary.json").read_text())
 
 
@@ -64,7 +65,7 @@ def compare_replays(archive: Path, settings: list[str], *, shared: list[str], ou
 
 
 def run_replays(archive: Path, settings: list[str], *, shared: list[str], out: Path) -> list[Replay]:
-    """Replay `archive` once under each of `settings` (overrides, separated by blanks), one after the other.
+    """Replay `archive` under each of `settings` (overrides, separated by blanks), one after the other.
 
     Blocks until the last has ended. Raises ConfigError when one fails.
     """
@@ -90,13 +91,13 @@ def run_replays(archive: Path, settings: list[str], *, shared: list[str], out: P
 
 
 def draw(replays: list[Replay], *, title: str) -> Figure:
-    """A panel per measure, a curve per replay."""
+    """Draw one panel per measure, with one curve per replay."""
     figure = Figure(figsize=(12, 6.8), dpi=100, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
     grid = figure.add_gridspec(2, 3)
     rows = [replay.rows for replay in replays]
-    for place, (key, name) in enumerate(_PANELS.items()):
-        axes = figure.add_subplot(grid[divmod(place, 3)])
+    for index, (key, name) in enumerate(_PANELS.items()):
+        axes = figure.add_subplot(grid[divmod(index, 3)])
         axes.set(title=name, xlabel="step")
         for replay, steps, colour in zip(replays, rows, _COLOURS, strict=False):
             _draw_curve(axes, steps, key, label=replay.label, colour=colour)
@@ -114,7 +115,7 @@ def _draw_curve(axes: Axes, rows: Rows, key: str, *, label: str, colour: str) ->
 
 
 def tabulate(replays: list[Replay]) -> Table:
-    """A line per replay."""
+    """Build a table with one row per replay."""
     numbers = (*_TABLE.values(), "steps", "last loss", "last gradient norm")
     table = make_table("settings", *numbers, numbers=numbers)
     for replay in replays:
@@ -125,7 +126,7 @@ def tabulate(replays: list[Replay]) -> Table:
 
 
 def write_picture(replays: list[Replay], target: Path, *, title: str) -> Path:
-    """Draw the comparison; returns where it was written."""
+    """Write the curves as PNG to `target` and return it."""
     with mpl.rc_context(STYLE):
         FigureCanvasAgg(draw(replays, title=title)).print_png(str(target))
     return target

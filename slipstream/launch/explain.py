@@ -37,7 +37,7 @@ def explain(kind: Literal["step", "trajectory", "version"], which: str, run: Seq
 
 
 def explain_step(store: Store, step: int) -> None:
-    """What a step trained on, and which weights came of it."""
+    """Print the trajectories that a step trained on, and the weights that it produced. Raises ConfigError."""
     entry = next((entry for entry in store.ledger(first_step=step) if entry.step == step), None)
     if entry is None:
         newest = store.run_state().step
@@ -45,13 +45,13 @@ def explain_step(store: Store, step: int) -> None:
     console.print(f"step {step}: {len(entry.group_ids)} groups, learner at version {entry.version}", style="bold")
     console.print(f"seed {entry.seed}, settings {entry.config_hash}, claim fence {entry.fence}")
     console.print(f"weights after it: {_weights_of_step(store, step)}")
-    for line in _peculiarities(entry):
+    for line in _deviations(entry):
         console.print(line)
     console.print(_table(_rows(store, entry)))
 
 
 def explain_trajectory(store: Store, trajectory_id: str) -> None:
-    """Who made a trajectory, from what, under which weights, and which steps trained on it."""
+    """Print the origin of a trajectory, its weights, and the steps that trained on it. Raises ConfigError."""
     group_id = group_of(lease_of(trajectory_id))
     found = [member for member in _stored(store, group_id) if member.id == trajectory_id]
     steps = [entry for entry in store.ledger() if any(trajectory_id in names for names in entry.trajectory_ids)]
@@ -70,7 +70,7 @@ def explain_trajectory(store: Store, trajectory_id: str) -> None:
 
 
 def explain_version(store: Store, version: int) -> None:
-    """Which step's weights a version is, and their checksum."""
+    """Print the step that produced a policy version, and its checksum. Raises ConfigError."""
     entries = [entry for entry in store.versions() if entry.version == version]
     if not entries:
         raise ConfigError(f"version must have been published by this run, got {version}.")
@@ -79,12 +79,12 @@ def explain_version(store: Store, version: int) -> None:
         console.print(f"version {version}: {origin}, checksum {entry.checksum}")
 
 
-def _peculiarities(entry: StepEntry) -> list[str]:
-    """What is not so in a run that trains on each group of its own once."""
-    again = [group_id for group_id, reused in zip(entry.group_ids, entry.reused, strict=False) if reused]
-    weighed = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
-    told = (("used again", again), ("losses weighed", weighed), ("mixed in", entry.mixed_group_ids))
-    return [f"{what}: {', '.join(groups)}" for what, groups in told if groups]
+def _deviations(entry: StepEntry) -> list[str]:
+    """List reused groups, weighted losses and groups of other archives: what a plain run does not have."""
+    reused = [group_id for group_id, is_reused in zip(entry.group_ids, entry.reused, strict=False) if is_reused]
+    weighted = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
+    lines = (("used again", reused), ("losses weighted", weighted), ("mixed in", entry.mixed_group_ids))
+    return [f"{label}: {', '.join(groups)}" for label, groups in lines if groups]
 
 
 def _weights_of_step(store: Store, step: int) -> str:

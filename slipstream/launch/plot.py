@@ -40,7 +40,7 @@ RATES = {
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw the curve of a run; returns where it was written. Raises ConfigError when there is nothing to draw."""
+    """Draw the curves of a run and return the path of the picture. Raises ConfigError when the run made no step."""
     rows = read_metrics(run_dir / "metrics.jsonl")
     target = run_dir / "curve.png"
     with mpl.rc_context(STYLE):
@@ -50,7 +50,7 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def read_metrics(path: Path) -> Rows:
-    """The rows of a run in order. A last line cut short by a crash is left out. Raises ConfigError."""
+    """Read the rows of a run in order, without a last line that a crash cut short. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"{path} must exist to be plotted: name the folder of a run that has made a step.")
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
@@ -61,12 +61,12 @@ def read_metrics(path: Path) -> Rows:
 
 
 def draw(rows: Rows, *, title: str) -> Figure:
-    """Accuracy over steps and over seconds above, reward, lag, mismatch and speed below."""
+    """Draw accuracy over steps and over seconds above, reward, lag, mismatch and speed below."""
     figure = Figure(figsize=(14, 6.8), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
     grid = figure.add_gridspec(2, 4)
     by_step, by_time = figure.add_subplot(grid[0, :2]), figure.add_subplot(grid[0, 2:])
-    reward, lag, mismatch, speed = (figure.add_subplot(grid[1, place]) for place in range(4))
+    reward, lag, mismatch, speed = (figure.add_subplot(grid[1, column]) for column in range(4))
     _draw_accuracy(by_step, rows, over="step")
     _draw_accuracy(by_time, rows, over="time_s")
     _draw_reward(reward, rows)
@@ -80,16 +80,16 @@ def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
     axes.set(ylim=(0, 1.02), xlabel={"step": "step", "time_s": "seconds"}[over])
     axes.set_title({"step": "Held-out accuracy by step", "time_s": "Held-out accuracy by time"}[over])
     for key, (label, colour) in ACCURACY.items():
-        places, values = _series(rows, key, over)
+        positions, values = _series(rows, key, over)
         name = f"{label}, {values[-1]:.3f} at the end" if values else label
-        axes.plot(places, values, color=colour, marker="o", markersize=3.5, label=name)
+        axes.plot(positions, values, color=colour, marker="o", markersize=3.5, label=name)
     axes.legend(loc="lower right")
 
 
 def _draw_reward(axes: Axes, rows: Rows) -> None:
-    places, values = _series(rows, "learner/reward_mean", "step")
-    axes.plot(places, values, color=GREY, alpha=0.4, linewidth=1)
-    axes.plot(places, running_mean(values, width=10), color=GREEN)
+    positions, values = _series(rows, "learner/reward_mean", "step")
+    axes.plot(positions, values, color=GREY, alpha=0.4, linewidth=1)
+    axes.plot(positions, running_mean(values, width=10), color=GREEN)
     axes.set(title="Reward, and its mean of 10 steps", xlabel="step")
 
 
@@ -103,11 +103,11 @@ def _draw_lag(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_mismatch(axes: Axes, rows: Rows) -> None:
-    """Lines above each other are staleness; the line of lag 0 is the engines' difference alone."""
+    # The distance of the curves shows staleness; lag 0 shows the difference between the engines alone.
     buckets = sorted({match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}, key=_first_lag)
     for bucket, colour in zip(buckets, SHADES, strict=False):
-        places, values = _series(rows, f"learner/by_lag/{bucket}/mismatch_k3", "step")
-        axes.plot(places, values, color=colour, linewidth=1.2, label=bucket)
+        positions, values = _series(rows, f"learner/by_lag/{bucket}/mismatch_k3", "step")
+        axes.plot(positions, values, color=colour, linewidth=1.2, label=bucket)
     axes.set(title="Mismatch k3 by lag, nats", xlabel="step")
     if buckets:
         axes.set_yscale("log", nonpositive="mask")
@@ -115,7 +115,7 @@ def _draw_mismatch(axes: Axes, rows: Rows) -> None:
 
 
 def _first_lag(bucket: str) -> int:
-    """Of a bucket such as 4-7 or 16+."""
+    """Parse the first lag of a bucket such as 4-7 or 16+."""
     return int(re.split("[-+]", bucket)[0])
 
 
@@ -129,9 +129,9 @@ def _draw_rates(axes: Axes, rows: Rows) -> None:
 
 
 def _series(rows: Rows, key: str, over: str) -> tuple[list[float], list[float]]:
-    """Where `key` is present: its places on the x axis and its values."""
+    """Positions on the x axis and values of a metric, of the rows that have it."""
     points = [(row[over], row[key]) for row in rows if row.get(key) is not None]
-    return [place for place, _ in points], [value for _, value in points]
+    return [position for position, _ in points], [value for _, value in points]
 
 
 def running_mean(values: list[float], *, width: int) -> list[float]:

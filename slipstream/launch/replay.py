@@ -1,13 +1,13 @@
-"""The replay: training again on what an earlier run has stored, in the batches in which that run trained on it.
+"""The replay: training on the trajectories of a stored run, in the batches in which that run trained on them.
 
-    python run_async.py experiment=digits_replay replay.path=runs/mine/archive
-    python run_async.py experiment=digits_replay replay.path=... learner.num_ranks=2 learner/engine=deepspeed_zero2
-    python run_async.py experiment=digits_replay replay.path=... replay.rescore=my_rewards:strict
+    slipstream run experiment=digits_replay replay.path=runs/mine/archive
+    slipstream run experiment=digits_replay replay.path=... learner.num_ranks=2 learner/engine=deepspeed_zero2
+    slipstream run experiment=digits_replay replay.path=... replay.rescore=my_rewards:strict
 
-The learner of the serial run over a store filled from an archive, on one rank or several. No training prompt is
-leased; the in-process generator answers held-out prompts alone, so that a replay has accuracies. With the settings, the
-seed and the initial weights of the run that was stored, its batches come again bit for bit, and so do the losses of a
-serial one; another algorithm shows what it would have made of the same data.
+Consists of the serial run over a store that is filled from an archive, on one rank or several. No training prompt is
+leased; the in-process generator answers held-out prompts only, so that a replay has accuracies. With the settings, the
+seed and the initial weights of the stored run its batches repeat bit for bit, and so do the losses of a serial run;
+another algorithm shows its effect on the same data.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
-from slipstream.launch.replay_plan import ReplayPlan, plan_replay
+from slipstream.launch.replay_plan import plan_replay
 from slipstream.launch.serial import run_serial
 from slipstream.learner.build import build_rank_group, choose_device
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
@@ -50,21 +50,95 @@ from slipstream.runtime.run_folder import RunFolder
 log = structlog.get_logger(__name__)
 
 
-# @@ Rescoring: the rewards of stored trajectories, computed again by another reward function.
-#
-# What the function sees is what it saw, or would have seen, when the trajectory was made: the prompt's row of the
-# training data, and the response decoded by the model's tokenizer.
-_AT_ONCE = 1024
-"""Trajectories whose texts are in memory together."""
+_STOP_TIMEOUT_S = 6.0
+"""Time for the ranks to end before they are killed."""
+
+
+def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
+    """Train from beginning to end, in this process or, with several ranks, in processes of their own.
+
+    Raises ConfigError, ArchiveError, LearnerError.
+    """
+    if run.learner.num_ranks == 1:
+        _run_rank_0(run, folder, rendezvous=None)
+    else:
+        _run_ranks(run, overrides)
+
+
+def _run_ranks(run: RunConfig, overrides: list[str]) -> None:
+    raise_on_stop_signal()
+    variables = os.environ | {LAUNCHER_VARIABLE: str(os.getpid())}
+    ranks = subprocess.Popen([sys.executable, "-m", "slipstream.launch.replay", *overrides], env=variables)
+    try:
+        # Needs no deadline: every collective of the ranks has one.
+        code = ranks.wait()
+    finally:
+        ranks.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            ranks.wait(timeout=_STOP_TIMEOUT_S)
+        ranks.kill()
+    if code:
+        raise RankGroupError(
+            f"all {run.learner.num_ranks} learner ranks must succeed, got exit code {code}: their messages are above."
+        )
+
+
+@fail_cleanly(ReplayBufferError, GeneratorError, LearnerError)
+def main(overrides: list[str]) -> None:
+    """Run as one rank; without the environment of one, start all ranks."""
+    die_with_launcher()
+    run = load(overrides)
+    if "RANK" not in os.environ:
+        launch_ranks("slipstream.launch.replay", overrides, num_ranks=run.learner.num_ranks)
+    raise_on_stop_signal()
+    rank = int(os.environ["RANK"])
+    configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
+    if rank == 0:
+        _run_rank_0(run, RunFolder(run), rendezvous="env://")
+    else:
+        _run_other_rank(run, rank=rank)
+    exit_rank()
+
+
+def _run_rank_0(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) -> None:
+    plan = plan_replay(run)
+    groups = plan.groups
+    if run.replay.reward is not None:
+        prompting = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
+        groups = rescore(groups, run.replay.reward, prompts=Dataset(run.data.train_path), prompting=prompting)
+
+    def fill(store: MemoryStore) -> None:
+        store.load(groups, samples=plan.samples)
+
+    run_serial(run, folder, prepare_store=fill, device=_device(run), rendezvous=rendezvous)
+
+
+def _run_other_rank(run: RunConfig, *, rank: int) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank, rendezvous="env://").worker_loop()
+
+
+def _device(run: RunConfig) -> torch.device:
+    """Choose the device of this rank, and tell DeepSpeed through the environment."""
+    device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    os.environ.update(deepspeed_environment(device))
+    return device
+
+
+# --- rescoring -------------------------------------------------------------------------------------------------------
+_MAX_DECODED = 1024
+"""Trajectories whose texts are in memory at the same time."""
 
 
 def rescore(
     groups: list[FinishedGroup], reward: RewardConfig, *, prompts: Dataset, prompting: PromptEncoder
 ) -> list[FinishedGroup]:
-    """The same groups with new rewards; one whose function fails has a reward that says so, and is masked in training.
+    """Score the trajectories of `groups` again, as if by `reward` when they were made.
 
-    Blocks until all are scored: at most `reward.timeout_s` for each call. Raises ConfigError for a function that cannot
-    be imported, and for a trajectory whose prompt is not among `prompts`.
+    A trajectory on which the function fails gets a reward with that status and is masked in training. Blocks at most
+    `reward.timeout_s` for each call. Raises ConfigError for a function that cannot be imported, and for a trajectory
+    whose prompt is not among `prompts`.
     """
     rows = {row.uid: row for row in prompts}
     return asyncio.run(_rescore(groups, reward, rows, prompting))
@@ -79,8 +153,8 @@ async def _rescore(
     try:
         for chunk in _chunks(groups):
             members = [[unpack(payload) for payload in group.payloads] for group in chunk]
-            questions = [_question(member, rows, prompting) for group in members for member in group]
-            rewards = iter(await asyncio.gather(*map(pool.score, questions)))
+            inputs = [_reward_input(member, rows, prompting) for group in members for member in group]
+            rewards = iter(await asyncio.gather(*map(pool.score, inputs)))
             for group, trajectories in zip(chunk, members, strict=True):
                 pairs = [(trajectory, next(rewards)) for trajectory in trajectories]
                 statuses.update(new.status for _, new in pairs)
@@ -92,11 +166,11 @@ async def _rescore(
 
 
 def _chunks(groups: list[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
-    size = max(1, _AT_ONCE // max(1, len(groups[0].payloads))) if groups else 1
+    size = max(1, _MAX_DECODED // max(1, len(groups[0].payloads))) if groups else 1
     return (groups[start : start + size] for start in range(0, len(groups), size))
 
 
-def _question(trajectory: Trajectory, rows: Mapping[str, Row], prompting: PromptEncoder) -> RewardInput:
+def _reward_input(trajectory: Trajectory, rows: Mapping[str, Row], prompting: PromptEncoder) -> RewardInput:
     row = rows.get(trajectory.prompt_uid)
     if row is None:
         raise ConfigError(
@@ -118,85 +192,6 @@ def _question(trajectory: Trajectory, rows: Mapping[str, Row], prompting: Prompt
 def _with_rewards(group: FinishedGroup, pairs: list[tuple[Trajectory, Reward]]) -> FinishedGroup:
     payloads = [encode(msgspec.structs.replace(trajectory, reward=reward)) for trajectory, reward in pairs]
     return msgspec.structs.replace(group, payloads=payloads)
-
-
-_STOP_TIMEOUT_S = 6.0
-
-
-def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    """Train from beginning to end: in this process, or with several ranks in processes of their own.
-
-    Raises ConfigError, ArchiveError, LearnerError.
-    """
-    if run.learner.num_ranks == 1:
-        _lead(run, folder, rendezvous=None)
-    else:
-        _run_ranks(run, overrides)
-
-
-def _run_ranks(run: RunConfig, overrides: list[str]) -> None:
-    """Each collective of the ranks has a deadline, so that this ends."""
-    raise_on_stop_signal()
-    variables = os.environ | {LAUNCHER_VARIABLE: str(os.getpid())}
-    ranks = subprocess.Popen([sys.executable, "-m", "slipstream.launch.replay", *overrides], env=variables)
-    try:
-        code = ranks.wait()
-    finally:
-        ranks.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            ranks.wait(timeout=_STOP_TIMEOUT_S)
-        ranks.kill()
-    if code:
-        raise RankGroupError(
-            f"all {run.learner.num_ranks} learner ranks must end well, got exit code {code}: see above."
-        )
-
-
-@fail_cleanly(ReplayBufferError, GeneratorError, LearnerError)
-def main(overrides: list[str]) -> None:
-    """One rank of a replay; as none, all of them, for `run_async.py`."""
-    die_with_launcher()
-    run = load(overrides)
-    if "RANK" not in os.environ:
-        launch_ranks("slipstream.launch.replay", overrides, num_ranks=run.learner.num_ranks)
-    raise_on_stop_signal()
-    rank = int(os.environ["RANK"])
-    configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
-    if rank == 0:
-        _lead(run, RunFolder(run), rendezvous="env://")
-    else:
-        _follow(run, rank=rank)
-    exit_rank()
-
-
-def _lead(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) -> None:
-    plan = plan_replay(run)
-    groups = _rescored(run, plan)
-
-    def fill(store: MemoryStore) -> None:
-        store.load(groups, samples=plan.samples)
-
-    run_serial(run, folder, prepare_store=fill, device=_device(run), rendezvous=rendezvous)
-
-
-def _rescored(run: RunConfig, plan: ReplayPlan) -> list[FinishedGroup]:
-    if run.replay.reward is None:
-        return plan.groups
-    prompting = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
-    return rescore(plan.groups, run.replay.reward, prompts=Dataset(run.data.train_path), prompting=prompting)
-
-
-def _follow(run: RunConfig, *, rank: int) -> None:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    build_rank_group(run, folder=RunFolder(run), device=_device(run), rank=rank, rendezvous="env://").worker_loop()
-
-
-def _device(run: RunConfig) -> torch.device:
-    """This rank's, which DeepSpeed is told of."""
-    device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    os.environ.update(deepspeed_environment(device))
-    return device
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a replay trains on: the groups of an archive, and which of them each step claims."""
+"""The plan of a replay: the groups of an archive, and the groups that each step claims."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -16,33 +16,40 @@ from slipstream.configs.run import RunConfig
 
 
 class ReplayPlan(Record):
-    """Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], samples={1: Sample(["17", "12"], ...), ...})."""
+    """The training data of a replay.
+
+    Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], samples={1: Sample(["17", "12"], ...), ...})
+    """
 
     groups: list[FinishedGroup]
-    """By the step that trained on them first; those no step is known of come last, in the order archived."""
+    """In the order in which steps trained on them first; groups of no known step come last, in the order archived."""
     samples: dict[int, Sample]
-    """What the ledger says the steps claimed; empty where groups are claimed in their order."""
+    """Step -> its claim according to the ledger; empty when groups are claimed in the order of `groups`."""
 
 
 def plan_replay(run: RunConfig) -> ReplayPlan:
     """Read the archive that the run replays.
 
-    The ledger's batches when its steps are as large as the replay's, else the same groups in the same order.
-    Raises ArchiveError; ConfigError when the archive holds too little.
+    Steps repeat the batches of the ledger when these are as large as a step of the replay; otherwise they claim the
+    same groups in the same order. Raises ArchiveError; ConfigError when the archive holds too few steps.
     """
     archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
     groups, steps = stored_groups(archive), Archive(archive).steps()
     if any(len(entry.group_ids) != per_step for entry in steps):
         steps = []
     num_steps = len(steps) or len(groups) // per_step
-    _check_suffices(archive, num_steps, wanted=run.learner.max_steps, num_groups=len(groups))
-    wanted = steps[: run.learner.max_steps]
-    _check_whole(archive, wanted, groups)
-    return ReplayPlan(groups, samples={entry.step: _sample(entry) for entry in wanted})
+    if run.learner.max_steps > num_steps:
+        raise ConfigError(
+            f"learner.max_steps must be <= {num_steps} to replay {archive}, got {run.learner.max_steps}: it holds "
+            f"{len(groups)} groups and {num_steps} steps."
+        )
+    replayed = steps[: run.learner.max_steps]
+    _check_complete(archive, replayed, groups)
+    return ReplayPlan(groups, samples={entry.step: _sample(entry) for entry in replayed})
 
 
 def stored_groups(archive: Path) -> list[FinishedGroup]:
-    """The groups that were trained on, or brought from elsewhere to be. Raises ArchiveError."""
+    """Return the retired groups: trained on by the stored run, or imported. Raises ArchiveError."""
     rows = Archive(archive).read(TrajectoryFilter(outcome="retired"))
     groups = []
     for group_id, members in groupby(rows, key=lambda stored: stored.trajectory.group_id):
@@ -57,22 +64,14 @@ def _sample(entry: StepEntry) -> Sample:
     return Sample(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
 
 
-def _check_suffices(archive: Path, num_steps: int, *, wanted: int, num_groups: int) -> None:
-    if wanted > num_steps:
-        raise ConfigError(
-            f"learner.max_steps must be <= {num_steps} to replay {archive}, got {wanted}: it holds {num_groups} groups "
-            f"and {num_steps} steps."
-        )
-
-
-def _check_whole(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
-    """A batch that lacks a trajectory would be another batch."""
+def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
+    """Raise ArchiveError when a trajectory of a batch is missing: the step would train on another batch."""
     stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
     for entry in steps:
         for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):
             if stored.get(group_id) != names:
                 raise ArchiveError(
                     f"{archive} must hold what step {entry.step} of its ledger trained on, {', '.join(names)}, got "
-                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `python -m buffer verify {archive}` "
-                    "tells what else is missing."
+                    f"{', '.join(stored.get(group_id, [])) or 'none of them'}: `slipstream data verify {archive}` "
+                    "lists what else is missing."
                 )

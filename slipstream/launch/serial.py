@@ -1,9 +1,9 @@
 """The serial run: all roles in one process, one call after the other, deterministic.
 
-The same router, generator, publisher and learner as in an asynchronous run, over the in-memory twins of channel, store
-and weight transport. Whenever the learner waits, the pump turns once: the learner's link, the router, the generator's
-link, then the generator's asyncio tasks, always in this order. Time, wherever a decision depends on it, is a count of
-turns. So one seed gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
+Router, generator, publisher and learner are those of an asynchronous run, over the in-memory twins of channel, store
+and weight transport. Whenever the learner waits, the pump takes one turn: the learner's client, the router, the
+generator's client, then the generator's asyncio tasks, always in this order. Time, wherever a decision depends on it,
+is a count of turns. One seed therefore gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
 """
 
 import asyncio
@@ -35,26 +35,24 @@ from slipstream.runtime.run_folder import RunFolder
 _CPU = torch.device("cpu")
 _SECONDS_PER_TURN = 0.001
 _TASK_ROUNDS_PER_TURN = 16
-"""Enough for a task that was just woken to pass its result on within the same turn."""
+"""Enough rounds of the loop for a woken task to pass its result on within the same turn."""
 
 
 class TurnClock:
-    """Seconds that pass only when the pump turns."""
+    """Logical clock: time passes only when the pump takes a turn."""
 
     def __init__(self) -> None:
         self._now = 0.0
 
     def __call__(self) -> float:
-        """Seconds so far."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
         self._now += seconds
 
 
 class SerialPeer:
-    """A role's link and what it received, without a thread."""
+    """The broker client of a role, stepped by the pump instead of a thread, with its received messages."""
 
     def __init__(self, hub: MemoryBroker, role: str, clock: TurnClock) -> None:
         self.member = Member(f"{role}-0", "serial")
@@ -67,7 +65,10 @@ class SerialPeer:
 
 
 class Pump:
-    """Turns the broker and the generator while the learner waits. Also the learner's Inbox."""
+    """Runs broker and generator whenever the learner waits. Fulfils the learner's Inbox.
+
+    Life: start -> (turn | get)* -> stop -> close.
+    """
 
     def __init__(self, *, clock: TurnClock, router: Router, learner: SerialPeer, generator: SerialPeer) -> None:
         self._clock = clock
@@ -79,13 +80,13 @@ class Pump:
         self._running: asyncio.Task[None] | None = None
 
     def start(self, generator: Generator) -> None:
-        """From now on every turn gives this generator its time."""
+        """Run this generator in every turn from now on."""
         self._generator = generator
         self._peer.board.set_source(generator.status)
         self._running = self._loop.create_task(generator.run())
 
     def turn(self) -> None:
-        """Everybody once. Raises what the generator raised."""
+        """Step every role once. Raises what the generator raised."""
         self._clock.advance(_SECONDS_PER_TURN)
         self._learner.link.step(timeout_s=0)
         self._router.step(timeout_s=0)
@@ -95,7 +96,7 @@ class Pump:
             self._running.result()
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """The learner's next message; one turn when there is none and it is willing to wait."""
+        """Return the learner's next message, after one turn when there is none and `timeout_s` > 0."""
         if not self._learner.received and timeout_s > 0:
             self.turn()
         return self._learner.received.popleft() if self._learner.received else None
@@ -109,7 +110,7 @@ class Pump:
         self._loop.close()
 
     def close(self) -> None:
-        """Let the generator go, wherever it is. Nothing after `stop`."""
+        """Cancel the generator; does nothing after `stop`."""
         if self._running and not self._loop.is_closed():
             self._running.cancel()
             self._loop.run_until_complete(asyncio.wait([self._running]))
@@ -132,10 +133,12 @@ def run_serial(
     device: torch.device = _CPU,
     rendezvous: str | None = None,
 ) -> None:
-    """Train from beginning to end in this process; `prepare_store` may fill the run's store before anybody asks it.
+    """Train from beginning to end in this process.
 
-    `device` and `rendezvous` are of the learner's rank 0, which this process is.
+    `prepare_store` may fill the store before a role uses it. `device` and `rendezvous`: of the learner's rank 0, which
+    this process is; other ranks join by the rendezvous.
     """
+    # With several threads, sums depend on how they share the work.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()

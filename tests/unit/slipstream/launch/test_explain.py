@@ -40,7 +40,7 @@ def test_a_step_names_its_trajectories_and_the_weights_after_it(capsys):
         assert part in told
 
 
-def test_a_step_tells_what_was_used_again_weighed_or_mixed_in(capsys):
+def test_a_step_lists_groups_that_were_reused_weighted_or_mixed_in(capsys):
     store = make_store()
     store.roll_back(to_step=0, to_version=0)
     claim = store.claim(step=1, num_groups=1, version=0, rules=SamplingRules(), lease_s=60)
@@ -49,7 +49,7 @@ def test_a_step_tells_what_was_used_again_weighed_or_mixed_in(capsys):
     store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), **names))
     explain_step(store, 1)
     told = capsys.readouterr().out
-    for line in ("used again: 0\n", "losses weighed: 0 x 0.5\n", "mixed in: 8, 9\n"):
+    for line in ("used again: 0\n", "losses weighted: 0 x 0.5\n", "mixed in: 8, 9\n"):
         assert line in told
 
 
