@@ -131,7 +131,7 @@ def unknown_key(key: str) -> str:
     """Sentence that refuses `key` and names the key meant, the variants that have it, or the keys beside it."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
-        return f"unknown key {key}: only {' and '.join(sorted(owners))} has it."
+        return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
     if found := nearest_key(key):
         return f"unknown key {key}; did you mean {found}?"
     return f"unknown key {key}; {_siblings(key)}."

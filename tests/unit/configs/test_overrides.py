@@ -42,7 +42,7 @@ def test_an_unknown_key_that_is_like_no_other_lists_those_beside_it() -> None:
 
 def test_a_key_of_another_variant_names_the_variant() -> None:
     message = refusal("learner/engine=torch learner.engine.zero_stage=1")
-    assert message == "unknown key learner.engine.zero_stage: only learner/engine=deepspeed has it."
+    assert message == "unknown key learner.engine.zero_stage: it belongs to learner/engine=deepspeed."
 
 
 @pytest.mark.parametrize(
