@@ -175,7 +175,7 @@ class Generator:
         if self._state != "draining":
             self._state, self._reason = state, reason
         self.wake()
-        self._client.report()
+        self._client.send_status()
 
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:

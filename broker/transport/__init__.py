@@ -1,1 +1,1 @@
-"""Transport of messages between the broker and its peers: ZeroMQ and in memory."""
+"""Message transport between the broker and its peers, over ZeroMQ and in memory."""

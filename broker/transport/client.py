@@ -1,7 +1,7 @@
-"""BrokerClient: a peer's end of the protocol, kept joined through losses of the broker.
+"""BrokerClient: a peer's end of the protocol, which rejoins by itself after a loss of the broker.
 
-Consumes: messages from the broker, messages and trajectories from its own role.
-Produces: Hello until Welcome, Pong for every Ping, every trajectory until its Ack.
+Consumes: messages from the broker; messages and trajectories from its own role.
+Produces: Hello until Welcome, a Pong for every Ping, each trajectory until its Ack.
 Waits for: nothing; `step` returns within its timeout.
 Invariant: a trajectory leaves the outbox only by Ack or fatal Nack.
 """
@@ -40,32 +40,27 @@ from slipstream.buffer.trajectory import Record, TrajectoryHeader
 from slipstream.configs.broker import BROKER_SILENCE_S
 from slipstream.runtime.clock import Clock
 
-_HELLO_EVERY_S = 1.0
-_REASON_CHARACTERS = 1000
+_HELLO_INTERVAL_S = 1.0
+_MAX_REASON_LENGTH = 1000
 
 log = structlog.get_logger(__name__)
 
 
 class PeerStatus(Record):
-    """What a Pong says of its sender."""
+    """Contents of the next Pong; the fields are those of Pong."""
 
     state: str
-    """Pong.state."""
     version: int = -1
-    """Pong.version."""
     reason: str = ""
-    """Pong.reason."""
     gauges: dict[str, Any] = {}
-    """Pong.gauges."""
     lease_ids: list[str] = []
-    """Pong.lease_ids."""
 
 
 class BrokerClient:
-    """Session or joining. `step` belongs to one thread (BrokerClientThread, or the serial run's), the rest to any.
+    """`step` and `close` belong to one thread (BrokerClientThread, or the serial run's); the rest may be called by any.
 
-    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After a silence of `BROKER_SILENCE_S` it connects
-    anew; each Welcome sends the outbox again, which the store's idempotent insert makes safe.
+    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` without a message it
+    reconnects. Each new Welcome resends the outbox, which is safe because the store's insert is idempotent.
     """
 
     def __init__(
@@ -78,7 +73,7 @@ class BrokerClient:
         on_end: Callable[[ClientDiedError], None] = lambda _: None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`on_end` hears when nobody will speak for this link any more."""
+        """`on_end` is called if the thread that steps this client dies."""
         self._channel = channel
         self._hello = hello
         self._status = status
@@ -89,38 +84,37 @@ class BrokerClient:
         self._next_hello_at = clock()
         self._welcomed = threading.Event()
         self._order: Message | None = None
-        self._order_may_be_lost = False
+        self._order_needs_resend = False
         self.outbox = Outbox(clock=clock)
-        """Trajectories the store does not have yet."""
         self.welcome: Welcome | None = None
-        """The newest Welcome."""
+        """Newest Welcome; None before the first."""
         self.refusal: str = ""
-        """Why the broker will not have us; empty while it may."""
+        """Reason of the broker's rejection; empty without one."""
 
     @property
     def is_joined(self) -> bool:
-        """Whether the broker knows us, as far as we know."""
+        """Whether a Welcome was received and the connection has not been lost since."""
         return self._welcomed.is_set()
 
     def send(self, message: Message) -> None:
-        """Queue a message; lost if the broker dies before passing it on, but for orders about weights, said again."""
+        """Queue a message. It is lost if the broker dies before relaying it, except for weight orders, which are resent."""
         if isinstance(message, OpenEpoch | Update):
-            self._order, self._order_may_be_lost = message, False
+            self._order, self._order_needs_resend = message, False
         self._channel.send([encode(message)])
         self._channel.wake()
 
     def put(self, header: TrajectoryHeader, payload: bytes) -> None:
-        """Take a finished trajectory into the outbox; it is sent while there is credit, again until acknowledged."""
+        """Add a finished trajectory to the outbox, which sends it within the credit, and again until acknowledged."""
         self.outbox.add(header, payload)
         self._channel.wake()
 
-    def report(self) -> None:
-        """Tell the broker our status now, without waiting for its Ping."""
+    def send_status(self) -> None:
+        """Send a Pong now, without waiting for a Ping."""
         if self.is_joined:
             self.send(self._pong(sent_at=-1.0))
 
     def step(self, *, timeout_s: float) -> None:
-        """Say Hello when due, send what credit allows, handle what has arrived; blocks at most `timeout_s`."""
+        """Send Hello if due and the outbox within its credit, handle received messages; blocks at most `timeout_s`."""
         self._stay_joined()
         self._send_outbox()
         frames = self._channel.receive(timeout_s=timeout_s)
@@ -131,16 +125,16 @@ class BrokerClient:
         self._send_outbox()
 
     def close(self, *, reason: str = "") -> None:
-        """Say Bye, with the reason of a role that cannot go on, and let go."""
+        """Send Bye, with the error that ends the role if there is one, and close the channel."""
         try:
             if self.is_joined:
-                self._channel.send([encode(Bye(reason[:_REASON_CHARACTERS]))])
+                self._channel.send([encode(Bye(reason[:_MAX_REASON_LENGTH]))])
                 self._channel.receive(timeout_s=0)
         finally:
             self._channel.close()
 
-    def be_refused(self, refuse: Refuse) -> None:
-        """The broker will not have us, or cannot be understood: the role hears it and ends."""
+    def handle_refusal(self, refuse: Refuse) -> None:
+        """Stop joining and pass the refusal to the role, which ends with it."""
         self.refusal = refuse.reason
         self._on_message(refuse)
 
@@ -150,45 +144,49 @@ class BrokerClient:
             self._welcomed.clear()
             self._channel.reconnect()
         if not self.is_joined and not self.refusal and now >= self._next_hello_at:
-            self._next_hello_at = now + _HELLO_EVERY_S
+            self._next_hello_at = now + _HELLO_INTERVAL_S
             self._channel.send([encode(self._hello)])
 
     def _send_outbox(self) -> None:
         if self.is_joined:
-            for chunk in chunks(self.outbox.take_sendable()):
+            for chunk in chunks(self.outbox.pop_sendable()):
                 put = Put([header for header, _ in chunk])
                 self._channel.send([encode(put), *(payload for _, payload in chunk)])
 
     def _handle(self, frames: Frames) -> None:
-        message = _read(frames)
+        message = _decode(frames)
         match message:
             case Ping(sent_at=sent_at):
                 self._channel.send([encode(self._pong(sent_at=sent_at))])
             case Ack(ids=ids):
                 self.outbox.acknowledge(ids)
             case Welcome():
-                self._enter(message)
-            case Bye() if self.is_joined:  # from a broker that does not know us: one that was started again
+                self._accept_welcome(message)
+            case Bye() if self.is_joined:
+                # The broker restarted and does not know this peer: say Hello at once.
                 self._welcomed.clear()
                 self._next_hello_at = self._clock()
             case Refuse():
-                self.be_refused(message)
+                self.handle_refusal(message)
             case Nack():
                 self.outbox.reject(message)
                 self._on_message(message)
-            case Members() if self._order_may_be_lost and self._order:
-                # To whoever is back by now. The learner's own thread cannot: it waits inside the broadcast.
+            case Members() if self._order_needs_resend and self._order:
+                # The order may have died with the previous broker, so it is repeated to the members that are back. The
+                # learner's own thread cannot do that: it is blocked in the broadcast. A generator that has carried the order
+                # out already only repeats its answer.
                 self._channel.send([encode(self._order)])
                 self._on_message(message)
             case Bye():
-                return
+                return  # repeated: Hello is under way
             case _:
                 self._on_message(message)
 
-    def _enter(self, welcome: Welcome) -> None:
+    def _accept_welcome(self, welcome: Welcome) -> None:
+        # Several Hellos were queued while the broker was away: only the first answer to them starts anything.
         if self.is_joined and self.welcome and self.welcome.broker_incarnation == welcome.broker_incarnation:
             return
-        self._order_may_be_lost = self.welcome is not None
+        self._order_needs_resend = self.welcome is not None
         self.welcome = welcome
         self.outbox.set_credit(messages=welcome.credit_messages, size_bytes=welcome.credit_bytes)
         self.outbox.resend_all()
@@ -208,17 +206,17 @@ class BrokerClient:
         )
 
 
-def _read(frames: Frames) -> Message:
-    """Raises RefusedByBrokerError."""
+def _decode(frames: Frames) -> Message:
+    """Decode a message of the broker. Raises RefusedByBrokerError."""
     try:
         message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
     except RecordRefusedError as refusal:
-        # A newer broker's refusal may hold more than we know of, but its reason is for people.
+        # A newer broker's Refuse may have unknown fields; its reason is worth showing all the same.
         if refuse := decode_header(frames, RefuseHeader):
             return Refuse(refuse.reason)
         raise RefusedByBrokerError(
-            f"the broker must speak this version's language, got something that is {refusal}: run the same version of "
-            "Slipstream on both sides, and look what listens at its address."
+            f"the broker must speak this version's protocol, got a message that is {refusal}: run the same version of "
+            "Slipstream on both sides, and check which program listens at broker.address."
         ) from refusal
     return message
 
@@ -226,45 +224,48 @@ def _read(frames: Frames) -> Message:
 class BrokerClientThread:
     """Steps a BrokerClient on a thread of its own, so that a busy role still answers pings."""
 
-    def __init__(self, link: BrokerClient) -> None:
-        self._link = link
+    def __init__(self, client: BrokerClient) -> None:
+        self._client = client
         self._reason = ""
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="broker-client", daemon=True)
         self.error: BaseException | None = None
-        """What ended the thread, if it ended by itself."""
+        """Error that ended the thread; None while it runs or after `stop`."""
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
-        """Give the outbox `flush_s` seconds to empty, say Bye, end; blocks no longer than that plus a second.
+        """Flush the outbox for at most `flush_s`, send Bye and end the thread; blocks at most one second longer.
 
-        `reason` is what the broker hears of a role that cannot go on.
+        `reason`: the error that ends the role, for the broker; empty for a regular departure.
         """
         self._reason = reason
-        ends_at = time.monotonic() + flush_s
+        deadline = time.monotonic() + flush_s
         while (
-            self._thread.is_alive() and self._link.is_joined and len(self._link.outbox) and time.monotonic() < ends_at
+            self._thread.is_alive()
+            and self._client.is_joined
+            and len(self._client.outbox)
+            and time.monotonic() < deadline
         ):
             self._thread.join(timeout=0.02)
         self._stopping.set()
         self._thread.join(timeout=1.0)
         if self.error and not self._thread.is_alive():
-            # Left open, so that the role could still be told and speak; a socket that nobody closes keeps a process.
+            # A failed thread leaves the channel open so that the role can still send. It has to be closed here: an open
+            # ZeroMQ context blocks the exit of the process.
             with suppress(ChannelClosedError):
-                self._link.close(reason=reason)
+                self._client.close(reason=reason)
 
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._link.step(timeout_s=0.2)
-            self._link.close(reason=self._reason)
+                self._client.step(timeout_s=0.2)
+            self._client.close(reason=self._reason)
         except RefusedByBrokerError as refusal:
             self.error = refusal
-            self._link.be_refused(Refuse(str(refusal)))
+            self._client.handle_refusal(Refuse(str(refusal)))
         except Exception as error:
-            log.error("link_died", exc_info=error)
-            self.error = ClientDiedError(f"the link to the broker ended: {type(error).__name__}: {error}")
-            self._link.on_end(self.error)
+            log.error("broker_client_died", exc_info=error)
+            self.error = ClientDiedError(f"the broker client ended: {type(error).__name__}: {error}")
+            self._client.on_end(self.error)

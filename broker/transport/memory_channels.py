@@ -1,7 +1,7 @@
-"""Channels inside one process: deques with the contract of the ZeroMQ ones. For the serial mode and for tests.
+"""In-memory channels: deques with the contract of the ZeroMQ channels, for the serial mode and for tests.
 
-By default a `receive` does not wait: in a single thread nothing could arrive meanwhile, so `timeout_s` is ignored and
-None comes at once. The channels of `MemoryBroker.threaded()` wait for other threads, at most `timeout_s`.
+By default `receive` ignores `timeout_s` and returns None at once: within a single thread nothing could arrive while it
+waits. The channels of `MemoryBroker.threaded()` wait for other threads, at most `timeout_s`.
 """
 
 import threading
@@ -14,31 +14,31 @@ from slipstream.broker.transport.channels import Frames
 
 
 class MemoryBroker:
-    """The hub: at most one server, any number of clients."""
+    """Hub of at most one server and any number of clients."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.clients: dict[bytes, MemoryClientChannel] = {}
-        self.listener: MemoryServerChannel | None = None
+        self.server_channel: MemoryServerChannel | None = None
         self._is_threaded = False
 
     @classmethod
     def threaded(cls) -> "MemoryBroker":
-        """A hub whose channels wait for other threads, as the ZeroMQ ones do."""
+        """Create a hub whose channels wait for other threads, as the ZeroMQ channels do."""
         hub = cls()
         hub._is_threaded = True
         return hub
 
     def server(self) -> "MemoryServerChannel":
-        """The broker's end. Raises ChannelClosedError while another is open."""
+        """Open the broker's end. Raises ChannelClosedError while another is open."""
         return MemoryServerChannel(self)
 
     def client(self) -> "MemoryClientChannel":
-        """A peer's end; the server need not be there."""
+        """Open a peer's end; no server need be open."""
         return MemoryClientChannel(self)
 
-    def await_that(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait as this hub waits. The caller holds `changed`."""
+    def wait_for(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
+        """Wait for a condition if the hub is threaded. The caller holds `changed`."""
         if self._is_threaded:
             self.changed.wait_for(is_ready, timeout=timeout_s)
 
@@ -48,24 +48,24 @@ class MemoryServerChannel:
 
     def __init__(self, hub: MemoryBroker) -> None:
         with hub.changed:
-            if hub.listener is not None:
+            if hub.server_channel is not None:
                 raise ChannelClosedError("a hub must have one server at a time: close the other first")
-            hub.listener = self
+            hub.server_channel = self
             hub.changed.notify_all()
         self._hub = hub
         self._is_closed = False
         self.inbox: deque[tuple[bytes, Frames]] = deque()
-        """What clients have sent."""
+        """(identity, frames) sent by clients and not received yet."""
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        """(identity, frames) from some peer, or None. Raises ChannelClosedError after close."""
+        """Return (identity, frames) from some peer, or None. Raises ChannelClosedError after close."""
         with self._hub.changed:
             self._check_open()
-            self._hub.await_that(lambda: bool(self.inbox), timeout_s=timeout_s)
+            self._hub.wait_for(lambda: bool(self.inbox), timeout_s=timeout_s)
             return self.inbox.popleft() if self.inbox else None
 
     def send(self, identity: bytes, frames: Frames) -> bool:
-        """Send to one peer. False when it is gone."""
+        """Send to one peer; False if it is gone."""
         with self._hub.changed:
             self._check_open()
             client = self._hub.clients.get(identity)
@@ -76,11 +76,11 @@ class MemoryServerChannel:
             return True
 
     def close(self) -> None:
-        """Let go; what was not received is lost. May be called again."""
+        """Close; unreceived frames are lost. Idempotent."""
         with self._hub.changed:
             self._is_closed = True
-            if self._hub.listener is self:
-                self._hub.listener = None
+            if self._hub.server_channel is self:
+                self._hub.server_channel = None
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -97,22 +97,22 @@ class MemoryClientChannel:
         self._is_closed = False
         self._identity = b""
         self.inbox: deque[Frames] = deque()
-        """What the server has sent."""
+        """Frames sent by the server and not received yet."""
         with hub.changed:
             self._join()
 
     def send(self, frames: Frames) -> None:
-        """Queue frames for the broker; any thread. They leave with the `receive` that is waiting, or the next one."""
+        """Queue frames for the broker; any thread. They leave with the blocked or the next `receive`."""
         with self._hub.changed:
             self._check_open()
             self._queue.append(list(frames))
             self._hub.changed.notify_all()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
-        """Send what is queued, then the next frames, or None. Raises ChannelClosedError after close."""
+        """Send what is queued, then return the next frames or None. Raises ChannelClosedError after close."""
         with self._hub.changed:
             self._check_open()
-            self._hub.await_that(self._is_done_waiting, timeout_s=timeout_s)
+            self._hub.wait_for(self._is_done_waiting, timeout_s=timeout_s)
             self._flush()
             if self.inbox:
                 return self.inbox.popleft()
@@ -120,13 +120,13 @@ class MemoryClientChannel:
             return None
 
     def wake(self) -> None:
-        """End a `receive` that is waiting, or the next wait; any thread."""
+        """End a blocked `receive`, or the next one to block; any thread."""
         with self._hub.changed:
             self._is_woken = True
             self._hub.changed.notify_all()
 
     def reconnect(self) -> None:
-        """Drop what is queued, take a new identity."""
+        """Drop all queued frames and take a new identity."""
         with self._hub.changed:
             self._check_open()
             self._hub.clients.pop(self._identity, None)
@@ -135,7 +135,7 @@ class MemoryClientChannel:
             self._join()
 
     def close(self) -> None:
-        """Let go; queued frames leave if a server is there. May be called again."""
+        """Close; queued frames leave if a server is open. Idempotent."""
         with self._hub.changed:
             self._flush()
             self._is_closed = True
@@ -150,11 +150,11 @@ class MemoryClientChannel:
         return bool(self.inbox) or self._is_woken
 
     def _flush(self) -> None:
-        listener = self._hub.listener
-        if listener is None or not self._queue:
+        server = self._hub.server_channel
+        if server is None or not self._queue:
             return
         while self._queue:
-            listener.inbox.append((self._identity, self._queue.popleft()))
+            server.inbox.append((self._identity, self._queue.popleft()))
         self._hub.changed.notify_all()
 
     def _check_open(self) -> None:

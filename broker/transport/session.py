@@ -1,4 +1,4 @@
-"""Joining: how a peer process gets from an address to a Welcome."""
+"""Session: a process's membership in a run, from connecting to the broker's address until its Bye."""
 
 import os
 import socket
@@ -13,54 +13,49 @@ import structlog
 from slipstream.broker.messages import Hello, Member, Welcome
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
 from slipstream.broker.transport.inbox import QueueInbox
-from slipstream.broker.transport.zmq_channels import ZmqClientChannel, somebody_listens
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_listening
 from slipstream.runtime.clock import Deadline
 
-_SAY_EVERY_S = 5.0
+_REPORT_INTERVAL_S = 5.0
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass
 class Session:
-    """A peer that the broker has welcomed."""
+    """A joined peer: its client, the thread that runs it, and the messages it receives."""
 
     client: BrokerClient
-    """To send with."""
     thread: BrokerClientThread
-    """Steps the link; stop it at the end."""
     inbox: QueueInbox
-    """What arrives."""
     welcome: Welcome
-    """What the broker told us of the run."""
+    """The Welcome of the join; later ones arrive in the inbox."""
     member: Member
-    """Our name in membership epochs."""
+    """This process in membership epochs."""
 
     @contextmanager
     def leave_at_exit(self, *, flush_s: float = 0.0) -> Iterator[None]:
-        """Say Bye at the end; when a fault ends the role, with its sentence, so that the broker knows why."""
+        """Leave the run at the end of the block: flush the outbox for at most `flush_s`, then send Bye with any error."""
         reason = ""
         try:
             yield
-        except Exception as fault:
-            reason = str(fault).strip() or type(fault).__name__
+        except Exception as error:
+            reason = str(error).strip() or type(error).__name__
             raise
         finally:
             self.thread.stop(flush_s=flush_s, reason=reason)
 
 
 class StatusBoard:
-    """The status a role shows in its Pongs: a role replaces it, the link's thread reads it."""
+    """Status for a role's Pongs. The client's thread reads it; the role sets its source once it has loaded."""
 
     def __init__(self) -> None:
         self._read: Callable[[], PeerStatus] = lambda: PeerStatus("starting", reason="loading")
 
     def __call__(self) -> PeerStatus:
-        """The status now."""
         return self._read()
 
     def set_source(self, read: Callable[[], PeerStatus]) -> None:
-        """From now on show what `read` returns."""
         self._read = read
 
 
@@ -75,9 +70,9 @@ def join(
     token: str = "",
     weight_transport: Literal["", "collective", "snapshot", "delta"] = "",
 ) -> Session:
-    """Connect and wait for the Welcome, saying every few seconds what is missing.
+    """Connect and wait for the Welcome, logging every few seconds what is missing.
 
-    Raises RefusedByBrokerError when the broker will not have us, WaitTimeoutError after `timeout_s`.
+    Raises RefusedByBrokerError if the broker rejects this peer, WaitTimeoutError after `timeout_s`.
     """
     hello = Hello(
         role,
@@ -104,20 +99,20 @@ def join(
 def _wait_for_welcome(thread: BrokerClientThread, inbox: QueueInbox, *, address: str, timeout_s: float) -> Welcome:
     deadline = Deadline(timeout_s, what=f"the welcome of the broker at {address}")
     while True:
-        message = inbox.get(timeout_s=min(_SAY_EVERY_S, max(0.1, deadline.left_s)))
+        message = inbox.get(timeout_s=min(_REPORT_INTERVAL_S, max(0.1, deadline.left_s)))
         if isinstance(message, Welcome):
             return message
         if thread.error:
             raise thread.error
-        missing = _what_is_missing(address)
+        missing = _diagnose(address)
         deadline.check(missing=missing)
         log.info("waiting", for_=f"the broker at {address}: {missing}")
 
 
-def _what_is_missing(address: str) -> str:
-    if somebody_listens(address):
+def _diagnose(address: str) -> str:
+    if is_listening(address):
         return (
-            "somebody listens there, but gives no answer: a broker that waits for its store, or another program; "
-            "look at that process's log, or correct broker.address"
+            "a process listens there but does not answer: a broker that waits for its store, or another program; "
+            "see that process's log, or correct broker.address"
         )
-    return "nobody listens there; start a broker with `python -m broker`, or correct broker.address"
+    return "no process listens there; start a broker with `python -m broker`, or correct broker.address"

@@ -1,7 +1,7 @@
-"""Channels over ZeroMQ: a ROUTER that binds for the broker, a DEALER that connects for each peer. The one door to zmq.
+"""ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer. The only module that imports zmq.
 
-Every option that decides about loss, memory or patience is set here rather than left to libzmq's defaults, most of
-which mean "for ever" or "without limit".
+Every option that decides about loss, memory or timeouts is set explicitly: most of libzmq's defaults mean "forever" or
+"unlimited".
 """
 
 import ipaddress
@@ -17,35 +17,37 @@ import zmq
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.transport.channels import Frames
 
-# @@ Endpoints a broker may bind: on this machine only, and not in use.
-LOOPBACK_NAMES = ("localhost",)
-_CALL_TIMEOUT_S = 1.0
+_LOOPBACK_NAMES = ("localhost",)
+_PROBE_TIMEOUT_S = 1.0
+
+
+# --- endpoints -------------------------------------------------------------------------------------------------------
 
 
 def check_local(address: str) -> None:
-    """Raises ChannelClosedError unless the address is ipc or a loopback port."""
+    """Raise ChannelClosedError unless the address is an ipc path or a loopback port."""
     transport, _, place = address.partition("://")
     if transport == "ipc" or (transport == "tcp" and _is_loopback(place.rpartition(":")[0])):
         return
     raise ChannelClosedError(
         "broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
-        f"got {address}: nothing that travels is encrypted; other machines come through a tunnel (docs/scaling.md)"
+        f"got {address}: traffic is not encrypted; other machines connect through a tunnel (docs/scaling.md)"
     )
 
 
 def check_unused(address: str) -> None:
-    """Raises ChannelClosedError when somebody answers at an ipc path.
+    """Raise ChannelClosedError if a process listens at an ipc path.
 
-    For ipc alone, because binding takes the path from whoever has it; a port refuses by itself. A path left behind by a
-    dead broker answers nobody and is free.
+    Needed for ipc only: binding an ipc path silently takes it from its owner, while a port in use refuses by itself. A
+    path left behind by a dead broker accepts no connection and counts as free.
     """
     transport, _, path = address.partition("://")
-    if transport == "ipc" and path != "*" and somebody_listens(address):
-        raise cannot_bind(address, "somebody answers there")
+    if transport == "ipc" and path != "*" and is_listening(address):
+        raise bind_error(address, "another process listens there")
 
 
-def somebody_listens(address: str) -> bool:
-    """Whether a connection to a tcp or ipc endpoint is taken, by whomever; blocks at most a second."""
+def is_listening(address: str) -> bool:
+    """Return whether any process accepts a connection at a tcp or ipc endpoint; blocks at most a second."""
     transport, _, place = address.partition("://")
     try:
         with _connected(transport, place):
@@ -55,23 +57,23 @@ def somebody_listens(address: str) -> bool:
 
 
 def _connected(transport: str, place: str) -> socket.socket:
-    """Raises OSError, ValueError."""
+    """Open a plain socket to an endpoint. Raises OSError, ValueError."""
     if transport == "tcp":
         host, _, port = place.rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=_CALL_TIMEOUT_S)
-    caller = socket.socket(socket.AF_UNIX)
+        return socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S)
+    probe = socket.socket(socket.AF_UNIX)
     try:
-        caller.settimeout(_CALL_TIMEOUT_S)
-        # ZeroMQ writes a name in the abstract namespace with an @, the kernel with a zero byte.
-        caller.connect(place.replace("@", "\0", 1) if place.startswith("@") else place)
+        probe.settimeout(_PROBE_TIMEOUT_S)
+        # ZeroMQ writes a name of the abstract namespace with a leading @, the kernel with a zero byte.
+        probe.connect(place.replace("@", "\0", 1) if place.startswith("@") else place)
     except OSError:
-        caller.close()
+        probe.close()
         raise
-    return caller
+    return probe
 
 
-def cannot_bind(address: str, reason: object) -> ChannelClosedError:
-    """The error for an address that is taken."""
+def bind_error(address: str, reason: object) -> ChannelClosedError:
+    """Build the error for an address that cannot be bound."""
     return ChannelClosedError(
         f"broker.address must be free to bind, got {address}: {reason}; "
         "stop the broker that runs there, or choose another with broker.address=..."
@@ -82,13 +84,14 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host in LOOPBACK_NAMES
+        return host in _LOOPBACK_NAMES
 
 
+# --- sockets ---------------------------------------------------------------------------------------------------------
 HIGH_WATER_MARK = 4096
-"""Messages per peer and direction in libzmq's own queues; credit keeps real traffic far below."""
+"""Messages per peer and direction in libzmq's queues; the credit keeps regular traffic far below."""
 LINGER_S = 0.5
-"""Time that queued frames get to leave at close, seconds."""
+"""Seconds for which `close` waits for queued frames to leave."""
 
 Options = dict[int, int | bytes]
 
@@ -98,7 +101,7 @@ _COMMON_OPTIONS: Options = {
     zmq.LINGER: int(LINGER_S * 1000),
     zmq.IPV6: 0,
     zmq.HANDSHAKE_IVL: 5_000,
-    # A peer whose machine vanished sends no FIN: only these tell.
+    # A peer whose machine lost power or network sends no FIN: only these options detect it.
     zmq.HEARTBEAT_IVL: 2_000,
     zmq.HEARTBEAT_TIMEOUT: 8_000,
     zmq.HEARTBEAT_TTL: 8_000,
@@ -108,13 +111,13 @@ _COMMON_OPTIONS: Options = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _SERVER_OPTIONS: Options = _COMMON_OPTIONS | {
-    # Without it a message to a peer that left is dropped in silence.
+    # Without it a message to a peer that has left is dropped silently.
     zmq.ROUTER_MANDATORY: 1,
 }
 _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 1_000,
-    # 0, so that what is in libzmq's queue when the broker dies is kept and sent to its successor; 1 would drop it.
+    # 0: frames in libzmq's queue when the broker dies are kept and sent to its successor; 1 would drop them.
     zmq.IMMEDIATE: 0,
 }
 
@@ -123,11 +126,11 @@ class ZmqServerChannel:
     """The broker's end. Fulfils ServerChannel; single-threaded."""
 
     def __init__(self, address: str, *, max_message_bytes: int) -> None:
-        """Bind. A frame above twice `max_message_bytes` closes the connection it came from.
+        """Bind. libzmq closes a connection that sends a frame above twice `max_message_bytes`.
 
-        Twice, so that what is a little too large can be refused with a reason by whoever reads it.
+        Twice, so that a slightly oversized frame still arrives and is refused with a reason instead.
 
-        Raises ChannelClosedError when the address is not loopback or ipc, or is in use.
+        Raises ChannelClosedError if the address is not loopback or ipc, or is in use.
         """
         check_local(address)
         check_unused(address)
@@ -137,16 +140,16 @@ class ZmqServerChannel:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise cannot_bind(address, error) from error
+            raise bind_error(address, error) from error
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     @property
     def address(self) -> str:
-        """Where it is really bound: port 0 resolved."""
+        """Bound endpoint, with the actual port in place of 0."""
         return self._address
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        """(identity, frames) from some peer, or None after `timeout_s`. Raises ChannelClosedError after close."""
+        """Return (identity, frames) from some peer; None after `timeout_s`. Raises ChannelClosedError after close."""
         _check_open(self._socket)
         if timeout_s > 0:
             self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN)
@@ -154,7 +157,7 @@ class ZmqServerChannel:
         return None if received is None else (received[0], received[1:])
 
     def send(self, identity: bytes, frames: Frames) -> bool:
-        """Send to one peer. Never blocks; False when the peer is gone or cannot take more."""
+        """Send to one peer. Never blocks; False if the peer is gone or its queue is full."""
         _check_open(self._socket)
         try:
             self._socket.send_multipart([identity, *frames], flags=zmq.NOBLOCK, copy=False)
@@ -167,7 +170,7 @@ class ZmqServerChannel:
         return True
 
     def close(self) -> None:
-        """Unbind; what is queued gets LINGER_S to leave. May be called again."""
+        """Unbind; queued frames get LINGER_S to leave. Idempotent."""
         self._socket.close()
         self._context.term()
 
@@ -175,40 +178,40 @@ class ZmqServerChannel:
 class ZmqClientChannel:
     """A peer's end. Fulfils ClientChannel.
 
-    `send` only appends to a queue and rings a bell, because a zmq socket belongs to one thread; whoever sits in
-    `receive` hears the bell and moves the queue into the socket. What bounds the queue is the credit the broker grants.
+    A zmq socket belongs to one thread, so `send` only appends to a queue and writes to a socket pair; the thread in
+    `receive` polls the pair and moves the queue into the zmq socket. The credit granted by the broker bounds the queue.
     """
 
     def __init__(self, address: str, *, max_message_bytes: int, context: zmq.Context | None = None) -> None:
-        """Connect in the background; the broker need not be there. A given context is used, not ended."""
+        """Connect in the background; the broker need not be running. A given context is shared and not terminated."""
         self._address = address
         self._options: Options = _CLIENT_OPTIONS | {zmq.MAXMSGSIZE: max_message_bytes}
         self._context = context or zmq.Context()
         self._owns_context = context is None
         self._queue: deque[Frames] = deque()
         self._is_woken = threading.Event()
-        self._bell_heard, self._bell = socket.socketpair()
-        self._bell_heard.setblocking(False)
-        self._bell.setblocking(False)
+        self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
+        self._wakeup_receiver.setblocking(False)
+        self._wakeup_sender.setblocking(False)
         self._socket = self._connect()
 
     def send(self, frames: Frames) -> None:
-        """Queue frames for the broker; any thread. They leave with the `receive` that is waiting, or the next one."""
+        """Queue frames for the broker; any thread. They leave with the blocked or the next `receive`."""
         _check_open(self._socket)
         self._queue.append(frames)
-        self._ring()
+        self._notify()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
-        """Send what is queued, then the next frames from the broker, or None after `timeout_s` or a `wake`.
+        """Send what is queued, then return the next frames; None after `timeout_s` or a `wake`.
 
-        A `wake` that comes while nobody waits ends the next wait. Raises ChannelClosedError after close.
+        A `wake` while nothing blocks ends the next wait. Raises ChannelClosedError after close.
         """
         deadline = time.monotonic() + timeout_s
         while True:
             _check_open(self._socket)
             self._flush()
             frames = _receive_now(self._socket)
-            if frames is not None or self._take_wake():
+            if frames is not None or self._consume_wake():
                 return frames
             seconds_left = deadline - time.monotonic()
             if seconds_left <= 0:
@@ -216,19 +219,19 @@ class ZmqClientChannel:
             self._wait(seconds_left)
 
     def wake(self) -> None:
-        """End a `receive` that is waiting; any thread."""
+        """End a blocked `receive`; any thread."""
         self._is_woken.set()
-        self._ring()
+        self._notify()
 
     def reconnect(self) -> None:
-        """Drop the connection and what is queued, take a new identity, connect again."""
+        """Drop the connection and all queued frames, then connect under a new identity."""
         _check_open(self._socket)
         self._queue.clear()
         dropped, self._socket = self._socket, self._connect()
         dropped.close(linger=0)
 
     def close(self) -> None:
-        """Let go; queued frames get LINGER_S to leave. May be called again."""
+        """Close; queued frames get LINGER_S to leave. Idempotent."""
         if self._socket.closed:
             return
         deadline = time.monotonic() + LINGER_S
@@ -237,12 +240,13 @@ class ZmqClientChannel:
             self._socket.poll(_milliseconds(deadline - time.monotonic()), zmq.POLLOUT)
             self._flush()
         self._socket.close(linger=_milliseconds(max(deadline - time.monotonic(), 0)))
-        self._bell.close()
-        self._bell_heard.close()
+        self._wakeup_sender.close()
+        self._wakeup_receiver.close()
         if self._owns_context:
             self._context.term()
 
     def _connect(self) -> zmq.Socket:
+        # Random per connection: with a fixed one, a ROUTER that still holds the old connection would refuse the new one.
         identity: Options = {zmq.IDENTITY: uuid.uuid4().hex.encode()}
         connected = _open(self._context, zmq.DEALER, self._options | identity)
         try:
@@ -255,7 +259,7 @@ class ZmqClientChannel:
         return connected
 
     def _flush(self) -> None:
-        """Only this thread takes from the queue, so what is seen at its head is still there when it has been sent."""
+        # Only this thread removes from the queue, so the head is still the same after it was sent.
         while self._queue:
             try:
                 self._socket.send_multipart(self._queue[0], flags=zmq.NOBLOCK, copy=False)
@@ -264,20 +268,20 @@ class ZmqClientChannel:
             self._queue.popleft()
 
     def _wait(self, timeout_s: float) -> None:
-        """Until a message, the bell, room for what is still queued, or the time is up."""
+        """Wait for a message, a notification, room for queued frames, or the timeout."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN | (zmq.POLLOUT if self._queue else 0))
-        poller.register(self._bell_heard, zmq.POLLIN)
+        poller.register(self._wakeup_receiver, zmq.POLLIN)
         poller.poll(_milliseconds(timeout_s))
         with suppress(BlockingIOError):
-            self._bell_heard.recv(4096)
+            self._wakeup_receiver.recv(4096)
 
-    def _ring(self) -> None:
-        """A bell that is full of rings (BlockingIOError) rings already; one that is gone has nobody to hear it."""
+    def _notify(self) -> None:
+        # A full socket pair (BlockingIOError) has pending notifications already; a closed one has no receiver.
         with suppress(OSError):
-            self._bell.send(b"!")
+            self._wakeup_sender.send(b"\0")
 
-    def _take_wake(self) -> bool:
+    def _consume_wake(self) -> bool:
         was_woken = self._is_woken.is_set()
         self._is_woken.clear()
         return was_woken
@@ -298,7 +302,7 @@ def _receive_now(source: zmq.Socket) -> Frames | None:
 
 
 def _milliseconds(seconds: float) -> int:
-    """Rounded up: a wait of half a millisecond must not turn into a busy loop."""
+    # Rounded up: a wait of half a millisecond must not become a busy loop.
     return int(seconds * 1000) + 1
 
 

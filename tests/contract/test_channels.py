@@ -1,4 +1,4 @@
-"""What every channel promises, over deques, unix sockets and loopback TCP; then what only sockets can get wrong."""
+"""Contract of every channel, over deques, unix sockets and loopback TCP; then properties of sockets only."""
 
 import re
 import socket
@@ -15,7 +15,7 @@ from slipstream.broker.transport.channels import ClientChannel, Frames, ServerCh
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.broker.transport.zmq_channels import HIGH_WATER_MARK, ZmqClientChannel, ZmqServerChannel
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 
@@ -36,7 +36,7 @@ class MemoryWire:
 
 
 class ZmqWire:
-    """Channels at one address; a port is chosen by the first server and kept by its successors."""
+    """Channels at one address; the first server chooses a port, which its successors keep."""
 
     def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.address = address
@@ -80,9 +80,9 @@ def sockets(tmp_path: Path) -> Iterator[ZmqWire]:
     opened.close()
 
 
-def arrived(server: ServerChannel, *clients: ClientChannel) -> tuple[bytes, Frames]:
-    """What the server receives next; the clients' queues are moved along meanwhile."""
-    deadline = time.monotonic() + PATIENCE_S
+def next_at_server(server: ServerChannel, *clients: ClientChannel) -> tuple[bytes, Frames]:
+    """The next message at the server; flushes the queues of `clients` while it waits."""
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         for client in clients:
             assert client.receive(timeout_s=0) is None
@@ -91,15 +91,15 @@ def arrived(server: ServerChannel, *clients: ClientChannel) -> tuple[bytes, Fram
     raise AssertionError("the server received nothing")
 
 
-def answered(client: ClientChannel) -> Frames:
-    """What the client receives next."""
-    frames = client.receive(timeout_s=PATIENCE_S)
+def next_at_client(client: ClientChannel) -> Frames:
+    """The next message at the client."""
+    frames = client.receive(timeout_s=TIMEOUT_S)
     assert frames is not None, "the client received nothing"
     return frames
 
 
 def eventually(is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     waiting = threading.Event()
     while not is_so():
         if time.monotonic() > deadline:
@@ -108,150 +108,150 @@ def eventually(is_so: Callable[[], bool]) -> bool:
     return True
 
 
-def joined(wire: Wire) -> tuple[ServerChannel, ClientChannel, bytes]:
-    """A server, a client that it has heard of, and the client's identity."""
+def connect(wire: Wire) -> tuple[ServerChannel, ClientChannel, bytes]:
+    """Open a server and a client that it knows; returns both and the client's identity."""
     server, client = wire.server(), wire.client()
     client.send([b"hello"])
-    identity, frames = arrived(server, client)
+    identity, frames = next_at_server(server, client)
     assert frames == [b"hello"]
     return server, client, identity
 
 
 # --- all channels ------------------------------------------------------------------------------------------------
-def test_order_is_kept_both_ways(wire: Wire) -> None:
-    server, client, identity = joined(wire)
+def test_messages_stay_in_order_both_ways(wire: Wire) -> None:
+    server, client, identity = connect(wire)
     for i in range(500):
         client.send([b"%d" % i])
         assert server.send(identity, [b"%d" % -i])
-    assert answered(client) == [b"0"]
-    assert [arrived(server)[1] for _ in range(500)] == [[b"%d" % i] for i in range(500)]
-    assert [answered(client) for _ in range(1, 500)] == [[b"%d" % -i] for i in range(1, 500)]
+    assert next_at_client(client) == [b"0"]
+    assert [next_at_server(server)[1] for _ in range(500)] == [[b"%d" % i] for i in range(500)]
+    assert [next_at_client(client) for _ in range(1, 500)] == [[b"%d" % -i] for i in range(1, 500)]
 
 
-def test_a_payload_arrives_as_it_was(wire: Wire) -> None:
-    server, client, identity = joined(wire)
+def test_a_payload_arrives_unchanged(wire: Wire) -> None:
+    server, client, identity = connect(wire)
     payload = bytes(range(256)) * 4096
     client.send([b"put", payload])
-    assert arrived(server, client) == (identity, [b"put", payload])
+    assert next_at_server(server, client) == (identity, [b"put", payload])
     assert server.send(identity, [b"back", payload])
-    assert answered(client) == [b"back", payload]
+    assert next_at_client(client) == [b"back", payload]
 
 
-def test_a_message_to_a_stranger_is_not_sent(wire: Wire) -> None:
+def test_a_message_to_an_unknown_identity_is_not_sent(wire: Wire) -> None:
     server = wire.server()
     assert server.send(b"nobody", [b"x"]) is False
 
 
-def test_a_peer_that_left_is_a_stranger(wire: Wire) -> None:
-    server, client, identity = joined(wire)
+def test_a_peer_that_closed_is_unknown(wire: Wire) -> None:
+    server, client, identity = connect(wire)
     client.close()
     assert eventually(lambda: not server.send(identity, [b"x"]))
 
 
-def test_peers_are_told_apart(wire: Wire) -> None:
-    server, first, first_identity = joined(wire)
+def test_each_client_has_its_own_identity(wire: Wire) -> None:
+    server, first, first_identity = connect(wire)
     second = wire.client()
     second.send([b"hello"])
-    second_identity, _ = arrived(server, second)
+    second_identity, _ = next_at_server(server, second)
     assert first_identity != second_identity
     assert server.send(second_identity, [b"for the second"])
-    assert answered(second) == [b"for the second"]
+    assert next_at_client(second) == [b"for the second"]
     assert first.receive(timeout_s=0) is None
 
 
-def test_what_was_sent_without_a_server_reaches_its_successor(wire: Wire) -> None:
-    server, client, _ = joined(wire)
+def test_frames_sent_without_a_server_reach_its_successor(wire: Wire) -> None:
+    server, client, _ = connect(wire)
     server.close()
     for i in range(3):
         client.send([b"%d" % i])
     assert client.receive(timeout_s=0.05) is None
     successor = wire.server()
-    heard = [arrived(successor, client) for _ in range(3)]
-    assert [frames for _, frames in heard] == [[b"0"], [b"1"], [b"2"]]
-    assert successor.send(heard[0][0], [b"welcome back"])
-    assert answered(client) == [b"welcome back"]
+    received = [next_at_server(successor, client) for _ in range(3)]
+    assert [frames for _, frames in received] == [[b"0"], [b"1"], [b"2"]]
+    assert successor.send(received[0][0], [b"welcome back"])
+    assert next_at_client(client) == [b"welcome back"]
 
 
-def test_a_client_may_come_before_the_server(wire: Wire) -> None:
+def test_a_client_may_open_before_the_server(wire: Wire) -> None:
     if isinstance(wire, ZmqWire):
         wire.server().close()
     client = wire.client()
     client.send([b"early"])
     assert client.receive(timeout_s=0) is None
-    assert arrived(wire.server(), client)[1] == [b"early"]
+    assert next_at_server(wire.server(), client)[1] == [b"early"]
 
 
-def test_wake_ends_a_receive_that_waits(wire: Wire) -> None:
-    _, client, _ = joined(wire)
-    heard: list[Frames | None] = [[b"not yet"]]
-    waiter = threading.Thread(target=lambda: heard.append(client.receive(timeout_s=PATIENCE_S)))
+def test_wake_ends_a_blocked_receive(wire: Wire) -> None:
+    _, client, _ = connect(wire)
+    received: list[Frames | None] = [[b"not yet"]]
+    waiter = threading.Thread(target=lambda: received.append(client.receive(timeout_s=TIMEOUT_S)))
     started = time.monotonic()
     waiter.start()
     client.wake()
-    waiter.join(PATIENCE_S)
-    assert heard[-1] is None
-    assert time.monotonic() - started < PATIENCE_S / 2
+    waiter.join(TIMEOUT_S)
+    assert received[-1] is None
+    assert time.monotonic() - started < TIMEOUT_S / 2
 
 
-def test_a_wake_is_not_lost_when_nobody_waits(wire: Wire) -> None:
-    _, client, _ = joined(wire)
+def test_a_wake_before_the_receive_is_not_lost(wire: Wire) -> None:
+    _, client, _ = connect(wire)
     client.wake()
     started = time.monotonic()
-    assert client.receive(timeout_s=PATIENCE_S) is None
-    assert time.monotonic() - started < PATIENCE_S / 2
+    assert client.receive(timeout_s=TIMEOUT_S) is None
+    assert time.monotonic() - started < TIMEOUT_S / 2
 
 
-def test_a_send_leaves_while_the_receiver_waits(wire: Wire) -> None:
-    server, client, identity = joined(wire)
-    heard: list[Frames | None] = []
-    waiter = threading.Thread(target=lambda: heard.append(client.receive(timeout_s=PATIENCE_S)))
+def test_a_send_leaves_while_another_thread_receives(wire: Wire) -> None:
+    server, client, identity = connect(wire)
+    received: list[Frames | None] = []
+    waiter = threading.Thread(target=lambda: received.append(client.receive(timeout_s=TIMEOUT_S)))
     waiter.start()
     client.send([b"from another thread"])
-    assert arrived(server) == (identity, [b"from another thread"])
+    assert next_at_server(server) == (identity, [b"from another thread"])
     server.send(identity, [b"thanks"])
-    waiter.join(PATIENCE_S)
-    assert heard == [[b"thanks"]]
+    waiter.join(TIMEOUT_S)
+    assert received == [[b"thanks"]]
 
 
 def test_many_threads_may_send(wire: Wire) -> None:
-    server, client, identity = joined(wire)
+    server, client, identity = connect(wire)
 
     def send_200(k: int) -> None:
         for i in range(200):
             client.send([b"%d" % k, b"%d" % i])
 
     senders = [threading.Thread(target=send_200, args=(k,)) for k in range(8)]
-    waiter = threading.Thread(target=client.receive, kwargs={"timeout_s": PATIENCE_S})
+    waiter = threading.Thread(target=client.receive, kwargs={"timeout_s": TIMEOUT_S})
     for thread in [waiter, *senders]:
         thread.start()
-    heard = [arrived(server)[1] for _ in range(8 * 200)]
+    received = [next_at_server(server)[1] for _ in range(8 * 200)]
     server.send(identity, [b"enough"])
     for thread in [waiter, *senders]:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     for k in range(8):
-        assert [frames[1] for frames in heard if frames[0] == b"%d" % k] == [b"%d" % i for i in range(200)]
+        assert [frames[1] for frames in received if frames[0] == b"%d" % k] == [b"%d" % i for i in range(200)]
 
 
-def test_reconnecting_takes_a_new_identity_and_drops_what_was_queued(wire: Wire) -> None:
-    server, client, identity = joined(wire)
+def test_reconnecting_takes_a_new_identity_and_drops_queued_frames(wire: Wire) -> None:
+    server, client, identity = connect(wire)
     client.send([b"stale"])
     client.reconnect()
     client.send([b"fresh"])
-    new_identity, frames = arrived(server, client)
+    new_identity, frames = next_at_server(server, client)
     assert frames == [b"fresh"]
     assert new_identity != identity
     assert eventually(lambda: not server.send(identity, [b"x"]))
 
 
-def test_what_is_queued_leaves_at_close(wire: Wire) -> None:
-    server, client, identity = joined(wire)
+def test_queued_frames_leave_at_close(wire: Wire) -> None:
+    server, client, identity = connect(wire)
     client.send([b"bye"])
     client.close()
-    assert arrived(server) == (identity, [b"bye"])
+    assert next_at_server(server) == (identity, [b"bye"])
 
 
-def test_a_closed_channel_says_so(wire: Wire) -> None:
-    server, client, identity = joined(wire)
+def test_a_closed_channel_raises(wire: Wire) -> None:
+    server, client, identity = connect(wire)
     for channel in (client, server):
         channel.close()
         channel.close()
@@ -267,23 +267,23 @@ def test_a_closed_channel_says_so(wire: Wire) -> None:
 
 
 def test_a_second_server_is_refused(wire: Wire) -> None:
-    server, client, _ = joined(wire)
+    server, client, _ = connect(wire)
     with pytest.raises(ChannelClosedError):
         wire.server()
     client.send([b"still here"])
-    assert arrived(server, client)[1] == [b"still here"]
+    assert next_at_server(server, client)[1] == [b"still here"]
 
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
-def test_an_oversized_message_ends_only_its_senders_connection(sockets: ZmqWire) -> None:
-    server, modest, identity = joined(sockets)
+def test_an_oversized_message_ends_only_the_connection_of_its_sender(sockets: ZmqWire) -> None:
+    server, modest, identity = connect(sockets)
     greedy = sockets.client()
     greedy.send([b"put", bytes(250_000)])
     greedy.receive(timeout_s=0)
     modest.send([b"put", bytes(50_000)])
-    assert arrived(server, modest) == (identity, [b"put", bytes(50_000)])
+    assert next_at_server(server, modest) == (identity, [b"put", bytes(50_000)])
     greedy.send([b"small"])
-    assert arrived(server, greedy)[1] == [b"small"]
+    assert next_at_server(server, greedy)[1] == [b"small"]
     assert server.receive(timeout_s=0) is None
 
 
@@ -295,11 +295,13 @@ def test_a_full_pipe_loses_nothing(sockets: ZmqWire) -> None:
         client.send([b"%d" % i])
     assert client.receive(timeout_s=0) is None
     server = sockets.server()
-    assert [arrived(server, client)[1] for _ in range(num_messages)] == [[b"%d" % i] for i in range(num_messages)]
+    assert [next_at_server(server, client)[1] for _ in range(num_messages)] == [
+        [b"%d" % i] for i in range(num_messages)
+    ]
 
 
-def test_a_server_does_not_wait_for_a_peer_that_reads_nothing(sockets: ZmqWire) -> None:
-    server, _, identity = joined(sockets)
+def test_a_server_does_not_block_on_a_peer_that_reads_nothing(sockets: ZmqWire) -> None:
+    server, _, identity = connect(sockets)
     num_sent = 0
     while server.send(identity, [bytes(1000)]):
         num_sent += 1
@@ -322,21 +324,21 @@ def test_a_path_left_behind_by_a_dead_broker_is_free(sockets: ZmqWire) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     assert Path(path).exists()
-    joined(sockets)
+    connect(sockets)
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:5757", "tcp://*:5757", "tcp://10.1.2.3:5757", "tcp://example:1"])
-def test_other_machines_are_kept_out(address: str) -> None:
+def test_only_local_addresses_can_be_bound(address: str) -> None:
     with pytest.raises(ChannelClosedError, match="must be a loopback or ipc endpoint"):
         ZmqServerChannel(address, max_message_bytes=MAX_MESSAGE_BYTES)
 
 
-def test_an_address_that_is_none_is_refused_in_one_sentence() -> None:
+def test_a_malformed_address_is_refused() -> None:
     with pytest.raises(ChannelClosedError, match="must be a ZeroMQ endpoint, got nonsense"):
         ZmqClientChannel("nonsense", max_message_bytes=MAX_MESSAGE_BYTES)
 
 
-def test_closing_is_bounded_when_nobody_listens(sockets: ZmqWire) -> None:
+def test_closing_is_bounded_without_a_server(sockets: ZmqWire) -> None:
     client = sockets.client()
     for _ in range(2 * HIGH_WATER_MARK):
         client.send([b"x"])
@@ -349,7 +351,7 @@ def test_channels_leave_no_threads_and_no_files_behind(sockets: ZmqWire) -> None
     process = psutil.Process()
 
     def once() -> None:
-        server, client, _ = joined(sockets)
+        server, client, _ = connect(sockets)
         client.reconnect()
         client.close()
         server.close()
@@ -362,10 +364,10 @@ def test_channels_leave_no_threads_and_no_files_behind(sockets: ZmqWire) -> None
 
 
 # --- memory, one thread ----------------------------------------------------------------------------------------------
-def test_a_single_thread_never_waits() -> None:
+def test_a_single_thread_never_blocks() -> None:
     hub = MemoryBroker()
     server, client = hub.server(), hub.client()
     started = time.monotonic()
-    assert server.receive(timeout_s=PATIENCE_S) is None
-    assert client.receive(timeout_s=PATIENCE_S) is None
+    assert server.receive(timeout_s=TIMEOUT_S) is None
+    assert client.receive(timeout_s=TIMEOUT_S) is None
     assert time.monotonic() - started < 1.0

@@ -1,1 +1,1 @@
-"""A real broker under mutated frames."""
+"""Fuzz test: a real broker under mutated frames."""

@@ -1,4 +1,4 @@
-"""python -m tests.hostile [--frames N] [--seed N]: mutated frames against a real broker; exit code 1 = harmed."""
+"""python -m tests.hostile [--frames N] [--seed N]: mutated frames against a real broker; exit code 1 if it was harmed."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from tests.hostile.siege import Siege
 
 
 def main() -> None:
-    """Run one siege and show its figures."""
+    """Run one attack and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)

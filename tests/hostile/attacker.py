@@ -1,4 +1,4 @@
-"""Attacker: a raw socket that sends what it likes, and knows what a sound broker must make of it."""
+"""Attacker: sends arbitrary frames over a raw socket and predicts how a correct broker answers them."""
 
 import time
 from collections import Counter
@@ -15,13 +15,13 @@ from slipstream.buffer.trajectory import SCHEMA_VERSION
 from tests.builders import make_packed
 from tests.hostile.target import MAX_MESSAGE_BYTES
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _FIRST_SENTINEL = 10**9
-"""A group that is never admitted: what answers it is refused, and tells that all before it has been read."""
+"""Id of a group that is never admitted: the Nack for its trajectory shows that everything sent before was handled."""
 
 
 class Attacker:
-    """Keeps count of the refusals its frames must lead to: exactly those."""
+    """Counts exactly the refusals that its frames must cause."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -31,32 +31,32 @@ class Attacker:
         self._num_unanswered = 0
         self._next_sentinel = _FIRST_SENTINEL
         self._last_nacked = ""
-        self.must_be_refused = 0
-        """What the store's counters of refusals must have grown by."""
+        self.expected_refusals = 0
+        """Sum of the store's refusal counters that the sent frames must produce."""
         self.kinds: Counter[str] = Counter()
-        """Frames sent: those no broker may read, and the messages that others are."""
+        """Sent frames by refusal reason if they are undecodable, else by message type."""
         self.reasons: Counter[str] = Counter()
-        """Of the Nacks."""
+        """Received Nacks by reason."""
         self.acknowledged: set[str] = set()
-        """Ids of trajectories the broker said it has."""
+        """Ids of acknowledged trajectories."""
 
     def send(self, frames: Frames) -> None:
-        """Send, and note what must come of it."""
-        self._foresee(frames)
+        """Send frames and record the expected answers."""
+        self._predict(frames)
         self._socket.send_multipart(frames)
 
-    def send_much_too_large(self) -> None:
-        """On a connection of its own, since this ends it."""
-        cut_off = self._connect()
-        cut_off.send(bytes(3 * MAX_MESSAGE_BYTES))
-        cut_off.close(linger=500)
+    def send_far_oversized(self) -> None:
+        """Send a frame that makes libzmq close the connection, on a separate one."""
+        connection = self._connect()
+        connection.send(bytes(3 * MAX_MESSAGE_BYTES))
+        connection.close(linger=500)
 
     def await_answers(self, meanwhile: Callable[[], None]) -> None:
-        """Block until the broker has answered everything sent so far, calling `meanwhile` now and then."""
-        # The answers of one step of the broker are sent together: those of a later one come after all of them.
+        """Block until the broker has answered everything sent so far, calling `meanwhile` repeatedly."""
+        # Within one step Nacks are sent before Acks: only an answer of a later step comes after all of them.
         for _ in range(2):
             sentinel = self._send_sentinel()
-            deadline = time.monotonic() + _PATIENCE_S
+            deadline = time.monotonic() + _TIMEOUT_S
             while self._last_nacked != sentinel:
                 assert time.monotonic() < deadline, "the broker must answer"
                 meanwhile()
@@ -64,7 +64,6 @@ class Attacker:
         assert self._num_unanswered == 0, f"every trajectory must be answered, got {self._num_unanswered} that are not"
 
     def close(self) -> None:
-        """Let go."""
         self._socket.close(linger=0)
         self._context.term()
 
@@ -82,12 +81,12 @@ class Attacker:
         self.send([encode(Put([header])), payload])
         return header.id
 
-    def _foresee(self, frames: Frames) -> None:
+    def _predict(self, frames: Frames) -> None:
         try:
             message = _read_as_broker(frames)
         except RecordRefusedError as refusal:
             self.kinds[refusal.reason] += 1
-            self.must_be_refused += 1
+            self.expected_refusals += 1
             return
         self.kinds[type(message).__name__] += 1
         match message:
@@ -98,7 +97,7 @@ class Attacker:
             case Put(headers=headers) if self._is_known:
                 self._num_unanswered += len(headers)
                 # A wrong number of payloads is one refusal, however many trajectories it names.
-                self.must_be_refused += len(headers) != len(frames) - 1
+                self.expected_refusals += len(headers) != len(frames) - 1
 
     def _read(self) -> None:
         while self._socket.poll(2):
@@ -108,22 +107,22 @@ class Attacker:
                     self.acknowledged |= set(ids)
                     self._num_unanswered -= len(ids)
                 case Nack():
-                    self._note(message)
+                    self._record(message)
 
-    def _note(self, nack: Nack) -> None:
+    def _record(self, nack: Nack) -> None:
         assert nack.is_fatal, nack
         reason = nack.reason.partition(":")[0]
         self.reasons[reason] += 1
         if reason == UNREADABLE:
-            # Of a message that was foreseen to be refused as a whole; whether ids can be read in it is luck.
+            # The message was predicted as one refusal; which ids can be read in it is not predictable.
             return
         self._num_unanswered -= 1
         self._last_nacked = nack.id
-        self.must_be_refused += reason != "frame_count"
+        self.expected_refusals += reason != "frame_count"
 
 
 def _read_as_broker(frames: Frames) -> Message:
-    """Raises RecordRefusedError where the whole message must be refused."""
+    """Decode a message as the broker must. Raises RecordRefusedError if it must refuse it whole."""
     if len(frames[0]) > MAX_MESSAGE_BYTES:
         raise RecordRefusedError("oversized", "")
     message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The valid messages that mutations start from."""
+"""Corpus of valid messages that mutations start from."""
 
 import random
 from typing import Any
@@ -31,8 +31,10 @@ _MEMBER = Member("hostile", "1")
 
 
 def some_valid(randomness: random.Random, stored: list[Packed]) -> Frames:
-    """A message that the wire format allows. None of them may change the store: what they say of the trajectories in
-    `stored` is known to it, contradicts it, or is none of the sender's business."""
+    """Build a message that the wire format allows and that must not change the store.
+
+    What it says about the trajectories in `stored` is known already, contradicts the store, or concerns another peer.
+    """
     return randomness.choice([_puts, _puts, _puts, _others])(randomness, stored)
 
 
@@ -82,7 +84,7 @@ def _others(randomness: random.Random, stored: list[Packed]) -> Frames:
     messages: list[msgspec.Struct] = [
         Hello("generator", "hostile", "1", "nowhere", 1),
         LeaseRequest(randomness.randint(1, 2**20)),
-        ReturnLeases([*leases, "1000000-0", "63-0"], "mischief"),
+        ReturnLeases([*leases, "1000000-0", "63-0"], "test"),
         Pong(0.0, "ready", 0, gauges={"a": 1, "b": "c"}, lease_ids=leases),
         Ping(0.0),
         OpenEpoch(1, [Member("good", "good-1")], "127.0.0.1", 1, 1.0),

@@ -1,4 +1,4 @@
-"""GoodPeer: a generator that does as it should while others do not."""
+"""GoodPeer: a regular generator that works while the broker is under attack."""
 
 import time
 from collections import deque
@@ -10,58 +10,57 @@ from slipstream.buffer.codec import Packed
 from tests.builders import make_packed
 from tests.hostile.target import GROUP_SIZE, MAX_MESSAGE_BYTES, NUM_GROUPS
 
-_PATIENCE_S = 20.0
+_TIMEOUT_S = 20.0
 
 
 class GoodPeer:
-    """Leases all there is, answers a little at a time, and keeps what it was acknowledged."""
+    """Leases every prompt, answers a few at a time, and keeps what was acknowledged."""
 
     def __init__(self, address: str) -> None:
         hello = Hello("generator", "good", "good-1", "here", 1)
         channel = ZmqClientChannel(address, max_message_bytes=MAX_MESSAGE_BYTES)
-        self._link = BrokerClient(channel, hello=hello, status=self._status, on_message=self._hear)
+        self._client = BrokerClient(channel, hello=hello, status=self._status, on_message=self._handle)
         self._owed: deque[Packed] = deque()
         self._leases: list[str] = []
         self._nacks: list[Nack] = []
         self.stored: dict[str, Packed] = {}
-        """What the broker acknowledged, by id."""
+        """Acknowledged trajectories by id."""
         self.slowest_ack_s = 0.0
-        """Longest wait for an acknowledgement."""
+        """Longest wait for an Ack, seconds."""
 
     @property
     def num_owed(self) -> int:
-        """Trajectories of its leases that it has not sent yet."""
+        """Trajectories of its leases that were not sent yet."""
         return len(self._owed)
 
     def join(self) -> None:
-        """Enter, and lease every prompt."""
-        self._step_until(lambda: self._link.is_joined, "the broker must welcome a good peer")
-        self._link.send(LeaseRequest(NUM_GROUPS * GROUP_SIZE))
+        """Join, and lease every prompt."""
+        self._step_until(lambda: self._client.is_joined, "the broker must welcome a good peer")
+        self._client.send(LeaseRequest(NUM_GROUPS * GROUP_SIZE))
         self._step_until(lambda: len(self._leases) == NUM_GROUPS, "every prompt must be leased")
 
     def answer(self, count: int) -> None:
-        """Send the next `count` trajectories it owes; block until they are acknowledged."""
+        """Send the next `count` trajectories; block until they are acknowledged."""
         sent = [self._owed.popleft() for _ in range(min(count, len(self._owed)))]
         started_at = time.monotonic()
         for header, payload in sent:
-            self._link.put(header, payload)
-        self._step_until(lambda: not len(self._link.outbox), "a good peer's trajectories must be acknowledged")
+            self._client.put(header, payload)
+        self._step_until(lambda: not len(self._client.outbox), "a good peer's trajectories must be acknowledged")
         assert not self._nacks, self._nacks
         self.slowest_ack_s = max(self.slowest_ack_s, time.monotonic() - started_at)
         self.stored |= {header.id: (header, payload) for header, payload in sent}
 
-    def listen(self) -> None:
+    def step(self) -> None:
         """Answer pings."""
-        self._link.step(timeout_s=0)
+        self._client.step(timeout_s=0)
 
     def close(self) -> None:
-        """Leave."""
-        self._link.close()
+        self._client.close()
 
     def _status(self) -> PeerStatus:
         return PeerStatus("ready", version=0, lease_ids=self._leases)
 
-    def _hear(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Prompts(prompts=prompts):
                 for prompt in prompts:
@@ -72,7 +71,7 @@ class GoodPeer:
                 self._nacks.append(message)
 
     def _step_until(self, holds, what: str) -> None:  # type: ignore[no-untyped-def]
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while not holds():
             assert time.monotonic() < deadline, what
-            self._link.step(timeout_s=0.05)
+            self._client.step(timeout_s=0.05)

@@ -1,4 +1,4 @@
-"""Mutator: valid frames in, frames out that somebody careless, broken or hostile might send."""
+"""Mutator: turns valid frames into frames that a careless, broken or hostile peer might send."""
 
 import random
 from collections.abc import Callable
@@ -79,7 +79,7 @@ _WELL_TYPED: list[tuple[str, Any]] = [
     ("id", "0-0-1"),
     ("attempt", -1),
 ]
-"""What the types of a trajectory's fields allow, and nothing else does."""
+"""Values of the right type that violate other rules for a field of a trajectory."""
 _BOMBS = [
     b"\x91" * 40_000,
     b"\x81\xa1a" * 15_000,
@@ -94,13 +94,13 @@ _PLACEHOLDER = b"\xac<nested-bomb"
 
 
 class Mutator:
-    """Seeded; the same seed gives the same frames for the same valid ones."""
+    """Deterministic: the same seed and valid frames give the same mutations."""
 
     def __init__(self, randomness: random.Random) -> None:
         self._random = randomness
 
     def mutate(self, frames: Frames) -> Frames:
-        """One of: bytes of a frame changed, frames lost or added, a field of another type or value."""
+        """Change bytes of a frame, remove or add frames, or change the type or value of a field."""
         kind = self._random.choice(
             [self._change_bytes, self._change_frames, self._change_message, self._change_payload]
         )
@@ -108,7 +108,7 @@ class Mutator:
 
     # --- bytes -------------------------------------------------------------------------------------------------------
     def _change_bytes(self, frames: Frames) -> Frames:
-        place = self._random.randrange(len(frames))
+        index = self._random.randrange(len(frames))
         changes: list[Callable[[bytes], bytes]] = [
             self._truncate,
             self._flip_bits,
@@ -119,7 +119,7 @@ class Mutator:
             lambda frame: self._random.randbytes(self._random.randint(0, 200)),
         ]
         weights = [4, 8, 4, 4, 1, 2, 2]
-        frames[place] = self._random.choices(changes, weights)[0](frames[place])
+        frames[index] = self._random.choices(changes, weights)[0](frames[index])
         return frames
 
     def _truncate(self, frame: bytes) -> bytes:
@@ -133,8 +133,8 @@ class Mutator:
         return bytes(changed)
 
     def _insert_noise(self, frame: bytes) -> bytes:
-        place = self._random.randint(0, len(frame))
-        return frame[:place] + self._random.randbytes(self._random.randint(1, 16)) + frame[place:]
+        index = self._random.randint(0, len(frame))
+        return frame[:index] + self._random.randbytes(self._random.randint(1, 16)) + frame[index:]
 
     def _repeat_slice(self, frame: bytes) -> bytes:
         start, end = sorted(self._random.randint(0, len(frame)) for _ in range(2))
@@ -145,9 +145,9 @@ class Mutator:
 
     # --- frames ------------------------------------------------------------------------------------------------------
     def _change_frames(self, frames: Frames) -> Frames:
-        place = self._random.randrange(len(frames))
+        index = self._random.randrange(len(frames))
         changes: list[Callable[[], Frames]] = [
-            lambda: frames[:place] + frames[place + 1 :] or [b""],
+            lambda: frames[:index] + frames[index + 1 :] or [b""],
             lambda: [*frames, self._random.choice(frames)],
             lambda: frames[::-1],
             lambda: frames + [b""] * self._random.randint(1, 50),
@@ -160,15 +160,15 @@ class Mutator:
         return frames
 
     def _change_payload(self, frames: Frames) -> Frames:
-        """The header is made to fit again, so that it is the payload that is looked at."""
+        """Change a payload and make its header match, so that the broker checks the payload itself."""
         if len(frames) == 1:
             return self._change_message(frames)
-        place = self._random.randrange(len(frames) - 1)
+        index = self._random.randrange(len(frames) - 1)
         change = self._random.choice([self._change_value, self._spoil])
-        payload = change(frames[place + 1])
+        payload = change(frames[index + 1])
         put = msgspec.msgpack.decode(frames[0])
-        put["headers"][place] |= {"checksum": checksum(payload), "payload_bytes": len(payload)}
-        return [msgspec.msgpack.encode(put), *frames[1 : place + 1], payload, *frames[place + 2 :]]
+        put["headers"][index] |= {"checksum": checksum(payload), "payload_bytes": len(payload)}
+        return [msgspec.msgpack.encode(put), *frames[1 : index + 1], payload, *frames[index + 2 :]]
 
     def _spoil(self, payload: bytes) -> bytes:
         return msgspec.msgpack.encode(msgspec.msgpack.decode(payload) | dict([self._random.choice(_WELL_TYPED)]))

@@ -1,4 +1,4 @@
-"""Siege: mutated frames against a broker that goes on serving a good peer, and what it is afterwards."""
+"""Siege: mutated frames against a broker that serves a regular peer meanwhile, then checks of its state."""
 
 import random
 import time
@@ -21,11 +21,11 @@ _FRAMES_PER_ROUND = 250
 _STORED_BEFORE = 64
 _SHARE_UNCHANGED = 0.05
 _MAX_GROWTH_MIB = 8.0
-"""Of broker and store each, after the warm-up; their allocators round up by about half of it."""
+"""Bound for broker and store each, after the warm-up; allocators round up by about half of it."""
 
 
 class Siege:
-    """One siege. `run` raises AssertionError where the broker is not what it must be."""
+    """One attack. `run` raises AssertionError if the broker was harmed."""
 
     def __init__(self, folder: Path, *, seed: int) -> None:
         self._randomness = random.Random(seed)
@@ -34,7 +34,7 @@ class Siege:
         self._num_sent = 0
 
     def run(self, *, num_frames: int) -> dict[str, object]:
-        """Send about `num_frames` and look; returns figures for people."""
+        """Send about `num_frames`, then check broker and store; returns figures to print."""
         store = self._target.start()
         try:
             good, attacker = GoodPeer(self._target.address), Attacker(self._target.address)
@@ -43,7 +43,7 @@ class Siege:
             started_at = time.monotonic()
             growth = self._attack(store, good, attacker, num_frames=num_frames)
             seconds = time.monotonic() - started_at
-            self._look(store, good, attacker)
+            self._check(store, good, attacker)
             good.close()
             attacker.close()
             return {
@@ -59,7 +59,7 @@ class Siege:
             self._target.stop()
 
     def _attack(self, store: RedisStore, good: GoodPeer, attacker: Attacker, *, num_frames: int) -> tuple[float, float]:
-        """Growth in MiB of broker and store since a quarter of the frames was sent."""
+        """Send the frames; returns the growth in MiB of broker and store over the last three quarters."""
         self._send(good, attacker, until=num_frames // 4)
         before = self._target.broker_mib, self._target.store_mib
         self._send(good, attacker, until=num_frames)
@@ -74,23 +74,23 @@ class Siege:
                 valid = some_valid(self._randomness, stored)
                 is_kept = self._randomness.random() < _SHARE_UNCHANGED
                 attacker.send(valid if is_kept else self._mutator.mutate(valid))
-            attacker.send_much_too_large()
+            attacker.send_far_oversized()
             self._num_sent += _FRAMES_PER_ROUND + 1
-            # The last group stays unanswered: its lease is what some frames claim to answer.
+            # The last group stays unanswered: some frames claim to answer its lease.
             if good.num_owed > GROUP_SIZE:
                 good.answer(1)
-            attacker.await_answers(good.listen)
-            assert self._target.is_alive, "the broker must live"
+            attacker.await_answers(good.step)
+            assert self._target.is_alive, "the broker must survive"
 
-    def _look(self, store: RedisStore, good: GoodPeer, attacker: Attacker) -> None:
+    def _check(self, store: RedisStore, good: GoodPeer, attacker: Attacker) -> None:
         counts = store.counts()
-        assert sum(counts.refused.values()) == attacker.must_be_refused, (counts.refused, attacker.must_be_refused)
-        assert "internal_error" not in counts.refused, "an unforeseen error must not be met"
+        assert sum(counts.refused.values()) == attacker.expected_refusals, (counts.refused, attacker.expected_refusals)
+        assert "internal_error" not in counts.refused, "no check may raise an unforeseen exception"
         assert attacker.acknowledged <= good.stored.keys()
         assert len(store.quarantined_frames()) <= FRAMES_KEPT
-        as_if_alone = _counts_of(list(good.stored.values()))
-        ours = {"refused": counts.refused, "duplicates": counts.duplicates}
-        assert counts == msgspec.structs.replace(as_if_alone, **ours)
+        without_attack = _counts_of(list(good.stored.values()))
+        own = {"refused": counts.refused, "duplicates": counts.duplicates}
+        assert counts == msgspec.structs.replace(without_attack, **own)
         audit = store.audit()
         assert audit.is_sound, audit
         assert audit.accepted == audit.buffered == len(good.stored)
@@ -100,7 +100,7 @@ class Siege:
 
 
 def _counts_of(stored: list[Packed]) -> StoreCounts:
-    """Of a store that met the good peer alone."""
+    """Counts of a store that received the regular peer's trajectories only."""
     twin = MemoryStore()
     twin.open_run("twin", config_json="{}", num_rows=NUM_GROUPS, seed=0)
     twin.lease(

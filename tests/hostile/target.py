@@ -1,4 +1,4 @@
-"""Target: the real broker with its embedded store, as the programs of their own that they are."""
+"""Target: the real broker and its embedded store, each in its own process."""
 
 import sys
 import time
@@ -14,30 +14,27 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 
 NUM_GROUPS = 64
-"""BuiltBatch from the start; nobody consumes, so never more."""
+"""Groups admitted at the start; without a learner never more."""
 GROUP_SIZE = 8
-"""Trajectories per group."""
 MAX_MESSAGE_BYTES = 65_536
-"""Small, so that many frames are too large."""
+"""Small, so that many frames are oversized."""
 _NAME = "target"
 _START_S = 60.0
 _STOP_S = 20.0
 
 
 class Target:
-    """Life: start -> look, measure -> stop."""
+    """Life: start -> measure* -> stop."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.address = f"ipc://{folder}/broker.sock"
-        """Where the broker listens."""
         self.log_path = folder / "broker.log"
-        """What it says."""
         self._server = EmbeddedRedis(folder / "runs" / _NAME / "store")
         self._broker: psutil.Popen | None = None
 
     def start(self) -> RedisStore:
-        """Block until the broker serves; returns its store, to be looked into."""
+        """Block until the broker serves; returns its store for inspection."""
         rows = _write_rows(self._folder / "rows.parquet")
         settings = [
             f"name={_NAME}",
@@ -59,18 +56,18 @@ class Target:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the broker's process is the one that was started."""
+        """Whether the started process still runs."""
         return self._broker is not None and self._broker.is_running() and self._broker.poll() is None
 
     @property
     def broker_mib(self) -> float:
-        """Resident memory of the broker."""
+        """Resident memory of the broker, MiB."""
         assert self._broker is not None
         return float(self._broker.memory_info().rss) / 2**20
 
     @property
     def store_mib(self) -> float:
-        """What the store's server has allocated."""
+        """Allocated memory of the store's server, MiB."""
         client = connect(self._server.url)
         try:
             return float(client.info("memory")["used_memory"]) / 2**20
@@ -78,7 +75,6 @@ class Target:
             client.close()
 
     def stop(self) -> None:
-        """End broker and store."""
         if self._broker is not None:
             self._broker.terminate()
             try:

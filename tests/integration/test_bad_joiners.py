@@ -1,5 +1,5 @@
-"""Who should not join a run, with the real commands: one sentence and exit code 2 there, the reason in the broker's log
-and in the run's events here, and the run goes on as if nobody had come."""
+"""Peers that must not join, with the real commands: one sentence and exit code 2 on their side, the reason in the
+broker's log and the run's events, and the run continues unharmed."""
 
 import json
 import os
@@ -35,18 +35,18 @@ main(sys.argv[1:])
 
 @dataclass(frozen=True)
 class Joiner:
-    """A peer that should not be here."""
+    """A peer that must not join."""
 
     command: tuple[str, ...]
-    """Of Python."""
-    sentence: str
-    """A pattern in what it says last."""
+    """Arguments of Python."""
+    error: str
+    """Pattern of its error."""
     token: str = TOKEN
-    """In its environment."""
+    """Token in its environment."""
     home: str = "."
-    """Below the test's folder: where it is started, and so where it finds its model."""
+    """Working folder below the test's folder, in which it finds its model."""
     event: str = "refused: "
-    """How what the run notes of it begins; empty when it never reached the broker."""
+    """Beginning of the run's event; empty if it never reached the broker."""
 
 
 GENERATOR = ("-m", "slipstream.generators", "--id", "stranger")
@@ -58,7 +58,7 @@ JOINERS = {
         (*GENERATOR, "broker.token_file=open_token"), r"mode 0644 of open_token: chmod 600 open_token", "", event=""
     ),
     "a taken id": Joiner(
-        ("-m", "slipstream.generators", "--id", "generator-0"), r"peer id 'generator-0' is taken by process \d+ on "
+        ("-m", "slipstream.generators", "--id", "generator-0"), r"peer id 'generator-0' must be unique, but process \d+ on "
     ),
     "the name of a role": Joiner(
         ("-m", "slipstream.generators", "--id", "broker"), r"a generator's id must not be a role's name, got 'broker'"
@@ -68,7 +68,7 @@ JOINERS = {
         GENERATOR, SAME_MODEL + r"vocab_size \d+ here and \d+ at", home="wide", event="left: "
     ),
     "another tokenizer": Joiner(GENERATOR, SAME_MODEL + r"tokenizer\.json of hash ", home="renamed", event="left: "),
-    "a second learner": Joiner(("-m", "slipstream.learner", *SMALL), r"peer id 'learner' is taken by process \d+ on "),
+    "a second learner": Joiner(("-m", "slipstream.learner", *SMALL), r"peer id 'learner' must be unique, but process \d+ on "),
 }
 
 
@@ -93,7 +93,7 @@ def change(path: Path, pattern: str, replacement: str) -> None:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Iterator[Run]:
-    """A run in training, whose roles have the token from the file that its launcher was told of."""
+    """A run in training, whose roles have the token from broker.token_file."""
     started = Run(folder, "guarded", "learner.max_steps=100000", "broker.token_file=private_token")
     with started.ended_at_last():
         until(lambda: started.steps >= 2 or started.launcher.poll() is not None, timeout_s=DEADLINE_S, what="training")
@@ -112,15 +112,15 @@ def join(folder: Path, joiner: Joiner, *overrides: str) -> subprocess.CompletedP
     )
 
 
-def assert_one_sentence(done: subprocess.CompletedProcess[str], pattern: str) -> str:
-    assert done.returncode == 2, done.stdout + done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1, done.stderr
-    assert re.search(pattern, said[0]), said[0]
-    assert "Traceback" not in done.stderr
-    assert TOKEN not in done.stdout + done.stderr
-    assert OTHER_TOKEN not in done.stdout + done.stderr
-    return said[0].removeprefix("error: ")
+def assert_one_error(process: subprocess.CompletedProcess[str], pattern: str) -> str:
+    assert process.returncode == 2, process.stdout + process.stderr
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, process.stderr
+    assert re.search(pattern, errors[0]), errors[0]
+    assert "Traceback" not in process.stderr
+    assert TOKEN not in process.stdout + process.stderr
+    assert OTHER_TOKEN not in process.stdout + process.stderr
+    return errors[0].removeprefix("error: ")
 
 
 def has_event(run: Run, beginning: str) -> bool:
@@ -129,27 +129,27 @@ def has_event(run: Run, beginning: str) -> bool:
 
 
 @pytest.mark.parametrize("name", JOINERS)
-def test_a_bad_joiner_ends_with_one_sentence_and_the_run_goes_on(folder: Path, run: Run, name: str) -> None:
+def test_a_bad_joiner_ends_with_one_error_and_the_run_continues(folder: Path, run: Run, name: str) -> None:
     joiner, steps = JOINERS[name], run.steps
-    sentence = assert_one_sentence(
-        join(folder, joiner, "name=guarded", f"broker.address=ipc://{folder}/guarded.sock"), joiner.sentence
+    error = assert_one_error(
+        join(folder, joiner, "name=guarded", f"broker.address=ipc://{folder}/guarded.sock"), joiner.error
     )
     if joiner.event:
-        until(lambda: has_event(run, joiner.event + sentence), timeout_s=30, what="an event that says why")
-        assert sentence in run.log("broker")
+        until(lambda: has_event(run, joiner.event + error), timeout_s=30, what="an event with the reason")
+        assert error in run.log("broker")
     until(lambda: run.steps > steps + 2, timeout_s=DEADLINE_S, what="training goes on")
     assert "restarted" not in run.printed
 
 
-def test_the_status_of_the_run_tells_of_who_was_turned_away(folder: Path, run: Run) -> None:
+def test_the_status_of_the_run_shows_rejected_peers(folder: Path, run: Run) -> None:
     joiner = Joiner((*GENERATOR, "broker.token_file=other_token"), "a wrong one", token="")
-    assert_one_sentence(join(folder, joiner, f"broker.address=ipc://{folder}/guarded.sock"), joiner.sentence)
+    assert_one_error(join(folder, joiner, f"broker.address=ipc://{folder}/guarded.sock"), joiner.error)
 
     def is_shown() -> bool:
-        done = subprocess.run(
+        process = subprocess.run(
             runs.command("status", "name=guarded", "--json"), cwd=folder, capture_output=True, text=True, check=True
         )
-        return any("the token must be the broker's" in event["text"] for event in json.loads(done.stdout)["events"])
+        return any("the token must be the broker's" in event["text"] for event in json.loads(process.stdout)["events"])
 
     until(is_shown, timeout_s=60, what="an event in the status")
 
@@ -184,7 +184,7 @@ LEARNERS = {
 
 @pytest.fixture(scope="module")
 def lone_broker(folder: Path) -> Iterator[Path]:
-    """A broker started by hand, which nobody has joined; its log."""
+    """The log of a broker that was started by hand and has no peers."""
     log = folder / "lone.log"
     command = [
         sys.executable,
@@ -205,10 +205,10 @@ def lone_broker(folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_a_learner_that_does_not_fit_says_so_and_tells_the_broker_before_it_loads_anything(
+def test_a_mismatched_learner_reports_its_error_to_the_broker_before_loading(
     folder: Path, lone_broker: Path, name: str
 ) -> None:
     joiner = LEARNERS[name]
-    done = join(folder, joiner, f"broker.address=ipc://{folder}/lone.sock")
-    sentence = assert_one_sentence(done, joiner.sentence)
-    until(lambda: f"left: {sentence}" in lone_broker.read_text(), timeout_s=30, what="the broker's word of it")
+    process = join(folder, joiner, f"broker.address=ipc://{folder}/lone.sock")
+    error = assert_one_error(process, joiner.error)
+    until(lambda: f"left: {error}" in lone_broker.read_text(), timeout_s=30, what="the error in the broker's log")

@@ -1,4 +1,4 @@
-"""An address where no broker of this run listens: a peer says what it waits for, and ends in time with one sentence."""
+"""At an address without this run's broker a peer logs what it waits for and ends in time with one sentence."""
 
 import os
 import socket
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 1.5
-NOBODY, SOMEBODY = "nobody listens there", "somebody listens there, but gives no answer"
+NO_LISTENER, NO_ANSWER = "no process listens there", "a process listens there but does not answer"
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # A short path: sockets lie in it.
+    # A short path: the length of a socket's path is limited.
     with tempfile.TemporaryDirectory(prefix="slip-") as made:
         yield Path(made)
 
 
 @contextmanager
-def nobody(folder: Path) -> Iterator[str]:
+def no_listener(folder: Path) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as freed:
         port = freed.getsockname()[1]
     yield f"tcp://127.0.0.1:{port}"
@@ -82,18 +82,18 @@ def a_replier(folder: Path) -> AbstractContextManager[str]:
     return _a_socket(folder, zmq.REP)
 
 
-def a_router_that_keeps_silent(folder: Path) -> AbstractContextManager[str]:
+def a_silent_router(folder: Path) -> AbstractContextManager[str]:
     return _a_socket(folder, zmq.ROUTER)
 
 
 OTHERS = [
-    (nobody, NOBODY),
-    (a_dead_socket, NOBODY),
-    (a_web_server, SOMEBODY),
-    (a_redis, SOMEBODY),
-    (a_publisher, SOMEBODY),
-    (a_replier, SOMEBODY),
-    (a_router_that_keeps_silent, SOMEBODY),
+    (no_listener, NO_LISTENER),
+    (a_dead_socket, NO_LISTENER),
+    (a_web_server, NO_ANSWER),
+    (a_redis, NO_ANSWER),
+    (a_publisher, NO_ANSWER),
+    (a_replier, NO_ANSWER),
+    (a_silent_router, NO_ANSWER),
 ]
 
 
@@ -109,7 +109,7 @@ def try_to_join(address: str) -> None:
 
 
 @pytest.mark.parametrize(("other", "missing"), OTHERS, ids=lambda value: getattr(value, "__name__", ""))
-def test_whoever_listens_there_the_wait_ends_in_time_and_says_for_what(
+def test_the_wait_ends_in_time_and_names_what_is_missing(
     folder: Path, other: Callable[[Path], AbstractContextManager[str]], missing: str
 ) -> None:
     with other(folder) as address, pytest.raises(WaitTimeoutError) as caught:
@@ -117,7 +117,7 @@ def test_whoever_listens_there_the_wait_ends_in_time_and_says_for_what(
     assert f"waited {TIMEOUT_S:g} s for the welcome of the broker at {address}; missing: {missing}" in str(caught.value)
 
 
-def test_an_answer_in_another_language_ends_the_wait_at_once(folder: Path) -> None:
+def test_an_answer_in_another_protocol_ends_the_wait_at_once(folder: Path) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
         bound.bind(f"ipc://{folder}/other.sock")
 
@@ -127,15 +127,15 @@ def test_an_answer_in_another_language_ends_the_wait_at_once(folder: Path) -> No
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(RefusedByBrokerError, match="must speak this version's language"):
+        with pytest.raises(RefusedByBrokerError, match="same version"):
             try_to_join(f"ipc://{folder}/other.sock")
         thread.join()
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_waits_for_and_ends_with_exit_code_2(folder: Path) -> None:
+def test_the_command_logs_what_is_missing_and_ends_with_exit_code_2(folder: Path) -> None:
     with a_web_server(folder) as address:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "slipstream.generators", f"broker.address={address}", "broker.join_timeout_s=6"],
             cwd=folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -144,8 +144,8 @@ def test_the_command_says_what_it_waits_for_and_ends_with_exit_code_2(folder: Pa
             timeout=100,
             check=False,
         )
-    assert done.returncode == 2, done.stderr
-    waiting, *_, last = done.stderr.strip().splitlines()
-    assert f"the broker at {address}: {SOMEBODY}" in waiting
-    assert last.startswith(f"error: waited 6 s for the welcome of the broker at {address}; missing: {SOMEBODY}")
-    assert "Traceback" not in done.stderr
+    assert process.returncode == 2, process.stderr
+    waiting, *_, last = process.stderr.strip().splitlines()
+    assert f"the broker at {address}: {NO_ANSWER}" in waiting
+    assert last.startswith(f"error: waited 6 s for the welcome of the broker at {address}; missing: {NO_ANSWER}")
+    assert "Traceback" not in process.stderr

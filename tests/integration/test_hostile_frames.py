@@ -1,6 +1,6 @@
-"""A real broker under mutated frames: it lives, serves its good peer, counts every refusal, and its store is unchanged.
+"""A real broker under mutated frames survives, serves a regular peer, counts every refusal and keeps its store intact.
 
-`python -m tests.hostile` does the same with any number of frames and any seed.
+`python -m tests.hostile` runs the same test with any number of frames and any seed.
 """
 
 from pathlib import Path

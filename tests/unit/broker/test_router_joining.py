@@ -198,7 +198,7 @@ def test_the_welcome_carries_the_fingerprint_of_the_model(tmp_path):
     ],
 )
 def test_an_undecodable_answer_of_the_broker_refuses_the_peer_with_a_reason(scene, answer, words):
-    server = scene.hub.listener
+    server = scene.hub.server_channel
     inbox = QueueInbox()
     client = BrokerClient(scene.hub.client(), hello=HELLO, status=lambda: PeerStatus("starting"), on_message=inbox.put)
     client.step(timeout_s=0)

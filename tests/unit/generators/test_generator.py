@@ -34,7 +34,7 @@ class FakeClient:
     def send(self, message: Message) -> None:
         self.sent.append(decode(encode(message), AnyMessage))
 
-    def report(self) -> None:
+    def send_status(self) -> None:
         """No status is requested."""
 
 

@@ -1,4 +1,4 @@
-"""The outbox keeps a trajectory until the store has it."""
+"""The outbox holds a trajectory until it is acknowledged."""
 
 from slipstream.broker.messages import Nack
 from slipstream.broker.transport.outbox import Outbox
@@ -16,72 +16,72 @@ def ids(sendable) -> list[str]:
     return [header.id for header, _ in sendable]
 
 
-def test_no_more_is_sent_than_credit_allows_and_an_ack_frees_it():
+def test_sending_stops_at_the_credit_and_an_ack_frees_it():
     outbox = make_outbox(messages=2)
     for index in range(3):
         outbox.add(*make_packed(index=index, group_size=3))
-    assert ids(outbox.take_sendable()) == ["0-0-0", "0-0-1"]
-    assert ids(outbox.take_sendable()) == []
+    assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
+    assert ids(outbox.pop_sendable()) == []
     outbox.acknowledge(["0-0-0"])
-    assert ids(outbox.take_sendable()) == ["0-0-2"]
+    assert ids(outbox.pop_sendable()) == ["0-0-2"]
     assert len(outbox) == 2
 
 
-def test_credit_in_bytes_binds_but_one_message_always_fits():
+def test_the_credit_in_bytes_binds_but_one_trajectory_always_fits():
     outbox = make_outbox(messages=10, size_bytes=1)
     outbox.add(*make_packed(index=0))
     outbox.add(*make_packed(index=1))
-    assert ids(outbox.take_sendable()) == ["0-0-0"]
+    assert ids(outbox.pop_sendable()) == ["0-0-0"]
     outbox.acknowledge(["0-0-0"])
-    assert ids(outbox.take_sendable()) == ["0-0-1"]
+    assert ids(outbox.pop_sendable()) == ["0-0-1"]
 
 
-def test_everything_unacknowledged_is_sent_again_to_a_new_broker():
+def test_everything_unacknowledged_is_resent_to_a_new_broker():
     outbox = make_outbox()
     outbox.add(*make_packed(index=0))
     outbox.add(*make_packed(index=1))
-    outbox.take_sendable()
+    outbox.pop_sendable()
     outbox.acknowledge(["0-0-1"])
     outbox.resend_all()
-    assert ids(outbox.take_sendable()) == ["0-0-0"]
+    assert ids(outbox.pop_sendable()) == ["0-0-0"]
 
 
-def test_a_refused_trajectory_waits_or_goes():
+def test_a_nack_defers_a_trajectory_or_removes_it():
     clock = FakeClock(0.0)
     outbox = make_outbox(clock=clock)
     outbox.add(*make_packed(index=0))
     outbox.add(*make_packed(index=1))
-    outbox.take_sendable()
+    outbox.pop_sendable()
     outbox.reject(Nack("0-0-0", "store_full", is_fatal=False, retry_after_s=1.0))
     outbox.reject(Nack("0-0-1", "malformed", is_fatal=True))
     assert len(outbox) == 1
-    assert ids(outbox.take_sendable()) == []
+    assert ids(outbox.pop_sendable()) == []
     clock.now = 1.0
-    assert ids(outbox.take_sendable()) == ["0-0-0"]
+    assert ids(outbox.pop_sendable()) == ["0-0-0"]
 
 
-def test_it_is_over_credit_only_while_something_waits():
+def test_it_is_over_credit_only_while_trajectories_wait():
     outbox = make_outbox(messages=1)
     outbox.add(*make_packed(index=0))
-    outbox.take_sendable()
+    outbox.pop_sendable()
     assert not outbox.is_over_credit
     outbox.add(*make_packed(index=1))
     assert outbox.is_over_credit
 
 
-def test_what_nobody_answers_is_sent_again():
-    """A connection that broke for an instant takes what was on its way with it, and nobody says so."""
+def test_unanswered_trajectories_are_resent():
+    """Frames in transit on a connection that breaks for an instant are lost silently."""
     clock = FakeClock(0.0)
     outbox = make_outbox(messages=2, clock=clock)
     for index in range(3):
         outbox.add(*make_packed(index=index, group_size=3))
-    assert ids(outbox.take_sendable()) == ["0-0-0", "0-0-1"]
+    assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
     clock.now = 10.0
     outbox.acknowledge(["0-0-1"])
-    assert ids(outbox.take_sendable()) == ["0-0-2"]
+    assert ids(outbox.pop_sendable()) == ["0-0-2"]
     clock.now = 16.0
-    assert ids(outbox.take_sendable()) == ["0-0-0"]
+    assert ids(outbox.pop_sendable()) == ["0-0-0"]
     outbox.acknowledge(["0-0-0", "0-0-2"])
     clock.now = 60.0
-    assert ids(outbox.take_sendable()) == []
+    assert ids(outbox.pop_sendable()) == []
     assert len(outbox) == 0
