@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import typer
 
 from slipstream.configs.base import ConfigError
+from slipstream.runtime.clock import WaitTimeoutError
 
 NO_ANSWER = 1
 """Exit code of a command whose store, broker or launcher did not answer in time."""
@@ -37,7 +38,9 @@ def exit_after_help(arguments: list[str], text: str | None) -> None:
 
 @contextmanager
 def fail_cleanly(*errors: type[Exception], restartable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn ConfigError, `errors` and Ctrl-C into a message and an exit code; any other exception is a bug and passes.
+    """Turn ConfigError, WaitTimeoutError, `errors` and Ctrl-C into a message and an exit code.
+
+    Any other exception is a bug and passes.
 
     `restartable` errors end with exit code 75, which asks a launcher for a restart.
 
@@ -47,7 +50,7 @@ def fail_cleanly(*errors: type[Exception], restartable: tuple[type[Exception], .
         yield
     except restartable as error:
         exit_with_error(error, code=TRY_AGAIN)
-    except (ConfigError, *errors) as error:
+    except (ConfigError, WaitTimeoutError, *errors) as error:
         exit_with_error(error, code=BAD_INPUT)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

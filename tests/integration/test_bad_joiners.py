@@ -58,7 +58,8 @@ JOINERS = {
         (*GENERATOR, "broker.token_file=open_token"), r"mode 0644 of open_token: chmod 600 open_token", "", event=""
     ),
     "a taken id": Joiner(
-        ("-m", "slipstream.generators", "--id", "generator-0"), r"peer id 'generator-0' must be unique, but process \d+ on "
+        ("-m", "slipstream.generators", "--id", "generator-0"),
+        r"peer id 'generator-0' must be unique, but process \d+ on ",
     ),
     "the name of a role": Joiner(
         ("-m", "slipstream.generators", "--id", "broker"), r"a generator's id must not be a role's name, got 'broker'"
@@ -68,7 +69,9 @@ JOINERS = {
         GENERATOR, SAME_MODEL + r"vocab_size \d+ here and \d+ at", home="wide", event="left: "
     ),
     "another tokenizer": Joiner(GENERATOR, SAME_MODEL + r"tokenizer\.json of hash ", home="renamed", event="left: "),
-    "a second learner": Joiner(("-m", "slipstream.learner", *SMALL), r"peer id 'learner' must be unique, but process \d+ on "),
+    "a second learner": Joiner(
+        ("-m", "slipstream.learner", *SMALL), r"peer id 'learner' must be unique, but process \d+ on "
+    ),
 }
 
 
