@@ -1,64 +1,103 @@
-"""How rewards become advantages: one record per estimator of learner/objective/advantage_registry.py.
+"""Rewards -> advantages: one record per advantage function."""
 
-Where nothing else is said, a group of one has advantage 0: it has no baseline.
-"""
-
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.base import ConfigError, Formula, union_of
 
 Epsilon = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-class GrpoConfig(Config, tag="grpo", tag_field="kind"):
-    """Group-normalised rewards, `advantages.grpo`."""
+class AdvantageConfig(Formula):
+    """Function of `AdvantageInputs`: one advantage per trajectory. Unless a trait says otherwise, a group of one has 0."""
+
+    has_own_baseline: ClassVar[bool] = False
+    """Whether the baseline lies outside the group, so that a group of one has an advantage."""
+    compares_groups: ClassVar[bool] = False
+    """Whether trajectories are compared beyond their group, so that a group of equal rewards has advantages."""
+    is_per_token: ClassVar[bool] = False
+    """Whether the function returns one advantage per token."""
+    needs_critic: ClassVar[bool] = False
+    """Whether it takes a critic's values; it then returns (advantages, targets of the critic)."""
+    needs_start_logprobs: ClassVar[bool] = False
+    """Whether it takes the learner's log-probabilities at the start of the step."""
+    needs_collisions: ClassVar[bool] = False
+    """Whether it takes the chance that two draws of a token are equal."""
+    unshaped: ClassVar[str] = ""
+    """Quantity that is compared instead of the shaped reward, which shaping would therefore not change; empty = none."""
+
+
+class GrpoConfig(AdvantageConfig, tag="grpo"):
+    """Rewards normalised within their group."""
+
+    formula: ClassVar[str] = "advantages.grpo"
 
     epsilon: Epsilon = 1e-6
     """Added to the standard deviation."""
 
 
-class DrGrpoConfig(Config, tag="dr_grpo", tag_field="kind"):
-    """Rewards minus the group's mean, `advantages.dr_grpo`."""
+class DrGrpoConfig(AdvantageConfig, tag="dr_grpo"):
+    """Rewards minus the group's mean."""
+
+    formula: ClassVar[str] = "advantages.dr_grpo"
 
 
-class RlooConfig(Config, tag="rloo", tag_field="kind"):
-    """Rewards minus the mean of the others, `advantages.rloo`."""
+class RlooConfig(AdvantageConfig, tag="rloo"):
+    """Rewards minus the mean of the other members."""
+
+    formula: ClassVar[str] = "advantages.rloo"
 
 
-class LitePpoConfig(Config, tag="lite_ppo", tag_field="kind"):
-    """Group's mean, batch's deviation, `advantages.lite_ppo`."""
+class LitePpoConfig(AdvantageConfig, tag="lite_ppo"):
+    """Rewards minus the group's mean, divided by the batch's deviation."""
+
+    formula: ClassVar[str] = "advantages.lite_ppo"
 
     epsilon: Epsilon = 1e-6
     """Added to the standard deviation."""
 
 
-class OpoConfig(Config, tag="opo", tag_field="kind"):
-    """Rewards minus the group's mean weighted by length, `advantages.opo`."""
+class OpoConfig(AdvantageConfig, tag="opo"):
+    """Rewards minus the group's mean weighted by length."""
+
+    formula: ClassVar[str] = "advantages.opo"
 
 
-class GpgConfig(Config, tag="gpg", tag_field="kind"):
-    """Rewards minus the group's mean, scaled up for groups without a signal, `advantages.gpg`."""
+class GpgConfig(AdvantageConfig, tag="gpg"):
+    """Rewards minus the group's mean, scaled up for groups without a signal."""
+
+    formula: ClassVar[str] = "advantages.gpg"
 
     normaliser: Annotated[float, Meta(gt=0)] = 1.0
     """F_norm of the paper."""
 
 
-class MaxRlConfig(Config, tag="maxrl", tag_field="kind"):
-    """Rewards relative to the group's mean, `advantages.maxrl`."""
+class MaxRlConfig(AdvantageConfig, tag="maxrl"):
+    """Rewards relative to the group's mean."""
+
+    formula: ClassVar[str] = "advantages.maxrl"
 
     epsilon: Epsilon = 1e-6
     """Added to the mean."""
 
 
-class RemaxConfig(Config, tag="remax", tag_field="kind"):
-    """Rewards minus that of the greedy answer, `advantages.remax`; a group of one has an advantage."""
+class RemaxConfig(AdvantageConfig, tag="remax"):
+    """Rewards minus that of the greedy answer, which `generators.baseline=greedy` asks for."""
+
+    formula: ClassVar[str] = "advantages.remax"
+    has_own_baseline: ClassVar[bool] = True
+    unshaped: ClassVar[str] = "rewards with that of a greedy answer, unshaped"
 
 
-class ReinforcePlusPlusConfig(Config, tag="reinforce_plus_plus", tag_field="kind"):
-    """Rewards to come, whitened over all tokens, `reward_shaping.returns_to_go`; a group of one has an advantage."""
+class ReinforcePlusPlusConfig(AdvantageConfig, tag="reinforce_plus_plus"):
+    """Discounted rewards to come, whitened over all tokens."""
+
+    formula: ClassVar[str] = "token_advantages.reinforce_plus_plus"
+    has_own_baseline: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
+    is_per_token: ClassVar[bool] = True
 
     gamma: Share = 1.0
     """Discount per token."""
@@ -66,29 +105,40 @@ class ReinforcePlusPlusConfig(Config, tag="reinforce_plus_plus", tag_field="kind
     """Added to the standard deviation."""
 
 
-class ReinforcePlusPlusBaselineConfig(Config, tag="reinforce_plus_plus_baseline", tag_field="kind"):
-    """Rewards minus the group's mean, whitened over all tokens, `advantages.reinforce_plus_plus_baseline`."""
+class ReinforcePlusPlusBaselineConfig(AdvantageConfig, tag="reinforce_plus_plus_baseline"):
+    """Rewards minus the group's mean, whitened over all tokens."""
+
+    formula: ClassVar[str] = "advantages.reinforce_plus_plus_baseline"
+    compares_groups: ClassVar[bool] = True
 
     epsilon: Epsilon = 1e-6
     """Added to the standard deviation."""
 
 
-class PassAtKBestConfig(Config, tag="grpo_passk", tag_field="kind"):
-    """Only the best of a group learns, by how far it is ahead of the second, `pass_at_k.pass_at_k_best`."""
+class PassAtKBestConfig(AdvantageConfig, tag="grpo_passk"):
+    """Lead of the group's best member over the second; 0 for the others."""
+
+    formula: ClassVar[str] = "advantages.pass_at_k_best"
 
     epsilon: Epsilon | None = None
-    """With it divided by the group's standard deviation + epsilon."""
+    """Divides the lead by the group's standard deviation + epsilon; None = the lead itself."""
 
 
-class PassAtKConfig(Config, tag="pass_at_k", tag_field="kind"):
-    """Expected advantage of the best of k, from entirely right answers, `pass_at_k.pass_at_k_analytic`."""
+class PassAtKConfig(AdvantageConfig, tag="pass_at_k"):
+    """Expected advantage of the best of k, from entirely right answers."""
+
+    formula: ClassVar[str] = "advantages.pass_at_k"
+    unshaped: ClassVar[str] = "right answers with wrong ones"
 
     k: Annotated[int, Meta(ge=1)] = 4
     """Answers of which one must be right."""
 
 
-class GdpoConfig(Config, tag="gdpo", tag_field="kind"):
-    """Each part of the reward group-normalised, then added and whitened over trajectories, `advantages.gdpo`."""
+class GdpoConfig(AdvantageConfig, tag="gdpo"):
+    """Each part of the reward normalised within its group, then summed and scaled over trajectories."""
+
+    formula: ClassVar[str] = "advantages.gdpo"
+    unshaped: ClassVar[str] = "the parts of rewards, unshaped"
 
     weights: dict[str, float] = {}
     """Part -> weight; empty = all parts, weight 1."""
@@ -96,43 +146,67 @@ class GdpoConfig(Config, tag="gdpo", tag_field="kind"):
     """Added to the standard deviations."""
 
 
-class MovingBaselineConfig(Config, tag="moving_baseline", tag_field="kind"):
-    """Rewards minus a moving average of all rewards before, `advantages.above_baseline`; for groups of one."""
+class MovingBaselineConfig(AdvantageConfig, tag="moving_baseline"):
+    """Rewards minus a moving average of earlier rewards; for groups of one."""
+
+    formula: ClassVar[str] = "advantages.moving_baseline"
+    has_own_baseline: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
 
     decay: Annotated[float, Meta(gt=0, lt=1)] = 0.9
     """Share of the old average that stays after a step."""
 
 
-class OptimalTokenBaselineConfig(Config, tag="optimal_token_baseline", tag_field="kind"):
-    """Rewards minus the baseline of least variance at each token, `token_baselines.optimal_token_baseline`."""
+class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
+    """Rewards minus the baseline of least variance at each token."""
+
+    formula: ClassVar[str] = "token_advantages.optimal_token_baseline"
+    is_per_token: ClassVar[bool] = True
+    needs_start_logprobs: ClassVar[bool] = True
+    needs_collisions: ClassVar[bool] = True
 
     per_turn: bool = False
-    """Align members by turn and place in it, not by place in the whole answer: for tool agents."""
+    """Align members by turn and position in it, not by position in the whole answer: for tool agents."""
     epsilon: Epsilon = 1e-8
     """Added to the baseline's denominator."""
 
 
-class WinRateConfig(Config, tag="win_rate", tag_field="kind"):
-    """Share of the others in its group that a trajectory beats, minus a half, `advantages.win_rate`; for SPPO."""
+class WinRateConfig(AdvantageConfig, tag="win_rate"):
+    """Share of the other members that a trajectory beats, minus one half; for `policy_loss=sppo`."""
+
+    formula: ClassVar[str] = "advantages.win_rate"
 
 
-class GaeConfig(Config, tag="gae", tag_field="kind"):
-    """Generalised advantages of a critic, `token_advantages.gae`."""
+class GaeConfig(AdvantageConfig, tag="gae"):
+    """Generalised advantages of a critic."""
+
+    formula: ClassVar[str] = "token_advantages.gae"
+    has_own_baseline: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
+    is_per_token: ClassVar[bool] = True
+    needs_critic: ClassVar[bool] = True
 
     gamma: Share = 1.0
     """Discount per token."""
     lam: Share = 1.0
-    """Of the policy's advantages."""
+    """Lambda of the policy's advantages."""
     critic_lam: Share = 1.0
-    """Of the returns that the critic learns."""
+    """Lambda of the critic's targets."""
     length_adaptive: Annotated[float, Meta(gt=0)] | None = None
-    """VAPO's alpha: the policy's lam is 1 - 1 / (alpha x length) then."""
+    """VAPO's alpha: the policy's lambda becomes 1 - 1 / (alpha x length); None = `lam`."""
     epsilon: Epsilon | None = 1e-6
-    """Added to the standard deviation when advantages are whitened over all tokens; None = they are not."""
+    """Added to the standard deviation when advantages are whitened over all tokens; None = not whitened."""
 
 
-class VtraceConfig(Config, tag="vtrace", tag_field="kind"):
-    """Advantages of a critic, corrected for what another policy sampled, `token_advantages.vtrace`."""
+class VtraceConfig(AdvantageConfig, tag="vtrace"):
+    """Advantages of a critic, corrected for tokens that another policy sampled."""
+
+    formula: ClassVar[str] = "token_advantages.vtrace"
+    has_own_baseline: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
+    is_per_token: ClassVar[bool] = True
+    needs_critic: ClassVar[bool] = True
+    needs_start_logprobs: ClassVar[bool] = True
 
     gamma: Share = 1.0
     """Discount per token."""
@@ -151,8 +225,10 @@ class VtraceConfig(Config, tag="vtrace", tag_field="kind"):
             )
 
 
-class CustomAdvantageConfig(Config, tag="custom", tag_field="kind"):
-    """A function of your own: docs/algorithms.md says what it gets and must give."""
+class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
+    """A function of the user's own, called like the built-in ones: docs/algorithms.md."""
+
+    has_own_baseline: ClassVar[bool] = True
 
     function: str
     """`package.module:function`."""
@@ -160,37 +236,5 @@ class CustomAdvantageConfig(Config, tag="custom", tag_field="kind"):
     """Passed by keyword."""
 
 
-AdvantageConfig = (
-    GrpoConfig
-    | DrGrpoConfig
-    | RlooConfig
-    | LitePpoConfig
-    | OpoConfig
-    | GpgConfig
-    | MaxRlConfig
-    | RemaxConfig
-    | ReinforcePlusPlusConfig
-    | ReinforcePlusPlusBaselineConfig
-    | PassAtKBestConfig
-    | PassAtKConfig
-    | GdpoConfig
-    | MovingBaselineConfig
-    | OptimalTokenBaselineConfig
-    | WinRateConfig
-    | GaeConfig
-    | VtraceConfig
-    | CustomAdvantageConfig
-)
-WITH_OWN_BASELINE = (
-    RemaxConfig,
-    ReinforcePlusPlusConfig,
-    MovingBaselineConfig,
-    GaeConfig,
-    VtraceConfig,
-    CustomAdvantageConfig,
-)
-"""Estimators whose baseline does not come from the group: a group of one learns."""
-WITH_CRITIC = (GaeConfig, VtraceConfig)
-"""Estimators that need values."""
-OUTSIDE_GROUP = (ReinforcePlusPlusConfig, ReinforcePlusPlusBaselineConfig, MovingBaselineConfig, *WITH_CRITIC)
-"""Estimators that compare with more than the group: one of equal rewards learns."""
+# msgspec decodes a union, not a base class: from here on the name stands for any of the records above.
+AdvantageConfig = union_of(AdvantageConfig)

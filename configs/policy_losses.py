@@ -1,37 +1,66 @@
-"""Ratio and advantage -> loss of a token: one record per surrogate of learner/objective/loss_registry.py, and masks beside them."""
+"""Ratio and advantage -> loss of a token: one record per policy loss and per token mask."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config
+from slipstream.configs.base import Formula, union_of
 
 Positive = Annotated[float, Meta(gt=0)]
 Below1 = Annotated[float, Meta(gt=0, lt=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-class PpoClipConfig(Config, tag="ppo_clip", tag_field="kind"):
-    """Clipped surrogate around the proximal policy, `policy_losses.ppo_clip`."""
+class PolicyLossConfig(Formula):
+    """Function of `LossInputs`: one loss per token."""
+
+    has_ratio: ClassVar[bool] = True
+    """Whether the loss depends on the policy that the ratio is taken around."""
+    selector: ClassVar[str] = ""
+    """Function of `MaskInputs` that fills `LossInputs.is_selected` from all tokens of an update; empty = none."""
+
+    @property
+    def needs_equal_advantages(self) -> bool:
+        """Whether advantages must be equal within a sequence, whose ratio has one gradient for all of its tokens."""
+        return False
+
+    @property
+    def counts_length(self) -> bool:
+        """Whether the loss of a sequence stands whole on each of its tokens, so that a mean over tokens counts its length
+        once more."""
+        return False
+
+
+class PpoClipConfig(PolicyLossConfig, tag="ppo_clip"):
+    """Clipped surrogate around the proximal policy."""
+
+    formula: ClassVar[str] = "policy_losses.ppo_clip"
 
     clip_low: Below1 = 0.2
     """Lower clip distance."""
     clip_high: Positive = 0.2
     """Upper clip distance; larger than `clip_low` is DAPO's clip-higher."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    """Largest ratio that a negative advantage is multiplied by; 3 is usual. None = any."""
+    """Largest ratio that a negative advantage is multiplied by; 3 is usual. None = no bound."""
 
 
-class ReinforceConfig(Config, tag="reinforce", tag_field="kind"):
-    """Score-function gradient without a ratio, `policy_losses.reinforce`; GPG's loss."""
+class ReinforceConfig(PolicyLossConfig, tag="reinforce"):
+    """Score-function gradient without a ratio; also GPG's loss."""
+
+    formula: ClassVar[str] = "policy_losses.reinforce"
+    has_ratio: ClassVar[bool] = False
 
 
-class UnclippedConfig(Config, tag="unclipped", tag_field="kind"):
-    """Ratio times advantage, `policy_losses.unclipped`; needs another trust region, such as the m2po mask."""
+class UnclippedConfig(PolicyLossConfig, tag="unclipped"):
+    """Ratio times advantage; needs another trust region, such as the m2po mask."""
+
+    formula: ClassVar[str] = "policy_losses.unclipped"
 
 
-class CispoConfig(Config, tag="cispo", tag_field="kind"):
-    """Score function with a clipped ratio as weight, `policy_losses.cispo`."""
+class CispoConfig(PolicyLossConfig, tag="cispo"):
+    """Score function with a clipped ratio as weight."""
+
+    formula: ClassVar[str] = "policy_losses.cispo"
 
     clip_low: Share | None = None
     """Lower clip distance; None = none, as in MiniMax-M1."""
@@ -39,8 +68,10 @@ class CispoConfig(Config, tag="cispo", tag_field="kind"):
     """Upper clip distance."""
 
 
-class SapoConfig(Config, tag="sapo", tag_field="kind"):
-    """Soft gate in place of the clip, `policy_losses.sapo`."""
+class SapoConfig(PolicyLossConfig, tag="sapo"):
+    """Soft gate instead of the clip."""
+
+    formula: ClassVar[str] = "policy_losses.sapo"
 
     tau_positive: Positive = 1.0
     """Sharpness where the advantage is positive."""
@@ -48,15 +79,19 @@ class SapoConfig(Config, tag="sapo", tag_field="kind"):
     """Sharpness where it is negative."""
 
 
-class DroConfig(Config, tag="dro", tag_field="kind"):
-    """Score function with a quadratic pull back to the proximal policy, `policy_losses.dro`."""
+class DroConfig(PolicyLossConfig, tag="dro"):
+    """Score function with a quadratic pull back to the proximal policy."""
+
+    formula: ClassVar[str] = "policy_losses.dro"
 
     beta: Positive = 0.1
     """Strength of the pull."""
 
 
-class AspoConfig(Config, tag="aspo", tag_field="kind"):
-    """PPO-clip with the ratio turned over for positive advantages, `policy_losses.aspo`."""
+class AspoConfig(PolicyLossConfig, tag="aspo"):
+    """PPO-clip with the ratio inverted for positive advantages."""
+
+    formula: ClassVar[str] = "policy_losses.aspo"
 
     clip_low: Below1 = 0.2
     """Lower clip distance."""
@@ -66,11 +101,13 @@ class AspoConfig(Config, tag="aspo", tag_field="kind"):
     """Largest weight."""
 
 
-class DppoConfig(Config, tag="dppo", tag_field="kind"):
-    """Stops where a token's probability has moved too far, not its ratio, `policy_losses.dppo_tv`, `dppo_kl`."""
+class DppoConfig(PolicyLossConfig, tag="dppo"):
+    """Stops where a token's probability, not its ratio, has moved too far."""
+
+    formula: ClassVar[str] = "policy_losses.dppo"
 
     divergence: Literal["tv", "kl"] = "tv"
-    """What is measured."""
+    """Binary total variation | binary KL between the two policies."""
     low: Positive = 0.2
     """Bound for negative advantages."""
     high: Positive = 0.2
@@ -79,15 +116,19 @@ class DppoConfig(Config, tag="dppo", tag_field="kind"):
     """Largest weight."""
 
 
-class ToprConfig(Config, tag="topr", tag_field="kind"):
-    """What is praised counts fully, what is blamed fades as it becomes unlikely, `sequence_losses.topr`."""
+class ToprConfig(PolicyLossConfig, tag="topr"):
+    """Positive advantages count fully, negative ones fade as the answer becomes unlikely."""
+
+    formula: ClassVar[str] = "sequence_losses.topr"
 
     level: Literal["sequence", "token"] = "sequence"
-    """Whose ratio it fades with; the paper's is the sequence's."""
+    """Ratio that a negative advantage fades with; the paper's is the sequence's."""
 
 
-class GspoConfig(Config, tag="gspo", tag_field="kind"):
-    """PPO-clip on the geometric mean of a sequence's ratios, `sequence_losses.gspo`."""
+class GspoConfig(PolicyLossConfig, tag="gspo"):
+    """PPO-clip on the geometric mean of a sequence's ratios."""
+
+    formula: ClassVar[str] = "sequence_losses.gspo"
 
     clip_low: Below1 = 3e-4
     """Lower clip distance; the default is for one version's drift, lag needs more."""
@@ -96,18 +137,34 @@ class GspoConfig(Config, tag="gspo", tag_field="kind"):
     form: Literal["sequence", "token", "length_scaled"] = "sequence"
     """The paper's | each token's gradient through itself (GSPO-token) | times the length (LUSPO)."""
 
+    @property
+    def needs_equal_advantages(self) -> bool:
+        return self.form != "token"
 
-class GmpoConfig(Config, tag="gmpo", tag_field="kind"):
-    """Geometric mean of ratios that are clipped one by one, `sequence_losses.gmpo`."""
+    @property
+    def counts_length(self) -> bool:
+        return self.form == "length_scaled"
+
+
+class GmpoConfig(PolicyLossConfig, tag="gmpo"):
+    """Geometric mean of ratios that are clipped one by one."""
+
+    formula: ClassVar[str] = "sequence_losses.gmpo"
 
     clip_low: Positive = 0.4
     """Lower clip distance of a token's log-ratio, nats."""
     clip_high: Positive = 0.4
     """Upper clip distance, nats."""
 
+    @property
+    def needs_equal_advantages(self) -> bool:
+        return True
 
-class VespoConfig(Config, tag="vespo", tag_field="kind"):
-    """Score function with a soft weight of the sequence's whole ratio, `sequence_losses.vespo`."""
+
+class VespoConfig(PolicyLossConfig, tag="vespo"):
+    """Score function with a soft weight of the sequence's whole ratio."""
+
+    formula: ClassVar[str] = "sequence_losses.vespo"
 
     power_positive: Positive = 2.0
     """Exponent of the ratio where the advantage is positive."""
@@ -119,39 +176,55 @@ class VespoConfig(Config, tag="vespo", tag_field="kind"):
     """Decay there."""
 
 
-class ClipCovConfig(Config, tag="clip_cov", tag_field="kind"):
-    """PPO-clip without a few tokens of high covariance, `token_masks.clip_cov_mask`."""
+class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
+    """PPO-clip without a few random tokens of high covariance."""
+
+    formula: ClassVar[str] = "policy_losses.clip_cov"
+    selector: ClassVar[str] = "token_masks.clip_cov_mask"
 
     clip_low: Below1 = 0.2
     """Lower clip distance."""
     clip_high: Positive = 0.2
     """Upper clip distance."""
     share: Share = 2e-4
-    """Tokens that are dropped, of all."""
+    """Share of all tokens that is dropped."""
     covariance_low: float = 1.0
     """Smallest covariance of a token that may be dropped."""
     covariance_high: float = 5.0
-    """Largest."""
+    """Largest covariance of a token that may be dropped."""
 
 
-class KlCovConfig(Config, tag="kl_cov", tag_field="kind"):
-    """Ratio times advantage, the tokens of highest covariance held back, `policy_losses.kl_cov`."""
+class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
+    """Ratio times advantage, with a penalty on the tokens of highest covariance."""
+
+    formula: ClassVar[str] = "policy_losses.kl_cov"
+    selector: ClassVar[str] = "token_masks.kl_cov_mask"
 
     share: Share = 2e-4
-    """Tokens that are held back, of all."""
+    """Share of all tokens that is penalised."""
     coefficient: Positive = 1.0
-    """How much."""
+    """Weight of the penalty."""
 
 
-class SppoConfig(Config, tag="sppo", tag_field="kind"):
-    """Squared distance of a sequence's log-ratio from its win rate, `preference.sppo`."""
+class SppoConfig(PolicyLossConfig, tag="sppo"):
+    """Squared distance of a sequence's log-ratio from its win rate; for `advantage=win_rate`."""
+
+    formula: ClassVar[str] = "sequence_losses.sppo"
 
     eta: Positive = 1000.0
     """Win rate -> log-ratio."""
 
+    @property
+    def needs_equal_advantages(self) -> bool:
+        return True
 
-class CustomPolicyLossConfig(Config, tag="custom", tag_field="kind"):
-    """A function of your own: docs/algorithms.md says what it gets and must give."""
+    @property
+    def counts_length(self) -> bool:
+        return True
+
+
+class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
+    """A function of the user's own, called like the built-in ones: docs/algorithms.md."""
 
     function: str
     """`package.module:function`."""
@@ -159,42 +232,28 @@ class CustomPolicyLossConfig(Config, tag="custom", tag_field="kind"):
     """Passed by keyword."""
 
 
-PolicyLossConfig = (
-    PpoClipConfig
-    | ReinforceConfig
-    | UnclippedConfig
-    | CispoConfig
-    | SapoConfig
-    | DroConfig
-    | AspoConfig
-    | DppoConfig
-    | ToprConfig
-    | GspoConfig
-    | GmpoConfig
-    | VespoConfig
-    | ClipCovConfig
-    | KlCovConfig
-    | SppoConfig
-    | CustomPolicyLossConfig
-)
-WITHOUT_RATIO = (ReinforceConfig,)
-"""Losses of log pi_learner alone."""
-CHOOSING = (ClipCovConfig, KlCovConfig)
-"""Losses that choose tokens among all of an optimizer update."""
+class MaskConfig(Formula):
+    """Function of `MaskInputs`: the tokens of an update that stay in the policy loss."""
 
 
-class OpsmConfig(Config, tag="opsm", tag_field="kind"):
-    """Blamed sequences that the learner has become unlikely to write leave, `token_masks.opsm_mask`."""
+class OpsmConfig(MaskConfig, tag="opsm"):
+    """Drops sequences of negative advantage that the learner has become unlikely to write."""
+
+    formula: ClassVar[str] = "token_masks.opsm_mask"
 
     delta: Positive = 0.5
-    """Mean log(generator/learner) from which on they leave, nats."""
+    """Mean log(generator/learner) above which they leave, nats."""
 
 
-class M2poConfig(Config, tag="m2po", tag_field="kind"):
-    """Tokens leave until the mean squared log(learner/generator) is small, `token_masks.m2po_mask`."""
+class M2poConfig(MaskConfig, tag="m2po"):
+    """Drops tokens until the mean squared log(learner/generator) is small."""
+
+    formula: ClassVar[str] = "token_masks.m2po_mask"
 
     threshold: Positive = 0.04
     """Largest mean."""
 
 
-MaskConfig = OpsmConfig | M2poConfig
+# msgspec decodes unions, not base classes: from here on the names stand for any of the records above.
+PolicyLossConfig = union_of(PolicyLossConfig)
+MaskConfig = union_of(MaskConfig)

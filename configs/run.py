@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.advantages import WITH_OWN_BASELINE, RemaxConfig
+from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import Config, require
 from slipstream.configs.broker import BrokerConfig, WeightsConfig
@@ -157,9 +157,9 @@ def _check_equal_shares(run: RunConfig) -> None:
 def _check_advantage_has_a_baseline(run: RunConfig) -> None:
     advantage, generators = run.algorithm.advantage, run.generators
     require(
-        generators.group_size > 1 or isinstance(advantage, WITH_OWN_BASELINE),
+        generators.group_size > 1 or advantage.has_own_baseline,
         "generators.group_size",
-        f"be >= 2 for algorithm/advantage={advantage.__struct_config__.tag}",
+        f"be >= 2 for algorithm/advantage={advantage.kind}",
         got=generators.group_size,
         why="a group of one has no baseline and every advantage would be zero; moving_baseline is made for it",
     )

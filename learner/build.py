@@ -13,10 +13,7 @@ from slipstream.broker.transport.inbox import Inbox
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.archive.rollouts import Rollouts
 from slipstream.buffer.store import Store
-from slipstream.configs.advantages import CustomAdvantageConfig
-from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
-from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine
@@ -25,7 +22,7 @@ from slipstream.learner.engines.torch_engine import TorchEngine
 from slipstream.learner.errors import ModelError, TrainEngineError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics.log import MetricsLog
-from slipstream.learner.objective import advantage_registry, loss_registry
+from slipstream.learner.objective.objective import Objective
 from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.publishing.publisher import Publisher
@@ -52,22 +49,15 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
     """Load the model and build engine and trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
-    _check_own_functions(run.algorithm)
+    # First, because a user's function that is not there must be reported before anything is waited for.
+    objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
     policy = load_policy(run.model, device=device, gradient_checkpointing=_recomputes_activations(run))
     engine = _build_engine(
         run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
     )
     frozen_models = _load_frozen_models(run, policy, device=device)
-    critic = _build_critic(run, policy, ranks=ranks, device=device) if run.algorithm.has_critic else None
-    return Trainer(run, engine=engine, ranks=ranks, frozen_models=frozen_models, critic=critic)
-
-
-def _check_own_functions(config: AlgorithmConfig) -> None:
-    """Import the user's functions before anything is waited for. Raises ConfigError."""
-    if isinstance(config.advantage, CustomAdvantageConfig):
-        advantage_registry.own_function(config.advantage)
-    if isinstance(config.policy_loss, CustomPolicyLossConfig):
-        loss_registry.own_function(config.policy_loss)
+    critic = _build_critic(run, policy, ranks=ranks, device=device) if run.algorithm.advantage.needs_critic else None
+    return Trainer(run, engine=engine, ranks=ranks, objective=objective, frozen_models=frozen_models, critic=critic)
 
 
 def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device) -> Critic:

@@ -1,11 +1,12 @@
-"""`python -m slipstream.scripts.check_algorithm policy_loss my_module:my_loss [beta=0.1 ...]`: is it fit to train with?
+"""`python -m slipstream.scripts.check_algorithm policy_loss my_module:my_loss [beta=0.1 ...]`: check a function to train with.
 
-Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs what the built-in ones are held to; a property that
-some sound methods lack is shown as a note. Exit codes: 0 when all that must hold does, 1 when something does not, 2 for
-a function that cannot be called so.
+Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs the checks that the built-in functions pass; a property
+that some sound methods lack is shown as a note. Exit codes: 0 when every required property holds, 1 when one does not,
+2 for a function that cannot be loaded.
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,12 @@ from rich.table import Table
 from torch import Tensor
 
 from slipstream.buffer.cli.show import make_console
+from slipstream.configs.advantages import CustomAdvantageConfig
 from slipstream.configs.base import ConfigError
+from slipstream.configs.policy_losses import CustomPolicyLossConfig
+from slipstream.learner.algorithms.inputs import AdvantageInputs, LossInputs
+from slipstream.learner.objective.formulas import load_formula
 from slipstream.runtime.command_line import fail_cleanly
-from slipstream.runtime.import_path import load_function
 
 _TOLERANCE = 1e-5
 
@@ -28,39 +32,61 @@ class Finding:
     """One property. Example: Finding("finite", holds=True, is_required=True)."""
 
     name: str
-    """What was looked at."""
+    """Property, as shown."""
     holds: bool
-    """Whether it is so."""
+    """Whether the function has it."""
     is_required: bool
     """Whether training needs it."""
 
 
 def main(arguments: list[str]) -> None:
-    """Check and show. Raises ConfigError."""
-    asked = _parse(arguments)
-    settings = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in asked.argument)}
-    findings = check(asked.kind, asked.function, settings)
-    _show(findings, title=f"{asked.kind} {asked.function}")
+    """Check a function and print the findings. Raises ConfigError."""
+    parsed = _parse(arguments)
+    settings = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in parsed.argument)}
+    findings = check(parsed.kind, parsed.function, settings)
+    _show(findings, title=f"{parsed.kind} {parsed.function}")
     if any(finding.is_required and not finding.holds for finding in findings):
         raise SystemExit(1)
 
 
 def check(kind: str, path: str, arguments: dict[str, Any]) -> list[Finding]:
-    """What holds of the function at `module:function`. Raises ConfigError."""
-    num_values = {"advantage": 2, "policy_loss": 3}[kind]
-    function = load_function(path, setting=f"algorithm.{kind}", num_values=num_values, arguments=arguments)
-
-    def call(*tensors: Tensor) -> Tensor:
-        found: Tensor = function(*tensors, **arguments)
-        return found
-
-    return _check_advantage(call) if kind == "advantage" else _check_loss(call)
+    """Properties of the function at `module:function`. Raises ConfigError."""
+    if kind == "advantage":
+        return _check_advantage(load_formula(CustomAdvantageConfig(path, arguments), setting="algorithm.advantage"))
+    return _check_loss(load_formula(CustomPolicyLossConfig(path, arguments), setting="algorithm.policy_loss"))
 
 
-def _check_advantage(call: Callable[..., Tensor]) -> list[Finding]:
+def _advantage_inputs(rewards: Tensor, groups: Tensor) -> AdvantageInputs:
+    """Trajectories of two tokens each."""
+    count = len(rewards)
+    sequences, positions = torch.arange(count).repeat_interleave(2), torch.arange(2).repeat(count)
+    lengths = torch.full((count,), 2)
+    return AdvantageInputs(
+        rewards=rewards,
+        groups=groups,
+        lengths=lengths,
+        num_trained=lengths,
+        is_correct=rewards > 0.5,
+        greedy_rewards=torch.full_like(rewards, 0.5),
+        parts={"total": rewards},
+        sequences=sequences,
+        turns=torch.zeros_like(sequences),
+        positions=positions,
+        positions_in_turn=positions,
+        token_rewards=torch.where(positions == 1, rewards[sequences], 0.0),
+        generator_logprobs=torch.full((2 * count,), -1.0),
+        learner_logprobs=torch.full((2 * count,), -1.1),
+    )
+
+
+def _check_advantage(function: Callable[[AdvantageInputs], Tensor]) -> list[Finding]:
     torch.manual_seed(0)
     groups = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])
     rewards = torch.rand(9, dtype=torch.float64)
+
+    def call(rewards: Tensor, groups: Tensor) -> Tensor:
+        return function(_advantage_inputs(rewards, groups))
+
     found = call(rewards, groups)
     order = torch.randperm(9)
     others = torch.where(groups == 2, rewards + 5, rewards)
@@ -76,43 +102,35 @@ def _check_advantage(call: Callable[..., Tensor]) -> list[Finding]:
     ]
 
 
-def _check_loss(call: Callable[..., Tensor]) -> list[Finding]:
+def _check_loss(function: Callable[[LossInputs], Tensor]) -> list[Finding]:
     torch.manual_seed(0)
     sequences = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
     advantages = torch.randn(3)[sequences]
-    log_ratio = 0.5 * torch.randn(9)
-    losses, gradient = _differentiated(call, log_ratio, advantages, sequences)
-    parts = [call(log_ratio[own], advantages[own], torch.zeros_like(sequences[own])) for own in _each(sequences)]
-    _, at_one = _differentiated(call, torch.zeros(9), advantages, sequences)
-    _, far = _differentiated(call, torch.tensor([20.0, -20.0, 0.0] * 3), advantages, sequences)
+    inputs = LossInputs(0.5 * torch.randn(9), advantages, -torch.rand(9), sequences, num_sequences=3)
+    losses, gradient = _differentiated(function, inputs)
+    parts = [function(inputs.take(sequences == number)) for number in range(3)]
+    _, at_one = _differentiated(function, inputs.with_log_ratio(torch.zeros(9)))
+    _, far = _differentiated(function, inputs.with_log_ratio(torch.tensor([20.0, -20.0, 0.0] * 3)))
+    _, without = _differentiated(function, dataclasses.replace(inputs, advantages=torch.zeros(9)))
     return [
-        Finding("one number per token", _is_shaped(losses, log_ratio), True),
+        Finding("one number per token", _is_shaped(losses, advantages), True),
         Finding("finite", bool(losses.isfinite().all()), True),
         Finding("finite gradient", bool(gradient.isfinite().all()), True),
         Finding("finite gradient at log-ratios of +-20", bool(far.isfinite().all()), True),
         Finding("trajectories do not see each other", _close(torch.cat(parts), losses), True),
         Finding("the gradient at ratio 1 is that of REINFORCE", _close(at_one, -advantages), False),
-        Finding("without an advantage there is no gradient", _is_still(call, log_ratio, sequences), False),
+        Finding("without an advantage there is no gradient", bool((without == 0).all()), False),
     ]
 
 
-def _differentiated(call: Callable[..., Tensor], log_ratio: Tensor, *beside: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses, and the gradient of their sum."""
-    leaf = log_ratio.clone().requires_grad_()
-    losses = call(leaf, *beside)
+def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """Losses, and the gradient of their sum by the log-ratio."""
+    leaf = inputs.log_ratio.clone().requires_grad_()
+    losses = function(inputs.with_log_ratio(leaf))
     if not losses.requires_grad:
         raise ConfigError("algorithm.policy_loss must depend on log_ratio, got losses without a gradient.")
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)
     return losses.detach(), gradient
-
-
-def _is_still(call: Callable[..., Tensor], log_ratio: Tensor, sequences: Tensor) -> bool:
-    _, gradient = _differentiated(call, log_ratio, torch.zeros_like(log_ratio), sequences)
-    return bool((gradient == 0).all())
-
-
-def _each(sequences: Tensor) -> list[Tensor]:
-    return [sequences == number for number in sequences.unique()]
 
 
 def _is_shaped(found: Any, like: Tensor) -> bool:
@@ -124,7 +142,8 @@ def _close(first: Tensor, second: Tensor) -> bool:
 
 
 def _is_monotone(found: Tensor, rewards: Tensor, groups: Tensor) -> bool:
-    return all(bool((found[own][rewards[own].argsort()].diff() >= -_TOLERANCE).all()) for own in _each(groups))
+    each = (groups == group for group in groups.unique())
+    return all(bool((found[own][rewards[own].argsort()].diff() >= -_TOLERANCE).all()) for own in each)
 
 
 def _show(findings: list[Finding], *, title: str) -> None:

@@ -1,8 +1,8 @@
 """Distillation: a learner's and a teacher's log-probabilities -> one number per token.
 
-The functions of sampled tokens need the teacher's log-probability of what the learner sampled. The others need, of
-every place, K token ids (the teacher's most likely ones), and both log-probabilities of each; with K = V they are
-exact. What lies outside the K ids is either one more outcome of its own, or is left out and both are renormalised.
+The functions of sampled tokens take the teacher's log-probability of the token the learner sampled. The others take, at
+every token, K token ids (the teacher's most likely ones) and both log-probabilities of each; with K = V they are exact.
+The probability outside the K ids is one more outcome, or is left out and both are renormalised.
 """
 
 import math
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from slipstream.learner.algorithms import importance, kl
+from slipstream.learner.algorithms.inputs import KlInputs
 
 
 def teacher_advantages(
@@ -38,7 +39,7 @@ def sampled_k3(
 
     Source: Schulman, "Approximating KL Divergence".
     """
-    return kl.k3(learner_logprobs, teacher_logprobs).clamp(max=max_loss)
+    return kl.k3(KlInputs(learner_logprobs, teacher_logprobs)).clamp(max=max_loss)
 
 
 def forward_kl_topk(

@@ -3,7 +3,7 @@
 All ratio arithmetic is in at least float32 on clamped log-ratios; a log-ratio that is not finite counts as 0 (ratio 1).
 Weights correct for drift, log pi_proximal - log pi_generator, and never carry a gradient: grad(w log pi) would hold a
 term log pi * grad w that no objective asks for. They are made in three steps: a level (LEVELS), bounds (`truncate` or
-`mask`), and, where wanted, `normalise`. Every step gives one number per token.
+`mask`), and, if configured, `normalise`. Every step gives one number per token.
 """
 
 import math
@@ -14,16 +14,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.learner.algorithms import segments
+from slipstream.learner.algorithms.inputs import RatioInputs
 
 
-# @@ Proximal policy without a forward pass: interpolated between the generator's and the learner's, per token.
-#
-# The share of the way that a token's policy has gone since it was sampled is read off the versions. Results carry no
-# gradient: they anchor the trust region and correct for drift, they are not optimised.
+# --- a proximal policy without a forward pass: it anchors the trust region and corrects for drift, without gradient ---
 def interpolation(
     token_versions: Int[Tensor, "N"], *, proximal_version: int, learner_version: int
 ) -> Float[Tensor, "N"]:
-    """How far the proximal policy stands from the generator's (0) towards the learner's (1).
+    """Position of the proximal policy between the generator's (0) and the learner's (1), from the versions.
 
     alpha = (v_proximal - v_token) / (v_learner - v_token), within [0, 1]; 0 of a token as new as the proximal policy
 
@@ -50,11 +48,12 @@ def loglinear(
     return torch.lerp(generator_logprobs.detach(), learner_logprobs.detach(), alpha.to(learner_logprobs.dtype))
 
 
+# --- ratios ----------------------------------------------------------------------------------------------------------
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +- this before exp, nats."""
 
 Bound = float | Float[Tensor, "N"]
-"""One bound for all tokens, or one for each, as `bound_by_lag` gives."""
+"""One bound for all tokens, or one per token, as from `bound_by_lag`."""
 
 
 def bounded(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -77,13 +76,11 @@ def token_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) 
 
 
 def nonfinite(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Bool[Tensor, "N"]:
-    """Where `token_ratio` had to put a neutral 1."""
+    """Tokens whose `token_ratio` is a neutral 1 because a log-probability is not finite."""
     return ~(numerator - denominator).isfinite()
 
 
-def token_level(
-    log_ratio: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int
-) -> Float[Tensor, "N"]:
+def token_level(inputs: RatioInputs) -> Float[Tensor, "N"]:
     """The ratio of each token by itself.
 
     w_t = exp(x_t)
@@ -92,12 +89,10 @@ def token_level(
 
     Source: Truncated Importance Sampling, Yao et al. 2025; per-token ratios as in V-trace, arXiv:1802.01561.
     """
-    return log_ratio.detach().exp()
+    return inputs.log_ratio.detach().exp()
 
 
-def sequence_level(
-    log_ratio: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int
-) -> Float[Tensor, "N"]:
+def sequence_level(inputs: RatioInputs) -> Float[Tensor, "N"]:
     """The product of a sequence's ratios, the same at each of its tokens.
 
     w_i = prod_t exp(x_t) = exp(clamp(sum_t x_t, -20, 20))
@@ -106,13 +101,11 @@ def sequence_level(
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability".
     """
-    totals = segments.sums(log_ratio.detach(), sequences, num_segments=num_sequences)
-    return bounded(totals).exp()[sequences]
+    totals = segments.sums(inputs.log_ratio.detach(), inputs.sequences, num_segments=inputs.num_sequences)
+    return bounded(totals).exp()[inputs.sequences]
 
 
-def geometric_level(
-    log_ratio: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int
-) -> Float[Tensor, "N"]:
+def geometric_level(inputs: RatioInputs) -> Float[Tensor, "N"]:
     """The geometric mean of a sequence's ratios, the same at each of its tokens.
 
     w_i = (prod_t exp(x_t))^(1 / T) = exp(mean_t x_t)
@@ -121,15 +114,16 @@ def geometric_level(
 
     Source: GSPO, arXiv:2507.18071, eq. 7.
     """
-    return segments.means(log_ratio.detach(), sequences, num_segments=num_sequences).exp()[sequences]
+    means = segments.means(inputs.log_ratio.detach(), inputs.sequences, num_segments=inputs.num_sequences)
+    return means.exp()[inputs.sequences]
 
 
-LEVELS: dict[str, Callable[..., Tensor]] = {
+LEVELS: dict[str, Callable[[RatioInputs], Tensor]] = {
     "token": token_level,
     "sequence": sequence_level,
     "geometric": geometric_level,
 }
-"""Name -> function of (log_ratio [N], sequences [N], num_sequences=) -> weight of each token [N]."""
+"""`correction.level` -> function: weight of each token, Float[N]."""
 
 
 def truncate(weights: Float[Tensor, "N"], *, high: Bound, low: Bound | None = None) -> Float[Tensor, "N"]:
@@ -168,12 +162,10 @@ def bound_by_lag(lags: Int[Tensor, "N"], *, bounds: dict[int, float]) -> Float[T
     return torch.tensor([bounds[start] for start in starts], device=lags.device)[rows]
 
 
-def one_per_sequence(
-    weights: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int
-) -> Float[Tensor, "S"]:
+def one_per_sequence(weights: Float[Tensor, "N"], inputs: RatioInputs) -> Float[Tensor, "S"]:
     """Weights of the sequence or geometric level, once for each sequence that has a token."""
-    values = segments.maxima(weights, sequences, num_segments=num_sequences)
-    return values[segments.sizes(sequences, num_segments=num_sequences) > 0]
+    values = segments.maxima(weights, inputs.sequences, num_segments=inputs.num_sequences)
+    return values[segments.sizes(inputs.sequences, num_segments=inputs.num_sequences) > 0]
 
 
 def normalise(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[Tensor, "N"]:
@@ -194,12 +186,23 @@ def effective_sample_size(weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
 
     ESS = (sum w)^2 / (N * sum w^2); 0 where all weights are
 
-    Of tokens, or of sequences given `one_per_sequence`; the former is the more hopeful one.
+    Of tokens, or of sequences given `one_per_sequence`; the former is the larger one.
 
     Source: Kong 1992; used per batch in VCPO, arXiv:2602.17616.
     """
     spread = weights.numel() * weights.square().sum()
     return weights.sum().square() / torch.where(spread > 0, spread, torch.ones_like(spread))
+
+
+def ess_learning_rate_scale(ess: float, *, power: float = 0.5, floor: float) -> float:
+    """Factor of the learning rate by the share of samples that carry the gradient, `effective_sample_size`.
+
+    scale = max(ess^power, floor), power 1/2 for Adam-like optimizers, 1 for SGD
+
+    Source: VCPO, arXiv:2602.17616, learning rate by effective sample size.
+    Differs: the floor, and that a share that is not a number (no weight is left) counts as 0.
+    """
+    return max(floor, min(ess, 1.0) ** power) if ess > 0 else floor
 
 
 def _wide(logprobs: Float[Tensor, "N"]) -> Float[Tensor, "N"]:

@@ -1,12 +1,12 @@
-"""Rejection: which tokens stay in an update, from the drift between proximal and generator policy.
+"""Rejection: tokens that stay in an update, from the drift between learner and generator policy.
 
-x_t = log pi_proximal - log pi_generator, made by `importance.token_log_ratio`; one that is not finite counts as 0. Each
-function returns one Bool per token, equal over a sequence unless `over` is "token"; several are combined by `&`.
-`num_kept` counts what stays, for baselines and denominators that are to be taken after rejection.
+x_t = log pi_learner - log pi_generator, the `log_ratio` of the inputs; one that is not finite counts as 0. Each function
+returns one Bool per token, equal over a sequence unless `over` is "token"; several are combined by `&`. `num_kept` counts
+the rest, for baselines and denominators that are to be taken after rejection.
 
 A statistic is taken over "token" (each by itself), or over the sequence as "sum", "mean" or, of k2 and k3, "max": of a
 ratio, which has a bound on either side, that is `veto`. Bounds may be given per token, as `importance.bound_by_lag`
-does; over a sequence they must be equal within it.
+does; over a sequence they must be equal within it. k2 and k3 are never negative and take an upper bound only.
 """
 
 import math
@@ -17,80 +17,70 @@ from torch import Tensor
 
 from slipstream.learner.algorithms import segments
 from slipstream.learner.algorithms.importance import Bound, bounded
+from slipstream.learner.algorithms.inputs import RatioInputs
 
 _OVER: dict[str, Callable[..., Tensor]] = {"sum": segments.sums, "mean": segments.means, "max": segments.maxima}
 
 
-def keep_k1(
-    log_ratio: Float[Tensor, "N"],
-    sequences: Int[Tensor, "N"],
-    *,
-    num_sequences: int,
-    over: str,
-    low: Bound = 0.0,
-    high: Bound = math.inf,
-) -> Bool[Tensor, "N"]:
-    """Keeps where the ratio proximal / generator is inside the bounds.
+def keep_k1(inputs: RatioInputs, *, over: str, low: Bound = -math.inf, high: Bound = math.inf) -> Bool[Tensor, "N"]:
+    """Keeps tokens whose ratio is inside the bounds.
 
     keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
 
     The sum is the product of ratios, and favours short sequences; the mean is their geometric mean, and does not.
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability": masked importance sampling (sum), Geo-RS (mean).
-    Differs: verl compares -x with the bounds' logarithms, so asymmetric ones hold there for generator / proximal.
+    Differs: verl compares -x with the bounds' logarithms, so asymmetric ones hold there for generator / learner.
     """
-    ratio = _aggregate(bounded(log_ratio.detach()), sequences, num_sequences=num_sequences, over=over).exp()
+    ratio = _aggregate(bounded(inputs.log_ratio.detach()), inputs, over=over).exp()
     return (ratio >= low) & (ratio <= high)
 
 
-def keep_k2(
-    log_ratio: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int, over: str, high: Bound
-) -> Bool[Tensor, "N"]:
-    """Keeps where the squared log-ratio is small, in either direction.
+def keep_k2(inputs: RatioInputs, *, over: str, low: Bound = -math.inf, high: Bound = math.inf) -> Bool[Tensor, "N"]:
+    """Keeps tokens whose squared log-ratio is small, in either direction.
 
     keep iff k2 <= high,  k2_t = x_t^2 / 2
 
     Source: k2 of Schulman, "Approximating KL Divergence"; as a criterion, verl's rollout correction.
     """
-    squares = bounded(log_ratio.detach()).square() / 2
-    return _aggregate(squares, sequences, num_sequences=num_sequences, over=over) <= high
+    squares = _aggregate(bounded(inputs.log_ratio.detach()).square() / 2, inputs, over=over)
+    return (squares >= low) & (squares <= high)
 
 
-def keep_k3(
-    log_ratio: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int, over: str, high: Bound
-) -> Bool[Tensor, "N"]:
-    """Keeps where the estimated divergence KL(generator || proximal) is small.
+def keep_k3(inputs: RatioInputs, *, over: str, low: Bound = -math.inf, high: Bound = math.inf) -> Bool[Tensor, "N"]:
+    """Keeps tokens whose estimated divergence KL(generator || learner) is small.
 
     keep iff k3 <= high,  k3_t = exp(x_t) - 1 - x_t
 
     Source: k3 of Schulman, "Approximating KL Divergence"; as a criterion (K3-RS), Liu, Li et al. 2025.
     """
-    drift = bounded(log_ratio.detach())
-    return _aggregate(drift.expm1() - drift, sequences, num_sequences=num_sequences, over=over) <= high
+    drift = bounded(inputs.log_ratio.detach())
+    divergence = _aggregate(drift.expm1() - drift, inputs, over=over)
+    return (divergence >= low) & (divergence <= high)
 
 
-def veto(
-    log_ratio: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int, low: Bound, high: Bound
-) -> Bool[Tensor, "N"]:
+STATISTICS: dict[str, Callable[..., Tensor]] = {"k1": keep_k1, "k2": keep_k2, "k3": keep_k3}
+"""`correction.reject.statistic` -> function: whether each token stays, Bool[N]."""
+
+
+def veto(inputs: RatioInputs, *, low: Bound, high: Bound) -> Bool[Tensor, "N"]:
     """Keeps the sequences of which every token's ratio is inside the bounds.
 
     keep iff for all t: low <= exp(x_t) <= high
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability" (one token of a tiny ratio condemns its sequence).
     """
-    ratio = bounded(log_ratio.detach()).exp()
+    ratio = bounded(inputs.log_ratio.detach()).exp()
     is_outside = ((ratio < low) | (ratio > high)).to(ratio.dtype)
-    return segments.maxima(is_outside, sequences, num_segments=num_sequences)[sequences] == 0
+    return segments.maxima(is_outside, inputs.sequences, num_segments=inputs.num_sequences)[inputs.sequences] == 0
 
 
 def num_kept(keep: Bool[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "S"]:
-    """Tokens that stay, of each sequence; a sequence with 0 has left."""
+    """Number of tokens that stay, of each sequence; a sequence with 0 has left."""
     return segments.sizes(sequences[keep], num_segments=num_sequences)
 
 
-def _aggregate(
-    values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int, over: str
-) -> Float[Tensor, "N"]:
+def _aggregate(values: Float[Tensor, "N"], inputs: RatioInputs, *, over: str) -> Float[Tensor, "N"]:
     if over == "token":
         return values
-    return _OVER[over](values, sequences, num_segments=num_sequences)[sequences]
+    return _OVER[over](values, inputs.sequences, num_segments=inputs.num_sequences)[inputs.sequences]

@@ -1,7 +1,9 @@
-"""Segments: sums, means and extremes over the values that belong together, groups of rewards or tokens of sequences.
+"""Segments: sums, means, extremes and deviations over values that belong together, groups of rewards or tokens of sequences.
 
-`segments` says which segment each value belongs to, 0 <= segment < num_segments; their sizes may differ, and a segment
-may be empty: its sum, mean and extremes are 0. Values may stand in any order, but for `to_rows`.
+`segments` names the segment of each value, 0 <= segment < num_segments; sizes may differ, and an empty segment has sum,
+mean and extremes 0. Values may stand in any order, except for `to_rows`. Standard deviations are the population's
+(divided by n). Deviations are taken from the smallest value before the mean is: equal values then give exactly 0, not a
+rounding error.
 """
 
 import torch
@@ -10,13 +12,18 @@ from torch import Tensor
 
 
 def count(segments: Int[Tensor, "N"]) -> int:
-    """One more than the largest segment; 0 of none."""
+    """One more than the largest segment; 0 without values."""
     return int(segments.max()) + 1 if segments.numel() else 0
 
 
 def sizes(segments: Int[Tensor, "N"], *, num_segments: int) -> Int[Tensor, "S"]:
-    """How many values each segment has."""
+    """Number of values of each segment."""
     return torch.bincount(segments, minlength=num_segments)
+
+
+def own_sizes(segments: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
+    """Number of values in the segment of each value."""
+    return sizes(segments, num_segments=count(segments))[segments]
 
 
 def sums(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments: int) -> Float[Tensor, "S"]:
@@ -40,9 +47,56 @@ def minima(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segmen
     return values.new_zeros(num_segments).scatter_reduce(0, segments, values, "amin", include_self=False)
 
 
+def above_lowest(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Values minus the smallest of their segment."""
+    return values - minima(values, segments, num_segments=count(segments))[segments]
+
+
+def centred(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Values minus the mean of their segment; exactly 0 where all are equal."""
+    above = above_lowest(values, segments)
+    return above - means(above, segments, num_segments=count(segments))[segments]
+
+
+def deviations(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Standard deviation of each value's segment; exactly 0 where all are equal."""
+    squares = centred(values, segments).square()
+    return means(squares, segments, num_segments=count(segments)).sqrt()[segments]
+
+
+def standardised(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:
+    """Values minus the mean of their segment, divided by its standard deviation + epsilon; epsilon > 0."""
+    return centred(values, segments) / (deviations(values, segments) + epsilon)
+
+
+def whiten(
+    values: Float[Tensor, "N"], *, epsilon: float, weights: Float[Tensor, "N"] | None = None
+) -> Float[Tensor, "N"]:
+    """Values minus their mean, divided by their standard deviation, over all of them.
+
+    y_i = (x_i - mean(x)) / (std(x) + epsilon)
+
+    A value of weight w >= 0 counts as w equal values; one of weight 0 is left out and becomes 0. Equal values, and a
+    single one, become exactly 0. The values must be those of a whole update: over a microbatch or one rank's part the
+    split would change them.
+
+    Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, its code.
+    Differs: epsilon is added to the deviation, as everywhere here, not to the variance; the variance is not Bessel's.
+    """
+    weights = torch.ones_like(values) if weights is None else weights
+    counts = weights > 0
+    if not counts.any():
+        return torch.zeros_like(values)
+    above = torch.where(counts, values - values[counts].min(), 0)
+    centre = above - (weights * above).sum() / weights.sum()
+    variance = (weights * centre.square()).sum() / weights.sum()
+    return torch.where(counts, centre / (variance.sqrt() + epsilon), 0)
+
+
 def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Float[Tensor, "S L"]:
     """One row per sequence, its values from the left, zeros after them. Values of a sequence must be in order."""
-    rows = values.new_zeros(num_sequences, _longest(sequences, num_sequences))
+    length = int(sizes(sequences, num_segments=num_sequences).max()) if num_sequences else 0
+    rows = values.new_zeros(num_sequences, length)
     rows[sequences, indices_in_rows(sequences, num_sequences=num_sequences)] = values
     return rows
 
@@ -53,14 +107,10 @@ def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[
 
 
 def indices_in_rows(sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
-    """How many values of its own sequence stand before each."""
+    """Number of values of the same sequence that stand before each value."""
     order = torch.argsort(sequences, stable=True)
     lengths = sizes(sequences, num_segments=num_sequences)
     starts = lengths.cumsum(0) - lengths
     indices = torch.empty_like(sequences)
     indices[order] = torch.arange(len(sequences), device=sequences.device) - starts[sequences[order]]
     return indices
-
-
-def _longest(sequences: Int[Tensor, "N"], num_sequences: int) -> int:
-    return int(sizes(sequences, num_segments=num_sequences).max()) if num_sequences else 0

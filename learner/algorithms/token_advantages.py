@@ -1,118 +1,127 @@
 """Token advantages: rewards of single tokens, and a critic's values -> one number per token, without gradient.
 
-Tokens are flat, those of a trajectory contiguous and in order, and only those the model wrote: what a tool said lies
-between two of them, takes no time and breaks no sum. After the last token of a trajectory every value is 0.
-Whitening is done elsewhere, on the whole batch; the targets of the critic are never whitened.
+Tokens are flat, those of a trajectory contiguous and in order, and only those the model wrote: a tool's output lies
+between two of them, takes no time and breaks no sum. After the last token of a trajectory every value is 0. The targets
+of the critic are never whitened.
 """
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from slipstream.learner.algorithms import segments
+from slipstream.learner.algorithms import importance, segments
+from slipstream.learner.algorithms.inputs import AdvantageInputs, known
 
 
-# @@ Token baselines: what to expect from here on, from the other trajectories of the group at the same position.
-#
-# A position is the k-th token the model wrote: what tools said is not counted, so a slow tool does not push the tokens
-# after it out of line. With `turns`, a position is the k-th token of the j-th turn: a long first turn does not either.
-def score_norms(logprobs: Float[Tensor, "N"], squared_probs: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Squared norm of a token's gradient with respect to its logits, never negative.
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float) -> Float[Tensor, "N"]:
+    """Discounted rewards to come, whitened over all tokens of the batch.
 
-    norm_t = 1 - 2 * pi_t + sum_v pi_v^2, `squared_probs` is the sum
+    A_t = (G_t - mean(G)) / (std(G) + epsilon),  G_t = r_t + gamma * G_{t+1}
 
-    Source: Optimal Token Baseline, arXiv:2602.07078, the logit-gradient proxy.
+    Source: REINFORCE++, arXiv:2501.03262.
     """
-    return (1 - 2 * logprobs.detach().exp() + squared_probs.detach()).clamp(min=0)
+    return segments.whiten(returns_to_go(inputs, gamma=gamma), epsilon=epsilon)
 
 
-def optimal_token_baseline(
-    returns: Float[Tensor, "N"],
-    score_norms: Float[Tensor, "N"],
-    sequences: Int[Tensor, "N"],
-    groups: Int[Tensor, "B"],
-    *,
-    num_sequences: int,
-    epsilon: float,
-    weights: Float[Tensor, "N"] | None = None,
-    positions: Int[Tensor, "N"] | None = None,
-    turns: Int[Tensor, "N"] | None = None,
-    lone_learns: bool = True,
-) -> Float[Tensor, "N"]:
-    """The baseline with least variance, per group and position, over the members that have a token there.
+def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
+    """Discounted sum of the rewards of a token and of those after it in its sequence.
 
-    W_{i,t} = sum_{s<=t} norm_{i,s} * weight_{i,s}^2
+    G_t = r_t + gamma * G_{t+1}
+
+    Summed by doubling: after the step with `shift`, each entry holds the sum of the next 2 * shift rewards.
+    """
+    rows = segments.to_rows(inputs.token_rewards, inputs.sequences, num_sequences=inputs.num_sequences)
+    shift = 1
+    while shift < rows.shape[1]:
+        rows[:, :-shift] += gamma**shift * rows[:, shift:]
+        shift *= 2
+    return segments.from_rows(rows, inputs.sequences)
+
+
+def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: float) -> Float[Tensor, "N"]:
+    """Rewards to come minus the baseline of least variance, per group and position, over the members with a token there.
+
+    norm_t = 1 - 2 * pi_t + sum_v pi_v^2, the squared norm of a token's gradient with respect to its logits
+    W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w the importance weights where they are known
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    `returns` are G, the rewards from each token on; `weights` are importance weights; `turns` count from 0 within each
-    trajectory; `positions` say which token of its trajectory, or turn, each is, where some are missing. A token without
-    company, in a group of one or where only one member is left, has baseline 0, or, unless `lone_learns`, its own
-    return: advantage 0.
+    Position t is the t-th token the model wrote: tokens of tools are not counted, so a slow tool does not misalign the
+    tokens after it. With `per_turn` it is the t-th of the turn, so that a long first turn does not either. A token at a
+    position that no other member has reached has advantage 0.
 
-    Source: Optimal Token Baseline, arXiv:2602.07078; squared weights as its off-policy form.
+    Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy; squared weights as its off-policy form.
     Differs: epsilon is added to each W, not to their sum, so that where no member could have done otherwise (W = 0) B
-    is the mean, and equal returns give advantage 0. The form for agents is aligned by turn; the authors' is the
-    default, without `turns`.
+    is the mean, and equal returns give advantage 0. The authors' form for agents is without `per_turn`.
     """
-    energy = _energy(score_norms, weights, sequences, num_sequences=num_sequences) + epsilon
-    turns = torch.zeros_like(sequences) if turns is None else turns
-    if positions is None:
-        positions = _positions(sequences, turns, num_sequences=num_sequences)
-    cells = _cells(groups[sequences], turns, positions)
+    returns = returns_to_go(inputs, gamma=1.0)
+    norms = score_norms(known(inputs.learner_logprobs), known(inputs.collisions))
+    if inputs.correction_weights is not None:
+        norms = norms * inputs.correction_weights.square()
+    rows = segments.to_rows(norms, inputs.sequences, num_sequences=inputs.num_sequences)
+    energy = segments.from_rows(rows.cumsum(1), inputs.sequences) + epsilon
+    cells = _cells(inputs, per_turn=per_turn)
     num_cells = segments.count(cells)
     lowest = segments.minima(returns, cells, num_segments=num_cells)
     weighted = segments.sums(energy * (returns - lowest[cells]), cells, num_segments=num_cells)
     baseline = (lowest + weighted / segments.sums(energy, cells, num_segments=num_cells))[cells]
-    alone = segments.sizes(cells, num_segments=num_cells)[cells] == 1
-    return torch.where(alone, torch.zeros_like(returns) if lone_learns else returns, baseline)
+    is_alone = segments.own_sizes(cells) == 1
+    return returns - torch.where(is_alone, returns, baseline)
 
 
-def _energy(
-    norms: Float[Tensor, "N"], weights: Float[Tensor, "N"] | None, sequences: Int[Tensor, "N"], *, num_sequences: int
-) -> Float[Tensor, "N"]:
-    weighted = norms if weights is None else norms * weights.detach().square()
-    return segments.from_rows(segments.to_rows(weighted, sequences, num_sequences=num_sequences).cumsum(1), sequences)
+def score_norms(logprobs: Float[Tensor, "N"], collisions: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Squared norm of a token's gradient with respect to its logits, never negative."""
+    return (1 - 2 * logprobs.exp() + collisions).clamp(min=0)
 
 
-def _positions(sequences: Int[Tensor, "N"], turns: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
-    """Of each token among those of its turn."""
-    num_turns = segments.count(turns)
-    return segments.indices_in_rows(sequences * num_turns + turns, num_sequences=num_sequences * num_turns)
-
-
-def _cells(groups: Int[Tensor, "N"], turns: Int[Tensor, "N"], positions: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """Tokens at the same position of trajectories of the same group share a cell; cells are counted without gaps."""
+def _cells(inputs: AdvantageInputs, *, per_turn: bool) -> Int[Tensor, "N"]:
+    """Tokens at the same position of trajectories of the same group share a cell; cells are numbered without gaps."""
+    turns = inputs.turns if per_turn else torch.zeros_like(inputs.turns)
+    positions = inputs.positions_in_turn if per_turn else inputs.positions
+    groups = inputs.groups[inputs.sequences]
     cells = (groups * segments.count(turns) + turns) * segments.count(positions) + positions
     return torch.unique(cells, return_inverse=True)[1]
 
 
 def gae(
-    token_rewards: Float[Tensor, "N"],
-    values: Float[Tensor, "N"],
-    sequences: Int[Tensor, "N"],
+    inputs: AdvantageInputs,
     *,
-    num_sequences: int,
     gamma: float,
-    lam: float | Float[Tensor, "B"],
+    lam: float,
+    critic_lam: float,
+    length_adaptive: float | None,
+    epsilon: float | None,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Generalised advantages, and the returns a critic is to predict; `lam` may differ between trajectories.
+    """Generalised advantages with lambda `lam`, and the returns with lambda `critic_lam` that a critic is to predict.
 
-    delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lam * A_{t+1},  return_t = A_t + V_t
+    delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lambda * A_{t+1},  return_t = A_t + V_t
 
-    Source: GAE, arXiv:1506.02438, eq. 16; two calls with two lam are the decoupled GAE of VAPO, arXiv:2504.05118.
+    With epsilon, advantages are whitened over all tokens afterwards.
+
+    Source: GAE, arXiv:1506.02438, eq. 16; two lambdas are the decoupled GAE of VAPO, arXiv:2504.05118, and `length_adaptive`
+    is its alpha, section 4.2.
     """
-    rewards = segments.to_rows(token_rewards, sequences, num_sequences=num_sequences)
-    expected = segments.to_rows(values.detach(), sequences, num_sequences=num_sequences)
+    policy_lam = lam if length_adaptive is None else length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive)
+    advantages = generalised_advantages(inputs, gamma=gamma, lam=policy_lam)
+    returns = generalised_advantages(inputs, gamma=gamma, lam=critic_lam) + known(inputs.values)
+    return advantages if epsilon is None else segments.whiten(advantages, epsilon=epsilon), returns
+
+
+def generalised_advantages(
+    inputs: AdvantageInputs, *, gamma: float, lam: float | Float[Tensor, "B"]
+) -> Float[Tensor, "N"]:
+    """The A_t of `gae`; `lam` may differ between trajectories."""
+    sequences, num_sequences = inputs.sequences, inputs.num_sequences
+    rewards = segments.to_rows(inputs.token_rewards, sequences, num_sequences=num_sequences)
+    expected = segments.to_rows(known(inputs.values), sequences, num_sequences=num_sequences)
     errors = rewards + gamma * _following(expected) - expected
     decay = gamma * torch.as_tensor(lam, dtype=errors.dtype, device=errors.device).reshape(-1, 1)
-    advantages = segments.from_rows(_sums_to_go(errors, decay.expand_as(errors)), sequences)
-    return advantages, advantages + values.detach()
+    return segments.from_rows(_sums_to_go(errors, decay.expand_as(errors)), sequences)
 
 
 def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[Tensor, "B"]:
-    """GAE's lam for the policy, such that the weights lam^k of the errors add up to alpha times the length in tokens.
+    """GAE's lambda for the policy, such that the weights lambda^k of the errors add up to alpha times the length in tokens.
 
-    lam = 1 - 1 / (alpha * length), no less than 0
+    lambda = 1 - 1 / (alpha * length), no less than 0
 
     Source: VAPO, arXiv:2504.05118, section 4.2.
     """
@@ -120,18 +129,9 @@ def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[
 
 
 def vtrace(
-    token_rewards: Float[Tensor, "N"],
-    values: Float[Tensor, "N"],
-    log_ratio: Float[Tensor, "N"],
-    sequences: Int[Tensor, "N"],
-    *,
-    num_sequences: int,
-    gamma: float,
-    lam: float,
-    rho_bar: float,
-    c_bar: float,
+    inputs: AdvantageInputs, *, gamma: float, lam: float, rho_bar: float, c_bar: float
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Advantages and value targets corrected for tokens another policy sampled; `log_ratio` is that to its own.
+    """Advantages and value targets corrected for tokens another policy sampled, ratio = pi_learner / pi_generator.
 
     rho_t = min(rho_bar, ratio_t),  c_t = lam * min(c_bar, ratio_t),  delta_t = rho_t * (r_t + gamma * V_{t+1} - V_t)
     v_t = V_t + delta_t + gamma * c_t * (v_{t+1} - V_{t+1}),  A_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
@@ -146,17 +146,20 @@ def vtrace(
     """
     if rho_bar < c_bar:
         raise ValueError(f"rho_bar must be >= c_bar ({c_bar}), got {rho_bar}: the targets would not contract")
-    columns = (token_rewards, values.detach(), log_ratio.detach().exp())
-    rewards, expected, ratio = (segments.to_rows(column, sequences, num_sequences=num_sequences) for column in columns)
+    log_ratio = importance.token_log_ratio(known(inputs.learner_logprobs), inputs.generator_logprobs)
+    columns = (inputs.token_rewards, known(inputs.values), log_ratio.exp())
+    rewards, expected, ratio = (
+        segments.to_rows(column, inputs.sequences, num_sequences=inputs.num_sequences) for column in columns
+    )
     rho, trace = ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
     errors = rho * (rewards + gamma * _following(expected) - expected)
     targets = expected + _sums_to_go(errors, gamma * trace)
     advantages = rho * (rewards + gamma * _following(targets) - expected)
-    return segments.from_rows(advantages, sequences), segments.from_rows(targets, sequences)
+    return segments.from_rows(advantages, inputs.sequences), segments.from_rows(targets, inputs.sequences)
 
 
 def _following(rows: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
-    """What stands one to the right, 0 after the last."""
+    """Each row shifted to the left by one, 0 at the end."""
     following = torch.zeros_like(rows)
     following[:, :-1] = rows[:, 1:]
     return following
@@ -169,3 +172,44 @@ def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Floa
         running = rows[:, index] + decay[:, index] * running
         sums[:, index] = running
     return sums
+
+
+# --- the critic's own loss -------------------------------------------------------------------------------------------
+def clipped_value_loss(
+    values: Float[Tensor, "N"],
+    returns: Float[Tensor, "N"],
+    values_before: Float[Tensor, "N"],
+    *,
+    clip: float | None,
+) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
+    """Squared error that gives no reward for moving further than `clip` in one step, and where that took the gradient.
+
+    loss = 1/2 * max((V - R)^2, (clip(V, V_before - clip, V_before + clip) - R)^2); without clip 1/2 * (V - R)^2
+
+    `values_before` are those the advantages were computed with.
+
+    Source: OpenAI baselines' PPO; without clip, PPO, arXiv:1707.06347, eq. 9.
+    """
+    targets = returns.detach()
+    plain = (values - targets).square()
+    if clip is None:
+        return plain / 2, torch.zeros_like(values, dtype=torch.bool)
+    before = values_before.detach()
+    clipped = (values.clamp(before - clip, before + clip) - targets).square()
+    return torch.maximum(plain, clipped) / 2, clipped > plain
+
+
+def explained_variance(values: Float[Tensor, "N"], returns: Float[Tensor, "N"]) -> Float[Tensor, ""]:
+    """Share of the returns' variance a critic predicts: 1 is all of it, 0 no more than their mean would, less is worse.
+
+    1 - Var(R - V) / Var(R); 0 where the returns do not vary
+    """
+    if not values.numel():
+        return values.new_zeros(())
+    total, left = _variance(returns), _variance(returns - values.detach())
+    return torch.where(total > 0, 1 - left / total, torch.zeros_like(total))
+
+
+def _variance(values: Float[Tensor, "N"]) -> Float[Tensor, ""]:
+    """Population variance, exactly 0 of equal values, whatever their mean rounds to."""
+    return (values - values.min()).var(correction=0)

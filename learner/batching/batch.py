@@ -1,8 +1,8 @@
 """Batch: the groups claimed for one step as columns, one entry per trajectory and one per token that is trained on.
 
 All that needs no gradient is computed on whole columns, the same on every rank, so that no split into microbatches or
-ranks can change it. Columns fill up in the order of the fields: what the trajectories say (`admission`), what models
-say of them (`recompute_logprobs`), what follows for the loss (`judging`); a column that nobody needs stays None.
+ranks can change it. Columns fill up in the order of the fields: the trajectories' own (`build_batch`), outputs of models
+(`microbatch.recompute`), inputs of the loss (`Objective.prepare`); a column that the settings do not need stays None.
 """
 
 import dataclasses
@@ -43,13 +43,13 @@ class Trajectories(_Columns):
     """One entry per claimed trajectory, B of them, in the order claimed: members of a group lie side by side."""
 
     groups: Int[Tensor, "B"]
-    """Which claimed group each belongs to, from 0 on."""
+    """Claimed group, from 0."""
     updates: Int[Tensor, "B"]
-    """Which optimizer update of the step each belongs to."""
+    """Optimizer update of the step, from 0."""
     rewards: Float[Tensor, "B"]
-    """float64, as the reward function said; shaped ones replace them in `loss_inputs`."""
+    """float64, the reward function's total; `Objective.prepare` replaces it by the shaped reward."""
     parts: Float[Tensor, "B K"]
-    """float64, its named addends, columns in the order of `Batch.part_names`; NaN where one is missing."""
+    """float64, named addends of the reward, columns in the order of `Batch.part_names`; NaN where one is missing."""
     greedy_rewards: Float[Tensor, "B"]
     """float64, the reward of its group's greedy answer; NaN where there is none."""
     is_correct: Bool[Tensor, "B"]
@@ -61,7 +61,7 @@ class Trajectories(_Columns):
     num_trained: Int[Tensor, "B"]
     """Tokens that are trained on."""
     draw_weights: Float[Tensor, "B"]
-    """What the sampler multiplies the loss of its group by."""
+    """The sampler's factor of the loss of its group."""
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class Tokens(_Columns):
     """One entry per token that is trained on, N of them, trajectory after trajectory."""
 
     sequences: Int[Tensor, "N"]
-    """Which trajectory each belongs to."""
+    """Trajectory, from 0."""
     turns: Int[Tensor, "N"]
-    """Which run of model-written tokens of its trajectory each belongs to, from 0 on."""
+    """Run of model-written tokens of the trajectory, from 0."""
     positions: Int[Tensor, "N"]
-    """Which of the tokens that the model wrote in its trajectory each is, those that are not trained on counted too."""
+    """Position among the model-written tokens of the trajectory, counting those that are not trained on."""
     positions_in_turn: Int[Tensor, "N"]
-    """Which of those of its turn."""
+    """Position among those of the turn."""
     lags: Int[Tensor, "N"]
     """Learner's version - the version that sampled it; not below 0."""
     generator_logprobs: Float[Tensor, "N"]
-    """float32, what it was sampled with."""
+    """float32, of the distribution it was sampled from."""
 
     start_logprobs: Float[Tensor, "N"] | None = None
     """float32, the learner's at the start of the step."""
@@ -90,26 +90,26 @@ class Tokens(_Columns):
     teacher_logprobs: Float[Tensor, "N"] | None = None
     """float32, the teacher's."""
     collisions: Float[Tensor, "N"] | None = None
-    """Chance that two draws where it was sampled are the same token: sum of squared probabilities."""
+    """Chance that two draws from the learner's distribution are equal: sum of squared probabilities."""
     values: Float[Tensor, "N"] | None = None
-    """float32, the critic's of the state before it, at the start of the step."""
+    """float32, the critic's value of the state before it, at the start of the step."""
 
     rewards: Float[Tensor, "N"] | None = None
-    """float64, what each earns: the trajectory's shaped reward at its last token, minus the price of its KL."""
+    """float64: the trajectory's shaped reward at its last token, minus the price of each token's KL."""
     advantages: Float[Tensor, "N"] | None = None
-    """float32, how much better than expected it was."""
+    """float32."""
     returns: Float[Tensor, "N"] | None = None
-    """float32, what the critic shall say of the state before it."""
+    """float32, the critic's target for the state before it."""
     correction_weights: Float[Tensor, "N"] | None = None
-    """float32, importance weights; None: they are formed where the loss is."""
+    """float32, importance weights; None: they are formed with the loss."""
     is_kept: Bool[Tensor, "N"] | None = None
-    """Whether it is in the loss; None: all are."""
+    """Whether the correction leaves it in the loss; known where `correction_weights` are."""
     is_bounded: Bool[Tensor, "N"] | None = None
     """Whether its importance weight was truncated or masked; known where `correction_weights` are."""
     is_trusted: Bool[Tensor, "N"] | None = None
     """Whether the masks leave it in the policy loss; None: all are."""
     is_selected: Bool[Tensor, "N"] | None = None
-    """Whether the policy loss has chosen it among all tokens of its update, where it does so."""
+    """Whether the policy loss's selector picked it among all tokens of its update; None without a selector or mask."""
     nll_weights: Float[Tensor, "N"] | None = None
     """float32, factor of its negative log-likelihood; None: there is no such term."""
     token_weights: Float[Tensor, "N"] | None = None
@@ -144,31 +144,25 @@ class Batch:
         """The same with other token columns."""
         return self.replace(tokens=self.tokens.replace(**columns))
 
-    def select(self, chosen: Bool[Tensor, "B"]) -> "Batch":
+    def select(self, is_taken: Bool[Tensor, "B"]) -> "Batch":
         """A batch of those trajectories alone, numbered anew; their groups keep their numbers."""
-        numbers = chosen.cumsum(0) - 1
-        tokens = self.tokens.take(chosen[self.tokens.sequences])
+        numbers = is_taken.cumsum(0) - 1
+        tokens = self.tokens.take(is_taken[self.tokens.sequences])
         return self.replace(
-            trajectories=self.trajectories.take(chosen), tokens=tokens.replace(sequences=numbers[tokens.sequences])
+            trajectories=self.trajectories.take(is_taken), tokens=tokens.replace(sequences=numbers[tokens.sequences])
         )
 
     def parts(self, names: Sequence[str], *, setting: str) -> Float[Tensor, "B K"]:
         """Columns of named parts of the reward. Raises BatchError for one that a trajectory lacks."""
         missing = [name for name in names if name not in self.part_names]
-        chosen = self.trajectories.parts[:, [self.part_names.index(name) for name in names if name not in missing]]
-        if missing or not chosen[self.trajectories.is_member].isfinite().all():
+        columns = self.trajectories.parts[:, [self.part_names.index(name) for name in names if name not in missing]]
+        if missing or not columns[self.trajectories.is_member].isfinite().all():
             raise BatchError(
                 f"{setting} names parts of the reward that every answer must have ({', '.join(names)}), got answers "
                 f"with {', '.join(self.part_names) or 'none'}, or without some of them: see the reward function."
             )
-        return chosen
+        return columns
 
     def per_token(self, values: Float[Tensor, "B"]) -> Float[Tensor, "N"]:
         """Each trajectory's value at each of its tokens."""
         return values[self.tokens.sequences]
-
-
-def known(column: Tensor | None) -> Tensor:
-    """A column that the settings have made sure of."""
-    assert column is not None, "a column is filled before it is read"
-    return column

@@ -1,6 +1,7 @@
-"""Microbatch: samples on their way into a forward pass, and the tensors they become."""
+"""Microbatch: samples on their way into a forward pass, the tensors they become, and forward passes over a whole step."""
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,10 +9,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from slipstream.learner.batching.batch import Batch
+from slipstream.learner.ranks import Ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence, and which of its tokens are trained on.
+    """One sequence, and its tokens that are trained on.
 
     Example: Sample(token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11], trained=[6, 7, 8, 9, 10, 11], first_index=48,
         group_id="17", temperature=1.0)
@@ -20,17 +24,17 @@ class Sample:
     token_ids: np.ndarray
     """int[T], prompt then response."""
     trained: np.ndarray
-    """int64[W], indices of the tokens that are trained on, rising; never 0, which nothing predicts. May be empty."""
+    """int64[W], rising indices of the tokens that are trained on; never 0, which nothing predicts. May be empty."""
     first_index: int
-    """Where the first of them stands in the columns of `Tokens`; the others follow it."""
+    """Index of the first of them in the columns of `Tokens`; the others follow it."""
     group_id: str
     """Samples of one group may begin with the same prompt, which is then computed once."""
     temperature: float = 1.0
-    """What logits are divided by; above 0."""
+    """Divisor of the logits; above 0."""
 
     @property
     def indices(self) -> np.ndarray:
-        """int64[W]: where each of them stands there."""
+        """int64[W]: index of each trained token in the columns of `Tokens`."""
         return np.arange(self.first_index, self.first_index + len(self.trained))
 
     @property
@@ -41,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward pass: R rows of L tokens holding several sequences each, and the N tokens whose loss is trained.
+    """One forward pass: R rows of L tokens holding several sequences each, and the N tokens that have a loss.
 
     A row holds branches (responses) and the prompts they continue: a prompt that several responses share is there once,
     `attention_mask` lets each response see it and not its siblings, and positions count along prompt and response.
@@ -52,15 +56,15 @@ class Microbatch:
     position_ids: Int[Tensor, "R L"]
     """Position within the own sequence."""
     attention_mask: Bool[Tensor, "R 1 L L"] | None
-    """Which token (last axis) each token sees; None: causal, restarted wherever `position_ids` restart."""
+    """Tokens (last axis) that each token sees; None: causal, restarted wherever `position_ids` restart."""
     sources: Int[Tensor, "N"]
-    """Where each trained token is predicted: index into the flattened rows."""
+    """Index, into the flattened rows, of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
-    """The trained tokens."""
+    """Ids of the trained tokens."""
     temperatures: Float[Tensor, "N"]
-    """What logits are divided by."""
+    """Divisor of the logits."""
     indices: Int[Tensor, "N"]
-    """Where each stands in the columns of `Tokens`."""
+    """Index of each trained token in the columns of `Tokens`."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,3 +77,25 @@ class Microbatch:
             return self
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return Microbatch(**{k: v if v is None else v.to(device, non_blocking=True) for k, v in fields.items()})
+
+
+@torch.no_grad()
+def recompute(
+    batch: Batch,
+    microbatches: Sequence[Microbatch],
+    forward: Callable[[Microbatch], Mapping[str, Tensor]],
+    *,
+    names: Sequence[str],
+    ranks: Ranks,
+) -> dict[str, Tensor]:
+    """Forward passes over a whole step: `names` of their outputs -> columns of the batch, float32[N]. Collective.
+
+    All ranks must hold equally many microbatches. Together they hold each token at most once: the sum over ranks puts the
+    columns together, and a token that no rank holds is 0.
+    """
+    columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
+    for microbatch in microbatches:
+        outputs = forward(microbatch)
+        for name, column in columns.items():
+            column[microbatch.indices] = outputs[name].float()
+    return {name: ranks.sum(column) for name, column in columns.items()}

@@ -1,42 +1,163 @@
-"""Judging: a batch -> the same with advantages, correction weights and the factor of every token's loss.
+"""Loss inputs: correction weights, advantages and token weights of a batch.
 
-Everything here looks at the whole batch of a step and has no gradient.
+Everything here is computed on the whole batch of a step, the same on every rank and without gradient, so that no split
+into microbatches or ranks can change it.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.configs.advantages import AdvantageConfig, CustomAdvantageConfig
 from slipstream.configs.algorithm import AlgorithmConfig, EssLearningRateConfig
-from slipstream.learner.algorithms import aggregation, controllers, importance, rejection, segments
-from slipstream.learner.batching.batch import Batch, known
-from slipstream.learner.objective.advantage_registry import estimate
+from slipstream.configs.algorithm_terms import DistillationConfig
+from slipstream.learner.algorithms import distillation, importance, rejection, segments
+from slipstream.learner.algorithms.aggregation import AGGREGATIONS
+from slipstream.learner.algorithms.inputs import AdvantageInputs, AggregationInputs, RatioInputs, known
+from slipstream.learner.batching.batch import Batch
+from slipstream.learner.errors import BatchError
 from slipstream.learner.objective.importance_correction import correct
-from slipstream.learner.objective.rewards import shape_rewards
-from slipstream.learner.objective.state import ObjectiveState
-from slipstream.learner.training.frozen_models import teach_advantages
-
-_AGGREGATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "token_mean": aggregation.token_mean,
-    "token_sum": aggregation.token_sum,
-    "seq_mean_token_mean": aggregation.seq_mean_token_mean,
-    "seq_mean_token_sum": aggregation.seq_mean_token_sum,
-}
 
 
-@torch.no_grad()
-def prepare(batch: Batch, *, config: AlgorithmConfig, state: ObjectiveState, max_tokens: int) -> Batch:
-    """Fill the columns from `correction_weights` on. `max_tokens`: longest response. Raises BatchError."""
-    batch = _correct(batch, config=config)
-    batch = shape_rewards(batch, config=config, state=state, max_tokens=max_tokens)
-    batch = estimate(config.advantage, batch, state=state)
-    if config.distillation:
-        batch = teach_advantages(batch, config=config.distillation)
-    return batch.with_tokens(
-        token_weights=_token_weights(batch, config=config, max_tokens=max_tokens),
-        nll_weights=_nll_weights(batch, coefficient=config.positive_nll_coefficient),
+def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
+    """Fill weights and rejections where they are known before the first gradient; with `rebaseline`, trajectories that
+    were rejected entirely leave their group's baseline."""
+    tokens = batch.tokens
+    if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
+        return batch
+    drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
+    ratios = RatioInputs(drift, tokens.sequences, batch.num_trajectories)
+    correction = correct(ratios, learner=ratios, lags=tokens.lags, config=config.correction)
+    batch = batch.with_tokens(
+        correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
     )
+    if not config.correction.rebaseline:
+        return batch
+    is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
+    is_left = batch.trajectories.is_member & ~is_rejected
+    return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
+
+
+def fill_advantages(
+    batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
+) -> Batch:
+    """Fill `advantages`, and `returns` for a critic; both are 0 for trajectories that do not count in a baseline."""
+    members = batch.select(batch.trajectories.is_member)
+    inputs = _advantage_inputs(members, state=state)
+    advantages = returns = inputs.token_rewards
+    if inputs.num_sequences:
+        found = function(inputs)
+        advantages, returns = found if config.needs_critic else (found, returns)
+        if isinstance(config, CustomAdvantageConfig):
+            _check_returned(advantages, inputs, config=config)
+        if not config.is_per_token:
+            advantages = advantages[inputs.sequences]
+        if not config.has_own_baseline:
+            advantages = advantages * (segments.own_sizes(inputs.groups) > 1)[inputs.sequences]
+    is_filled = batch.per_token(batch.trajectories.is_member)
+    return batch.with_tokens(
+        advantages=_spread(advantages, is_filled), returns=_spread(returns, is_filled) if config.needs_critic else None
+    )
+
+
+def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageInputs:
+    trajectories, tokens = members.trajectories, members.tokens
+    return AdvantageInputs(
+        rewards=trajectories.rewards,
+        groups=torch.unique(trajectories.groups, return_inverse=True)[1],
+        lengths=trajectories.lengths,
+        num_trained=trajectories.num_trained,
+        is_correct=trajectories.is_correct,
+        greedy_rewards=trajectories.greedy_rewards,
+        parts=dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
+        sequences=tokens.sequences,
+        turns=tokens.turns,
+        positions=tokens.positions,
+        positions_in_turn=tokens.positions_in_turn,
+        token_rewards=known(tokens.rewards),
+        generator_logprobs=tokens.generator_logprobs,
+        learner_logprobs=tokens.start_logprobs,
+        collisions=tokens.collisions,
+        values=tokens.values,
+        correction_weights=tokens.correction_weights,
+        state=state,
+    )
+
+
+def _check_returned(found: object, inputs: AdvantageInputs, *, config: CustomAdvantageConfig) -> None:
+    if not isinstance(found, Tensor) or found.shape != inputs.rewards.shape or not found.isfinite().all():
+        raise BatchError(
+            f"algorithm.advantage.function={config.function} must return one finite number per trajectory "
+            f"({inputs.num_sequences}), got {found!r:.200}."
+        )
+
+
+def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
+    """float32[N]: the values where `is_filled` is true, 0 elsewhere."""
+    column = torch.zeros(len(is_filled), dtype=torch.float32, device=is_filled.device)
+    column[is_filled] = values.float()
+    return column
+
+
+def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch:
+    """Replace the advantages by the teacher's, or add those to them."""
+    advantages = known(batch.tokens.advantages)
+    if not config.with_rewards:
+        advantages = torch.zeros_like(advantages)
+    if config.divergence == "k1":
+        own, teacher = known(batch.tokens.start_logprobs), known(batch.tokens.teacher_logprobs)
+        advantages = advantages + config.coefficient * distillation.teacher_advantages(own, teacher, bound=config.bound)
+    return batch.with_tokens(advantages=advantages)
+
+
+def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
+    """float32[N]: factor of each token's loss; `max_tokens` is the longest response.
+
+    Denominators count a whole optimizer update, all ranks and microbatches: means of means would weigh a token by the
+    company it was packed with.
+    """
+    trajectories = batch.trajectories
+    counts = _num_kept(batch) if config.correction.denominator == "kept" else trajectories.num_trained
+    weights = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=counts.device)
+    for update in trajectories.updates.unique():
+        own = trajectories.updates == update
+        inputs = AggregationInputs(counts[own], trajectories.groups[own], config.aggregation_length or max_tokens)
+        weights[own] = AGGREGATIONS[config.aggregation](inputs)
+    return batch.per_token(weights * trajectories.draw_weights).float()
+
+
+def nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
+    """float32[N]: factor of -log pi of the tokens of entirely right answers, their mean over each update; None at 0."""
+    if not coefficient:
+        return None
+    is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
+    updates = batch.per_token(batch.trajectories.updates)
+    counts = segments.sizes(updates[is_right], num_segments=segments.count(updates)).clamp(min=1)
+    draw_weights = batch.per_token(batch.trajectories.draw_weights)
+    return (coefficient * draw_weights * is_right / counts[updates]).float()
+
+
+def _num_kept(batch: Batch) -> Tensor:
+    is_kept = batch.tokens.is_kept
+    if is_kept is None:
+        return batch.trajectories.num_trained
+    return rejection.num_kept(is_kept, batch.tokens.sequences, num_sequences=batch.num_trajectories)
+
+
+def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
+    """Factor of the learning rate in this step, by the effective sample size."""
+    if config is None:
+        return 1.0
+    tokens = batch.tokens
+    drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
+    ratios = RatioInputs(drift, tokens.sequences, batch.num_trajectories)
+    weights = importance.LEVELS[config.level](ratios)
+    if config.level == "sequence":
+        weights = importance.one_per_sequence(weights, ratios)
+    ess = float(importance.effective_sample_size(weights))
+    return importance.ess_learning_rate_scale(ess, power=config.power, floor=config.floor)
 
 
 def describe(batch: Batch) -> dict[str, float]:
@@ -49,71 +170,3 @@ def describe(batch: Batch) -> dict[str, float]:
         "learner/advantage_std": float(advantages.std(correction=0)),
         "learner/advantage_zero_fraction": float((advantages == 0).float().mean()),
     }
-
-
-def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
-    """Factor of the learning rate in this step."""
-    if config is None:
-        return 1.0
-    tokens = batch.tokens
-    drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
-    weights = importance.LEVELS[config.level](drift, tokens.sequences, num_sequences=batch.num_trajectories)
-    if config.level == "sequence":
-        weights = importance.one_per_sequence(weights, tokens.sequences, num_sequences=batch.num_trajectories)
-    ess = float(importance.effective_sample_size(weights))
-    return controllers.ess_learning_rate_scale(ess, power=config.power, floor=config.floor)
-
-
-def _correct(batch: Batch, *, config: AlgorithmConfig) -> Batch:
-    """Weights and rejections, where the whole batch is known before the first gradient."""
-    tokens = batch.tokens
-    if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
-        return batch
-    drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
-    correction = correct(
-        drift, tokens, learner_log_ratio=drift, num_sequences=batch.num_trajectories, config=config.correction
-    )
-    batch = batch.with_tokens(
-        correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
-    )
-    if not config.correction.rebaseline:
-        return batch
-    is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
-    is_left = batch.trajectories.is_member & ~is_rejected
-    return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
-
-
-def _token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
-    """Factor of every token's loss; denominators are those of its own optimizer update."""
-    counts = _num_kept(batch) if config.correction.denominator == "kept" else batch.trajectories.num_trained
-    weights = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=counts.device)
-    for update in batch.trajectories.updates.unique():
-        own = batch.trajectories.updates == update
-        weights[own] = _aggregate(counts[own], batch.trajectories.groups[own], config=config, max_tokens=max_tokens)
-    return batch.per_token(weights * batch.trajectories.draw_weights).float()
-
-
-def _aggregate(counts: Tensor, groups: Tensor, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
-    if config.aggregation == "prompt_mean":
-        return aggregation.prompt_mean(counts, groups)
-    if config.aggregation == "seq_mean_token_sum_norm":
-        return aggregation.seq_mean_token_sum_norm(counts, length=config.aggregation_length or max_tokens)
-    return _AGGREGATIONS[config.aggregation](counts)
-
-
-def _num_kept(batch: Batch) -> Tensor:
-    is_kept = batch.tokens.is_kept
-    if is_kept is None:
-        return batch.trajectories.num_trained
-    return rejection.num_kept(is_kept, batch.tokens.sequences, num_sequences=batch.num_trajectories)
-
-
-def _nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
-    """Factor of -log pi of the tokens of entirely right answers: their mean over each update, drawn groups weighed."""
-    if not coefficient:
-        return None
-    is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
-    updates = batch.per_token(batch.trajectories.updates)
-    counts = segments.sizes(updates[is_right], num_segments=segments.count(updates)).clamp(min=1)
-    draw_weights = batch.per_token(batch.trajectories.draw_weights)
-    return (coefficient * draw_weights * is_right / counts[updates]).float()

@@ -1,4 +1,4 @@
-"""Objective: advantage x correction x policy loss x KL x entropy, put together from the algorithm's settings.
+"""Objective: advantage x correction x policy loss x KL x entropy, composed from the algorithm's settings.
 
 Per token, with sg = no gradient, w = correction(pi_proximal / pi_generator):
 
@@ -6,126 +6,146 @@ Per token, with sg = no gradient, w = correction(pi_proximal / pi_generator):
            - entropy_coefficient * entropy + positive_nll_coefficient * [right] * (-log pi_learner)
            + distillation.coefficient * divergence(learner, teacher)
 
-`algorithm.proximal` says which policy pi_proximal is. Tokens that are not kept have no loss; those that a mask does not
-trust have no policy loss.
+`algorithm.proximal` chooses pi_proximal. Tokens that are not kept have no loss; those that a mask does not trust have no
+policy loss.
 """
 
 import torch
 from torch import Tensor
 
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.learner.algorithms import controllers, importance, kl
+from slipstream.configs.algorithm_terms import DistillationConfig
+from slipstream.learner.algorithms import distillation, importance, kl
+from slipstream.learner.algorithms.inputs import KlInputs, LossInputs, RatioInputs, known
 from slipstream.learner.algorithms.logprobs import Requested
-from slipstream.learner.batching.batch import Batch, Tokens, known
+from slipstream.learner.algorithms.policy_losses import idle_tokens
+from slipstream.learner.batching.batch import Batch, Tokens
+from slipstream.learner.errors import BatchError
 from slipstream.learner.metrics.step_metrics import StepMetrics
 from slipstream.learner.metrics.token_stats import TokenStats
+from slipstream.learner.objective import loss_inputs, token_selection
+from slipstream.learner.objective.formulas import bind, load_formula
 from slipstream.learner.objective.importance_correction import Correction, correct
-from slipstream.learner.objective.loss_inputs import learning_rate_scale, prepare
-from slipstream.learner.objective.loss_registry import LossInputs, PolicyLoss, policy_loss
-from slipstream.learner.objective.rewards import kl_coefficient
+from slipstream.learner.objective.rewards import shape_rewards
 from slipstream.learner.objective.state import ObjectiveState
-from slipstream.learner.objective.token_selection import select_tokens
-from slipstream.learner.training.frozen_models import teaching_losses
 
 
 class Objective:
-    """What is minimised. Life: (prepare -> (select_tokens -> loss*)* -> end_step)*."""
+    """The minimised function. Life: (prepare -> (select_tokens -> loss*)* -> end_step)*."""
 
     def __init__(self, config: AlgorithmConfig, *, max_tokens: int) -> None:
-        """`max_tokens`: longest response."""
+        """`max_tokens`: longest response. Raises ConfigError for a user's function that cannot be loaded."""
         self._config = config
         self._max_tokens = max_tokens
+        self._advantage = load_formula(config.advantage, setting="algorithm.advantage")
+        self._policy_loss = load_formula(config.policy_loss, setting="algorithm.policy_loss")
+        self._masks = [load_formula(mask, setting="algorithm.masks") for mask in config.masks]
+        self._selector = bind(config.policy_loss.selector, config.policy_loss) if config.policy_loss.selector else None
+        self.requested = Requested(entropy=True, differentiate_entropy=config.entropy_coefficient > 0)
+        """Numbers that a forward pass with gradient must return."""
         self.state = ObjectiveState()
-        """What it carries from step to step; restored from a checkpoint."""
+        """Numbers carried from step to step; restored from a checkpoint."""
 
     @property
-    def config(self) -> AlgorithmConfig:
-        """Its settings."""
-        return self._config
+    def kl_coefficient(self) -> float:
+        """Price of one nat of KL per token in this step."""
+        current = self.state.kl_coefficient
+        return self._config.kl.coefficient if current is None else current
 
-    @property
-    def requested(self) -> Requested:
-        """What a forward pass with gradient must tell."""
-        return Requested(entropy=True, differentiate_entropy=self._config.entropy_coefficient > 0)
-
+    # --- before the gradient -------------------------------------------------------------------------------------
+    @torch.no_grad()
     def prepare(self, batch: Batch) -> Batch:
-        """All that the loss needs to know without a gradient. Raises BatchError."""
-        return prepare(batch, config=self._config, state=self.state, max_tokens=self._max_tokens)
-
-    def learning_rate_scale(self, batch: Batch) -> float:
-        """Factor of the learning rate in this step."""
-        return learning_rate_scale(batch, config=self._config.ess_learning_rate)
+        """Fill the columns from `rewards` on, whatever the loss needs without a gradient. Raises BatchError."""
+        config = self._config
+        batch = loss_inputs.correct_batch(batch, config=config)
+        batch = shape_rewards(batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens)
+        batch = loss_inputs.fill_advantages(batch, self._advantage, config=config.advantage, state=self.state.advantage)
+        if config.distillation:
+            batch = loss_inputs.add_teacher_advantages(batch, config=config.distillation)
+        return batch.with_tokens(
+            token_weights=loss_inputs.token_weights(batch, config=config, max_tokens=self._max_tokens),
+            nll_weights=loss_inputs.nll_weights(batch, coefficient=config.positive_nll_coefficient),
+        )
 
     def select_tokens(self, batch: Batch, *, update: int, seed: int) -> Batch:
-        """Pick out tokens among all of an optimizer update, from `current_logprobs`; `seed` is for random picks."""
-        return select_tokens(batch, config=self._config, update=update, seed=seed)
+        """Pick tokens among all of an optimizer update, from `current_logprobs`; `seed` is for random picks."""
+        return token_selection.select_tokens(
+            batch, masks=self._masks, selector=self._selector, update=update, seed=seed
+        )
 
     def end_step(self, *, reference_kl: float, num_trajectories: int) -> None:
-        """Move what is adaptive, by what was measured."""
-        adaptive = self._config.kl.adaptive
-        if adaptive:
-            self.state.kl_coefficient = controllers.adaptive_kl_coefficient(
-                kl_coefficient(self._config, self.state),
+        """Adapt the KL coefficient to the step's measurement."""
+        if adaptive := self._config.kl.adaptive:
+            self.state.kl_coefficient = kl.adaptive_coefficient(
+                self.kl_coefficient,
                 kl=reference_kl,
                 target=adaptive.target,
                 num_sequences=num_trajectories,
                 horizon=adaptive.horizon,
             )
 
+    # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
-        """The part of the update's loss that these tokens make, whole trajectories; what it saw goes into `metrics`.
+        """The share of these tokens, whole trajectories, in the update's loss; `metrics` takes in what it consists of.
 
-        `measured`: what the forward pass said of them.
+        `measured`: output of the forward pass, by name.
         """
         learner = measured["logprobs"]
         numbers, sequences = torch.unique(tokens.sequences, return_inverse=True)
         tokens = tokens.replace(sequences=sequences)
-        anchor = self._proximal_logprobs(tokens, learner.detach())
-        correction = self._correction(tokens, anchor, learner.detach(), num_sequences=len(numbers))
-        log_ratio = importance.token_log_ratio(learner, anchor)
-        found = self._policy_loss(tokens, log_ratio, learner.detach(), correction, num_sequences=len(numbers))
+        inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
+        is_trusted = torch.ones_like(correction.is_kept) if tokens.is_trusted is None else tokens.is_trusted
+        is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
+        policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
+        if is_counted.any():
+            # The others have no loss, and no share in the ratio of their sequence.
+            counted = inputs if is_counted.all() else inputs.take(is_counted)
+            losses = self._policy_loss(counted)
+            self._check_shape(losses, counted)
+            policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
+            is_idle = is_idle.masked_scatter(is_counted, idle_tokens(self._policy_loss, counted))
         divergence = self._reference_kl(tokens, measured)
-        token_losses = correction.weights * found.losses + self._regularisers(tokens, measured, divergence)
+        token_losses = correction.weights * policy_losses + self._regularisers(tokens, measured, divergence)
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner).sum()
-        facts = TokenStats(
-            log_ratio=log_ratio,
+        stats = TokenStats(
+            log_ratio=inputs.log_ratio,
             learner_logprobs=learner if tokens.start_logprobs is None else tokens.start_logprobs,
             generator_logprobs=tokens.generator_logprobs,
             weights=correction.weights,
             is_bounded=correction.is_bounded,
             is_kept=correction.is_kept,
-            is_idle=found.is_idle,
+            is_idle=is_idle,
             entropies=measured["entropies"],
             reference_kl=divergence,
             lags=tokens.lags,
             sequences=sequences,
             num_sequences=len(numbers),
         )
-        metrics.add(facts, loss=loss)
+        metrics.add(stats, loss=loss)
         return loss
 
-    def _policy_loss(
-        self, tokens: Tokens, log_ratio: Tensor, learner_logprobs: Tensor, correction: Correction, *, num_sequences: int
-    ) -> PolicyLoss:
-        seen = LossInputs(
-            learner_logprobs, known(tokens.advantages), tokens.sequences, num_sequences, tokens.is_selected
+    def _loss_inputs(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> tuple[LossInputs, Correction]:
+        """Inputs of the policy loss, and the correction of the same tokens."""
+        anchor = self._proximal_logprobs(tokens, learner.detach())
+        correction = self._correction(tokens, anchor, learner.detach(), num_sequences=num_sequences)
+        inputs = LossInputs(
+            log_ratio=importance.token_log_ratio(learner, anchor),
+            advantages=known(tokens.advantages),
+            learner_logprobs=learner.detach(),
+            sequences=tokens.sequences,
+            num_sequences=num_sequences,
+            is_selected=tokens.is_selected,
         )
-        is_counted = correction.is_kept & (correction.weights > 0)
-        if tokens.is_trusted is None:
-            return policy_loss(self._config.policy_loss, log_ratio, seen, is_counted=is_counted)
-        is_counted = is_counted & tokens.is_trusted
-        found = policy_loss(self._config.policy_loss, log_ratio, seen, is_counted=is_counted)
-        return found._replace(is_idle=found.is_idle | ~tokens.is_trusted)
+        return inputs, correction
 
-    def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
-        """KL, entropy and teacher, per token."""
-        price = 0.0 if self._config.kl.charged_in == "reward" else kl_coefficient(self._config, self.state)
-        losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
-        if self._config.distillation:
-            losses = losses + teaching_losses(tokens, measured, config=self._config.distillation)
-        return losses
+    def _check_shape(self, losses: object, inputs: LossInputs) -> None:
+        if not isinstance(losses, Tensor) or losses.shape != inputs.log_ratio.shape:
+            raise BatchError(
+                f"algorithm.policy_loss={self._config.policy_loss.kind} must return one loss per token "
+                f"({len(inputs.log_ratio)}), got {losses!r:.200}."
+            )
 
     def _proximal_logprobs(self, tokens: Tokens, learner_logprobs: Tensor) -> Tensor:
         if self._config.proximal == "generator":
@@ -141,24 +161,51 @@ class Objective:
     def _correction(
         self, tokens: Tokens, anchor: Tensor, learner_logprobs: Tensor, *, num_sequences: int
     ) -> Correction:
-        """That of the whole batch where it is known, else from the update's own values."""
+        """The correction of the whole batch where it is known, else from the update's own values."""
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
-        found = correct(
-            importance.token_log_ratio(anchor, tokens.generator_logprobs),
-            tokens,
-            learner_log_ratio=importance.token_log_ratio(learner_logprobs, tokens.generator_logprobs),
-            num_sequences=num_sequences,
-            config=self._config.correction,
+        drift, distance = (
+            RatioInputs(importance.token_log_ratio(x, tokens.generator_logprobs), tokens.sequences, num_sequences)
+            for x in (anchor, learner_logprobs)
         )
-        return found if tokens.is_kept is None else found._replace(is_kept=found.is_kept & tokens.is_kept)
+        return correct(drift, learner=distance, lags=tokens.lags, config=self._config.correction)
 
     def _reference_kl(self, tokens: Tokens, measured: dict[str, Tensor]) -> Tensor:
-        learner, reference, estimator = measured["logprobs"], tokens.reference_logprobs, self._config.kl.estimator
         if "exact_kl" in measured:
             return measured["exact_kl"]
-        if reference is None:
-            return torch.zeros_like(learner)
-        if estimator == "k3_off_policy":
-            return kl.k3_off_policy(learner, reference, tokens.generator_logprobs)
-        return kl.KL_ESTIMATORS[estimator](learner, reference)
+        if tokens.reference_logprobs is None:
+            return torch.zeros_like(measured["logprobs"])
+        inputs = KlInputs(measured["logprobs"], tokens.reference_logprobs, tokens.generator_logprobs)
+        return kl.KL_ESTIMATORS[self._config.kl.estimator](inputs)
+
+    def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
+        """KL, entropy and teacher, per token."""
+        price = 0.0 if self._config.kl.charged_in == "reward" else self.kl_coefficient
+        losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
+        if self._config.distillation:
+            losses = losses + _teacher_losses(tokens, measured, config=self._config.distillation)
+        return losses
+
+
+def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: DistillationConfig) -> Tensor:
+    """Float[N], weighted; 0 where the teacher enters through advantages.
+
+    `measured` has the learner's `candidate_logprobs` and the teacher's `teacher_candidate_logprobs` where candidates
+    are compared.
+    """
+    if config.divergence == "k1":
+        return torch.zeros_like(measured["logprobs"])
+    if config.divergence == "k3":
+        losses = distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs), max_loss=config.bound)
+    elif config.divergence == "forward_kl_topk":
+        losses = distillation.forward_kl_topk(
+            measured["candidate_logprobs"], measured["teacher_candidate_logprobs"], renormalise=config.renormalise
+        )
+    else:
+        losses = distillation.generalised_jsd(
+            measured["candidate_logprobs"],
+            measured["teacher_candidate_logprobs"],
+            beta=config.beta,
+            renormalise=config.renormalise,
+        )
+    return config.coefficient * losses

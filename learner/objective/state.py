@@ -1,23 +1,22 @@
 """State of the objective that one step hands to the next; part of a checkpoint."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
 class ObjectiveState:
-    """The same on every rank, since it follows from the whole batch. Numbers are None until they are first known."""
+    """Equal on every rank, because it follows from the whole batch."""
 
-    baseline: float | None = None
-    """Moving average of rewards."""
     kl_coefficient: float | None = None
-    """Where an adaptive KL coefficient stands."""
+    """Current value of an adaptive KL coefficient; None before the first step, and where it is fixed."""
+    advantage: dict[str, float] = field(default_factory=dict)
+    """`AdvantageInputs.state`."""
 
     def save(self) -> dict[str, float]:
-        """What is known, as plain numbers."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        """All numbers by name."""
+        return self.advantage | ({} if self.kl_coefficient is None else {"kl_coefficient": self.kl_coefficient})
 
     def restore(self, saved: dict[str, float]) -> None:
-        """Take back what `save` gave."""
-        self.baseline = saved.get("baseline")
+        """Take back the numbers of `save`."""
         self.kl_coefficient = saved.get("kl_coefficient")
+        self.advantage = {name: value for name, value in saved.items() if name != "kl_coefficient"}

@@ -39,7 +39,7 @@ class SftTrainer:
         microbatches = self._trainer.collate(to_samples(demonstrations))
         losses = [self._backward(microbatch, num_tokens=num_tokens) for microbatch in microbatches]
         rate = learning_rate(self._trainer.num_updates, config=self._optimizer, total_updates=self._num_steps)
-        norm = self._trainer.move(losses, learning_rate=rate, step=step)
+        norm = self._trainer.finish_update(losses, learning_rate=rate, step=step)
         return {
             "learner/loss": self._sum(losses),
             "learner/grad_norm": norm,

@@ -18,17 +18,16 @@ from transformers.utils import logging
 
 from slipstream.configs.algorithm_terms import CriticConfig
 from slipstream.configs.data import ModelConfig
-from slipstream.learner.algorithms.value_losses import clipped_value_loss, explained_variance
-from slipstream.learner.batching.batch import Batch, Tokens, known
-from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.batching.recompute import recompute_logprobs
+from slipstream.learner.algorithms.inputs import known
+from slipstream.learner.algorithms.token_advantages import clipped_value_loss, explained_variance
+from slipstream.learner.batching.batch import Batch, Tokens
+from slipstream.learner.batching.microbatch import Microbatch, recompute
 from slipstream.learner.engines.engine import TrainEngine, check_loss
 from slipstream.learner.engines.optimizer import learning_rate, named_parameters, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import COMPUTE_DTYPES, load_module, read
 
-# @@ What a step tells about its critic, summed over microbatches, updates and ranks.
 CRITIC_METRICS = {
     "learner/critic_loss": "clipped squared error of the critic's values, mean over the step's optimizer updates",
     "learner/critic_grad_norm": "the critic's global gradient norm before clipping, mean over updates",
@@ -37,17 +36,20 @@ CRITIC_METRICS = {
     "predict; 0: no more than their mean would, below 0: less",
     "learner/critic_value_mean": "mean value at the start of the step, in units of the reward",
 }
-"""Key -> what it is. Steps with a critic return these beside `diagnostics.METRICS`."""
+"""Key -> description. Steps with a critic report these beside `step_metrics.METRICS`."""
 
 
 class CriticMetrics:
-    """Sums over the tokens that the critic learns from. `add` on every rank, then `report` on every rank."""
+    """Sums over the tokens that the critic learns from, over microbatches, updates and ranks.
+
+    Life: `add` on every rank, then `report` on every rank.
+    """
 
     def __init__(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64)
 
     def add(self, loss: Tensor, is_clipped: Tensor, is_kept: Tensor) -> None:
-        """Take in one microbatch, possibly of no token."""
+        """Add one microbatch, possibly without tokens."""
         clipped, kept = (is_clipped & is_kept).sum(), is_kept.sum()
         self._sums += torch.stack([loss.detach().double(), clipped.double(), kept.double()]).cpu()
 
@@ -72,20 +74,23 @@ def describe_values(tokens: Tokens) -> dict[str, float]:
     }
 
 
-# @@ The value model: the trunk of a language model, and on top of it one number per token.
+# --- the value model -------------------------------------------------------------------------------------------------
 _HEAD_FILE = "value_head.safetensors"
 _SETTING = "algorithm.critic.path (by default model.path)"
 _TRUNK = "trunk."
 
 
 class ValueModel(nn.Module):
-    """Says what the state before each trained token is worth: float32 weights, the head computed in float32."""
+    """Value of the state before each trained token: a language model's trunk and one number per token on top of it.
+
+    Weights are float32, and so is the head's computation.
+    """
 
     def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
-        # With zeros every advantage is that of the returns themselves until the critic has learnt something.
+        # With zeros, advantages are the returns themselves until the critic has learnt something.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self._compute_dtype = compute_dtype
@@ -96,18 +101,18 @@ class ValueModel(nn.Module):
         return self.trunk.config.get_text_config().vocab_size
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """`values`, float32[N]: from the hidden state that the trained token was predicted with."""
+        """`values`, float32[N], from the hidden state that predicts each trained token."""
         output = read(self.trunk, microbatch, compute_dtype=self._compute_dtype)
         hidden = output.last_hidden_state.flatten(0, 1)[microbatch.sources]
         return {"values": self.head(hidden.float()).squeeze(-1)}
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of the trunk as `trunk.*`, those of the head as `head.*`."""
+        """Parameters of the trunk as `trunk.*`, of the head as `head.*`."""
         return named_parameters(self)
 
 
 def load_value_model(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> ValueModel:
-    """Load a policy's checkpoint, with zeros as the head, or a value model's; no dropout. Raises ModelError."""
+    """Load a policy's checkpoint, with zeros as the head, or a value model's, without dropout. Raises ModelError."""
     with _without_report():
         trunk, missing = load_module(AutoModel, config, device=device, setting=_SETTING)
     if missing:
@@ -135,7 +140,7 @@ def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tens
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """transformers would report the policy's lm_head as a weight that nobody wants."""
+    """Silence transformers, which would report the policy's lm_head as an unused weight."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -144,61 +149,53 @@ def _without_report() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+# --- the critic ------------------------------------------------------------------------------------------------------
 SETTING = "algorithm.critic.optimizer"
-"""Where the settings of its optimizer stand."""
+"""Key of its optimizer's settings."""
 
 
 class Critic:
-    """Life: (recompute_logprobs -> learn)*, once each in a step. Every method is collective."""
+    """The value model and its optimizer. Life: (fill_values -> learn)*, once each in a step. Every method is collective."""
 
     def __init__(
         self, config: CriticConfig, *, engine: TrainEngine[ValueModel], ranks: Ranks, total_updates: int
     ) -> None:
-        """`total_updates`: of the whole run, which its learning rate is scheduled over."""
+        """`total_updates`: updates of the whole run, over which the learning rate is scheduled."""
         self._config = config
-        self._engine = engine
         self._ranks = ranks
         self._total_updates = total_updates
+        self.engine = engine
+        """Holds parameters and optimizer."""
         self.num_updates = 0
         """Optimizer updates made so far; restored from a checkpoint."""
 
-    @property
-    def engine(self) -> TrainEngine[ValueModel]:
-        """Holds parameters and optimizer."""
-        return self._engine
-
-    def recompute_logprobs(self, batch: Batch, microbatches: Sequence[Microbatch]) -> Batch:
-        """Fill `values`."""
-        columns = recompute_logprobs(batch, microbatches, self._engine.forward, names=["values"], ranks=self._ranks)
+    def fill_values(self, batch: Batch, microbatches: Sequence[Microbatch]) -> Batch:
+        """Fill `values` by forward passes over the whole step."""
+        columns = recompute(batch, microbatches, self.engine.forward, names=["values"], ranks=self._ranks)
         return batch.with_tokens(**columns)
 
     def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
         """One optimizer update for each sequence of microbatches; returns `learner/critic_...`. Raises DivergenceError.
 
-        `batch` must be prepared.
+        `batch` must be prepared by the objective.
         """
-        metrics = CriticMetrics()
-        norms = [self._update(batch.tokens, microbatches, metrics=metrics, step=step) for microbatches in updates]
+        metrics, norms = CriticMetrics(), []
+        for microbatches in updates:
+            losses = [self._backward(batch.tokens.take(m.indices), m, metrics=metrics) for m in microbatches]
+            total = torch.stack(losses).sum()
+            check_loss(total, what="the critic's loss", step=step, setting=SETTING, ranks=self._ranks)
+            rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
+            norms.append(self.engine.step(learning_rate=rate))
+            self.num_updates += 1
         return metrics.report(self._ranks, norms=norms) | describe_values(batch.tokens)
 
-    def _update(
-        self, tokens: Tokens, microbatches: Sequence[Microbatch], *, metrics: CriticMetrics, step: int
-    ) -> float:
-        losses = [self._backward(tokens.take(m.indices), m, metrics=metrics) for m in microbatches]
-        total = torch.stack(losses).sum()
-        check_loss(total, what="the critic's loss", step=step, setting=SETTING, ranks=self._ranks)
-        rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
-        norm = self._engine.step(learning_rate=rate)
-        self.num_updates += 1
-        return norm
-
     def _backward(self, tokens: Tokens, microbatch: Microbatch, *, metrics: CriticMetrics) -> Tensor:
-        values = self._engine.forward(microbatch)["values"]
+        values = self.engine.forward(microbatch)["values"]
         losses, is_clipped = clipped_value_loss(
             values, known(tokens.returns), known(tokens.values), clip=self._config.clip
         )
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()
         metrics.add(loss, is_clipped, is_kept)
-        self._engine.backward(loss)
+        self.engine.backward(loss)
         return loss.detach()

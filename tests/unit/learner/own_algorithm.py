@@ -1,27 +1,29 @@
-"""What a user might write: an advantage and a policy loss of their own."""
+"""Functions that a user might write: advantages and policy losses."""
 
 import torch
 
 
-def centred(rewards, groups):
+def centred(inputs):
     """Rewards minus the batch's mean."""
-    return rewards - rewards.mean()
+    return inputs.rewards - inputs.rewards.mean()
 
 
-def squashed(log_ratio, advantages, sequences, *, sharpness):
+def squashed(inputs, *, sharpness):
     """A ratio that saturates."""
-    return -advantages * torch.tanh(sharpness * log_ratio) / sharpness
+    return -inputs.advantages * torch.tanh(sharpness * inputs.log_ratio) / sharpness
 
 
-def group_means_gone(rewards, groups):
-    """Trusts that groups are counted without gaps."""
-    means = torch.stack([rewards[groups == group].mean() for group in range(int(groups.max()) + 1)])
+def minus_group_means(inputs):
+    """Relies on groups that are numbered without gaps."""
+    groups = range(int(inputs.groups.max()) + 1)
+    means = torch.stack([inputs.rewards[inputs.groups == group].mean() for group in groups])
     assert means.isfinite().all()
-    return rewards - means[groups]
+    return inputs.rewards - means[inputs.groups]
 
 
-def weighed_by_length(log_ratio, advantages, sequences):
-    """Trusts that sequences are counted without gaps, and that there is one."""
-    lengths = torch.bincount(sequences)
+def weighted_by_length(inputs):
+    """Relies on sequences that are numbered without gaps, and on at least one."""
+    lengths = torch.bincount(inputs.sequences)
     assert (lengths > 0).all()
-    return -advantages * log_ratio.exp() / lengths[sequences]
+    assert len(lengths) == inputs.num_sequences
+    return -inputs.advantages * inputs.log_ratio.exp() / lengths[inputs.sequences]

@@ -27,12 +27,13 @@ from slipstream.configs.policy_losses import (
     VespoConfig,
 )
 from slipstream.learner.algorithms import advantages, distillation, kl
-from slipstream.learner.algorithms.advantages import whiten
+from slipstream.learner.algorithms.segments import standardised, whiten
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.metrics.step_metrics import StepMetrics
 from slipstream.learner.objective.objective import Objective
 from tests.builders import make_trajectory
 from tests.unit.learner.builders import VOCABULARY
+from tests.unit.learner.inputs import advantage_inputs
 
 TRL = json.loads((Path(__file__).parents[2] / "golden" / "trl_1_16.json").read_text(encoding="utf-8"))
 BATCH, LENGTHS = TRL["batch"], TRL["batch"]["lengths"]
@@ -235,7 +236,7 @@ def told_advantages(name, kind):
 @pytest.mark.parametrize(("kind", "estimate"), [("none", advantages.dr_grpo), ("rloo", advantages.rloo)])
 def test_advantages_without_a_deviation_are_those_of_trl(name, kind, estimate):
     rewards, groups, told = told_advantages(name, kind)
-    torch.testing.assert_close(estimate(rewards, groups), told, **CLOSE)
+    torch.testing.assert_close(estimate(advantage_inputs(rewards, groups)), told, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["mixed", "alone"])
@@ -243,14 +244,14 @@ def test_advantages_scaled_within_a_group_are_those_of_trl_but_for_bessels_facto
     rewards, groups, told = told_advantages(name, "group")
     for group in groups.unique():
         own = groups == group
-        found = advantages.grpo(rewards[own], torch.zeros_like(groups[own]), epsilon=trl_epsilon(int(own.sum())))
+        found = advantages.grpo(advantage_inputs(rewards[own]), epsilon=trl_epsilon(int(own.sum())))
         torch.testing.assert_close(found, bessel(int(own.sum())) * told[own], **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["mixed", "alone"])
 def test_advantages_scaled_over_the_batch_are_those_of_trl_but_for_bessels_factor(name):
     rewards, groups, told = told_advantages(name, "batch")
-    found = advantages.lite_ppo(rewards, groups, epsilon=trl_epsilon(len(rewards)))
+    found = advantages.lite_ppo(advantage_inputs(rewards, groups), epsilon=trl_epsilon(len(rewards)))
     torch.testing.assert_close(found, bessel(len(rewards)) * told, **CLOSE)
 
 
@@ -260,17 +261,19 @@ def test_whitened_advantages_are_those_of_trl_but_for_bessels_factor(name):
     has_siblings = (groups.bincount() > 1)[groups]  # who has none is 0 after whitening in TRL, and stays out of it
     assert not told[~has_siblings].any()
     count = int(has_siblings.sum())
-    found = whiten(advantages.rloo(rewards, groups)[has_siblings], epsilon=trl_epsilon(count))
+    found = whiten(advantages.rloo(advantage_inputs(rewards, groups))[has_siblings], epsilon=trl_epsilon(count))
     torch.testing.assert_close(found, bessel(count) * told[has_siblings], **CLOSE)
 
 
 def test_gdpo_whitened_over_sequences_is_that_of_trl_but_for_bessels_factor():
-    parts = torch.tensor(TRL["advantages"]["parts"]["rewards"], dtype=torch.float64)
-    weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
-    added = advantages.gdpo(parts, GROUPS, weights=weights, epsilon=trl_epsilon(SIZE))
-    found = whiten(added / bessel(SIZE), epsilon=trl_epsilon(NUM_SEQUENCES))
+    first, second = torch.tensor(TRL["advantages"]["parts"]["rewards"], dtype=torch.float64).unbind(1)
+    summed = sum(w * standardised(x, GROUPS, epsilon=trl_epsilon(SIZE)) for x, w in ((first, 1.0), (second, 0.5)))
+    found = whiten(summed / bessel(SIZE), epsilon=trl_epsilon(NUM_SEQUENCES))
     told = column(TRL["advantages"]["parts"]["gdpo"])
     torch.testing.assert_close(found, bessel(NUM_SEQUENCES) * told, **CLOSE)
+    inputs = advantage_inputs(first, GROUPS, parts={"a": first, "b": second})
+    ours = advantages.gdpo(inputs, weights={"a": 1.0, "b": 0.5}, epsilon=trl_epsilon(SIZE))
+    torch.testing.assert_close(ours, summed / (summed.std(correction=0) + trl_epsilon(SIZE)), **CLOSE)
 
 
 # --- divergences from a teacher --------------------------------------------------------------------------------------

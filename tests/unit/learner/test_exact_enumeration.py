@@ -6,13 +6,14 @@ sequence TIS .215, prefix IS .309, token IS .385, token TIS .397, none 1.168. He
 """
 
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.learner.algorithms import policy_losses, segments, sequence_losses
+from slipstream.learner.algorithms.inputs import LossInputs
 
 VOCABULARY, LENGTH = 3, 3
 DRIFT = 0.7
@@ -57,6 +58,17 @@ class Enumeration:
         """Learner to generator, with gradient."""
         return self.learner_logprobs - self.generator_logprobs
 
+    def inputs(self, log_ratio: Tensor | None = None) -> LossInputs:
+        """All tokens, around the generator unless another ratio is given; those of a large advantage are selected."""
+        return LossInputs(
+            self.log_ratio if log_ratio is None else log_ratio,
+            self.advantages,
+            self.learner_logprobs.detach(),
+            self.sequences,
+            self.num_sequences,
+            is_selected=self.advantages > 1,
+        )
+
     def per_sequence(self, values: Tensor) -> Tensor:
         return segments.sums(values, self.sequences, num_segments=self.num_sequences)
 
@@ -71,7 +83,7 @@ class Enumeration:
 
     def score_gradient(self, weights: Tensor | float) -> Tensor:
         """`gradient` of the weighted score function."""
-        return self.gradient(weights * policy_losses.reinforce(self.learner_logprobs, self.advantages))
+        return self.gradient(weights * policy_losses.reinforce(self.inputs()))
 
     def _gradient(self, value: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(value, self.logits, retain_graph=True)
@@ -197,64 +209,44 @@ def test_each_of_the_others_is_biased_and_by_how_much(errors):
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
 
 
-def token_loss(loss: Callable[..., Tensor], **settings: float) -> Callable[[Enumeration], Tensor]:
-    return lambda world: loss(world.log_ratio, world.advantages, **settings)
-
-
-def ratio_loss(**settings: float) -> Callable[[Enumeration], Tensor]:
-    return lambda world: policy_losses.ppo_clip(world.log_ratio.exp(), world.advantages, **settings)
-
-
-def probability_loss(loss: Callable[..., Tensor], **settings: float) -> Callable[[Enumeration], Tensor]:
-    return lambda world: loss(world.log_ratio, world.advantages, world.learner_logprobs, **settings)
-
-
-def sequence_loss(loss: Callable[..., Tensor], **settings: float) -> Callable[[Enumeration], Tensor]:
-    return lambda world: loss(
-        world.log_ratio, world.advantages, world.sequences, num_sequences=world.num_sequences, **settings
-    )
-
-
-SURROGATES: dict[str, Callable[[Enumeration], Tensor]] = {
-    "reinforce": lambda world: policy_losses.reinforce(world.learner_logprobs, world.advantages),
-    "ppo_clip": ratio_loss(**CLIPS),
-    "dual_clip": ratio_loss(**CLIPS, dual_clip=3.0),
-    "unclipped": token_loss(policy_losses.unclipped),
-    "kl_cov": lambda world: policy_losses.kl_cov(
-        world.log_ratio, world.advantages, world.advantages > 1, coefficient=0.1
-    ),
-    "cispo": token_loss(policy_losses.cispo, **CLIPS),
-    "sapo": token_loss(policy_losses.sapo, tau_positive=1.0, tau_negative=1.05),
-    "dro": token_loss(policy_losses.dro, beta=0.1),
-    "topr_token": token_loss(policy_losses.topr_token),
-    "aspo": token_loss(policy_losses.aspo, **CLIPS, cap=3.0),
-    "dppo_tv": probability_loss(policy_losses.dppo_tv, low=0.2, high=0.2),
-    "dppo_kl": probability_loss(policy_losses.dppo_kl, low=0.05, high=0.05),
-    "gspo": sequence_loss(sequence_losses.gspo, **CLIPS),
-    "gspo_token": sequence_loss(sequence_losses.gspo_token, **CLIPS),
-    "luspo": sequence_loss(sequence_losses.luspo, **CLIPS),
-    "gmpo": sequence_loss(sequence_losses.gmpo, clip_low=0.4, clip_high=0.4),
-    "topr": sequence_loss(sequence_losses.topr),
-    "vespo": sequence_loss(sequence_losses.vespo),
+LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
+    "reinforce": policy_losses.reinforce,
+    "ppo_clip": partial(policy_losses.ppo_clip, **CLIPS),
+    "dual_clip": partial(policy_losses.ppo_clip, **CLIPS, dual_clip=3.0),
+    "unclipped": policy_losses.unclipped,
+    "kl_cov": partial(policy_losses.kl_cov, coefficient=0.1),
+    "cispo": partial(policy_losses.cispo, **CLIPS),
+    "sapo": partial(policy_losses.sapo, tau_positive=1.0, tau_negative=1.05),
+    "dro": partial(policy_losses.dro, beta=0.1),
+    "aspo": partial(policy_losses.aspo, **CLIPS, cap=3.0),
+    "dppo_tv": partial(policy_losses.dppo, divergence="tv", low=0.2, high=0.2),
+    "dppo_kl": partial(policy_losses.dppo, divergence="kl", low=0.05, high=0.05),
+    "gspo": partial(sequence_losses.gspo, **CLIPS),
+    "gspo_token": partial(sequence_losses.gspo, **CLIPS, form="token"),
+    "luspo": partial(sequence_losses.gspo, **CLIPS, form="length_scaled"),
+    "gmpo": partial(sequence_losses.gmpo, clip_low=0.4, clip_high=0.4),
+    "topr": sequence_losses.topr,
+    "topr_token": partial(sequence_losses.topr, level="token"),
+    "vespo": sequence_losses.vespo,
 }
-every_surrogate = pytest.mark.parametrize("name", SURROGATES)
+every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def step_of(name: str, world: Enumeration) -> Tensor:
-    """The surrogate's gradient; LUSPO's is the one that is LENGTH times as long."""
-    return world.gradient(SURROGATES[name](world)) / (LENGTH if name == "luspo" else 1)
+    """The loss's gradient; LUSPO's is the one that is LENGTH times as long."""
+    return world.gradient(LOSSES[name](world.inputs())) / (LENGTH if name == "luspo" else 1)
 
 
-@every_surrogate
-def test_at_ratio_one_a_surrogate_has_the_exact_gradient(name):
+@every_loss
+def test_at_ratio_one_a_loss_has_the_exact_gradient(name):
     for seed in range(3):
         world = enumeration(seed=seed, drift=0.0)
         assert relative_error(step_of(name, world), world.exact_gradient) < 1e-6
         assert relative_error(step_of(name, world), world.score_gradient(1.0)) < 1e-6
 
 
-@every_surrogate
-def test_near_the_generator_a_surrogate_still_points_uphill(name):
+@every_loss
+def test_near_the_generator_a_loss_still_points_uphill(name):
     for seed in range(PAIRS):
         world = enumeration(seed=seed, drift=0.1)
         cosine = torch.cosine_similarity(step_of(name, world).flatten(), world.exact_gradient.flatten(), dim=0)
@@ -262,18 +254,18 @@ def test_near_the_generator_a_surrogate_still_points_uphill(name):
 
 
 @pytest.mark.parametrize(
-    "losses",
+    "loss",
     [
-        token_loss(policy_losses.unclipped),
-        ratio_loss(clip_low=1.0, clip_high=float("inf")),
-        token_loss(policy_losses.cispo, clip_low=None, clip_high=float("inf")),
-        probability_loss(policy_losses.dppo_tv, low=1.0, high=1.0, ratio_cap=float("inf")),
+        policy_losses.unclipped,
+        partial(policy_losses.ppo_clip, clip_low=1.0, clip_high=float("inf")),
+        partial(policy_losses.cispo, clip_low=None, clip_high=float("inf")),
+        partial(policy_losses.dppo, divergence="tv", low=1.0, high=1.0, ratio_cap=float("inf")),
     ],
     ids=["unclipped", "ppo_clip", "cispo", "dppo_tv"],
 )
-def test_without_its_bounds_a_surrogate_anchored_at_the_generator_is_token_is(losses):
+def test_without_its_bounds_a_loss_anchored_at_the_generator_is_token_is(loss):
     world = enumeration(seed=0, drift=DRIFT)
-    assert relative_error(world.gradient(losses(world)), world.score_gradient(token_is(world))) < 1e-12
+    assert relative_error(world.gradient(loss(world.inputs())), world.score_gradient(token_is(world))) < 1e-12
 
 
 def test_vespo_with_the_plain_weight_is_sequence_is_and_so_exact():
@@ -281,21 +273,21 @@ def test_vespo_with_the_plain_weight_is_sequence_is_and_so_exact():
     settings = dict.fromkeys(("power_positive", "power_negative"), 1.0) | dict.fromkeys(
         ("decay_positive", "decay_negative"), 0.0
     )
-    gradient = world.gradient(sequence_loss(sequence_losses.vespo, **settings)(world))
+    gradient = world.gradient(sequence_losses.vespo(world.inputs(), **settings))
     assert relative_error(gradient, world.exact_gradient) < 1e-6
 
 
 def test_decoupled_ppo_of_a_single_update_is_token_tis():
     world = enumeration(seed=0, drift=DRIFT)
     proximal = world.learner_logprobs.detach()
-    ratio = (world.learner_logprobs - proximal).exp()
+    inputs = world.inputs(world.learner_logprobs - proximal)
     drift = (proximal - world.generator_logprobs).exp().clamp(max=CAP)
-    decoupled = world.gradient(drift * policy_losses.ppo_clip(ratio, world.advantages, **CLIPS))
+    decoupled = world.gradient(drift * policy_losses.ppo_clip(inputs, **CLIPS))
     assert relative_error(decoupled, world.score_gradient(WEIGHTS["token_tis"](world))) < 1e-12
 
 
 def test_ppo_around_a_recomputed_proximal_policy_without_weights_does_not_see_staleness():
     world = enumeration(seed=0, drift=DRIFT)
-    ratio = (world.learner_logprobs - world.learner_logprobs.detach()).exp()
-    naive = world.gradient(policy_losses.ppo_clip(ratio, world.advantages, **CLIPS))
+    inputs = world.inputs(world.learner_logprobs - world.learner_logprobs.detach())
+    naive = world.gradient(policy_losses.ppo_clip(inputs, **CLIPS))
     assert relative_error(naive, world.score_gradient(1.0)) < 1e-12

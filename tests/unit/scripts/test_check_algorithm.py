@@ -7,19 +7,19 @@ from slipstream.scripts.check_algorithm import check, main
 OWN = "tests.unit.learner.own_algorithm"
 
 
-def blind(log_ratio, advantages, sequences):
+def blind(inputs):
     """Forgets the ratio."""
-    return advantages * 1.0
+    return inputs.advantages * 1.0
 
 
-def leaking(log_ratio, advantages, sequences):
+def leaking(inputs):
     """Every trajectory sees the others."""
-    return -advantages * log_ratio * log_ratio.exp().mean()
+    return -inputs.advantages * inputs.log_ratio * inputs.log_ratio.exp().mean()
 
 
-def shuffled(rewards, groups):
+def shuffled(inputs):
     """Depends on the order."""
-    return rewards * torch.arange(len(rewards))
+    return inputs.rewards * torch.arange(len(inputs.rewards))
 
 
 def missing(findings) -> set[str]:

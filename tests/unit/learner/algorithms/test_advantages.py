@@ -1,60 +1,62 @@
 import math
+from functools import partial
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import advantages
+from slipstream.learner.errors import BatchError
+from tests.unit.learner.inputs import advantage_inputs, checked, whole, wide
 
 
-def checked(function):
-    return jaxtyped(function, typechecker=beartype)
+def formula(name):
+    function = checked(getattr(advantages, name))
+    return lambda rewards, groups, lengths=None, **settings: function(
+        advantage_inputs(rewards, groups, lengths), **settings
+    )
 
 
-grpo, dr_grpo, rloo = checked(advantages.grpo), checked(advantages.dr_grpo), checked(advantages.rloo)
-lite_ppo, opo, gpg = checked(advantages.lite_ppo), checked(advantages.opo), checked(advantages.gpg)
-maxrl, win_rate, gdpo = checked(advantages.maxrl), checked(advantages.win_rate), checked(advantages.gdpo)
-remax, above_baseline = checked(advantages.remax), checked(advantages.above_baseline)
-moving_baseline = checked(advantages.moving_baseline)
-reinforce_plus_plus_baseline = checked(advantages.reinforce_plus_plus_baseline)
-
+grpo, dr_grpo, rloo, lite_ppo, opo, gpg, maxrl, win_rate, reinforce_plus_plus_baseline, pass_at_k_best, pass_at_k = (
+    formula(name)
+    for name in (
+        *("grpo", "dr_grpo", "rloo", "lite_ppo", "opo", "gpg", "maxrl", "win_rate", "reinforce_plus_plus_baseline"),
+        *("pass_at_k_best", "pass_at_k"),
+    )
+)
 EPSILON = 1e-9
+
+
+def gdpo(parts, groups, *, weights=None, epsilon=EPSILON):
+    inputs = advantage_inputs(torch.zeros_like(groups).double(), groups, parts=parts)
+    return checked(advantages.gdpo)(inputs, weights=weights or {}, epsilon=epsilon)
 
 
 def of_parts(rewards, groups, lengths):
     """Two parts of one direction and unequal scale."""
-    weights = torch.tensor([1.0, 2.0], dtype=rewards.dtype)
-    return gdpo(torch.stack([rewards, 100 * rewards + 3], dim=1), groups, weights=weights, epsilon=EPSILON)
+    return gdpo({"a": rewards, "b": 100 * rewards + 3}, groups, weights={"a": 1.0, "b": 2.0}).to(rewards.dtype)
 
 
 WITHIN_GROUPS = {
-    "grpo": lambda rewards, groups, lengths: grpo(rewards, groups, epsilon=EPSILON),
-    "dr_grpo": lambda rewards, groups, lengths: dr_grpo(rewards, groups),
-    "rloo": lambda rewards, groups, lengths: rloo(rewards, groups),
+    "grpo": partial(grpo, epsilon=EPSILON),
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
     "opo": opo,
-    "maxrl": lambda rewards, groups, lengths: maxrl(rewards, groups, epsilon=EPSILON),
-    "win_rate": lambda rewards, groups, lengths: win_rate(rewards, groups),
-    "gdpo": of_parts,
+    "maxrl": partial(maxrl, epsilon=EPSILON),
+    "win_rate": win_rate,
+    "pass_at_k_best": pass_at_k_best,
+    "pass_at_k_best by deviation": partial(pass_at_k_best, epsilon=1e-6),
 }
 OVER_THE_BATCH = {
-    "lite_ppo": lambda rewards, groups, lengths: lite_ppo(rewards, groups, epsilon=EPSILON),
-    "gpg": lambda rewards, groups, lengths: gpg(rewards, groups, normaliser=2.0),
-    "reinforce_plus_plus_baseline": lambda rewards, groups, lengths: reinforce_plus_plus_baseline(
-        rewards, groups, lengths, epsilon=EPSILON
-    ),
+    "lite_ppo": partial(lite_ppo, epsilon=EPSILON),
+    "gpg": partial(gpg, normaliser=2.0),
+    "gdpo": of_parts,
+    "reinforce_plus_plus_baseline": partial(reinforce_plus_plus_baseline, epsilon=EPSILON),
 }
 ALL = WITHIN_GROUPS | OVER_THE_BATCH
 FREE_OF_SCALE = ["grpo", "lite_ppo", "reinforce_plus_plus_baseline", "maxrl", "win_rate", "gdpo"]
-LINEAR = ["dr_grpo", "rloo", "opo", "gpg"]
-
-
-def wide(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def whole(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+LINEAR = ["dr_grpo", "rloo", "opo", "gpg", "pass_at_k_best"]
+SELECTIVE = {"pass_at_k_best", "pass_at_k_best by deviation"}
+"""Only the best of a group has an advantage."""
 
 
 def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -93,12 +95,7 @@ def test_a_group_of_one_gives_zero(name):
     assert ALL[name](wide(3.3), whole(0), whole(7)).tolist() == [0]
     among_others = ALL[name](wide(1, 9.9, 4), whole(0, 1, 0), whole(5, 3, 2))
     assert among_others[1] == 0
-    assert (among_others[[0, 2]] != 0).all()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_no_rewards_give_no_advantages(name):
-    assert ALL[name](wide(), whole(), whole()).shape == (0,)
+    assert (among_others[[0, 2]] != 0).sum() == (1 if name in SELECTIVE else 2)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -106,7 +103,7 @@ def test_a_group_without_members_is_skipped(name):
     assert ALL[name](wide(1, 2, 5, 9), whole(0, 0, 2, 2), whole(1, 2, 3, 4)).isfinite().all()
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - {"opo", "reinforce_plus_plus_baseline"}))
+@pytest.mark.parametrize("name", sorted(ALL.keys() - SELECTIVE - {"opo", "reinforce_plus_plus_baseline"}))
 def test_advantages_of_a_group_sum_to_zero(name):
     rewards, groups, lengths = ragged()
     assert group_sums(ALL[name](rewards, groups, lengths), groups).abs().max() < 1e-9
@@ -173,7 +170,7 @@ def test_other_advantages_follow_the_scale(name):
     assert torch.allclose(ALL[name](30 * rewards, groups, lengths), 30 * ALL[name](rewards, groups, lengths))
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - {"maxrl"}))
+@pytest.mark.parametrize("name", sorted(ALL.keys() - SELECTIVE - {"maxrl"}))
 def test_negated_rewards_negate_the_advantages(name):
     rewards, groups, lengths = ragged()
     negated = ALL[name](-rewards, groups, lengths)
@@ -289,49 +286,56 @@ def test_win_rate_ignores_by_how_much():
 
 
 def test_gdpo_tells_apart_what_the_sum_of_the_parts_does_not():
-    parts, groups, ones = torch.stack([wide(0, 1, 1), wide(1, 0, 1)], dim=1), whole(0, 0, 0), wide(1, 1)
-    expected = grpo(parts[:, 0], groups, epsilon=EPSILON) + grpo(parts[:, 1], groups, epsilon=EPSILON)
-    assert gdpo(parts, groups, weights=ones, epsilon=EPSILON).equal(expected)
-    rare = torch.stack([wide(0, 0, 0, 1), wide(0, 50, 100, 0)], dim=1)
-    assert gdpo(rare, whole(0, 0, 0, 0), weights=ones, epsilon=EPSILON)[3] > 0
-    assert grpo(rare.sum(1), whole(0, 0, 0, 0), epsilon=EPSILON)[3] < 0
+    parts, groups = {"a": wide(0, 1, 1), "b": wide(1, 0, 1)}, whole(0, 0, 0)
+    summed = grpo(parts["a"], groups, epsilon=EPSILON) + grpo(parts["b"], groups, epsilon=EPSILON)
+    assert torch.allclose(gdpo(parts, groups), summed / summed.std(correction=0))
+    rare = {"a": wide(0, 0, 0, 1), "b": wide(0, 50, 100, 0)}
+    assert gdpo(rare, whole(0, 0, 0, 0))[3] > 0
+    assert grpo(rare["a"] + rare["b"], whole(0, 0, 0, 0), epsilon=EPSILON)[3] < 0
 
 
-def test_gdpo_weighs_the_parts():
-    parts, groups = torch.stack([wide(0, 1), wide(1, 0)], dim=1), whole(0, 0)
-    assert gdpo(parts, groups, weights=wide(3, 1), epsilon=1e-12).tolist() == pytest.approx([-2, 2])
-    assert gdpo(parts, groups, weights=wide(1, 1), epsilon=1e-12).tolist() == [0, 0]
+def test_gdpo_weighs_the_parts_and_takes_only_those_that_are_named():
+    parts, groups = {"a": wide(0, 1), "b": wide(1, 0), "c": wide(math.nan, 0)}, whole(0, 0)
+    assert gdpo(parts, groups, weights={"a": 3.0, "b": 1.0}).tolist() == pytest.approx([-1, 1])
+    assert gdpo(parts, groups, weights={"a": 1.0, "b": 1.0}).tolist() == [0, 0]
 
 
-def test_remax_compares_with_the_greedy_answer():
+@pytest.mark.parametrize("weights", [{"c": 1.0}, {"missing": 1.0}, {}])
+def test_gdpo_refuses_parts_that_an_answer_lacks(weights):
+    with pytest.raises(BatchError, match="gdpo takes parts"):
+        gdpo({"a": wide(0, 1), "c": wide(math.nan, 0)}, whole(0, 0), weights=weights)
+
+
+def remax(rewards, greedy_rewards):
+    return checked(advantages.remax)(advantage_inputs(rewards, greedy_rewards=greedy_rewards))
+
+
+def test_remax_compares_with_the_greedy_answer_and_a_group_of_one_learns():
     assert remax(wide(1, 0, 1, 1), wide(0.5, 0.5, 1, 0)).tolist() == [0.5, -0.5, 0, 1]
+    assert remax(wide(3), wide(1)).tolist() == [2]
 
 
 def test_remax_without_a_reward_of_the_greedy_answer_is_zero():
     assert remax(wide(1, 0, 3), wide(math.nan, math.nan, 1)).tolist() == [0, 0, 2]
 
 
-def test_remax_of_a_prompt_that_is_solved_anyway_is_zero():
-    assert remax(wide(1, 1, 1), wide(1, 1, 1)).tolist() == [0, 0, 0]
+def moving_baseline(rewards, state, decay):
+    return checked(advantages.moving_baseline)(advantage_inputs(rewards, state=state), decay=decay)
 
 
-def test_a_baseline_from_outside_gives_a_group_of_one_an_advantage():
-    assert remax(wide(3), wide(1)).tolist() == [2]
-    assert above_baseline(wide(3), baseline=0.5).tolist() == [2.5]
-
-
-def test_the_moving_baseline_moves_towards_the_mean():
-    assert moving_baseline(1.0, wide(2, 4), decay=0.75) == 1.5
-    assert moving_baseline(1.0, wide(2, 4), decay=0.0) == 3.0
-    assert moving_baseline(1.0, wide(2, 4), decay=1.0) == 1.0
-    assert moving_baseline(1.0, wide(), decay=0.5) == 1.0
+def test_the_moving_baseline_begins_at_the_first_mean_and_moves_after_the_step():
+    state = {}
+    assert moving_baseline(wide(1, 3), state, 0.75).tolist() == [-1, 1]
+    assert state == {"baseline": 2.0}
+    assert moving_baseline(wide(6), state, 0.75).tolist() == [4]
+    assert state == {"baseline": 3.0}
 
 
 def test_the_moving_baseline_converges_at_the_rate_of_its_decay():
-    baseline = 0.0
+    state = {"baseline": 0.0}
     for _ in range(20):
-        baseline = moving_baseline(baseline, wide(1, 1), decay=0.9)
-    assert baseline == pytest.approx(1 - 0.9**20)
+        moving_baseline(wide(1, 1), state, 0.9)
+    assert state["baseline"] == pytest.approx(1 - 0.9**20)
 
 
 def test_float32_rewards_of_a_large_batch_stay_centred():

@@ -1,31 +1,29 @@
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import aggregation, rejection
+from slipstream.learner.algorithms.inputs import AggregationInputs
+from tests.unit.learner.inputs import checked
 
-token_mean, token_sum, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm, prompt_mean = (
-    jaxtyped(f, typechecker=beartype)
-    for f in (
-        aggregation.token_mean,
-        aggregation.token_sum,
-        aggregation.seq_mean_token_mean,
-        aggregation.seq_mean_token_sum,
-        aggregation.seq_mean_token_sum_norm,
-        aggregation.prompt_mean,
-    )
-)
 COUNTS = torch.tensor([2, 0, 6])
+LENGTH = 4
 
-WEIGH = {
-    "token_mean": token_mean,
-    "token_sum": token_sum,
-    "seq_mean_token_mean": seq_mean_token_mean,
-    "seq_mean_token_sum": seq_mean_token_sum,
-    "seq_mean_token_sum_norm": lambda counts: seq_mean_token_sum_norm(counts, length=4.0),
-    "prompt_mean": lambda counts: prompt_mean(counts, torch.arange(len(counts)) // 2),
-}
+
+def weighing(name):
+    """Two trajectories per prompt, unless `groups` says otherwise."""
+
+    def weigh(counts, groups=None):
+        groups = torch.arange(len(counts)) // 2 if groups is None else groups
+        return checked(aggregation.AGGREGATIONS[name])(AggregationInputs(counts, groups, LENGTH))
+
+    return weigh
+
+
+WEIGH = {name: weighing(name) for name in aggregation.AGGREGATIONS}
+token_mean, seq_mean_token_mean, seq_mean_token_sum, seq_mean_token_sum_norm, prompt_mean = (
+    WEIGH[name]
+    for name in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean")
+)
 each_weighing = pytest.mark.parametrize("weigh", WEIGH.values(), ids=WEIGH)
 
 
@@ -61,7 +59,7 @@ def test_with_equal_lengths_the_means_agree():
     counts = torch.tensor([4, 4, 4, 4])
     assert torch.allclose(token_mean(counts), seq_mean_token_mean(counts))
     assert torch.allclose(token_mean(counts), WEIGH["prompt_mean"](counts))
-    assert torch.allclose(token_mean(counts), seq_mean_token_sum_norm(counts, length=4.0))
+    assert torch.allclose(token_mean(counts), seq_mean_token_sum_norm(counts))
 
 
 @each_weighing

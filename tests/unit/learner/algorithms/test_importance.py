@@ -1,31 +1,29 @@
-import itertools
 import math
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import importance
-
-
-def checked(function):
-    return jaxtyped(function, typechecker=beartype)
-
+from slipstream.learner.algorithms.inputs import RatioInputs
+from tests.unit.learner.inputs import checked, over_ratios
 
 token_ratio = checked(importance.token_ratio)
 token_log_ratio = checked(importance.token_log_ratio)
 truncate = checked(importance.truncate)
 mask = checked(importance.mask)
 bound_by_lag = checked(importance.bound_by_lag)
-one_per_sequence = checked(importance.one_per_sequence)
 normalise = checked(importance.normalise)
 effective_sample_size = checked(importance.effective_sample_size)
-LEVELS = {name: checked(function) for name, function in importance.LEVELS.items()}
+interpolation, loglinear = checked(importance.interpolation), checked(importance.loglinear)
+LEVELS = {name: over_ratios(level) for name, level in importance.LEVELS.items()}
 
 LOG_RATIO = torch.tensor([math.log(2), math.log(3), math.log(0.5), 0.0])
 SEQUENCES = torch.tensor([0, 0, 2, 2])
 NO_TOKENS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+
+
+def one_per_sequence(weights, sequences, *, num_sequences):
+    return checked(importance.one_per_sequence)(weights, RatioInputs(weights, sequences, num_sequences))
 
 
 def test_the_ratio_is_that_of_the_probabilities():
@@ -208,59 +206,73 @@ def test_the_effective_sample_size_of_sequences_does_not_depend_on_their_lengths
     assert effective_sample_size(weights).item() == pytest.approx(28**2 / (10 * 82))
 
 
-class Enumeration:
-    """All 27 sequences of 3 tokens of a 3-token vocabulary, under two Markov policies that are tables of logits."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.tokens = torch.tensor(list(itertools.product(range(3), repeat=3)))
-        self.sequences = torch.arange(27).repeat_interleave(3)
-        self.rewards = torch.rand(27, dtype=torch.float64)
-        self.logits = torch.randn(4, 3, dtype=torch.float64).requires_grad_()
-        generator = self.token_logprobs(self.logits + torch.randn(4, 3, dtype=torch.float64) / 2).detach()
-        self.generator_probabilities = generator.view(27, 3).sum(1).exp()
-        self.learner_logprobs = self.token_logprobs(self.logits)
-        self.log_ratio = token_log_ratio(self.learner_logprobs, generator)
-
-    def token_logprobs(self, logits):
-        """[81]: of each token given the one before it, row 3 at the start."""
-        before = torch.cat([torch.full((27, 1), 3), self.tokens[:, :2]], dim=1)
-        return logits.log_softmax(1)[before, self.tokens].flatten()
-
-    def weights(self, level):
-        return LEVELS[level](self.log_ratio, self.sequences, num_sequences=27)
-
-    def expected_surrogate_gradient(self, weights):
-        score = (weights * self.learner_logprobs).view(27, 3).sum(1)
-        expectation = (self.generator_probabilities * self.rewards * score).sum()
-        return torch.autograd.grad(expectation, self.logits, retain_graph=True)[0]
-
-    def true_gradient(self):
-        probabilities = self.learner_logprobs.view(27, 3).sum(1).exp()
-        return torch.autograd.grad((probabilities * self.rewards).sum(), self.logits, retain_graph=True)[0]
+def test_the_learning_rate_follows_the_root_of_the_sample_size():
+    assert importance.ess_learning_rate_scale(1.0, floor=0.1) == 1.0
+    assert importance.ess_learning_rate_scale(0.25, floor=0.1) == 0.5
+    assert importance.ess_learning_rate_scale(0.25, power=1.0, floor=0.1) == 0.25
 
 
-def test_sequence_weights_make_the_gradient_unbiased():
-    case = Enumeration()
-    got = case.expected_surrogate_gradient(case.weights("sequence"))
-    assert torch.allclose(got, case.true_gradient(), atol=1e-6)
+@pytest.mark.parametrize("ess", [0.0, 1e-9, -1.0, math.nan])
+def test_the_learning_rate_never_falls_below_its_floor(ess):
+    assert importance.ess_learning_rate_scale(ess, floor=0.1) == 0.1
 
 
-def test_token_and_geometric_weights_are_biased_but_less_than_none():
-    case = Enumeration()
-    truth = case.true_gradient()
-
-    def bias(weights):
-        return (case.expected_surrogate_gradient(weights) - truth).norm().item()
-
-    uncorrected = bias(torch.ones(81, dtype=torch.float64))
-    for level in ("token", "geometric"):
-        assert 1e-3 < bias(case.weights(level)) < uncorrected
+def test_a_share_rounded_above_one_raises_nothing():
+    assert importance.ess_learning_rate_scale(1.0000001, floor=0.0) == 1.0
 
 
-def test_the_expected_sequence_weight_is_one_and_truncation_takes_from_it():
-    case = Enumeration()
-    weights = case.weights("sequence").view(27, 3)[:, 0]
-    assert (case.generator_probabilities * weights).sum().item() == pytest.approx(1.0, abs=1e-9)
-    assert weights.max() > 1.2
-    assert (case.generator_probabilities * truncate(weights, high=1.2)).sum().item() < 1 - 1e-3
+# --- a proximal policy between generator and learner --------------------------------------------------------------------
+GENERATOR, LEARNER = torch.tensor([0.2, 0.5, 0.9]).log(), torch.tensor([0.8, 0.4, 0.9]).log()
+
+
+def test_the_share_by_hand():
+    versions = torch.tensor([6, 7, 8, 9])
+    assert interpolation(versions, proximal_version=9, learner_version=10).tolist() == pytest.approx(
+        [3 / 4, 2 / 3, 1 / 2, 0]
+    )
+    assert interpolation(versions, proximal_version=8, learner_version=10).tolist() == pytest.approx(
+        [2 / 4, 1 / 3, 0, 0]
+    )
+
+
+def test_a_token_as_new_as_the_proximal_policy_has_gone_nowhere():
+    for learner_version in (5, 6, 9):
+        fresh = torch.tensor([5, 6, 7])
+        assert interpolation(fresh, proximal_version=5, learner_version=learner_version).tolist() == [0, 0, 0]
+
+
+def test_the_older_a_token_the_farther_its_policy_has_gone():
+    alpha = interpolation(torch.arange(10), proximal_version=9, learner_version=10)
+    assert (alpha.diff() < 0).all()
+    assert alpha[0].item() == pytest.approx(0.9)
+
+
+def test_both_ends_are_exact():
+    assert loglinear(GENERATOR, LEARNER, alpha=torch.zeros(3)).equal(GENERATOR)
+    assert loglinear(GENERATOR, LEARNER, alpha=torch.ones(3)).equal(LEARNER)
+
+
+def test_the_middle_by_hand():
+    half = torch.full((3,), 0.5)
+    geometric = loglinear(GENERATOR, LEARNER, alpha=half).exp()
+    assert geometric.tolist() == pytest.approx([0.4, 0.2**0.5, 0.9])
+
+
+def test_drift_and_ratio_share_the_whole_log_ratio():
+    alpha = torch.tensor([0.25, 0.5, 0.75])
+    between = loglinear(GENERATOR, LEARNER, alpha=alpha)
+    whole = importance.token_log_ratio(LEARNER, GENERATOR)
+    assert torch.allclose(importance.token_log_ratio(between, GENERATOR), alpha * whole, atol=1e-6)
+    assert torch.allclose(importance.token_log_ratio(LEARNER, between), (1 - alpha) * whole, atol=1e-6)
+
+
+def test_the_anchor_has_no_gradient():
+    learner = LEARNER.clone().requires_grad_()
+    assert not loglinear(GENERATOR, learner, alpha=torch.full((3,), 0.5)).requires_grad
+
+
+def test_what_is_not_finite_ends_as_a_neutral_ratio():
+    broken = torch.tensor([float("nan"), float("-inf"), math.log(0.9)])
+    between = loglinear(broken, LEARNER, alpha=torch.tensor([0.0, 0.0, 0.5]))
+    assert importance.token_ratio(between, broken).isfinite().all()
+    assert importance.token_ratio(between, broken).tolist() == pytest.approx([1, 1, 1])

@@ -2,19 +2,30 @@ import math
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import kl
+from slipstream.learner.algorithms.inputs import KlInputs
+from tests.unit.learner.inputs import checked
 
 POLICY = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 GENERATOR = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
 TRUTH = float((POLICY * (POLICY / REFERENCE).log()).sum())
 
-ESTIMATORS = {name: jaxtyped(f, typechecker=beartype) for name, f in kl.KL_ESTIMATORS.items()}
-k1, k2, k3 = (ESTIMATORS[name] for name in ("k1", "k2", "k3"))
-k3_off_policy, exact = (jaxtyped(f, typechecker=beartype) for f in (kl.k3_off_policy, kl.exact))
+
+def of_two(estimator):
+    estimator = checked(estimator)
+    return lambda ours, theirs: estimator(KlInputs(ours, theirs))
+
+
+ESTIMATORS = {name: of_two(f) for name, f in kl.KL_ESTIMATORS.items() if name != "k3_off_policy"}
+k3, exact = ESTIMATORS["k3"], checked(kl.exact)
+
+
+def k3_off_policy(ours, theirs, generator):
+    return checked(kl.k3_off_policy)(KlInputs(ours, theirs, generator))
+
+
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
@@ -168,3 +179,37 @@ def test_a_token_that_neither_policy_can_write_adds_nothing():
     value = exact(logits.log_softmax(-1), torch.tensor([[0.25, 0.75, 0.0]]).log())
     assert value.item() == pytest.approx(0.5 * math.log(2) + 0.5 * math.log(2 / 3))
     assert torch.autograd.grad(value.sum(), logits)[0].isfinite().all()
+
+
+# --- the adaptive coefficient ---------------------------------------------------------------------------------------
+def step(coefficient: float, measured: float, *, num_sequences: int = 100) -> float:
+    return kl.adaptive_coefficient(coefficient, kl=measured, target=6.0, num_sequences=num_sequences, horizon=1000)
+
+
+def test_the_coefficient_by_hand():
+    assert step(0.1, 6.6) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    assert step(0.1, 5.4) == pytest.approx(0.1 * (1 - 0.1 * 0.1))
+
+
+def test_on_target_the_coefficient_stays():
+    assert step(0.1, 6.0) == 0.1
+
+
+@pytest.mark.parametrize(("kl", "error"), [(600.0, 0.2), (math.inf, 0.2), (0.0, -0.2), (-50.0, -0.2)])
+def test_no_measurement_moves_it_further_than_a_fifth_of_its_share(kl, error):
+    assert step(0.1, kl) == pytest.approx(0.1 * (1 + error * 0.1))
+
+
+def test_a_step_larger_than_the_horizon_keeps_it_positive():
+    assert step(0.1, 0.0, num_sequences=1_000_000) == pytest.approx(0.08)
+
+
+def test_a_kl_that_is_no_number_leaves_it_as_it_is():
+    assert step(0.1, math.nan) == 0.1
+
+
+def test_it_finds_the_coefficient_whose_kl_is_the_target():
+    coefficient = 10.0
+    for _ in range(2000):
+        coefficient = step(coefficient, 3.0 / coefficient)
+    assert coefficient == pytest.approx(0.5, rel=1e-3)

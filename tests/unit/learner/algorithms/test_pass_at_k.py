@@ -4,30 +4,21 @@ from statistics import fmean, pstdev
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
-from slipstream.learner.algorithms import advantages as module
-from slipstream.learner.algorithms.advantages import grpo
-
-pass_at_k = jaxtyped(module.pass_at_k, typechecker=beartype)
-pass_at_k_best = jaxtyped(module.pass_at_k_best, typechecker=beartype)
-pass_at_k_analytic = jaxtyped(module.pass_at_k_analytic, typechecker=beartype)
-
-K = 2
-ALL = {
-    "best": lambda rewards, groups: pass_at_k_best(rewards, groups),
-    "best by deviation": lambda rewards, groups: pass_at_k_best(rewards, groups, epsilon=1e-6),
-    "analytic": lambda rewards, groups: pass_at_k_analytic(rewards > 0.5, groups, k=K),
-}
+from slipstream.learner.algorithms import advantages
+from tests.unit.learner.inputs import advantage_inputs, checked, whole, wide
 
 
-def wide(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def pass_at_k_best(rewards, groups, **settings):
+    return checked(advantages.pass_at_k_best)(advantage_inputs(rewards, groups), **settings)
 
 
-def whole(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64)
+def pass_at_k_analytic(is_correct, groups, *, k):
+    return checked(advantages.pass_at_k)(advantage_inputs(is_correct.double(), groups), k=k)
+
+
+def grpo(rewards, groups, *, epsilon):
+    return advantages.grpo(advantage_inputs(rewards, groups), epsilon=epsilon)
 
 
 def ragged() -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,47 +39,13 @@ def enumerated(correct: list[bool], k: int) -> list[float]:
     return [fmean(a for a, s in zip(normalised, subsets, strict=True) if i in s) for i in range(len(correct))]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_equal_rewards_give_exactly_zero(name):
-    assert ALL[name](torch.full((7,), 0.9).double(), whole(0, 0, 0, 1, 1, 1, 1)).eq(0).all()
-    assert ALL[name](torch.full((7,), 0.1).double(), whole(0, 0, 0, 1, 1, 1, 1)).eq(0).all()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_group_of_one_gives_zero(name):
-    assert ALL[name](wide(1), whole(0)).tolist() == [0]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_no_rewards_give_no_advantages(name):
-    assert ALL[name](wide(), whole()).shape == (0,)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_members_of_a_group_may_stand_anywhere(name):
+@pytest.mark.parametrize("poison", [True, False])
+def test_another_groups_answers_change_not_one_bit_of_the_analytic_form(poison):
     rewards, groups = ragged()
-    order = torch.randperm(12)
-    moved = ALL[name](rewards[order], groups[order])
-    assert torch.allclose(ALL[name](rewards, groups)[order], moved, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_group_has_the_advantages_it_has_alone(name):
-    rewards, groups = ragged()
-    together = ALL[name](rewards, groups)
-    assert together.ne(0).any()
-    for group in groups.unique():
-        mine = groups == group
-        assert together[mine].equal(ALL[name](rewards[mine], groups[mine] * 0))
-
-
-@pytest.mark.parametrize("poison", [-70.0, 1e30, float("inf"), float("nan")])
-@pytest.mark.parametrize("name", ALL)
-def test_another_groups_rewards_change_not_one_bit(name, poison):
-    rewards, groups = ragged()
-    other = groups == 3
-    before, after = (ALL[name](values, groups) for values in (rewards, rewards.where(~other, poison)))
+    correct, other = rewards > 0.5, groups == 3
+    before, after = (pass_at_k_analytic(values, groups, k=2) for values in (correct, correct.where(~other, poison)))
     assert before[~other].equal(after[~other])
+    assert before.ne(0).any()
 
 
 def test_only_the_best_gets_its_lead():
@@ -173,31 +130,3 @@ def test_large_groups_do_not_overflow():
     assert values.isfinite().all()
     miss = comb(4093, 512) / comb(4096, 512)
     assert values[0].item() == pytest.approx((miss / (1 - miss)) ** 0.5)
-
-
-def test_the_share_of_subsets_with_a_correct_one():
-    num_samples, num_correct = whole(5, 5, 5, 5, 10, 10), whole(0, 1, 4, 5, 3, 8)
-    expected = [
-        1 - comb(n - c, 3) / comb(n, 3) for n, c in zip(num_samples.tolist(), num_correct.tolist(), strict=True)
-    ]
-    assert pass_at_k(num_samples, num_correct, k=3).tolist() == pytest.approx(expected)
-
-
-def test_the_share_is_exact_at_its_ends():
-    assert pass_at_k(whole(7, 7, 7), whole(0, 7, 5), k=3).tolist() == [0, 1, 1]
-
-
-def test_a_huge_k_does_not_overflow():
-    assert pass_at_k(whole(100_000), whole(100_000), k=99_999).tolist() == [1]
-
-
-def test_fewer_samples_than_k_count_as_one_subset():
-    assert pass_at_k(whole(2, 2, 0), whole(0, 1, 0), k=8).tolist() == [0, 1, 0]
-
-
-def test_the_estimate_is_unbiased():
-    # Over all outcomes of 5 samples of success rate p, its mean is 1 - (1 - p)^3.
-    p, outcomes = 0.3, torch.arange(6)
-    chances = wide(*(comb(5, c) * p**c * (1 - p) ** (5 - c) for c in range(6)))
-    mean = (chances * pass_at_k(torch.full((6,), 5), outcomes, k=3)).sum()
-    assert mean == pytest.approx(1 - (1 - p) ** 3)

@@ -2,22 +2,13 @@ import math
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import rejection
 from slipstream.learner.algorithms.importance import bound_by_lag, token_log_ratio
+from tests.unit.learner.inputs import checked, over_ratios
 
-keep_k1, keep_k2, keep_k3, veto, num_kept = (
-    jaxtyped(f, typechecker=beartype)
-    for f in (
-        rejection.keep_k1,
-        rejection.keep_k2,
-        rejection.keep_k3,
-        rejection.veto,
-        rejection.num_kept,
-    )
-)
+keep_k1, keep_k2, keep_k3 = (over_ratios(keep) for keep in rejection.STATISTICS.values())
+veto, num_kept = over_ratios(rejection.veto), checked(rejection.num_kept)
 OVERS = ["token", "sum", "mean"]
 SEQUENCES = torch.tensor([0, 0, 2, 2])
 NO_TOKENS = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
@@ -133,10 +124,8 @@ ANY = {
         for over in OVERS
     },
     **{
-        f"{keep.__name__[5:]} {over}": lambda x, s, n, keep=keep, over=over: keep(
-            x, s, num_sequences=n, over=over, high=0.3
-        )
-        for keep in (keep_k2, keep_k3)
+        f"{name} {over}": lambda x, s, n, keep=keep, over=over: keep(x, s, num_sequences=n, over=over, high=0.3)
+        for name, keep in (("k2", keep_k2), ("k3", keep_k3))
         for over in (*OVERS, "max")
     },
     "veto": lambda x, s, n: veto(x, s, num_sequences=n, low=0.5, high=2.0),

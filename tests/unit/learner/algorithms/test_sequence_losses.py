@@ -3,33 +3,35 @@ from functools import partial
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import sequence_losses
 from slipstream.learner.algorithms.policy_losses import idle_tokens
+from tests.unit.learner.inputs import checked, loss_inputs, whole, wide
 
-gspo, gspo_token, luspo, gmpo, topr, vespo = (
-    jaxtyped(getattr(sequence_losses, name), typechecker=beartype)
-    for name in ("gspo", "gspo_token", "luspo", "gmpo", "topr", "vespo")
-)
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
-LOSSES = {
+gspo = checked(sequence_losses.gspo)
+FORMULAS = {
     "gspo": partial(gspo, **BOUNDS),
-    "gspo_token": partial(gspo_token, **BOUNDS),
-    "luspo": partial(luspo, **BOUNDS),
-    "gmpo": partial(gmpo, clip_low=0.4, clip_high=0.4),
-    "topr": topr,
-    "vespo": vespo,
+    "gspo_token": partial(gspo, **BOUNDS, form="token"),
+    "luspo": partial(gspo, **BOUNDS, form="length_scaled"),
+    "gmpo": partial(checked(sequence_losses.gmpo), clip_low=0.4, clip_high=0.4),
+    "topr": checked(sequence_losses.topr),
+    "topr_token": partial(checked(sequence_losses.topr), level="token"),
+    "vespo": checked(sequence_losses.vespo),
 }
+
+
+def over_tokens(formula):
+    return lambda log_ratio, advantages, sequences=None, num_sequences=3: formula(
+        loss_inputs(log_ratio, advantages, SEQUENCES if sequences is None else sequences, num_sequences)
+    )
+
+
+LOSSES = {name: over_tokens(formula) for name, formula in FORMULAS.items()}
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 # Three sequences of 2, 3 and 1 tokens.
 SEQUENCES = torch.tensor([0, 0, 1, 1, 1, 2])
-
-
-def wide(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def of(*per_sequence: float) -> torch.Tensor:
@@ -42,29 +44,31 @@ def random_log_ratio(scale: float = 0.3) -> torch.Tensor:
 
 def gradient_of(loss, log_ratio, advantages, sequences=SEQUENCES, num_sequences=3, weights=1.0):
     leaf = log_ratio.detach().requires_grad_()
-    losses = loss(leaf, advantages, sequences, num_sequences=num_sequences)
+    losses = loss(leaf, advantages, sequences, num_sequences)
     return torch.autograd.grad((weights * losses).sum(), leaf)[0]
+
+
+def idle(name, log_ratio, advantages):
+    return idle_tokens(FORMULAS[name], loss_inputs(log_ratio, advantages, SEQUENCES, 3)).tolist()
 
 
 def test_gspo_by_hand():
     log_ratio = wide(0.3, -0.1, 0.6, 0.3, 0.0, -0.5)
-    losses = gspo(log_ratio, of(2, 1, -1), SEQUENCES, num_sequences=3, **BOUNDS)
+    losses = LOSSES["gspo"](log_ratio, of(2, 1, -1))
     ratios = [math.exp(0.1), 1.3, 0.8]
     assert losses.tolist() == pytest.approx([-2 * ratios[0]] * 2 + [-1.3] * 3 + [ratios[2]])
 
 
 def test_gspo_clips_a_whole_sequence_or_none_of_it():
     log_ratio, advantages = wide(0.3, -0.1, 0.6, 0.3, 0.0, -0.5), of(2, 1, -1)
-    for loss in (LOSSES["gspo"], LOSSES["gspo_token"], LOSSES["luspo"]):
-        bound = partial(loss, advantages=advantages, sequences=SEQUENCES, num_sequences=3)
-        assert idle_tokens(bound, log_ratio, advantages).tolist() == [False] * 2 + [True] * 4
+    for name in ("gspo", "gspo_token", "luspo"):
+        assert idle(name, log_ratio, advantages) == [False] * 2 + [True] * 4
 
 
 def test_gspo_does_not_change_when_a_sequence_is_said_twice():
-    log_ratio, once = wide(0.3, -0.1, 0.05), torch.zeros(3, dtype=torch.int64)
-    twice = torch.zeros(6, dtype=torch.int64)
-    single = gspo(log_ratio, torch.ones_like(log_ratio), once, num_sequences=1, **BOUNDS)
-    double = gspo(log_ratio.repeat(2), wide(1, 1, 1, 1, 1, 1), twice, num_sequences=1, **BOUNDS)
+    log_ratio = wide(0.3, -0.1, 0.05)
+    single = LOSSES["gspo"](log_ratio, wide(1, 1, 1), whole(0, 0, 0), 1)
+    double = LOSSES["gspo"](log_ratio.repeat(2), wide(1, 1, 1, 1, 1, 1), whole(0, 0, 0, 0, 0, 0), 1)
     assert torch.allclose(double, single[:1].expand(6))
 
 
@@ -78,7 +82,7 @@ def test_luspo_has_the_gradient_of_gspo_times_the_length():
 
 def test_gspo_token_is_gspo_where_advantages_are_equal():
     log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
-    values = [LOSSES[name](log_ratio, advantages, SEQUENCES, num_sequences=3) for name in ("gspo", "gspo_token")]
+    values = [LOSSES[name](log_ratio, advantages) for name in ("gspo", "gspo_token")]
     gradients = [gradient_of(LOSSES[name], log_ratio, advantages) for name in ("gspo", "gspo_token")]
     assert torch.allclose(*values)
     assert torch.allclose(*gradients)
@@ -92,20 +96,25 @@ def test_gspo_token_gives_each_token_its_own_advantage():
 
 def test_gmpo_clips_each_token_on_one_side_before_the_mean():
     log_ratio, advantages = wide(1.0, -1.0, 1.0, -1.0, 0.1, 2.0), of(1, -2, 3)
-    losses = LOSSES["gmpo"](log_ratio, advantages, SEQUENCES, num_sequences=3)
+    losses = LOSSES["gmpo"](log_ratio, advantages)
     means = [(0.4 - 1.0) / 2, (1.0 - 0.4 + 0.1) / 3, 0.4]
     expected = [-math.exp(means[0])] * 2 + [2 * math.exp(means[1])] * 3 + [-3 * math.exp(means[2])]
     assert losses.tolist() == pytest.approx(expected)
-    bound = partial(LOSSES["gmpo"], advantages=advantages, sequences=SEQUENCES, num_sequences=3)
-    assert idle_tokens(bound, log_ratio, advantages).tolist() == [True, False, False, True, False, True]
+    assert idle("gmpo", log_ratio, advantages) == [True, False, False, True, False, True]
 
 
 def test_topr_tapers_blamed_sequences_by_their_whole_ratio():
     log_ratio = wide(-2.0, 0.5, 0.3, -0.2, -0.6, 1.0)
-    praised = gradient_of(topr, log_ratio, of(1, 2, 3))
-    blamed = gradient_of(topr, log_ratio, of(-1, -2, -3))
+    praised = gradient_of(LOSSES["topr"], log_ratio, of(1, 2, 3))
+    blamed = gradient_of(LOSSES["topr"], log_ratio, of(-1, -2, -3))
     assert praised.tolist() == pytest.approx((-of(1, 2, 3)).tolist())
     assert blamed.tolist() == pytest.approx(of(math.exp(-1.5), 2 * math.exp(-0.5), 3).tolist())
+
+
+def test_topr_of_tokens_tapers_each_by_its_own_ratio():
+    log_ratio, ratios = wide(0.25, 0.7, 1, 1.25, 1.5, 25).log(), wide(0.25, 0.7, 1, 1, 1, 1)
+    assert torch.allclose(gradient_of(LOSSES["topr_token"], log_ratio, of(2, 2, 2)), torch.full_like(ratios, -2))
+    assert torch.allclose(gradient_of(LOSSES["topr_token"], log_ratio, of(-2, -2, -2)), 2 * ratios)
 
 
 def phi(ratio: float, power: float, decay: float) -> float:
@@ -114,7 +123,7 @@ def phi(ratio: float, power: float, decay: float) -> float:
 
 def test_vespo_by_hand():
     log_ratio = wide(0.5, 0.2, -0.3, -0.2, 0.1, 0.0)
-    gradient = gradient_of(vespo, log_ratio, of(1, -2, 3))
+    gradient = gradient_of(LOSSES["vespo"], log_ratio, of(1, -2, 3))
     expected = of(-phi(math.exp(0.7), 2, 3), 2 * phi(math.exp(-0.4), 3, 2), -3)
     assert gradient.tolist() == pytest.approx(expected.tolist())
 
@@ -122,7 +131,7 @@ def test_vespo_by_hand():
 @pytest.mark.parametrize(("advantage", "peak"), [(1.0, 2 / 3), (-1.0, 3 / 2)])
 def test_the_weight_of_vespo_peaks_at_power_over_decay(advantage, peak):
     log_ratio = (peak + wide(-0.01, 0, 0.01)).log()
-    weights = gradient_of(vespo, log_ratio, torch.full_like(log_ratio, advantage), torch.arange(3)).abs()
+    weights = gradient_of(LOSSES["vespo"], log_ratio, torch.full_like(log_ratio, advantage), torch.arange(3)).abs()
     assert weights.argmax() == 1
 
 
@@ -138,8 +147,7 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce(loss):
 @pytest.mark.parametrize("name", ["gspo", "luspo", "gmpo"])
 def test_the_gradients_are_those_of_the_formulas(name):
     log_ratio = random_log_ratio().requires_grad_()
-    loss = partial(LOSSES[name], advantages=of(1, -2, 3), sequences=SEQUENCES, num_sequences=3)
-    assert torch.autograd.gradcheck(loss, log_ratio)
+    assert torch.autograd.gradcheck(lambda x: LOSSES[name](x, of(1, -2, 3)), log_ratio)
 
 
 @every_loss
@@ -148,8 +156,8 @@ def test_another_sequences_tokens_change_nothing(loss):
     poisoned_ratio, poisoned_advantages = log_ratio.clone(), advantages.clone()
     poisoned_ratio[2:5], poisoned_advantages[2:5] = wide(20, -20, 20), 1e30
     others = torch.tensor([0, 1, 5])
-    before = loss(log_ratio, advantages, SEQUENCES, num_sequences=3)
-    after = loss(poisoned_ratio, poisoned_advantages, SEQUENCES, num_sequences=3)
+    before = loss(log_ratio, advantages)
+    after = loss(poisoned_ratio, poisoned_advantages)
     assert before[others].equal(after[others])
     gradients = gradient_of(loss, log_ratio, advantages), gradient_of(loss, poisoned_ratio, poisoned_advantages)
     assert gradients[0][others].equal(gradients[1][others])
@@ -167,10 +175,10 @@ def test_a_split_between_sequences_changes_nothing(loss):
 @every_loss
 def test_a_sequence_without_tokens_and_an_empty_batch_are_harmless(loss):
     log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
-    with_hole = loss(log_ratio, advantages, SEQUENCES + (SEQUENCES > 0), num_sequences=5)
-    assert with_hole.equal(loss(log_ratio, advantages, SEQUENCES, num_sequences=3))
+    with_hole = loss(log_ratio, advantages, SEQUENCES + (SEQUENCES > 0), 5)
+    assert with_hole.equal(loss(log_ratio, advantages))
     nothing = torch.zeros(0, dtype=torch.int64)
-    assert loss(wide(), wide(), nothing, num_sequences=0).shape == (0,)
+    assert loss(wide(), wide(), nothing, 0).shape == (0,)
 
 
 @every_loss
@@ -178,5 +186,32 @@ def test_a_sequence_without_tokens_and_an_empty_batch_are_harmless(loss):
 def test_ratios_at_the_bounds_of_the_clamp_are_finite(loss, value):
     log_ratio, sequences = torch.full((1000,), value), torch.arange(2).repeat_interleave(500)
     advantages = torch.tensor([1.0, -1.0])[sequences]
-    assert loss(log_ratio, advantages, sequences, num_sequences=2).isfinite().all()
+    assert loss(log_ratio, advantages, sequences, 2).isfinite().all()
     assert gradient_of(loss, log_ratio, advantages, sequences, 2).isfinite().all()
+
+
+# --- sppo: one number per sequence, from its win rate -------------------------------------------------------------------
+def sppo(log_ratio, win_rates, *, eta):
+    """Of sequences of one token."""
+    return checked(sequence_losses.sppo)(loss_inputs(log_ratio, win_rates - 0.5), eta=eta)
+
+
+def test_sppo_by_hand():
+    assert sppo(wide(0, 1, -2), wide(0.5, 1, 0.25), eta=4.0).tolist() == [0, 1, 1]
+
+
+def test_sppo_compares_the_ratio_of_the_whole_sequence_and_says_so_at_each_of_its_tokens():
+    losses = sequence_losses.sppo(loss_inputs(wide(0.5, 1, -1), wide(0.5, 0.5, -0.5), whole(0, 0, 1)), eta=2.0)
+    assert losses.tolist() == [0.25, 0.25, 0]
+
+
+def test_sppo_at_ratio_one_has_the_gradient_of_reinforce_with_the_win_rate():
+    log_ratio, win_rates = torch.zeros(4, dtype=torch.float64, requires_grad=True), wide(0, 0.5, 0.75, 1)
+    (gradient,) = torch.autograd.grad(sppo(log_ratio, win_rates, eta=3.0).sum(), log_ratio)
+    assert gradient.tolist() == (-2 * 3.0 * (win_rates - 0.5)).tolist()
+
+
+def test_the_hard_form_of_sppo_pulls_chosen_and_rejected_to_either_side():
+    beta, log_ratio = 0.1, wide(0.7, -0.3)
+    hard = (log_ratio - torch.tensor([0.5, -0.5]) / beta).square()
+    assert torch.allclose(sppo(log_ratio, wide(1, 0), eta=1 / beta), hard)

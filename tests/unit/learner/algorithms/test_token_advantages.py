@@ -2,24 +2,41 @@ import itertools
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
-from slipstream.learner.algorithms import reward_shaping, token_advantages
+from slipstream.learner.algorithms import token_advantages
+from tests.unit.learner.inputs import checked, token_inputs, wide
 
-gae = jaxtyped(token_advantages.gae, typechecker=beartype)
-length_adaptive_lambda = jaxtyped(token_advantages.length_adaptive_lambda, typechecker=beartype)
-returns_to_go = jaxtyped(reward_shaping.returns_to_go, typechecker=beartype)
-vtrace = jaxtyped(token_advantages.vtrace, typechecker=beartype)
+length_adaptive_lambda = checked(token_advantages.length_adaptive_lambda)
+PLAIN = {"gamma": 1.0, "lam": 1.0, "critic_lam": 1.0, "length_adaptive": None, "epsilon": None}
+
+
+def gae(rewards, values, sequences, *, num_sequences, lam, **settings):
+    """Advantages, and returns with the same lambda."""
+    inputs = token_inputs(rewards, sequences, num_sequences=num_sequences, values=values)
+    return checked(token_advantages.gae)(inputs, **(PLAIN | settings | {"lam": lam, "critic_lam": lam}))
+
+
+def vtrace(rewards, values, log_ratio, sequences, *, num_sequences, **settings):
+    inputs = token_inputs(
+        rewards,
+        sequences,
+        num_sequences=num_sequences,
+        values=values,
+        learner_logprobs=log_ratio,
+        generator_logprobs=torch.zeros_like(log_ratio),
+    )
+    return checked(token_advantages.vtrace)(inputs, **settings)
+
+
+def returns_to_go(rewards, sequences, *, gamma, num_sequences):
+    return checked(token_advantages.returns_to_go)(
+        token_inputs(rewards, sequences, num_sequences=num_sequences), gamma=gamma
+    )
+
 
 LENGTHS = [3, 1, 0, 5]
 SEQUENCES = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
 ALONE = torch.zeros(3, dtype=torch.int64)
-NONE = torch.zeros(0, dtype=torch.int64)
-
-
-def wide(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def drawn(seed: int, size: int = 9) -> torch.Tensor:
@@ -59,6 +76,46 @@ def masked_vtrace(rewards, values, ratio, *, gamma, lam, rho_bar, c_bar):
             targets[start] += gamma ** (index - start) * torch.tensor(traces).prod() * error
     nexts = torch.cat([targets[1:], wide(0)])
     return ratio.clamp(max=rho_bar) * (rewards + gamma * nexts - values), targets
+
+
+def test_hand_computed_returns():
+    returns = returns_to_go(wide(1, 2, 4, 8, 16, 32), torch.tensor([0, 0, 0, 1, 3, 3]), gamma=0.5, num_sequences=4)
+    assert returns.tolist() == [3, 4, 4, 8, 32, 32]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99, 1.0])
+def test_returns_are_what_a_loop_over_each_sequence_gives(gamma):
+    torch.manual_seed(0)
+    lengths = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 100]
+    sequences = torch.arange(11).repeat_interleave(torch.tensor(lengths))
+    rewards = torch.randn(len(sequences), dtype=torch.float64)
+    expected = [value for part in rewards.split(lengths) for value in sums_to_go(part, gamma).tolist()]
+    returns = returns_to_go(rewards, sequences, gamma=gamma, num_sequences=11)
+    assert torch.allclose(returns, wide(*expected), atol=1e-12)
+
+
+def test_a_final_reward_is_discounted_by_the_distance_to_the_end():
+    rewards = wide(0, 0, 0, 0, 7)
+    returns = returns_to_go(rewards, torch.zeros(5, dtype=torch.int64), gamma=0.9, num_sequences=1)
+    assert returns.tolist() == pytest.approx([7 * 0.9**steps for steps in (4, 3, 2, 1, 0)])
+    undiscounted = returns_to_go(rewards, torch.zeros(5, dtype=torch.int64), gamma=1.0, num_sequences=1)
+    assert undiscounted.tolist() == [7] * 5
+
+
+@pytest.mark.parametrize("length", [3, 4, 200])
+def test_another_sequence_changes_not_one_bit_however_long(length):
+    torch.manual_seed(0)
+    mine = torch.randn(3, dtype=torch.float64)
+    alone = returns_to_go(mine, ALONE, gamma=0.97, num_sequences=1)
+    other = torch.full((length,), 1e30, dtype=torch.float64)
+    sequences = torch.arange(2).repeat_interleave(torch.tensor([3, length]))
+    assert returns_to_go(torch.cat([mine, other]), sequences, gamma=0.97, num_sequences=2)[:3].equal(alone)
+
+
+def test_returns_leave_their_input_alone():
+    rewards = wide(1, 2, 3)
+    returns_to_go(rewards, ALONE, gamma=1.0, num_sequences=1)
+    assert rewards.tolist() == [1, 2, 3]
 
 
 def test_gae_of_three_tokens_by_hand():
@@ -109,12 +166,31 @@ def test_masked_tool_tokens_are_as_good_as_deleted():
         assert torch.allclose(advantages, masked_gae(rewards, poisoned, is_ours, gamma=0.9, lam=0.8)[is_ours])
 
 
-def test_lam_may_differ_between_trajectories():
-    rewards, values, lam = drawn(0), drawn(1), wide(0.1, 0.5, 0.7, 1.0)
-    together, _ = gae(rewards, values, SEQUENCES, num_sequences=4, gamma=0.9, lam=lam)
-    for index in range(4):
-        apart, _ = gae(rewards, values, SEQUENCES, num_sequences=4, gamma=0.9, lam=float(lam[index]))
-        assert together[index == SEQUENCES].equal(apart[index == SEQUENCES])
+def test_lambda_may_adapt_to_the_length_and_differ_from_the_critics():
+    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4, values=drawn(1))
+    settings = PLAIN | {"gamma": 0.9, "length_adaptive": 0.5, "critic_lam": 0.7}
+    advantages, returns = token_advantages.gae(inputs, **settings)
+    lam = length_adaptive_lambda(torch.tensor(LENGTHS), alpha=0.5)
+    for index in (0, 1, 3):
+        own = index == SEQUENCES
+        alone, _ = gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=float(lam[index]))
+        assert torch.allclose(advantages[own], alone[own])
+    assert returns.equal(gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=0.7)[1])
+
+
+def test_with_epsilon_advantages_are_whitened_and_returns_are_not():
+    settings = {"num_sequences": 4, "gamma": 0.9, "lam": 0.8}
+    plain, returns = gae(drawn(0), drawn(1), SEQUENCES, **settings)
+    whitened, same = gae(drawn(0), drawn(1), SEQUENCES, epsilon=1e-12, **settings)
+    assert torch.allclose(whitened, (plain - plain.mean()) / plain.std(correction=0))
+    assert same.equal(returns)
+
+
+def test_reinforce_plus_plus_is_the_whitened_sum_of_rewards_to_come():
+    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4)
+    returns = returns_to_go(drawn(0), SEQUENCES, gamma=0.9, num_sequences=4)
+    found = checked(token_advantages.reinforce_plus_plus)(inputs, gamma=0.9, epsilon=1e-12)
+    assert torch.allclose(found, (returns - returns.mean()) / returns.std(correction=0))
 
 
 def test_a_trajectory_does_not_see_the_others():
@@ -131,20 +207,6 @@ def test_a_trajectory_does_not_see_the_others():
             assert all_of_them[mine].equal(one)
         for all_of_them, one in zip(corrected, apart, strict=True):
             assert all_of_them[mine].equal(one)
-
-
-def test_nothing_comes_of_nothing():
-    assert [part.shape for part in gae(wide(), wide(), NONE, num_sequences=0, gamma=1.0, lam=1.0)] == [(0,), (0,)]
-    assert [part.shape for part in gae(wide(), wide(), NONE, num_sequences=2, gamma=1.0, lam=wide(1, 1))] == [(0,)] * 2
-    targets = vtrace(wide(), wide(), wide(), NONE, num_sequences=0, gamma=1.0, lam=1.0, rho_bar=1.0, c_bar=1.0)
-    assert [part.shape for part in targets] == [(0,), (0,)]
-
-
-def test_a_critics_targets_carry_no_gradient():
-    values, ratio = drawn(1).requires_grad_(), drawn(2).requires_grad_()
-    kept = gae(drawn(0), values, SEQUENCES, num_sequences=4, gamma=1.0, lam=1.0)
-    corrected = vtrace(drawn(0), values, ratio, SEQUENCES, num_sequences=4, gamma=1.0, lam=1.0, rho_bar=1.0, c_bar=1.0)
-    assert not any(part.requires_grad for part in (*kept, *corrected))
 
 
 def test_length_adaptive_lambda_by_hand():

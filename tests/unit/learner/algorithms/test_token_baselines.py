@@ -2,13 +2,11 @@ import itertools
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
-from slipstream.learner.algorithms import token_advantages
+from slipstream.learner.algorithms import segments, token_advantages
+from tests.unit.learner.inputs import HALF, checked, token_inputs, wide
 
-score_norms = jaxtyped(token_advantages.score_norms, typechecker=beartype)
-optimal_token_baseline = jaxtyped(token_advantages.optimal_token_baseline, typechecker=beartype)
+score_norms = checked(token_advantages.score_norms)
 
 LENGTHS = [3, 1, 0, 5, 2, 4]
 SEQUENCES = torch.repeat_interleave(torch.arange(6), torch.tensor(LENGTHS))
@@ -17,22 +15,41 @@ TURNS = torch.tensor([0, 0, 1, 0, 0, 1, 1, 1, 2, 0, 0, 0, 0, 0, 1])
 NONE = torch.zeros(0, dtype=torch.int64)
 
 
-def wide(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def drawn(seed: int, size: int = 15) -> torch.Tensor:
     return torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def baseline(returns, norms, sequences=SEQUENCES, groups=GROUPS, *, epsilon=1e-8, **settings):
-    return optimal_token_baseline(
-        returns, norms, sequences, groups, num_sequences=len(groups), epsilon=epsilon, **settings
+def advantages_of(returns, norms, sequences=SEQUENCES, groups=GROUPS, *, epsilon=1e-8, weights=None, turns=None):
+    """Of tokens with those returns; with `turns` they are aligned within turns."""
+    num_turns, zeros = 3, torch.zeros_like(sequences)
+    following = torch.cat([returns[1:], wide(0)])
+    is_last = torch.cat([sequences[1:] != sequences[:-1], torch.tensor([True])])
+    turns = zeros if turns is None else turns
+    inputs = token_inputs(
+        torch.where(is_last, returns, returns - following),
+        sequences,
+        num_sequences=len(groups),
+        groups=groups,
+        turns=turns,
+        positions=segments.indices_in_rows(sequences, num_sequences=len(groups)),
+        positions_in_turn=segments.indices_in_rows(
+            sequences * num_turns + turns, num_sequences=len(groups) * num_turns
+        ),
+        # At probability 1/2 the norm of a token's gradient is its collision probability.
+        learner_logprobs=torch.full_like(norms, HALF),
+        collisions=norms,
+        correction_weights=weights,
     )
+    per_turn = bool(turns.any())
+    return checked(token_advantages.optimal_token_baseline)(inputs, per_turn=per_turn, epsilon=epsilon)
+
+
+def baseline(returns, norms, *places, **settings):
+    return returns - advantages_of(returns, norms, *places, **settings)
 
 
 def looped(returns, norms, weights, turns, *, epsilon):
-    """Token by token: who else of the group has one at this position?"""
+    """Token by token, over the members of the group with one at this position."""
     tokens, energy = [], []
     for sequence, length in enumerate(LENGTHS):
         start, total, indices = sum(LENGTHS[:sequence]), 0.0, {}
@@ -46,7 +63,7 @@ def looped(returns, norms, weights, turns, *, epsilon):
     for position in tokens:
         members = [other for other, theirs in enumerate(tokens) if theirs == position]
         share = sum(energy[m] * float(returns[m]) for m in members) / sum(energy[m] for m in members)
-        result.append(share if len(members) > 1 else 0.0)
+        result.append(share if len(members) > 1 else float(returns[members[0]]))
     return wide(*result)
 
 
@@ -67,7 +84,7 @@ def test_two_trajectories_of_three_and_two_tokens_by_hand():
     sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
     values = baseline(wide(1, 1, 1, 3, 3), wide(1, 2, 1, 3, 0), sequences, groups)
     # The energies are 1, 3, 4 of the first and 3, 3 of the second.
-    assert values.tolist() == pytest.approx([10 / 4, 12 / 6, 0, 10 / 4, 12 / 6])
+    assert values.tolist() == pytest.approx([10 / 4, 12 / 6, 1, 10 / 4, 12 / 6])
 
 
 def test_importance_weights_count_squared():
@@ -81,7 +98,7 @@ def test_turns_align_tokens_within_turns():
     turns = torch.tensor([0, 0, 1, 0, 1])
     values = baseline(wide(1, 1, 1, 3, 3), wide(1, 1, 1, 1, 1), sequences, groups, turns=turns)
     # The last token of both opens a second turn, W = 3 and 2; nobody else has a second token in the first turn.
-    assert values.tolist() == pytest.approx([2, 0, 9 / 5, 2, 9 / 5])
+    assert values.tolist() == pytest.approx([2, 1, 9 / 5, 2, 9 / 5])
 
 
 @pytest.mark.parametrize("turns", [None, TURNS])
@@ -98,27 +115,20 @@ def test_ragged_groups_equal_the_loop(turns, weights):
     assert torch.allclose(baseline(returns, norms, epsilon=1e-3, weights=weights, turns=turns), expected)
 
 
-@pytest.mark.parametrize("turns", [None, TURNS])
-def test_one_turn_or_none_at_all_is_the_same(turns):
-    returns, norms = drawn(0), drawn(1)
-    assert baseline(returns, norms, turns=torch.zeros_like(SEQUENCES)).equal(baseline(returns, norms))
+def test_equal_rewards_give_exactly_no_advantage():
+    last = torch.tensor([2, 3, 8, 10, 14])
+    returns = torch.zeros(15, dtype=torch.float64)
+    inputs_rewards = returns.index_fill(0, last, 0.1)
+    inputs = token_inputs(
+        inputs_rewards, SEQUENCES, num_sequences=6, groups=GROUPS, learner_logprobs=drawn(0), collisions=drawn(1)
+    )
+    assert not token_advantages.optimal_token_baseline(inputs, per_turn=False, epsilon=1e-8).any()
 
 
-def test_equal_returns_give_exactly_no_advantage_where_there_is_company():
-    returns = torch.full((15,), 0.1, dtype=torch.float64)
-    values = baseline(returns, drawn(1))
-    assert values[values != 0].equal(returns[values != 0])
-    assert (values == 0).sum() == 2  # the second token of trajectory 4, the fifth of trajectory 3
-
-
-def test_a_token_without_company_has_baseline_zero_or_its_own_return():
-    returns = wide(2, 3)
-    alone = torch.tensor([0, 0]), torch.tensor([0])
-    assert baseline(returns, wide(1, 1), *alone).tolist() == [0, 0]
-    assert baseline(returns, wide(1, 1), *alone, lone_learns=False).equal(returns)
+def test_a_token_without_company_has_no_advantage():
+    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0]), torch.tensor([0])).tolist() == [0, 0]
     ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
-    assert baseline(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([3, 0, 3])
-    assert baseline(wide(1, 1, 5), wide(1, 1, 1), *ragged, lone_learns=False).tolist() == pytest.approx([3, 1, 3])
+    assert advantages_of(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([-2, 0, 2])
 
 
 def test_where_no_member_could_have_done_otherwise_the_baseline_is_the_mean():
@@ -131,7 +141,7 @@ def test_another_groups_returns_change_nothing():
     mine = GROUPS[SEQUENCES] == 0
     before = baseline(returns, norms, turns=TURNS)
     after = baseline(torch.where(mine, returns, -1e9), torch.where(mine, norms, 77.0), turns=TURNS)
-    assert before[mine].equal(after[mine])
+    assert torch.allclose(before[mine], after[mine])
 
 
 def test_trajectories_may_stand_in_any_order():
@@ -146,13 +156,7 @@ def test_trajectories_may_stand_in_any_order():
 
 def test_returns_may_be_shifted():
     returns, norms = drawn(0), drawn(1)
-    values, shifted = baseline(returns, norms, lone_learns=False), baseline(returns + 7, norms, lone_learns=False)
-    assert torch.allclose(shifted, values + 7)
-
-
-def test_nothing_comes_of_nothing():
-    assert baseline(wide(), wide(), NONE, NONE).shape == (0,)
-    assert baseline(wide(), wide(), NONE, torch.tensor([0, 0]), turns=NONE, weights=wide()).shape == (0,)
+    assert torch.allclose(advantages_of(returns + 7, norms), advantages_of(returns, norms))
 
 
 def test_no_other_baseline_leaves_a_smaller_weighted_square():

@@ -2,19 +2,39 @@ import math
 
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import token_masks
-
-m2po_mask, opsm_mask, covariance, clip_cov_mask, kl_cov_mask = (
-    jaxtyped(getattr(token_masks, name), typechecker=beartype)
-    for name in ("m2po_mask", "opsm_mask", "covariance", "clip_cov_mask", "kl_cov_mask")
-)
+from slipstream.learner.algorithms.inputs import MaskInputs
+from tests.unit.learner.inputs import checked, wide
 
 
-def wide(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+def inputs_of(log_ratio, advantages, *, sequences=None, learner_logprobs=None, is_counted=None, seed=0):
+    """Without `sequences` one of them."""
+    sequences = torch.zeros(len(log_ratio), dtype=torch.int64) if sequences is None else sequences
+    is_counted = torch.ones(len(log_ratio), dtype=torch.bool) if is_counted is None else is_counted
+    learner_logprobs = log_ratio if learner_logprobs is None else learner_logprobs
+    num_sequences = int(sequences.max()) + 1 if len(sequences) else 0
+    return MaskInputs(log_ratio, advantages, learner_logprobs, sequences, num_sequences, is_counted, seed)
+
+
+def m2po_mask(log_ratio, advantages, *, threshold, **columns):
+    return checked(token_masks.m2po_mask)(inputs_of(log_ratio, advantages, **columns), threshold=threshold)
+
+
+def opsm_mask(log_ratio, advantages, sequences, *, delta):
+    return checked(token_masks.opsm_mask)(inputs_of(log_ratio, advantages, sequences=sequences), delta=delta)
+
+
+def covariance(advantages, logprobs, **columns):
+    inputs = inputs_of(torch.zeros_like(logprobs), advantages, learner_logprobs=logprobs, **columns)
+    return checked(token_masks.covariance)(inputs)
+
+
+def rising(count, **columns):
+    """Tokens of covariance 0, 1, 4, 9, ... and a last one that takes both means to 0."""
+    values = torch.arange(count).double()
+    values = torch.cat([values, -values.sum()[None]])
+    return inputs_of(torch.zeros_like(values), values, learner_logprobs=values, **columns)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -83,9 +103,9 @@ def test_opsm_drops_the_blamed_sequences_that_have_drifted():
     sequences = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     log_ratio = wide(-1.0, -0.2, -1.0, -0.2, -1.0, 0.1, 9.0)
     advantages = wide(-1, -1, 1, 1, -1, -1, -1)
-    mask = opsm_mask(log_ratio, advantages, sequences, num_sequences=4, delta=0.5)
+    mask = opsm_mask(log_ratio, advantages, sequences, delta=0.5)
     assert dropped(mask) == [0, 1]
-    assert dropped(opsm_mask(log_ratio, advantages, sequences, num_sequences=4, delta=0.4)) == [0, 1, 4, 5]
+    assert dropped(opsm_mask(log_ratio, advantages, sequences, delta=0.4)) == [0, 1, 4, 5]
 
 
 def test_opsm_means_do_not_depend_on_length_and_other_sequences():
@@ -93,7 +113,7 @@ def test_opsm_means_do_not_depend_on_length_and_other_sequences():
     for copies in (1, 50):
         values = torch.cat([log_ratio.repeat(copies), wide(-20, -20)])
         sequences = torch.cat([torch.zeros(2 * copies, dtype=torch.int64), torch.tensor([1, 1])])
-        mask = opsm_mask(values, -torch.ones_like(values), sequences, num_sequences=2, delta=delta)
+        mask = opsm_mask(values, -torch.ones_like(values), sequences, delta=delta)
         assert mask.tolist() == [True] * 2 * copies + [False] * 2
 
 
@@ -109,54 +129,47 @@ def test_a_log_probability_that_is_not_finite_has_no_covariance():
     assert values.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
+def clip_cov_mask(inputs, *, share, low, high):
+    return checked(token_masks.clip_cov_mask)(inputs, share=share, covariance_low=low, covariance_high=high)
+
+
 def test_clip_cov_draws_its_share_from_within_the_bounds():
-    covariances = torch.linspace(0, 10, 101)
-    mask = clip_cov_mask(covariances, share=0.05, low=1.0, high=5.0, generator=seeded())
+    # The covariances are 0, 1, 4, 9, ... of the first hundred tokens, and one very large.
+    mask = clip_cov_mask(rising(100), share=0.05, low=100.0, high=2500.0)
     assert len(dropped(mask)) == 5
-    assert all(1 <= float(covariances[i]) <= 5 for i in dropped(mask))
+    assert all(10 <= i <= 50 for i in dropped(mask))
 
 
 def test_clip_cov_is_repeatable_and_differs_between_seeds():
-    covariances = torch.linspace(0, 10, 101)
-    masks = [clip_cov_mask(covariances, share=0.1, low=0.0, high=9.0, generator=seeded(seed)) for seed in (0, 0, 1)]
+    masks = [clip_cov_mask(rising(100, seed=seed), share=0.1, low=0.0, high=1e4) for seed in (0, 0, 1)]
     assert masks[0].equal(masks[1])
     assert not masks[0].equal(masks[2])
 
 
 def test_clip_cov_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
-    clip_cov_mask(torch.linspace(0, 1, 10), share=0.5, low=0.0, high=1.0, generator=seeded())
+    clip_cov_mask(rising(10), share=0.5, low=0.0, high=100.0)
     assert torch.get_rng_state().equal(before)
 
 
-def test_clip_cov_takes_all_candidates_if_they_are_fewer_than_the_share():
-    mask = clip_cov_mask(wide(0, 2, 3, 9), share=0.9, low=1.0, high=5.0, generator=seeded())
-    assert dropped(mask) == [1, 2]
-
-
-def test_clip_cov_of_a_share_below_one_token_drops_none():
-    mask = clip_cov_mask(wide(2, 3), share=0.4, low=1.0, high=5.0, generator=seeded())
-    assert dropped(mask) == []
+def test_clip_cov_takes_all_candidates_if_they_are_fewer_than_the_share_and_none_below_one_token():
+    assert dropped(clip_cov_mask(rising(4), share=0.9, low=1.0, high=4.0)) == [1, 2]
+    assert dropped(clip_cov_mask(rising(4), share=0.19, low=1.0, high=4.0)) == []
 
 
 def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals():
-    assert kl_cov_mask(wide(1, 3, 2, 3, -9), share=0.4).tolist() == [False, True, False, True, False]
-    assert kl_cov_mask(wide(3, 3, 3), share=0.4).tolist() == [True, False, False]
-    assert not kl_cov_mask(wide(3, 3), share=0.4).any()
+    kl_cov_mask = checked(token_masks.kl_cov_mask)
+    assert kl_cov_mask(rising(4), share=0.4).nonzero().flatten().tolist() == [3, 4]
+    values = wide(3, 3, -6)
+    equal = inputs_of(values, values, learner_logprobs=wide(3, 3, -6))
+    assert kl_cov_mask(equal, share=0.7).tolist() == [True, False, True]
+    assert not kl_cov_mask(equal, share=0.3).any()
 
 
-def test_no_tokens_have_no_masks():
-    nothing, none = wide(), torch.zeros(0, dtype=torch.int64)
-    assert m2po_mask(nothing, nothing, threshold=0.1).shape == (0,)
-    assert opsm_mask(nothing, nothing, none, num_sequences=0, delta=0.1).shape == (0,)
-    assert covariance(nothing, nothing).shape == (0,)
-    assert clip_cov_mask(nothing, share=0.5, low=0.0, high=1.0, generator=seeded()).shape == (0,)
-    assert kl_cov_mask(nothing, share=0.5).shape == (0,)
-
-
-def test_masks_carry_no_gradient():
-    log_ratio, advantages = torch.ones(3, requires_grad=True), torch.ones(3)
-    sequences = torch.zeros(3, dtype=torch.int64)
-    assert not m2po_mask(log_ratio, advantages, threshold=0.1).requires_grad
-    assert not opsm_mask(log_ratio, advantages, sequences, num_sequences=1, delta=0.1).requires_grad
-    assert not covariance(advantages, log_ratio).requires_grad
+def test_tokens_that_the_correction_rejects_take_no_share_and_move_no_mean():
+    is_counted = torch.tensor([True, False, True, True])
+    assert dropped(m2po_mask(wide(0.1, 9, 0.1, 0.3), wide(1, 1, 1, 1), threshold=0.02, is_counted=is_counted)) == [3]
+    values = covariance(wide(1, 50, -1, 0), wide(-1, 70, -3, -2), is_counted=is_counted)
+    assert values[[0, 2, 3]].tolist() == [1.0, 1.0, 0.0]
+    inputs = inputs_of(wide(0, 0, 0, 0), wide(1, 50, -1, 0), learner_logprobs=wide(1, 50, -1, 0), is_counted=is_counted)
+    assert token_masks.kl_cov_mask(inputs, share=0.4).tolist() == [True, False, False, False]

@@ -1,16 +1,11 @@
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
-from slipstream.learner.algorithms import value_losses
+from slipstream.learner.algorithms import token_advantages
+from tests.unit.learner.inputs import checked, wide
 
-clipped_value_loss = jaxtyped(value_losses.clipped_value_loss, typechecker=beartype)
-explained_variance = jaxtyped(value_losses.explained_variance, typechecker=beartype)
-
-
-def wide(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+clipped_value_loss = checked(token_advantages.clipped_value_loss)
+explained_variance = checked(token_advantages.explained_variance)
 
 
 def test_clipped_value_loss_by_hand():

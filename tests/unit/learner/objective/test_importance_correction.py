@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from slipstream.configs.correction import CorrectionConfig, LagBoundConfig, RejectionConfig
-from slipstream.learner.batching.batch import Tokens
+from slipstream.learner.algorithms.inputs import RatioInputs
 from slipstream.learner.objective.importance_correction import correct
 
 SEQUENCES = torch.tensor([0, 0, 1, 1])
@@ -10,18 +10,10 @@ DRIFT = torch.tensor([1.0, 4.0, 0.25, 1.0]).log()
 
 
 def corrected(drift=DRIFT, lags=(0, 0, 0, 0), learner_log_ratio=None, **settings):
-    tokens = Tokens(
-        sequences=SEQUENCES,
-        generator_logprobs=torch.zeros(4),
-        lags=torch.tensor(lags),
-        turns=torch.zeros(4, dtype=torch.int64),
-        positions=torch.tensor([0, 1, 0, 1]),
-        positions_in_turn=torch.tensor([0, 1, 0, 1]),
+    inputs, learner = (
+        RatioInputs(x, SEQUENCES, 2) for x in (drift, drift if learner_log_ratio is None else learner_log_ratio)
     )
-    learner_log_ratio = drift if learner_log_ratio is None else learner_log_ratio
-    return correct(
-        drift, tokens, learner_log_ratio=learner_log_ratio, num_sequences=2, config=CorrectionConfig(**settings)
-    )
+    return correct(inputs, learner=learner, lags=torch.tensor(lags), config=CorrectionConfig(**settings))
 
 
 def test_without_a_level_every_token_counts_once():
@@ -71,7 +63,7 @@ def test_both_bounds_may_follow_the_lag_and_what_an_entry_lacks_stays():
     assert found.is_bounded.tolist() == [False, True, True, False]
 
 
-def test_bounds_of_rejection_follow_the_lag_of_what_is_judged():
+def test_bounds_of_rejection_follow_the_lag_of_what_is_rejected():
     by_token = RejectionConfig(over="token", low=0.5, high=2.0, by_lag=[LagBoundConfig(min_lag=3, low=0.2, high=5.0)])
     assert corrected(lags=(0, 3, 0, 0), reject=[by_token]).is_kept.tolist() == [True, True, False, True]
     assert corrected(lags=(0, 0, 3, 0), reject=[by_token]).is_kept.tolist() == [True, False, True, True]
@@ -101,7 +93,7 @@ def test_a_token_stays_when_every_entry_keeps_it():
 
 
 @pytest.mark.parametrize(("statistic", "high"), [("k2", 0.9), ("k3", 1.0)])
-def test_each_statistic_judges_a_trajectory_by_its_largest_token(statistic, high):
+def test_each_statistic_may_be_that_of_its_largest_token(statistic, high):
     # k2: ln(4)^2 / 2 = 0.96 of both; k3: 4 - 1 - ln 4 = 1.61, and 1/4 - 1 + ln 4 = 0.64.
     entry = RejectionConfig(statistic=statistic, over="max", high=high)
     assert corrected(reject=[entry]).is_kept.tolist() == [False, False, statistic == "k3", statistic == "k3"]

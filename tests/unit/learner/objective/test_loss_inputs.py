@@ -8,9 +8,8 @@ from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.correction import CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.objective.loss_inputs import describe, prepare
-from slipstream.learner.objective.state import ObjectiveState
-from slipstream.learner.objective.token_selection import select_tokens
+from slipstream.learner.objective.loss_inputs import describe
+from slipstream.learner.objective.objective import Objective
 from tests.unit.learner.builders import VOCABULARY, make_groups, make_response
 
 
@@ -27,8 +26,7 @@ def batch_of(groups, *, num_updates: int = 1, weights=None):
 
 def prepared(groups, *, num_updates: int = 1, weights=None, **settings):
     config = AlgorithmConfig(**({"advantage": DrGrpoConfig()} | settings))
-    batch = batch_of(groups, num_updates=num_updates, weights=weights)
-    return prepare(batch, config=config, state=ObjectiveState(), max_tokens=8)
+    return Objective(config, max_tokens=8).prepare(batch_of(groups, num_updates=num_updates, weights=weights))
 
 
 def of_trajectories(batch, column):
@@ -89,7 +87,7 @@ def test_after_a_rejection_the_baseline_still_has_who_was_masked_for_its_length(
         masks_truncated=True,
     ).batch
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs)
-    found = prepare(batch, config=config, state=ObjectiveState(), max_tokens=8)
+    found = Objective(config, max_tokens=8).prepare(batch)
     assert found.tokens.advantages.unique().tolist() == pytest.approx([-1 / 3, 2 / 3])
 
 
@@ -124,26 +122,28 @@ def test_a_token_baseline_compares_tokens_at_the_same_place_though_older_ones_ar
     ).batch
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs, collisions=torch.full((6,), 0.5))
     config = AlgorithmConfig(advantage=OptimalTokenBaselineConfig())
-    found = prepare(batch, config=config, state=ObjectiveState(), max_tokens=8).tokens.advantages
+    found = Objective(config, max_tokens=8).prepare(batch).tokens.advantages
     # The last two tokens of either have company, the first two of the young one have none.
     assert (found[:2] > 0).all()
     assert found[2:4].tolist() == [0, 0]
     assert (found[4:] < 0).all()
 
 
-def test_tokens_are_chosen_among_those_that_the_correction_leaves():
+def test_tokens_are_selected_among_those_that_the_correction_leaves():
     batch = batch_of(make_groups())
     tokens = batch.tokens
     drift = torch.where(torch.arange(len(tokens.sequences)) % 4 == 0, 1.0, 0.01)
     start = tokens.generator_logprobs + drift
     batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
     rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)])
-    masked = AlgorithmConfig(advantage=DrGrpoConfig(), masks=[M2poConfig(threshold=0.05)], correction=rejects)
-    found = prepare(batch, config=masked, state=ObjectiveState(), max_tokens=8)
-    assert select_tokens(found, config=masked, update=0, seed=0).tokens.is_trusted.all(), (
-        "what is far is rejected already"
+    masked = Objective(
+        AlgorithmConfig(advantage=DrGrpoConfig(), masks=[M2poConfig(threshold=0.05)], correction=rejects), max_tokens=8
     )
-    penalised = AlgorithmConfig(advantage=DrGrpoConfig(), policy_loss=KlCovConfig(share=0.5), correction=rejects)
-    chosen = select_tokens(found, config=penalised, update=0, seed=0).tokens.is_selected
-    assert not chosen[drift == 1].any()
-    assert int(chosen.sum()) == int((drift < 1).sum()) // 2
+    found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
+    assert found.tokens.is_trusted.all(), "what is far is rejected already"
+    penalised = Objective(
+        AlgorithmConfig(advantage=DrGrpoConfig(), policy_loss=KlCovConfig(share=0.5), correction=rejects), max_tokens=8
+    )
+    selected = penalised.select_tokens(penalised.prepare(batch), update=0, seed=0).tokens.is_selected
+    assert not selected[drift == 1].any()
+    assert int(selected.sum()) == int((drift < 1).sum()) // 2

@@ -209,7 +209,7 @@ def test_the_size_of_microbatches_changes_nothing(tmp_path, num_updates):
 
 def test_a_value_that_is_not_finite_stops_the_step_and_names_the_critic(tmp_path):
     trainer = make_trainer(make_critic_run(tmp_path, advantage=GaeConfig(), critic={"warmup_steps": 9}))
-    trainer.critic.recompute_logprobs = lambda batch, _: batch.with_tokens(
+    trainer.critic.fill_values = lambda batch, _: batch.with_tokens(
         values=torch.zeros_like(batch.tokens.generator_logprobs)
     )
     with torch.no_grad():

@@ -1,17 +1,12 @@
 import pytest
 import torch
-from beartype import beartype
-from jaxtyping import jaxtyped
 
-from slipstream.learner.algorithms import advantages
+from slipstream.learner.algorithms import segments
+from tests.unit.learner.inputs import checked, whole, wide
 
-whiten = jaxtyped(advantages.whiten, typechecker=beartype)
+whiten, standardised = checked(segments.whiten), checked(segments.standardised)
 
 EPSILON = 1e-8
-
-
-def wide(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_hand_computed_values():
@@ -89,3 +84,8 @@ def test_float32_values_far_from_zero_keep_their_spread():
     values = whiten(torch.tensor([10000.0, 10001.0, 10002.0, 10003.0]), epsilon=EPSILON)
     expected = torch.tensor([-3.0, -1.0, 1.0, 3.0]) / 5**0.5
     assert torch.allclose(values, expected, atol=1e-6)
+
+
+def test_standardised_within_groups():
+    values = standardised(wide(1, 3, 100, 500, 9), whole(0, 0, 1, 1, 2), epsilon=1e-12)
+    assert values.tolist() == pytest.approx([-1, 1, -1, 1, 0])

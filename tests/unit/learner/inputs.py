@@ -1,0 +1,77 @@
+"""Builders of the algorithm functions' input records; importing them checks shapes and types wherever a record is built."""
+
+import math
+from functools import partial
+
+import torch
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from slipstream.learner.algorithms import inputs
+
+checked = partial(jaxtyped, typechecker=beartype)
+for record in (
+    inputs.AdvantageInputs,
+    inputs.LossInputs,
+    inputs.MaskInputs,
+    inputs.RatioInputs,
+    inputs.KlInputs,
+    inputs.AggregationInputs,
+):
+    checked(record)
+
+HALF = math.log(0.5)
+
+
+def wide(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def whole(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **columns) -> inputs.AdvantageInputs:
+    """Trajectories of those rewards, by default one group of them; without `sequences` one token each."""
+    groups = torch.zeros(len(rewards), dtype=torch.int64) if groups is None else groups
+    sequences = torch.arange(len(rewards)) if sequences is None else sequences
+    zeros = torch.zeros_like(sequences)
+    lengths = torch.bincount(sequences, minlength=len(rewards)) if lengths is None else lengths
+    defaults = {
+        "num_trained": lengths,
+        "is_correct": rewards > 0.5,
+        "greedy_rewards": torch.full_like(rewards, math.nan),
+        "parts": {},
+        "turns": zeros,
+        "positions": zeros,
+        "positions_in_turn": zeros,
+        "token_rewards": zeros.double(),
+        "generator_logprobs": zeros.float(),
+    }
+    return inputs.AdvantageInputs(
+        rewards=rewards, groups=groups, lengths=lengths, sequences=sequences, **(defaults | columns)
+    )
+
+
+def token_inputs(token_rewards, sequences, *, num_sequences: int, groups=None, **columns) -> inputs.AdvantageInputs:
+    """Trajectories of which only the tokens matter."""
+    rewards = torch.zeros(num_sequences, dtype=torch.float64)
+    return advantage_inputs(rewards, groups, sequences=sequences, token_rewards=token_rewards, **columns)
+
+
+def loss_inputs(log_ratio, advantages, sequences=None, num_sequences=None, **columns) -> inputs.LossInputs:
+    """Without `sequences` every token is a trajectory; the anchor gives every token the probability 0.5."""
+    sequences = torch.arange(len(log_ratio)) if sequences is None else sequences
+    count = int(sequences.max()) + 1 if len(sequences) else 0
+    learner_logprobs = columns.pop("learner_logprobs", HALF + log_ratio.detach())
+    return inputs.LossInputs(
+        log_ratio, advantages, learner_logprobs, sequences, count if num_sequences is None else num_sequences, **columns
+    )
+
+
+def over_ratios(function):
+    """A checked function of `RatioInputs`, called with its columns."""
+    function = checked(function)
+    return lambda x, sequences, *, num_sequences, **settings: function(
+        inputs.RatioInputs(x, sequences, num_sequences), **settings
+    )
