@@ -1,1 +1,1 @@
-"""What is kept, for how long, and who may have it. Loads without torch."""
+"""The replay buffer: durable state of a run, its store, its archive. Loads without torch."""

@@ -27,17 +27,17 @@ class StoreCounts(Record):
     open: int
     """Groups with at least one member and short of others."""
     ready: int
-    """Complete and unclaimed."""
+    """Groups complete and not claimed."""
     claimed: int
-    """Held by the learner."""
+    """Held by the learner in a claim."""
     used: int
     """Trained on, and not yet covered by a durable checkpoint or still reusable."""
     reusable: int
     """Groups in `used` that may be sampled again."""
     accepted: int
-    """Trajectories ever stored."""
+    """Trajectories stored since the run began."""
     duplicates: int
-    """Trajectories received again, unchanged."""
+    """Trajectories that arrived again with the same checksum."""
     superseded: int
     """Trajectories whose index in the group was taken already."""
     refused: dict[str, int]
@@ -51,7 +51,7 @@ class StoreCounts(Record):
     unarchived: int
     """Groups that are over and still stored for the archive."""
     open_members: int
-    """Trajectories in open groups."""
+    """Trajectories in groups that are open."""
     short_members: int
     """Trajectories missing from groups that were made ready without them."""
     payload_bytes: int
@@ -107,11 +107,11 @@ class Audit(Record):
     """
 
     accepted: int
-    """Ever acknowledged as new."""
+    """Acknowledged as new since the run began."""
     buffered: int
     """In open and ready groups."""
     claimed: int
-    """Held by the learner."""
+    """Held by the learner in a claim."""
     used: int
     """Trained on, not yet covered by a durable checkpoint."""
     retired: int
@@ -123,13 +123,13 @@ class Audit(Record):
     quarantined: int
     """In groups that were tried too often."""
     lost: int
-    """Acknowledged, and stored nowhere."""
+    """Acknowledged, but stored in no group."""
     duplicated: int
     """In two states at once, or trained on more often than allowed."""
     skipped_prompts: int
     """Prompts that were admitted and are in no state."""
     problems: list[str] = []
-    """One sentence per inconsistency."""
+    """One sentence for each inconsistency."""
 
     @property
     def is_sound(self) -> bool:
@@ -145,7 +145,7 @@ class Snapshot(Record):
     """
 
     next_ordinal: int
-    """Training prompts ever admitted."""
+    """Training prompts admitted since the run began."""
     max_uses: int
     """Steps that may train on one group."""
     accepted: int
@@ -157,7 +157,7 @@ class Snapshot(Record):
     done: list[int]
     """Ordinals of the groups that are over."""
     outcome_members: dict[str, int]
-    """Outcome -> trajectories."""
+    """Trajectories of groups that are over, by outcome."""
     ledger: list[StepEntry]
     """Entries of the committed steps."""
 

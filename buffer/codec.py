@@ -19,17 +19,17 @@ from slipstream.buffer.trajectory import (
     make_trajectory_id,
 )
 
-# @@ Chunks: trajectories that travel together, up to a number and a size.
+# --- chunks ----------------------------------------------------------------------------------------------------------
 MAX_TRAJECTORIES = 64
 MAX_BYTES = 2**20
-"""Of payloads; a single larger one goes alone."""
+"""Limit of a chunk's payloads, bytes; a single larger payload is a chunk of its own."""
 
 Packed = tuple[TrajectoryHeader, bytes]
-"""A trajectory's header and payload."""
+"""Header and payload of a trajectory."""
 
 
 def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Cut into lists, in order: enough for what a message or a call costs to be shared, little enough to wait for."""
+    """Yield consecutive lists: large enough to share the cost of a message or call, small enough to wait for."""
     chunk: list[Packed] = []
     size_bytes = 0
     for header, payload in trajectories:
@@ -42,15 +42,16 @@ def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
         yield chunk
 
 
+# --- arrays on the wire ----------------------------------------------------------------------------------------------
 T = TypeVar("T")
 
 _CODES = {"int32": "<i4", "int64": "<i8", "uint8": "|u1", "bool": "|b1", "float32": "<f4", "float64": "<f8"}
 _DTYPES = {name: np.dtype(code) for name, code in _CODES.items()}
 _ARRAYS = {"token_ids": np.dtype("int32"), "model_mask": np.dtype("bool"), "generator_logprobs": np.dtype("float32")}
 _LARGEST_LOGPROB = 1e-4
-"""Rounding above zero that is forgiven."""
+"""Tolerance above zero, for rounding."""
 _LARGEST_REWARD = 1e12
-"""Absolute; sums of squares over a group, and their differences, must stay numbers."""
+"""Limit of the absolute value: sums of squares over a group, and their differences, must stay finite."""
 _INT64 = 2**63
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -59,11 +60,11 @@ class _Array(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """An array on the wire. Example: _Array("int32", [2], b"\x04\x00\x00\x00\x08\x00\x00\x00")."""
 
     dtype: Literal["int32", "int64", "uint8", "bool", "float32", "float64"]
-    """Of its elements, little-endian."""
+    """Type of the elements, little-endian."""
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
-    """Elements along each axis."""
+    """Number of elements along each axis."""
     data: memoryview
-    """Its bytes: where they arrived, not a copy."""
+    """View of the received bytes, not a copy."""
 
 
 def _wire_field(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
@@ -78,7 +79,7 @@ def _wire_field(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
 _WireTrajectory: Any = msgspec.defstruct(
     "Trajectory", map(_wire_field, msgspec.structs.fields(Trajectory)), forbid_unknown_fields=True
 )
-"""A Trajectory before its arrays are made: decoded without a call back into Python for each of them."""
+"""A Trajectory whose arrays are not built yet: decoded without a call back into Python for each of them."""
 
 
 def _encode_hook(value: Any) -> Any:
@@ -112,12 +113,12 @@ _DECODERS: dict[Any, msgspec.msgpack.Decoder] = {}
 
 
 def encode(record: Any) -> bytes:
-    """Record -> MessagePack."""
+    """Encode a record as MessagePack."""
     return _ENCODER.encode(record)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """MessagePack -> record. Raises RecordRefusedError (`malformed`) for anything that is not exactly a `kind`."""
+    """Decode MessagePack. Raises RecordRefusedError (`malformed`) for anything that is not exactly a `kind`."""
     if kind not in _DECODERS:
         _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_refuse_extension)
     try:
@@ -127,12 +128,12 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def checksum(data: bytes) -> int:
-    """xxh3-64 of the bytes."""
+    """Return the xxh3-64 of the bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def pack(trajectory: Trajectory, *, lease_id: str, purpose: Purpose, group_size: int) -> tuple[TrajectoryHeader, bytes]:
-    """Trajectory -> the header the broker reads and the payload it stores as it came."""
+    """Return the header that the broker reads and the payload that it stores unchanged."""
     payload = encode(trajectory)
     return _describe(trajectory, payload, lease_id=lease_id, purpose=purpose, group_size=group_size), payload
 
@@ -164,7 +165,7 @@ def _describe(
 
 
 def _versions_used(trajectory: Trajectory) -> list[int]:
-    """Versions of the spans in which the model wrote a token. Relies on no shape: nobody has checked them yet."""
+    """Versions of the spans in which the model wrote a token; works on shapes that were not checked yet."""
     starts = [span.first_token for span in trajectory.version_spans]
     bounds = zip(starts, [*starts[1:], None], strict=False)
     has_tokens = [np.count_nonzero(trajectory.model_mask[start:end]) for start, end in bounds]
@@ -172,7 +173,7 @@ def _versions_used(trajectory: Trajectory) -> list[int]:
 
 
 def unpack(payload: bytes) -> Trajectory:
-    """Payload -> Trajectory, validated. Raises RecordRefusedError with a one-word reason."""
+    """Decode and validate a payload. Raises RecordRefusedError with a one-word reason."""
     trajectory = _decode_trajectory(payload)
     _check_arrays(trajectory)
     _check_spans(trajectory)
@@ -191,7 +192,7 @@ def _decode_trajectory(payload: bytes) -> Trajectory:
 
 
 def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
-    """Refuse a header that does not describe its payload; returns the payload decoded."""
+    """Decode and validate a payload. Raises RecordRefusedError if the header does not describe it."""
     if header.schema_version > SCHEMA_VERSION:
         raise RecordRefusedError("newer_schema", f"schema must be <= {SCHEMA_VERSION}, got {header.schema_version}")
     if header.payload_bytes != len(payload) or header.checksum != checksum(payload):
@@ -203,13 +204,13 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
         trajectory, payload, lease_id=header.lease_id, purpose=header.purpose, group_size=header.group_size
     )
     if described != header:
-        raise RecordRefusedError("header_mismatch", f"the header of {header.id} says otherwise than its payload")
+        raise RecordRefusedError("header_mismatch", f"the header of {header.id} does not describe its payload")
     _check_names(header)
     return trajectory
 
 
 def _check_names(header: TrajectoryHeader) -> None:
-    """Ids are made of what they stand for."""
+    """Check that the ids are built from group, attempt and index."""
     lease_id = make_lease_id(header.group_id, header.attempt)
     trajectory_id = make_trajectory_id(lease_id, header.index)
     if header.attempt < 0 or header.lease_id != lease_id or header.id != trajectory_id:
@@ -217,7 +218,7 @@ def _check_names(header: TrajectoryHeader) -> None:
 
 
 def _check_arrays(trajectory: Trajectory) -> None:
-    # `size`, because an array without axes has no length to ask for.
+    # `size`, because an array without axes has no `len`.
     length = trajectory.token_ids.size
     for name, dtype in _ARRAYS.items():
         array = getattr(trajectory, name)
@@ -227,11 +228,11 @@ def _check_arrays(trajectory: Trajectory) -> None:
             )
     if not np.count_nonzero(trajectory.model_mask):
         raise RecordRefusedError("empty", "a trajectory needs at least one model-written token")
-    # Bare reductions and plain numbers: an array's methods, and comparing numpy's scalars, take twice as long.
+    # Bare reductions and plain numbers: array methods, and comparisons of numpy scalars, take twice as long.
     if (smallest := int(np.minimum.reduce(trajectory.token_ids))) < 0:
         raise RecordRefusedError("token_id", f"token ids must be >= 0, got {smallest}")
     logprobs = trajectory.generator_logprobs
-    # Extremes of an array that holds a NaN are NaN, and compare false.
+    # The extremes of an array that holds a NaN are NaN, and every comparison with NaN is false.
     smallest_logprob, largest_logprob = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))
     if not (smallest_logprob > -math.inf and largest_logprob <= _LARGEST_LOGPROB):
         _refuse_logprobs(logprobs)
@@ -264,7 +265,7 @@ def _check_reward(reward: Reward) -> None:
 
 
 def _check_plain(trajectory: Trajectory) -> None:
-    """What the archive's columns can hold: numbers of 64 bits with a sign, and in `extras` nothing but plain values."""
+    """Check the limits of the archive's columns: signed 64-bit numbers, and plain values in `extras`."""
     sampling = trajectory.sampling
     for number in (sampling.top_k, sampling.max_tokens, sampling.seed, trajectory.num_turns):
         if not -_INT64 <= number < _INT64:
@@ -279,7 +280,7 @@ def _check_plain(trajectory: Trajectory) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """MessagePack has a type for points in time, which comes out as one without being asked."""
+    """Whether MessagePack's basic types alone occur; its timestamps decode to `datetime` unasked."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list):

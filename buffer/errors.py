@@ -1,17 +1,19 @@
-"""What can go wrong in the buffer.
+"""Errors of the buffer.
 
 ReplayBufferError
-├── RecordRefusedError               a record that must not enter; carries a short reason for counters
-├── StaleFenceError            a claim was acted on after it had lapsed
+├── RecordRefusedError         a record is invalid; carries a short reason for counters
+├── StaleFenceError            a claim was used after it had lapsed
 ├── StoreUnavailableError      the store does not answer
-│   └── StoreCannotWriteError  it answers, but takes nothing in: its disk or its memory is full, or it is a replica
-├── StoreLostError             the embedded store died and cannot be brought back
-└── RunConflictError           the store belongs to another run, or the run's name is taken
+│   └── StoreCannotWriteError  the store answers, but refuses writes: disk or memory full, or a replica
+├── StoreLostError             the embedded store died and cannot be restarted
+├── RunConflictError           the store belongs to another run, or the run's name is taken
+└── ArchiveError               the folder is no archive, has another writer, or its manifest is damaged
+    └── ShardError             one shard cannot be read; the others can
 """
 
 
 class ReplayBufferError(Exception):
-    """Root of the tree."""
+    """Root of the buffer's errors."""
 
 
 class RecordRefusedError(ReplayBufferError, ValueError):
@@ -30,27 +32,23 @@ class StaleFenceError(ReplayBufferError, RuntimeError):
 
 
 class StoreUnavailableError(ReplayBufferError, ConnectionError):
-    """The store does not answer; the message says where it was looked for and what to do."""
+    """The store does not answer; the message names its address and a remedy."""
 
 
 class StoreCannotWriteError(StoreUnavailableError):
-    """The store refuses writes until somebody makes room; what it holds is safe, and the same write may be repeated."""
+    """The store refuses writes until somebody makes room; its content is safe, and the same write may be repeated."""
 
 
 class StoreLostError(ReplayBufferError, RuntimeError):
-    """The embedded store died, and starting it again would not help; the message ends with its log."""
+    """The embedded store died, and a restart would not help; the message ends with its log."""
 
 
 class RunConflictError(ReplayBufferError, ValueError):
     """The store or the run folder belongs to another run."""
 
 
-# @@ What can go wrong with an archive.
-#
-# ArchiveError             the folder is no archive, is written by somebody else, or its manifest is damaged
-# └── ShardError         one shard cannot be read; the others can
 class ArchiveError(ReplayBufferError, ValueError):
-    """The archive as a whole cannot be used; the message names its folder and what to do."""
+    """The archive as a whole cannot be used; the message names its folder and a remedy."""
 
 
 class ShardError(ArchiveError):
@@ -59,4 +57,4 @@ class ShardError(ArchiveError):
     def __init__(self, name: str, detail: str) -> None:
         super().__init__(f"{name} {detail}")
         self.name = name
-        """Of the file."""
+        """File name of the shard."""

@@ -11,7 +11,7 @@ from slipstream.configs.buffer import AccuracyConfig, FilterConfig, ZeroSignalCo
 NO_REWARD = "no_reward"
 """No sampled member has a reward."""
 ZERO_SIGNAL = "zero_signal"
-"""All rewards are alike."""
+"""The rewards of all members are alike."""
 TOO_HARD = "too_hard"
 """Too few members are right."""
 TOO_EASY = "too_easy"

@@ -56,11 +56,11 @@ class SamplingRules(Record):
     """
 
     sampler: SamplerConfig = FifoConfig()
-    """Order of ready groups."""
+    """Order in which ready groups are claimed."""
     reuse: ReuseConfig = ReuseConfig()
     """Use of groups that were trained on before."""
     staleness: StalenessConfig = StalenessConfig()
-    """Bound on age."""
+    """Bound on the age of tokens."""
 
     @property
     def only_oldest(self) -> bool:
@@ -80,7 +80,6 @@ class Candidate(Record):
     """
 
     id: str
-    """Group id."""
     sequence: int
     """Number in the order in which groups became ready."""
     oldest_version: int
@@ -116,7 +115,6 @@ class Evictions(Record):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no group leaves."""
         return not (self.expired or self.released)
 
 
@@ -124,7 +122,7 @@ class Sample(Record):
     """Groups for one step. Example: Sample(group_ids=["380", "12"], weights=[1.0, 1.0], reused=[False, True])."""
 
     group_ids: list[str]
-    """Fresh groups first."""
+    """Groups in the order sampled, fresh ones first."""
     weights: list[float]
     """Factor on each group's loss."""
     reused: list[bool]
@@ -132,10 +130,10 @@ class Sample(Record):
 
 
 class NotReady(Record):
-    """Why a step got no groups. Example: NotReady(reason="3 of 32 groups are ready", ready_needed=32)."""
+    """Refusal of a claim. Example: NotReady(reason="3 of 32 groups are ready", ready_needed=32)."""
 
     reason: str
-    """Sentence for people."""
+    """One sentence, for status and log."""
     ready_needed: int
     """Number of ready groups at which it is worth asking again."""
 

@@ -1,9 +1,9 @@
-"""The store: every operation on the state that must survive, stated once for Redis and its in-memory twin.
+"""Store: the protocol of the durable state, with one implementation in Redis and one in memory.
 
-Life of a group: open -> ready -> claimed(step, fence) -> used(step) -> retired. A used group may be claimed again,
-where the run says so. A group that falls out of this line before it was used is rejected, expired or quarantined, with
-a reason, and gives its admission back. Each transition is one atomic operation below. A group that is over stays stored until the archive has it, where
-the run keeps one.
+Life of a group: open -> ready -> claimed(step, fence) -> used(step) -> retired. A used group may be claimed again where
+the run allows reuse. A group that leaves this line before it was used is rejected, expired or quarantined, with a
+reason, and gives its admission back. Each transition is one atomic operation. A group that is over stays stored until
+it is archived, if the run has an archive.
 """
 
 from typing import Any, Protocol
@@ -31,10 +31,11 @@ from slipstream.configs.buffer import KEEP_ALL, FilterConfig, GroupDeadline
 class Store(Protocol):
     """All operations. Synchronous; each is atomic and takes about a millisecond per hundred ids.
 
-    Time is the store's own clock. Every method raises StoreUnavailableError when the store does not answer.
+    Time is the store's own clock. Every method raises StoreUnavailableError when the store does not answer, and
+    RunConflictError before `open_run`. Every operation may be repeated after a lost answer.
     """
 
-    # --- the run -------------------------------------------------------------------------------------------------
+    # --- the run -----------------------------------------------------------------------------------------------------
     def open_run(
         self,
         run_id: str,
@@ -49,24 +50,28 @@ class Store(Protocol):
         """Create the run, or find it again. Raises RunConflictError when another run lives here.
 
         `keeps_finished`: groups that are over stay until `forget`, for an archiver. `max_uses`: steps that may train on
-        one group. `group_filter`: which complete groups are rejected instead of becoming ready; the run keeps it.
+        one group. `group_filter`: complete groups to reject instead of making them ready; the run keeps it.
         """
         ...
 
     def run_state(self) -> RunState:
-        """Where the run stands. Raises RunConflictError when no run was opened."""
+        """Return the state of the run."""
         ...
 
     def run_config_json(self) -> str:
-        """The config `open_run` was given."""
+        """Return the config given to `open_run`."""
         ...
 
     def set_phase(self, phase: str, *, detail: str = "") -> None:
-        """Move the run on."""
+        """Set the phase of the run and its reason."""
         ...
 
     def announce_version(self, version: int) -> None:
-        """From now on tokens of `version` may arrive. Never goes back."""
+        """Accept tokens of `version` from now on. A lower one changes nothing."""
+        ...
+
+    def commit_version(self, version: int) -> None:
+        """Record that all members adopted and verified `version`. A lower one changes nothing."""
         ...
 
     def record_version(self, entry: VersionEntry) -> None:
@@ -74,14 +79,10 @@ class Store(Protocol):
         ...
 
     def versions(self) -> list[VersionEntry]:
-        """Every set of weights entered, in order."""
+        """Return every set of weights entered, in order."""
         ...
 
-    def commit_version(self, version: int) -> None:
-        """All members adopted and verified `version`."""
-        ...
-
-    # --- prompts -------------------------------------------------------------------------------------------------
+    # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
         self,
         *,
@@ -92,192 +93,187 @@ class Store(Protocol):
         admission_limit: int,
         has_baseline: bool = False,
     ) -> list[Lease]:
-        """Hand out prompts: open evaluations first, then returned prompts, then new ones.
+        """Lease prompts: open evaluations first, then returned prompts, then new ones.
 
         New training prompts are admitted only while `admitted < admission_limit` and the phase is starting or
-        training; no training prompt at all is leased in later phases. A group needs `group_size` members; the last of
-        them is decoded greedily where it `has_baseline`.
+        training; no training prompt is leased in later phases. A group needs `group_size` members; the last of them is
+        decoded greedily if it `has_baseline`.
         """
         ...
 
     def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
-        """Push the deadline of these leases, where `owner` has them; returns how many.
+        """Extend the named leases that `owner` still holds; return their number.
 
-        They are what the owner still works on: a lease whose answer got lost on the way lapses by itself.
+        The owner names the leases it works on, so that one whose answer was lost on the way lapses by itself.
         """
         ...
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
-        """Put prompts back, to be leased again with attempt + 1; members already stored stay. Returns how many.
+        """Return prompts, to be leased again with attempt + 1; members already stored stay. Return their number.
 
-        Ids of leases that are over are skipped, and so are those of others when an `owner` is named.
+        Leases that are over are skipped, and so are those of others if an `owner` is named.
         """
         ...
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
-        """The same for everything `owner` holds."""
+        """Return every prompt that `owner` holds; return their number."""
         ...
 
     def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
-        """Return lapsed leases and lapsed claims; quarantine what was tried too often.
+        """Take back lapsed leases and claims, and quarantine groups that were tried too often.
 
-        Groups that wait too long for their last members become ready without them, where the run's filter lets them,
-        or expire, as the deadline says.
-
-        One line per event, for the log.
+        Groups that wait too long for their last members become ready without them, if the run's filter lets them, or
+        expire, as `group_deadline` says. Returns one log line per event.
         """
         ...
 
-    # --- trajectories --------------------------------------------------------------------------------------------
+    # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
-        """Store trajectories, idempotent on id; one outcome each, same order. Durable (as configured) on return.
+        """Store trajectories, idempotent on id; return one outcome each, in order. Durable (as configured) on return.
 
-        Evaluation trajectories are counted into their evaluation and not kept. A refused one leaves no trace: the
-        caller has it sent again (`store_full`) or gives it to `quarantine`, which counts it. A group that is complete
-        becomes ready, or is rejected by the run's filter in the same instant.
+        Answers to evaluations are counted and not stored. A refused trajectory leaves no trace: the caller has it sent
+        again (`store_full`) or passes it to `quarantine`, which counts it. A group that becomes complete is ready, or
+        rejected by the run's filter, in the same instant.
         """
         ...
 
     def quarantine(self, reason: str, frame: bytes) -> None:
-        """Keep the first bytes of a refused frame for `python -m buffer refused`, capped in number.
-
-        Counts `refused[reason]`.
-        """
+        """Keep the first bytes of a rejected frame, capped in number, and count it in `refused[reason]`."""
         ...
 
-    # --- batches -------------------------------------------------------------------------------------------------
+    # --- batches -----------------------------------------------------------------------------------------------------
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
-        """Take exactly `num_groups` groups for `step` of a learner at `version`, or say why that cannot be yet.
+        """Claim exactly `num_groups` groups for `step` of a learner at `version`, or say why not yet.
 
-        Groups that are too old for it leave the queue first, as the rules say. A step has one claim: an earlier one is
-        taken back first, so that asking again after a lost answer is safe. Raises StaleFenceError for a committed step.
+        Stale groups leave the queue first, as the rules say. A step has one claim: an earlier one is taken back first,
+        so that asking again after a lost answer is safe. Raises StaleFenceError for a committed step.
         """
         ...
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
-        """Block until at least `num_groups` groups are ready, at most `timeout_s`. Returns whether they are."""
+        """Block until at least `num_groups` groups are ready, at most `timeout_s`. Return whether they are."""
         ...
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
-        """Encoded trajectories of each group, by index. Raises StaleFenceError for a group that has none (any more)."""
+        """Return the encoded trajectories of each group, by index. Raises StaleFenceError for a group without any."""
         ...
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
-        """Push the claim's deadline. Raises StaleFenceError."""
+        """Extend the claim's lease. Raises StaleFenceError."""
         ...
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
-        """Take groups out of a claim that the learner will not train on. Returns how many; raises StaleFenceError.
+        """Remove groups from a claim that the learner will not train on; return their number. Raises StaleFenceError.
 
-        Groups that are not (any more) in the claim are skipped; one that was trained on before is only let go: it will
-        not be used again. Claim the step again to have it filled up.
+        Groups that are not in the claim are skipped; one that was trained on before is only released: it will not be
+        used again. Claim the step again to have it filled up.
         """
         ...
 
     def commit(self, claim: Claim, entry: StepEntry) -> None:
-        """The step used these groups: they are `used`, and RunState.step is claim.step. Raises StaleFenceError.
+        """Mark the claim's groups as used and set RunState.step to claim.step. Raises StaleFenceError.
 
         `entry` goes into the step ledger in the same instant. Committing the same claim again changes nothing.
         """
         ...
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
-        """A durable checkpoint covers every step <= pointer.step: their groups are retired. Returns how many.
+        """Declare a durable checkpoint of every step <= pointer.step: their groups are retired. Return their number.
 
-        Those that may be used again are not, until the run is finishing.
-        The pointer is what a resumed run starts from, so the ledger up to it holds for good. Raises StaleFenceError when it
-        covers steps that are not committed here, and when `fence` is not RunState.fence.
+        Groups that may be used again stay until the run is finishing. A resumed run starts from the pointer, so the
+        ledger up to it is final. Raises StaleFenceError when it covers steps that are not committed here, and when
+        `fence` is not RunState.fence.
         """
         ...
 
     def roll_back(self, *, to_step: int, to_version: int) -> int:
-        """The learner resumes from a checkpoint: groups claimed, or used after `to_step`, are ready again.
+        """Resume from a checkpoint: groups claimed, or used after `to_step`, are ready again. Return their number.
 
-        Their ledger entries go. What was announced stays so: trajectories of versions that went with them may still
-        arrive. A claim that was live counts as an attempt: a group that ends every learner that claims it goes to
-        quarantine.
+        Ledger entries after `to_step` are removed. Announced versions stay announced: trajectories of versions that
+        were taken back may still arrive. A live claim counts as an attempt: a group that ends every learner that
+        claims it goes to quarantine.
         """
         ...
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        """Entries of the committed steps from `first_step` on, in order."""
+        """Return the entries of the committed steps from `first_step` on, in order."""
         ...
 
-    # --- groups that are over ------------------------------------------------------------------------------------
+    # --- groups that are over ----------------------------------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
-        """The oldest `limit` groups that are over and still stored; they stay."""
+        """Return the oldest `limit` groups that are over and still stored; they stay."""
         ...
 
     def forget(self, group_ids: list[str]) -> int:
-        """The archive has these: drop what is stored of them. Returns how many; others are skipped."""
+        """Delete groups that are over and archived; return their number. Others are skipped."""
         ...
 
     def audit(self) -> Audit:
-        """Add everything up anew from what is stored. Reads all groups: seconds for a hundred thousand."""
+        """Recompute the accounting from what is stored. Reads all groups: seconds for a hundred thousand."""
         ...
 
-    # --- evaluation ----------------------------------------------------------------------------------------------
+    # --- evaluations -------------------------------------------------------------------------------------------------
     def open_evaluation(self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int]) -> None:
-        """Ask generators to answer held-out rows. Idempotent on id."""
+        """Have generators answer held-out rows. Idempotent on id."""
         ...
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
-        """How far it is; None when never opened."""
+        """Return the totals so far; None when it was never opened."""
         ...
 
-    # --- watching ------------------------------------------------------------------------------------------------
+    # --- monitoring --------------------------------------------------------------------------------------------------
     def counts(self) -> StoreCounts:
-        """Where everything is."""
+        """Return the counters of the store."""
         ...
 
     def now(self) -> float:
-        """The store's clock, seconds: what `reported_at` and the times in records are compared with."""
+        """Return the store's clock, seconds, to compare with the times in records."""
         ...
 
     def ready_versions(self) -> dict[int, int]:
-        """Oldest version of a token -> number of ready groups with it. Reads every ready group."""
+        """Return oldest version of a token -> number of ready groups. Reads every ready group."""
         ...
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
         """Publish a role's newest gauges (plain values), stamped with the store's time.
 
-        A thousand roles are kept: a new one beyond them replaces the one that was not reported of for longest.
+        Above `ROLES_KEPT`, a new role replaces the one that did not report for longest.
         """
         ...
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """The newest gauges of every role that is kept, with `reported_at`, seconds of the store's clock.
+        """Return the newest gauges of every stored role, with `reported_at`, seconds of the store's clock.
 
-        A role that ever reported progress (`buffer/records.py`) has `progressed_at` beside it: when it last made any.
+        A role that ever made progress (`progress_mark`) has `progressed_at` beside it: the time of its last progress.
         """
         ...
 
     def record_event(self, role_id: str, text: str) -> None:
-        """Keep a sentence about something that went wrong with a role; the newest few hundred are kept."""
+        """Append an event; the newest `EVENTS_KEPT` are stored."""
         ...
 
     def events(self, *, limit: int) -> list[Event]:
-        """The newest `limit` events, oldest first."""
+        """Return the newest `limit` events, oldest first."""
         ...
 
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
-        """Ask the launcher or the broker of the run for something; replaces a request on the same subject."""
+        """Leave a request to the launcher or the broker of the run; it replaces one on the same subject."""
         ...
 
     def take_requests(self, addressee: Addressee) -> dict[str, str]:
-        """What it was asked for since the last call, subject to value; each request is given out once."""
+        """Return subject -> value of the requests since the last call; each request is returned once."""
         ...
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Append one row (a step); the newest thousand are kept."""
+        """Append one row (a step); the newest `METRICS_KEPT` are stored."""
         ...
 
     def metrics(self, *, after: int = 0) -> MetricsRows:
-        """Rows after the `after`-th (counted from the first ever appended) that are kept, and how many ever were."""
+        """Return the stored rows after the `after`-th ever appended, and the number ever appended."""
         ...
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Release all connections to the server."""
         ...

@@ -1,4 +1,4 @@
-"""The wire schema: what a generator sends and the learner trains on."""
+"""The wire schema: a trajectory as a generator sends it and the learner trains on it."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,84 +12,85 @@ SCHEMA_VERSION = 3
 """Raised with every change a reader of the previous schema would misread."""
 
 Purpose = Literal["train", "sampled", "greedy"]
-"""What a trajectory is for: the buffer, or one of the two evaluations (temperature 1, temperature 0)."""
+"""Use of a trajectory: training, or one of the two evaluations (temperature 1, temperature 0)."""
 Name = Annotated[str, Meta(max_length=512)]
-"""An id. Bounded, because the broker answers with it and the store makes keys of it."""
+"""An id; bounded, because the broker echoes it and the store builds keys from it."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-"""A number that scripts, which know doubles alone, read as it is."""
+"""A whole number that fits a double exactly: the numbers of the store's scripts are doubles."""
 
 
 def make_lease_id(group_id: str, attempt: int) -> str:
-    """`<group_id>-<attempt>`."""
+    """Return the id of a lease, `<group_id>-<attempt>`."""
     return f"{group_id}-{attempt}"
 
 
 def make_trajectory_id(lease_id: str, index: int) -> str:
-    """`<group_id>-<attempt>-<index>`: of the lease it answers, so that no two trajectories of a run can share one."""
+    """Return `<group_id>-<attempt>-<index>`, which no two trajectories of a run share."""
     return f"{lease_id}-{index}"
 
 
 def lease_of(trajectory_id: str) -> str:
-    """The id of the lease that it answers; empty where it is no trajectory's id."""
+    """Return the id of the lease that the trajectory answers; empty for any other text."""
     return trajectory_id.rpartition("-")[0]
 
 
 def group_of(lease_id: str) -> str:
-    """The id of the group that was leased; empty where it is no lease's id."""
+    """Return the id of the leased group; empty for any other text."""
     return lease_id.rpartition("-")[0]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of everything that crosses a process boundary."""
+    """Base of the records that cross a process boundary."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """From `first_token` on, tokens were sampled by policy `version`, until the next span begins.
+    """Tokens from `first_token` up to the next span, sampled by policy `version`.
 
     Example: VersionSpan(first_token=6, version=3)
     """
 
     first_token: int
-    """Index into `token_ids`."""
+    """First token of the span, an index into `token_ids`."""
     version: int
     """Policy version; 0 = initial weights."""
 
 
 class Reward(Record):
-    """What the reward function said.
+    """Result of the reward function.
 
     Example: Reward(total=0.8, parts={"positions": 0.8}, status="ok", is_correct=False)
     """
 
     total: float
-    """The number trained on; 0.0 when status is not ok, and such a trajectory is masked, never trained as a zero."""
+    """Reward; 0.0 when status is not ok: such a trajectory is masked, never trained on as a zero."""
     parts: dict[str, float] = {}
-    """Named addends, for the record."""
+    """Addends by name, for reports."""
     status: Literal["ok", "error", "timeout"] = "ok"
-    """Whether the reward function answered."""
     is_correct: bool = False
-    """Whether the response is entirely right; what `accuracy` counts."""
+    """Whether the response is entirely right; counted by `accuracy`."""
     detail: str = ""
-    """Why status is not ok; empty otherwise."""
+    """Reason of a status that is not ok; empty otherwise."""
 
 
 class Sampling(Record):
-    """How this response was drawn. Example: Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16, seed=77)."""
+    """Sampling parameters of a response. Example: Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16, seed=77)."""
 
     temperature: float
-    """0 = greedy."""
+    """Softmax temperature; 0 = greedy."""
     top_p: float
-    """1 = off."""
+    """Nucleus probability; 1 = off."""
     top_k: int
-    """-1 = off."""
+    """Number of likeliest tokens; -1 = all."""
     max_tokens: int
-    """Longest response, tokens."""
+    """Limit of the response, tokens."""
     seed: int
-    """Of this request alone."""
+    """Seed of this request alone."""
 
 
 class TrajectoryHeader(Record):
-    """The small part the broker and the store read; the rest stays opaque to them.
+    """Description of a trajectory that broker and store read; the payload stays opaque to them.
+
+    Reward fields repeat those of the payload's Reward.
 
     Example: TrajectoryHeader(id="17-0-3", group_id="17", index=3, purpose="train", attempt=0, lease_id="17-0",
         prompt_uid="reverse/00017", group_size=8, num_tokens=13, written_tokens=6, oldest_version=2, newest_version=3,
@@ -99,45 +100,38 @@ class TrajectoryHeader(Record):
     id: Name
     """Unique in the run, see `make_trajectory_id`."""
     group_id: Name
-    """The prompt lease's group."""
     index: Count
-    """Place in the group, 0 <= index < group_size."""
+    """Index in the group, 0 <= index < group_size."""
     group_size: Count
-    """Members the group needs, a greedy one included."""
+    """Members that complete the group, a greedy one included."""
     purpose: Purpose
-    """Training or evaluation."""
     attempt: Count
-    """How often the prompt had been leased before this one."""
+    """Number of earlier leases of the prompt."""
     lease_id: Name
-    """The lease this answers."""
     prompt_uid: str
-    """Row of the dataset."""
+    """Name of the prompt's row in the dataset."""
     num_tokens: Count
-    """Prompt + response."""
+    """Tokens of prompt and response."""
     written_tokens: Count
-    """Those the model wrote."""
+    """Tokens that the model wrote."""
     oldest_version: Count
-    """Smallest version of a model-written token."""
+    """Smallest version that sampled one of its tokens."""
     newest_version: Count
-    """Largest version of a model-written token."""
+    """Largest version that sampled one of its tokens."""
     reward: float
-    """Reward.total."""
     reward_status: Literal["ok", "error", "timeout"]
-    """Reward.status."""
     is_correct: bool
-    """Reward.is_correct."""
     is_greedy: bool
-    """Trajectory.is_greedy."""
     payload_bytes: Count
-    """Length of the encoded Trajectory."""
+    """Size of the encoded Trajectory, bytes."""
     checksum: int
     """xxh3-64 of the encoded Trajectory."""
     schema_version: int = SCHEMA_VERSION
-    """Refused when newer than the reader's."""
+    """Refused if newer than the reader's."""
 
 
 class Trajectory(Record):
-    """One response to one prompt, token by token, as the engine sampled it.
+    """One response to one prompt, token by token, as the engine sampled it; ids as in TrajectoryHeader.
 
     Example: Trajectory(id="17-0-3", ..., token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11],
         model_mask=[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1], generator_logprobs=[0, 0, 0, 0, 0, 0, -0.1, ...],
@@ -145,54 +139,49 @@ class Trajectory(Record):
     """
 
     id: str
-    """See TrajectoryHeader."""
     group_id: str
-    """See TrajectoryHeader."""
     index: int
-    """See TrajectoryHeader."""
     prompt_uid: str
-    """See TrajectoryHeader."""
     attempt: int
-    """See TrajectoryHeader."""
     token_ids: np.ndarray
-    """int32[T], prompt then response."""
+    """Tokens of the prompt, then of the response, int32[T]."""
     model_mask: np.ndarray
     """bool[T], true where the model wrote the token."""
     generator_logprobs: np.ndarray
     """float32[T], log-probability under the distribution really sampled from; 0 where model_mask is false."""
     version_spans: list[VersionSpan]
-    """Which version sampled which token; covers every model-written token, in order."""
+    """Versions that sampled the tokens; the spans cover every model-written token, in order."""
     reward: Reward
-    """What the reward function said."""
+    """Result of the reward function."""
     stop_reason: Literal["stop", "length", "aborted"]
     """End token | max_tokens | cut off by the agent loop."""
     sampling: Sampling
-    """How the response was drawn."""
+    """Sampling parameters of the request."""
     generator_id: str
-    """Who made it."""
+    """Logical id of the generator that made it."""
     started_at: float
     """Seconds since 1970, the generator's clock."""
     finished_at: float
     """Seconds since 1970, the generator's clock."""
     data_source: str
-    """The dataset's name of this kind of task."""
+    """Name of the kind of task, from the dataset."""
     num_turns: int = 1
-    """Model turns."""
+    """Turns that the model wrote."""
     extras: dict[str, Any] = {}
-    """Whatever the agent loop wants kept; plain values only."""
+    """Data of the agent loop to be stored; plain values only."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt + response."""
+        """Tokens of prompt and response."""
         return len(self.token_ids)
 
     @property
     def is_greedy(self) -> bool:
-        """Whether each token was the likeliest; the greedy member of a group is its baseline, and not trained on."""
+        """Whether it was decoded greedily: the greedy member of a group is its baseline, and is not trained on."""
         return self.sampling.temperature == 0
 
     def token_versions(self) -> np.ndarray:
-        """int32[T]: the version that sampled each token; -1 where the model did not write it."""
+        """Return the version that sampled each token, int32[T]; -1 where the model did not write it."""
         versions = np.full(self.num_tokens, -1, dtype=np.int32)
         for span in self.version_spans:
             versions[span.first_token :] = span.version
@@ -200,23 +189,23 @@ class Trajectory(Record):
         return versions
 
 
-# @@ How old tokens are: lag of a token = learner's version - the version that sampled it.
+# --- lag: the learner's version minus the version that sampled the token ----------------------------------------------
 def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
-    """Versions (of model-written tokens) -> lags, same shape.
+    """Return the lags of model-written tokens, same shape as `versions`.
 
-    Negative after the learner went back to an older checkpoint: such tokens count as fresh.
+    Lags are negative after the learner went back to an older checkpoint: such tokens count as fresh.
     """
     return learner_version - versions
 
 
 def stale_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
-    """bool[T]: true where the model wrote the token and it is older than `max_lag` versions."""
+    """Return where the model wrote a token that is older than `max_lag` versions, bool[T]."""
     too_old = lag(trajectory.token_versions(), learner_version) > max_lag
     return too_old & trajectory.model_mask
 
 
 def lag_histogram(trajectories: Iterable[Trajectory], *, learner_version: int) -> dict[int, int]:
-    """Lag -> number of model-written tokens, in rising order of lag."""
+    """Return lag -> number of model-written tokens, in ascending order of lag."""
     counts: Counter[int] = Counter()
     for trajectory in trajectories:
         versions = trajectory.token_versions()[trajectory.model_mask]

@@ -11,7 +11,7 @@ from slipstream.configs.buffer import DropShortConfig, TrainShortConfig
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
-"""Values of RunState.phase."""
+"""All values of RunState.phase."""
 
 MAY_CHANGE = (
     "resume", "runs_dir",

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.durable_files import sync_path
 from slipstream.buffer.errors import RecordRefusedError
-from slipstream.buffer.redis.fsync import sync_path
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash

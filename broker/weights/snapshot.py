@@ -22,7 +22,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights.records import TensorSlot
-from slipstream.buffer.redis.fsync import sync_path
+from slipstream.buffer.durable_files import sync_path
 from slipstream.buffer.trajectory import Record
 
 MANIFEST = "manifest.json"

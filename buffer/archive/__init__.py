@@ -1,1 +1,1 @@
-"""The archive: groups that are over, as Parquet shards that any tool can read."""
+"""The archive: groups that are over, in Parquet shards that any tool can read."""

@@ -1,4 +1,4 @@
-"""Archive: a folder of shards, as its readers see it; also while a run still adds to it."""
+"""Archive: reads a folder of shards, also while a run adds to it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -7,50 +7,50 @@ from pathlib import Path
 from slipstream.buffer.archive.ledger import read_ledger
 from slipstream.buffer.archive.manifest import ShardEntry, read_manifest
 from slipstream.buffer.archive.shard_reader import check_shard, read_shard, trajectory_ids_of
-from slipstream.buffer.archive.shard_writer import aside_path
+from slipstream.buffer.archive.shard_writer import overflow_path
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.errors import ShardError
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.trajectory import Record
 
 
-# @@ A check of an archive: every shard against the manifest, every step of the ledger against the shards.
+# --- the check: every shard against the manifest, every step of the ledger against the shards ------------------------
 class ArchiveCheck(Record):
-    """What a check of an archive found. Example: ArchiveCheck(shards=4, groups=4096, trajectories=32768, steps=128)."""
+    """Result of checking an archive. Example: ArchiveCheck(shards=4, groups=4096, trajectories=32768, steps=128)."""
 
     shards: int
-    """In the manifest."""
+    """Shards in the manifest."""
     groups: int
-    """In the manifest."""
+    """Groups in the manifest's shards."""
     trajectories: int
-    """Rows that can be read."""
+    """Rows of the shards that can be read."""
     steps: int = 0
-    """In the ledger."""
+    """Steps in the ledger."""
     damaged: int = 0
-    """Shards that cannot be read."""
+    """Shards that are missing or cannot be read."""
     duplicated: int = 0
-    """Trajectories that are there more than once."""
+    """Surplus copies of trajectories."""
     missing: int = 0
-    """Trajectories of the ledger's steps that are not there."""
+    """Trajectories of the ledger's steps that are in no shard."""
     problems: list[str] = []
-    """A sentence for each thing found wrong."""
+    """One sentence for each defect."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing was found wrong."""
+        """Whether no defect was found."""
         return not (self.duplicated or self.problems)
 
 
 def check_archive(folder: Path, shards: list[ShardEntry], steps: list[StepEntry]) -> ArchiveCheck:
-    """Read every byte."""
+    """Read every byte of the archive."""
     found: Counter[str] = Counter()
     damages = []
     for shard in shards:
         try:
             check_shard(folder, shard)
             found.update(trajectory_ids_of(folder, shard))
-        except ShardError as refused:
-            damages.append(str(refused))
+        except ShardError as error:
+            damages.append(str(error))
     missing = {entry.step: _missing(folder, entry, found) for entry in steps}
     return ArchiveCheck(
         shards=len(shards),
@@ -60,33 +60,34 @@ def check_archive(folder: Path, shards: list[ShardEntry], steps: list[StepEntry]
         damaged=len(damages),
         duplicated=found.total() - len(found),
         missing=sum(map(len, missing.values())),
-        problems=damages + [_tell(step, names) for step, names in missing.items() if names],
+        problems=damages + [_missing_problem(step, names) for step, names in missing.items() if names],
     )
 
 
 def _missing(folder: Path, entry: StepEntry, found: Counter[str]) -> list[str]:
-    """Trajectories of a step that are in no shard; those of groups that were set aside are not missed."""
+    """Trajectories of a step that are in no shard; those of groups in the overflow are not missed."""
     return [
         name
         for group, names in zip(entry.group_ids, entry.trajectory_ids, strict=True)
         for name in names
-        if name not in found and not aside_path(folder, group).is_file()
+        if name not in found and not overflow_path(folder, group).is_file()
     ]
 
 
-def _tell(step: int, missing: list[str]) -> str:
+def _missing_problem(step: int, missing: list[str]) -> str:
     return (
         f"step {step} must have all it trained on in a shard, got {len(missing)} trajectories that are in none, such "
         f"as {missing[0]}: restore the shard that held them."
     )
 
 
-def _raise(refused: ShardError) -> None:
-    raise refused
+def _raise(error: ShardError) -> None:
+    raise error
 
 
+# --- reading ---------------------------------------------------------------------------------------------------------
 class Archive:
-    """The shards that the manifest names, in the order they were written.
+    """The shards that the manifest names, in the order of writing.
 
     Example: for stored in Archive(Path("runs/mine/archive")).read(TrajectoryFilter(outcome="retired")): ...
     """
@@ -98,40 +99,40 @@ class Archive:
 
     @property
     def shards(self) -> list[ShardEntry]:
-        """As they were when the archive was opened."""
+        """Shards in the manifest when the archive was opened."""
         return self._shards
 
     def steps(self) -> list[StepEntry]:
-        """The ledger, in order; empty where the archive has none. Raises ArchiveError."""
+        """Return the ledger, in order; empty if the archive has none. Raises ArchiveError."""
         return read_ledger(self.folder)
 
     def read(
         self,
-        wanted: TrajectoryFilter | None = None,
+        selected: TrajectoryFilter | None = None,
         *,
         decode: Decode | None = None,
         on_refused: Callable[[ShardError], None] = _raise,
     ) -> Iterator[StoredTrajectory]:
-        """Wanted trajectories, in the order archived; members of a group are neighbours.
+        """Yield the selected trajectories, in the order archived; members of a group are neighbours.
 
-        `decode` is needed for a filter on text. `on_refused` is told of each shard that cannot be read; the shard is
-        left out unless it raises.
+        `decode` is needed for a filter on text. `on_refused` is called for each shard that cannot be read; the shard is
+        skipped unless it raises.
         """
-        wanted = wanted or TrajectoryFilter()
-        where = wanted.expression()
-        for shard in filter(wanted.may_be_in, self._shards):
+        selected = selected or TrajectoryFilter()
+        where = selected.expression()
+        for shard in filter(selected.may_be_in, self._shards):
             try:
-                # The ids alone are a hundredth of a shard, and all but one of them are in vain.
-                if wanted.id is not None and wanted.id not in trajectory_ids_of(self.folder, shard):
+                # The ids are a hundredth of a shard: reading them first spares opening all shards but one.
+                if selected.id is not None and selected.id not in trajectory_ids_of(self.folder, shard):
                     continue
                 for stored in read_shard(self.folder, shard, where=where):
-                    if wanted.matches(stored, decode=decode):
+                    if selected.matches(stored, decode=decode):
                         yield stored
-            except ShardError as refused:
-                on_refused(refused)
+            except ShardError as error:
+                on_refused(error)
 
     def check(self) -> ArchiveCheck:
-        """Read every byte: checksums, that no trajectory is there twice, and that those of the ledger are there.
+        """Read every byte, and check checksums, uniqueness, and that the ledger's trajectories are present.
 
         Raises ArchiveError when the ledger cannot be read.
         """

@@ -1,6 +1,6 @@
-"""The columns of a shard: finished groups -> an Arrow table, and its rows -> trajectories.
+"""Columns of a shard: converts finished groups to an Arrow table, and its rows back to trajectories.
 
-A row is a trajectory. Encoding the trajectory read from a row gives the very bytes that were archived.
+A row is a trajectory. Encoding the trajectory read from a row gives the exact bytes that were archived.
 """
 
 from collections.abc import Iterator
@@ -78,7 +78,7 @@ _REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is
 
 
 def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
-    """One row per payload, groups in the order given, `archived_at` in seconds since 1970.
+    """Build a table with one row per payload, groups in the order given; `archived_at` in seconds since 1970.
 
     Raises RecordRefusedError for a payload that is no trajectory, and as `tabulate` does.
     """
@@ -92,8 +92,8 @@ def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
 
 
 def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
-    """One row per trajectory. Raises pa.ArrowException or OverflowError for a number beyond 64 bits."""
-    columns = _list_columns(stored) | _reward_columns(stored) | _fate_columns(stored)
+    """Build a table with one row per trajectory. Raises pa.ArrowException, OverflowError: a number beyond 64 bits."""
+    columns = _list_columns(stored) | _reward_columns(stored) | _outcome_columns(stored)
     trajectories = [each.trajectory for each in stored]
     columns |= {name: [getattr(trajectory, name) for trajectory in trajectories] for name in _PLAIN}
     columns["sampling"] = [msgspec.structs.asdict(trajectory.sampling) for trajectory in trajectories]
@@ -103,16 +103,16 @@ def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
-    """The rows of a batch that has every column, in order. Arrays are views into the batch."""
+    """Yield the rows of a batch that has every column, in order. Arrays are views into the batch."""
     lists = {name: _split(batch.column(name)) for name in _LISTS}
     others = [field.name for field in SCHEMA if field.name not in lists]
     rows = batch.select(others).to_pylist()
-    for place, row in enumerate(rows):
-        yield _stored(row, {name: arrays[place] for name, arrays in lists.items()})
+    for index, row in enumerate(rows):
+        yield _stored(row, {name: arrays[index] for name, arrays in lists.items()})
 
 
 def newer_schema(schema: pa.Schema) -> str:
-    """What must hold and what was got when a newer Slipstream wrote a file with this schema; empty otherwise."""
+    """Return requirement and actual value if a newer Slipstream wrote a file with this schema; empty otherwise."""
     metadata = schema.metadata or {}
     for key, newest in ((_ARCHIVE_KEY, ARCHIVE_SCHEMA), (_TRAJECTORY_KEY, SCHEMA_VERSION)):
         written = int(metadata.get(key, b"0"))
@@ -145,7 +145,7 @@ def _reward_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
     return columns
 
 
-def _fate_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
+def _outcome_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
     return {
         "oldest_version": [each.oldest_version for each in stored],
         "newest_version": [each.newest_version for each in stored],
@@ -162,7 +162,7 @@ def _as_array(values: Any, kind: pa.DataType) -> pa.Array:
 
 
 def _split(lists: pa.ListArray) -> list[np.ndarray]:
-    """One array per row, without a copy but for booleans, which Arrow packs into bits."""
+    """Return one array per row; only booleans, which Arrow packs into bits, are copied."""
     offsets = lists.offsets.to_numpy()
     values = lists.flatten().to_numpy(zero_copy_only=False)
     starts = (offsets - offsets[0]).tolist()

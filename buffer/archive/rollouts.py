@@ -1,8 +1,8 @@
 """Rollouts: the groups of an archive as an endless, seeded sequence, to be trained on beside a run's own.
 
-Each group comes once per epoch. An epoch goes through the shards in an order drawn from the seed, and through the
-groups of a shard in an order of their own, so that one shard at a time is in memory; where a step's groups are follows
-from the step alone, so that a resumed run goes on where it stopped.
+Each group comes once per epoch. An epoch visits the shards in a random order, and the groups within a shard in another,
+so that one shard at a time is in memory. The groups of a step depend on seed and step alone, so that a resumed run
+continues where it stopped.
 """
 
 from itertools import groupby
@@ -18,17 +18,17 @@ from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.trajectory import Trajectory
 
 _STREAM = 3
-"""Keeps these draws apart from the samplers', which start from the same seed."""
+"""Keeps these random numbers apart from those of `sampling.py`, which use the same seed."""
 
 
 class Rollouts:
-    """Read by one learner.
+    """The sequence, for one learner.
 
     Example: Rollouts(Path("runs/mine/archive"), seed=0).take(first=0, count=16)
     """
 
     def __init__(self, folder: Path, *, seed: int) -> None:
-        """Read which groups there are. Raises ArchiveError when there are none, or a shard is damaged."""
+        """Read the group ids. Raises ArchiveError when there are none, or a shard is damaged."""
         self._folder = folder
         self._seed = seed
         self._shards = Archive(folder).shards
@@ -39,23 +39,23 @@ class Rollouts:
 
     @property
     def num_groups(self) -> int:
-        """Groups of an epoch."""
+        """Number of groups in an epoch."""
         return sum(map(len, self._group_ids))
 
     def take(self, *, first: int, count: int) -> tuple[list[str], list[list[bytes]]]:
-        """Ids and encoded trajectories, by index, of the groups at the places first, first + 1, ..."""
-        found = [self._group_at(place) for place in range(first, first + count)]
+        """Return ids and encoded trajectories (by index) of `count` groups from number `first` of the sequence on."""
+        found = [self._group_at(number) for number in range(first, first + count)]
         return [group_id for group_id, _ in found], [payloads for _, payloads in found]
 
-    def _group_at(self, place: int) -> tuple[str, list[bytes]]:
-        epoch, place = divmod(place, self.num_groups)
-        for number in self._shuffled(len(self._shards), epoch):
-            group_ids = self._group_ids[number]
-            if place < len(group_ids):
-                group_id = group_ids[self._shuffled(len(group_ids), epoch, number)[place]]
-                return group_id, self._payloads(self._shards[number])[group_id]
-            place -= len(group_ids)
-        raise AssertionError("a place within an epoch is in one of its shards")
+    def _group_at(self, number: int) -> tuple[str, list[bytes]]:
+        epoch, offset = divmod(number, self.num_groups)
+        for index in self._shuffled(len(self._shards), epoch):
+            group_ids = self._group_ids[index]
+            if offset < len(group_ids):
+                group_id = group_ids[self._shuffled(len(group_ids), epoch, index)[offset]]
+                return group_id, self._payloads(self._shards[index])[group_id]
+            offset -= len(group_ids)
+        raise AssertionError("every group of an epoch is in one of its shards")
 
     def _shuffled(self, count: int, *path: int) -> list[int]:
         draws = np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count)

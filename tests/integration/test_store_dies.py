@@ -164,7 +164,7 @@ def test_a_run_goes_on_by_itself_after_its_store_was_killed(folder):
             kill_store(run.path)
             until(lambda: run.printed.count("the store is back") == number, timeout_s=30, what="a restart")  # noqa: B023
         assert run.await_end() == 0, run.printed[-3000:]
-    assert run.printed.count("the store died (signal SIGKILL); starting it again") == 3
+    assert run.printed.count("the store died (signal SIGKILL); restarting it") == 3
     assert "Traceback" not in run.printed + run.log("broker") + run.log("learner") + run.log("generator-0")
     assert " died (" not in run.printed.replace("the store died (", ""), "no role ended with it"
     # Every step is committed once; a row of metrics is the learner's own and was never at stake.

@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.manifest import MANIFEST, read_manifest
-from slipstream.buffer.archive.shard_writer import SET_ASIDE, ShardWriter
+from slipstream.buffer.archive.shard_writer import OVERFLOW, ShardWriter
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import FinishedGroup
@@ -131,13 +131,13 @@ def test_a_part_of_a_line_left_by_a_failed_append_is_overwritten(tmp_path: Path)
     assert len(read_manifest(tmp_path)) == 2
 
 
-def test_a_group_no_column_can_hold_is_set_aside_and_the_others_are_written(tmp_path: Path) -> None:
+def test_a_group_no_column_can_hold_goes_to_the_overflow_and_the_others_are_written(tmp_path: Path) -> None:
     unfit = make_finished("2", sampling=UNFIT)
     garbage = FinishedGroup("4", "quarantined", "claim_attempts", [], [b"noise"])
     folder = write_archive(tmp_path, [make_finished("0"), make_finished("1"), unfit, make_finished("3"), garbage])
     assert ids_in(folder) == ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "3-0-0", "3-0-1"]
     for group in (unfit, garbage):
-        kept = (folder / SET_ASIDE / f"group-{group.id}.msgpack").read_bytes()
+        kept = (folder / OVERFLOW / f"group-{group.id}.msgpack").read_bytes()
         assert decode(kept, FinishedGroup) == group
 
 

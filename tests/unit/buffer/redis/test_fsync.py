@@ -43,4 +43,4 @@ def test_it_stops_soon_whether_it_was_started_or_not(tmp_path):
     fsyncer = Fsyncer(tmp_path)
     fsyncer.start()
     fsyncer.stop(timeout_s=5)
-    assert fsyncer.take_sayings() == []
+    assert fsyncer.take_warnings() == []
