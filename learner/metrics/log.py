@@ -84,7 +84,7 @@ class MetricsLog:
     def end_training(self) -> None:
         """Stop the clock of the run."""
         self._ended_at = self._clock()
-        self._generated.look(_generated_tokens(self._store.roles()))
+        self._generated.update(_generated_tokens(self._store.roles()))
 
     def add_step(
         self,
@@ -150,7 +150,7 @@ class MetricsLog:
     def _generated_per_s(self, version: int) -> float:
         """Tokens per second of the living generators; also updates the total of all."""
         gauges = self._store.roles()
-        self._generated.look(_generated_tokens(gauges))
+        self._generated.update(_generated_tokens(gauges))
         roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
         return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
 

@@ -51,17 +51,19 @@ class Launcher:
         self._view = LiveView(run, console=console)
         self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
         self._supervisor: RedisSupervisor | None = None
+        # Read once: GPUs of generators that start later must come from the same list.
         self._visible_gpus = visible_gpus()
         self._gpus = place(run, gpus=self._visible_gpus)
-        self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="kept")
+        self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="always")
         # An error of the learner itself would repeat; after a kill it resumes from its newest checkpoint.
         self._learner = self._role(
-            "learner", ["slipstream.learner", *overrides], restart="killed", restart_arguments=["resume=true"]
+            "learner", ["slipstream.learner", *overrides], restart="on_kill", restart_arguments=["resume=true"]
         )
         self._living_generators: set[str] = set()
         self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
 
     def _generator(self, name: str) -> RoleProcess:
+        # Address and secret are all it needs: the broker sends the settings of the run.
         arguments = ["slipstream.generators", "--id", name, f"broker.address={self._run.broker.address}"]
         if token_file := self._run.broker.token_file:
             arguments.append(f"broker.token_file={json.dumps(token_file)}")
@@ -75,7 +77,7 @@ class Launcher:
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
     def _role(
-        self, name: str, arguments: list[str], *, restart: Restart = "always", restart_arguments: Sequence[str] = ()
+        self, name: str, arguments: list[str], *, restart: Restart = "on_death", restart_arguments: Sequence[str] = ()
     ) -> RoleProcess:
         gpus = {DEVICES_VARIABLE: ",".join(self._gpus[name])} if name in self._gpus else {}
         return RoleProcess(
@@ -91,6 +93,7 @@ class Launcher:
         """Start everything, watch until the learner has finished, stop everything."""
         raise_on_stop_signal()
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+        # In this order, so that the store outlives the roles and the view shows their end.
         with self._store() as store, self._processes(), self._view.shown():
             self._watch_and_report(store)
 
@@ -164,6 +167,7 @@ class Launcher:
         scaling = Scaling(self._pool, report, run=self._run, check_room=self._check_room)
         while not self._learner.has_finished:
             self._update(store, monitor, scaling, report)
+            # After the store, so that a role that dies with it is reported after the outage.
             self._publish(self._poll_roles(), report)
             time.sleep(_POLL_EVERY_S)
         self._update(store, monitor, scaling, report)

@@ -36,6 +36,7 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
     archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
     groups, steps = stored_groups(archive), Archive(archive).steps()
     if any(len(entry.group_ids) != per_step for entry in steps):
+        # Batches of another size cannot be repeated: fall back to the order of the groups.
         steps = []
     num_steps = len(steps) or len(groups) // per_step
     if run.learner.max_steps > num_steps:
@@ -56,6 +57,7 @@ def stored_groups(archive: Path) -> list[FinishedGroup]:
         group = sorted(members, key=lambda stored: stored.trajectory.index)
         payloads = [encode(stored.trajectory) for stored in group]
         groups.append(FinishedGroup(group_id, "retired", "", group[0].steps, payloads))
+    # Stable: groups of one step keep the order of the archive, which is that of their retirement.
     return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
 
 

@@ -32,6 +32,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         start_sft(overrides)
     run, overrides = _with_free_name(run, overrides)
     folder = RunFolder(run)
+    # Before the preparation, which may take minutes; claimed after the checks, so that a refused run leaves no folder.
     folder.check_name()
     prepare(run)
     check_surroundings(run)
@@ -59,6 +60,7 @@ def start_sft(overrides: list[str]) -> None:
     if run.mode != "sft":
         raise ConfigError(f"mode must be sft, got {run.mode}: choose experiment=digits_sft or set mode and sft.*.")
     prepare(run)
+    # Replaced rather than called, because torch must be loaded under the learner's own environment.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])
 

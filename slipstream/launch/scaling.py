@@ -192,6 +192,7 @@ class Scaling:
 
     def _set_target(self, target: int, *, reason: str) -> list[Event]:
         previous = self._pool.target
+        # Raises before anything changes.
         self._check_room(target)
         self._refused = None
         return [

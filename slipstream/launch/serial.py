@@ -87,12 +87,14 @@ class Pump:
 
     def turn(self) -> None:
         """Step every role once. Raises what the generator raised."""
+        # The order is part of the result: changing it changes every serial run.
         self._clock.advance(_SECONDS_PER_TURN)
         self._learner.link.step(timeout_s=0)
         self._router.step(timeout_s=0)
         self._peer.link.step(timeout_s=0)
         self._loop.run_until_complete(self._run_tasks())
         if self._running and self._running.done():
+            # Raises in the learner's thread of control what ended the generator; it must not train on alone.
             self._running.result()
 
     def get(self, *, timeout_s: float) -> Message | None:

@@ -1,4 +1,4 @@
-"""Time as an argument: the clocks that role loops are given, and deadlines that name what is waited for."""
+"""Clocks, passed to role loops as arguments, and deadlines that name what is waited for."""
 
 import time
 from collections.abc import Callable
@@ -8,11 +8,11 @@ Clock = Callable[[], float]
 
 
 class WaitTimeoutError(TimeoutError):
-    """A deadline passed. The message names what was waited for and who did not deliver."""
+    """A deadline passed; the message names what was waited for and what is missing."""
 
 
 class Deadline:
-    """A moment after which a wait ends loudly."""
+    """A point in time after which a wait raises an error."""
 
     def __init__(self, timeout_s: float, *, what: str, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -22,16 +22,15 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds left, never negative."""
+        """Seconds left, 0 after the deadline."""
         return max(0.0, self._ends_at - self._clock())
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left."""
         return self.left_s == 0.0
 
     def check(self, *, missing: str = "") -> None:
-        """Raise WaitTimeoutError once the time is over."""
+        """Raise WaitTimeoutError after the deadline; `missing` completes the message."""
         if self.is_over:
             raise WaitTimeoutError(
                 f"waited {self._timeout_s:g} s for {self._what}" + (f"; missing: {missing}" if missing else "")

@@ -1,4 +1,4 @@
-"""Functions of the user's own, named as `module:function` in the config."""
+"""Import of user functions that the config names as `module:function`."""
 
 import difflib
 import importlib
@@ -11,9 +11,9 @@ from slipstream.configs.base import ConfigError
 
 
 def load_function(path: str, *, setting: str, num_values: int, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """The function that `setting` names; it must take `num_values` values and then `arguments` by keyword.
+    """Import the function at `path`; it must take `num_values` positional arguments and `arguments` by keyword.
 
-    Raises ConfigError.
+    `setting`: key of the config that names it, for messages. Raises ConfigError.
     """
     module_name, separator, name = path.partition(":")
     if not (module_name and separator and name):

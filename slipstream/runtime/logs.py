@@ -1,4 +1,4 @@
-"""Logs: one line per event, on stderr; the launcher puts each role's into a file of its own."""
+"""Logs: one line per event, on stderr, which the launcher redirects into one file per role."""
 
 import logging
 import sys
@@ -10,60 +10,63 @@ import structlog
 
 from slipstream.runtime.clock import Clock
 
-# @@ LogLimiter: what may happen a thousand times a second, told now and then, with how often it happened.
 _BURST = 8
-_SAY_EVERY_S = 5.0
+_LINE_EVERY_S = 5.0
 
 
 @dataclass
 class _Allowance:
-    """Lines that may be said of one kind: `_BURST` at once, then one in `_SAY_EVERY_S`."""
+    """Token bucket of one kind of line: `_BURST` at once, then one every `_LINE_EVERY_S`."""
 
     lines: float
     at: float
     left_out: int = 0
 
     def refill(self, now: float) -> None:
-        self.lines = min(_BURST, self.lines + (now - self.at) / _SAY_EVERY_S)
+        self.lines = min(_BURST, self.lines + (now - self.at) / _LINE_EVERY_S)
         self.at = now
 
 
 class LogLimiter:
-    """Life: (log* -> flush)*. Kinds are few and the program's own: never made of what a peer sent."""
+    """Limits the lines of events that may happen a thousand times a second; each line counts those left out.
 
-    def __init__(self, say: Callable[..., object], *, clock: Clock = time.monotonic) -> None:
-        """`say(event, **details)` is called for each line."""
-        self._say = say
+    Life: (log* -> flush)*. Kinds must not contain what a peer sent: one allowance is kept for each.
+    """
+
+    def __init__(self, write: Callable[..., object], *, clock: Clock = time.monotonic) -> None:
+        """`write(event, **details)` is called for each line."""
+        self._write = write
         self._clock = clock
         self._allowances: dict[tuple[str, str], _Allowance] = {}
 
     def log(self, event: str, kind: str, **details: object) -> bool:
-        """It happened once; returns whether that was said now."""
+        """Log one occurrence; returns whether a line was written for it."""
         now = self._clock()
         allowance = self._allowances.setdefault((event, kind), _Allowance(_BURST, now))
         allowance.refill(now)
         if allowance.lines < 1:
             allowance.left_out += 1
             return False
-        self._tell(event, kind, allowance, details)
+        self._write_line(event, kind, allowance, details)
         return True
 
     def flush(self) -> None:
-        """Say how often what was left out happened, once a line may be said of it again."""
+        """Write the counts of lines that were left out, as far as the limit allows."""
         now = self._clock()
         for (event, kind), allowance in self._allowances.items():
             allowance.refill(now)
             if allowance.left_out and allowance.lines >= 1:
-                self._tell(event, kind, allowance, {})
+                self._write_line(event, kind, allowance, {})
 
-    def _tell(self, event: str, kind: str, allowance: _Allowance, details: dict[str, object]) -> None:
+    def _write_line(self, event: str, kind: str, allowance: _Allowance, details: dict[str, object]) -> None:
         more = {"more": allowance.left_out} if allowance.left_out else {}
+        # Reset before writing, so that an error of the writer cannot repeat the count.
         allowance.lines, allowance.left_out = allowance.lines - 1, 0
-        self._say(event, kind=kind, **details, **more)
+        self._write(event, kind=kind, **details, **more)
 
 
 def configure_logs(role: str) -> None:
-    """Set structlog and the standard library's logging up for this process; call once, from a `__main__` file."""
+    """Set up structlog and the standard library's logging for this process; call once, from a `__main__` file."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint: what must be the same wherever a run loads its model, found without loading it."""
+"""Checks of a model folder that need no weights in memory: whether it exists, and whether it is the broker's."""
 
 import hashlib
 import json
@@ -6,59 +6,55 @@ import math
 from pathlib import Path
 from typing import Any
 
+# By attribute: the package then imports its parts, which takes a quarter of a second, when they are used.
 import huggingface_hub
 import msgspec
-from huggingface_hub import HfApi, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 
 from slipstream.configs.base import Config, ConfigError
 
-# @@ Whether `model.path` leads to a checkpoint, asked before anything large is loaded.
 _HUB_TIMEOUT_S = 10.0
-_FILE = "config.json"
+_CONFIG = "config.json"
 
 
 def check_model_path(path: str) -> None:
-    """Raises ConfigError unless `path` is a folder with a checkpoint or the name of one on the Hugging Face hub.
+    """Raise ConfigError unless `path` is a folder with a checkpoint or the name of one on the Hugging Face hub.
 
-    Asks the hub, for at most 10 s, only about names that are neither here nor in its cache.
+    Asks the hub, for at most 10 s, only about names that are neither a folder nor in its cache.
     """
     if Path(path).is_dir():
-        if not (Path(path) / _FILE).is_file():
-            raise _fault(path, f"the folder has no {_FILE}")
+        if not (Path(path) / _CONFIG).is_file():
+            raise _invalid_path(path, f"the folder has no {_CONFIG}")
     elif _is_folder_name(path):
-        raise _fault(path, "there is no such folder")
+        raise _invalid_path(path, "there is no such folder")
     else:
         _check_hub(path)
 
 
 def _is_folder_name(path: str) -> bool:
-    """Whether it can only mean a folder: hub names have at most one slash, and their owner is no folder here."""
+    """Return whether `path` can only mean a folder: the name of a hub model has one slash, after its owner."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir())
 
 
 def _check_hub(name: str) -> None:
     try:
-        if isinstance(try_to_load_from_cache(name, _FILE), str):
+        if isinstance(huggingface_hub.try_to_load_from_cache(name, _CONFIG), str):
             return
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
-    except HFValidationError:
-        raise _fault(name, "there is no such folder") from None
-    # Whatever the client raises (no network, no such name, no access) has one meaning here, and its own hierarchy is
-    # that of whichever HTTP library it uses.
+        huggingface_hub.HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except huggingface_hub.errors.HFValidationError:
+        raise _invalid_path(name, "there is no such folder") from None
+    # No network, no such name and no access are one error here, and the client raises those of its HTTP library.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _fault(name, f"there is no such folder, and the hub says: {reason}") from None
+        raise _invalid_path(name, f"there is no such folder, and the hub says: {reason}") from None
 
 
-def _fault(path: str, reason: str) -> ConfigError:
+def _invalid_path(path: str, reason: str) -> ConfigError:
     return ConfigError(
         f"model.path must be a folder with a transformers checkpoint, or the name of one on the Hugging Face hub, "
         f"got {path!r}: {reason.rstrip('.')}."
     )
 
 
-_CONFIG = "config.json"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _HEAD = "lm_head.weight"
@@ -75,12 +71,12 @@ _TOKENIZER_FILES = (
 )
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 10**8
-"""Of a safetensors file, as its format allows."""
+"""Limit of the safetensors format."""
 _DIGITS = 16
 
 
 class ModelFingerprint(Config):
-    """What can be told of a checkpoint by its small files; None where they do not tell it.
+    """Identity of a checkpoint as far as its small files tell it; None for what they do not tell.
 
     Example: ModelFingerprint(architectures=["Qwen2ForCausalLM"], vocab_size=16, hidden_size=128, intermediate_size=512,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, num_tensors=50,
@@ -88,7 +84,7 @@ class ModelFingerprint(Config):
     """
 
     architectures: list[str] | None = None
-    """Names of transformers classes."""
+    """transformers classes."""
     vocab_size: int | None = None
     """Rows of the embedding."""
     hidden_size: int | None = None
@@ -96,38 +92,35 @@ class ModelFingerprint(Config):
     intermediate_size: int | None = None
     """Width inside an MLP."""
     num_hidden_layers: int | None = None
-    """Transformer blocks."""
     num_attention_heads: int | None = None
-    """Of each block."""
     num_key_value_heads: int | None = None
-    """Of each block."""
     tie_word_embeddings: bool | None = None
     """Whether the output head is the embedding."""
     num_tensors: int | None = None
-    """In safetensors files, without the output head, which of a tied model some write and some do not."""
+    """Tensors in safetensors files, without the output head: only some tools write that of a tied model."""
     num_parameters: int | None = None
-    """Of these tensors."""
+    """Elements of these tensors."""
     shapes: str | None = None
-    """Hash of their names and shapes."""
+    """Hash of the names and shapes of these tensors."""
     tokenizer_files: dict[str, str] = {}
-    """Name -> hash of the content."""
+    """File name -> hash of the content."""
 
 
 _SETTINGS = ModelFingerprint.__struct_fields__[:8]
 
 
 def fingerprint(path: str) -> ModelFingerprint | None:
-    """Of the checkpoint in the folder `path`, or of that name in the hub's cache; None when neither is there.
+    """Fingerprint the checkpoint in the folder `path`, or of that name in the hub's cache; None when there is neither.
 
-    Reads no weights and asks no hub. A file that cannot be read tells nothing: whoever loads it says what is wrong.
+    Reads no weights and does not ask the hub. Skips files that cannot be read: loading the model reports what is wrong.
     """
     settings = _read_json(path, _CONFIG)
     if not settings:
         return None
-    # Of a model of several modalities, the part that writes text.
+    # A model of several modalities describes its language model under this key.
     inner = settings.get("text_config")
-    told = settings | (inner if isinstance(inner, dict) else {})
-    known = {name: told[name] for name in _SETTINGS if told.get(name) is not None}
+    described = settings | (inner if isinstance(inner, dict) else {})
+    known = {name: described[name] for name in _SETTINGS if described.get(name) is not None}
     files = {"tokenizer_files": _tokenizer_files(path)}
     try:
         return msgspec.convert(known | _tensors(path) | files, ModelFingerprint)
@@ -136,7 +129,7 @@ def fingerprint(path: str) -> ModelFingerprint | None:
 
 
 def check_same_model(path: str, expected: ModelFingerprint | None) -> None:
-    """Raises ConfigError where the checkpoint at `path` here is not the broker's; what one side cannot tell passes."""
+    """Raise ConfigError when the checkpoint at `path` differs from the broker's in a field that both sides know."""
     ours = fingerprint(path)
     found = _difference(ours, expected) if ours and expected else None
     if found:
@@ -148,7 +141,8 @@ def check_same_model(path: str, expected: ModelFingerprint | None) -> None:
 
 
 def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, object, object] | None:
-    """The first field that both know and that differs, with both values."""
+    """Return the first field that both know and that differs, with both values."""
+    # Without the tokenizer files: those are compared one by one below, since either side may lack some.
     for field in ModelFingerprint.__struct_fields__[:-1]:
         here, there = getattr(ours, field), getattr(theirs, field)
         if None not in (here, there) and here != there:
@@ -172,6 +166,7 @@ def _tensors(path: str) -> dict[str, Any]:
         if header is None:
             return {}
         shapes |= header
+    # Some tools write the head of a tied model and some do not: with it, copies of one model would differ.
     shapes.pop(_HEAD, None)
     if not shapes:
         return {}
@@ -181,12 +176,12 @@ def _tensors(path: str) -> dict[str, Any]:
 
 
 def _weight_files(path: str) -> list[str]:
-    placed = _read_json(path, _INDEX).get("weight_map")
-    return sorted(set(map(str, placed.values()))) if isinstance(placed, dict) else [_WEIGHTS]
+    weight_map = _read_json(path, _INDEX).get("weight_map")
+    return sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else [_WEIGHTS]
 
 
 def _header(file: Path) -> dict[str, list[int]] | None:
-    """Name -> shape, from the beginning of a safetensors file; None when it is none."""
+    """Read tensor names and shapes from the start of a safetensors file; None when it is not one."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
@@ -197,7 +192,7 @@ def _header(file: Path) -> dict[str, list[int]] | None:
 
 
 def _read_json(path: str, name: str) -> dict[str, Any]:
-    """Empty when there is no such file, or nothing like a record in it."""
+    """Read a JSON object; empty when the file is missing or holds something else."""
     found = _find(path, name)
     try:
         content = json.loads(_read(found) or "{}") if found else {}
@@ -210,7 +205,6 @@ def _find(path: str, name: str) -> Path | None:
     if Path(path).is_dir():
         return file if (file := Path(path) / name).is_file() else None
     try:
-        # Through the package, which imports what this needs (for half a second) only when it is asked for it.
         cached = huggingface_hub.try_to_load_from_cache(path, name)
     except ValueError:
         return None
@@ -218,7 +212,6 @@ def _find(path: str, name: str) -> Path | None:
 
 
 def _read(file: Path) -> bytes:
-    """Empty when it cannot be read."""
     try:
         return file.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Processes: what a role does with signals and with its launcher, and how a launcher holds a role."""
+"""Processes: signals and death of the launcher on the side of a role, RoleProcess on the side of the launcher."""
 
 import contextlib
 import ctypes
@@ -15,59 +15,61 @@ from typing import Literal
 from slipstream.runtime.command_line import BAD_INPUT, TRY_AGAIN
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
-"""Set by a launcher for its roles: they end when it does, however it ends."""
+"""Set by a launcher for its roles, which end when it does, however it ends."""
 
 _PR_SET_PDEATHSIG = 1
 _MAX_RESTARTS = 5
-"""In a row."""
-_WELL_AFTER_S = 300.0
-"""A process that ran so long before it died counts as well until then."""
+"""Restarts in a row before a role is abandoned."""
+_HEALTHY_AFTER_S = 300.0
+"""Run time after which a death starts a new row of restarts."""
 _RESTART_AFTER_S = 1.0
+"""First back-off; each further restart in a row doubles it."""
 _SAME_SIGNAL_S = 1.0
-"""Shells and `timeout` send the same one to a process and to its group."""
+"""Signals within this time are one: shells and `timeout` send theirs to a process and to its group."""
 _LOG_TAIL_LINES = 15
-_SENTENCE = "error: "
-"""How slipstream/runtime/command_line.py begins what a program says when it ends for a fault that the user can mend."""
+_ERROR_PREFIX = "error: "
+"""Beginning of the line that `exit_with_error` prints."""
 
-
-Restart = Literal["killed", "always", "kept"]
-"""Which ends a role is restarted after: death by a signal or when it says so (exit code 75) | any death but a refusal
-of its settings (exit code 2) | also a good end that it was not told to come to."""
+Restart = Literal["on_kill", "on_death", "always"]
+"""Ends after which a role is restarted: a signal or exit code 75 | any but success and exit code 2 (bad settings) |
+also success, unless it was asked to end."""
 
 
 class RoleDiedError(RuntimeError):
-    """A role ended that should not have; the message names it and ends with its log."""
+    """A role ended that must not; the message names it and ends with its error or the end of its log."""
 
 
 def has_launcher() -> bool:
-    """Whether a launcher started this role (and so owns what the roles share)."""
+    """Return whether a launcher started this role, and so owns the store that the roles share."""
     return LAUNCHER_VARIABLE in os.environ
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this process when the launcher dies. Does nothing for a role started by hand."""
+    """Have the kernel end this process when the launcher dies. No effect for a role started by hand."""
     if not has_launcher():
         return
     die_with_parent(signal.SIGTERM)
-    # The launcher may have died before the line above; in a container it may be process 1 itself.
+    # The launcher may have died before the call above; in a container it may be process 1 itself.
     if os.getppid() == 1 and os.environ[LAUNCHER_VARIABLE] != "1":
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process that signal when its parent dies. Does nothing but on Linux."""
+    """Have the kernel send this process a signal when its parent dies. No effect on systems other than Linux."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
+    # Standard library code has no prctl; the request is lost on fork and kept on exec.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    # The parent may have died before the call: its death is then announced to nobody.
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
 
 def on_stop_signal(stop: Callable[[], None]) -> threading.Event:
-    """Call `stop` at the first SIGTERM or SIGINT; returns the event that is set then.
+    """Call `stop` on the first SIGTERM or SIGINT, and return the event that is set then.
 
-    One that comes more than a second later ends the process at once.
+    Another one, more than a second later, ends the process at once.
     """
     stopping = threading.Event()
     first_at = 0.0
@@ -79,6 +81,7 @@ def on_stop_signal(stop: Callable[[], None]) -> threading.Event:
             stopping.set()
             stop()
         elif time.monotonic() - first_at > _SAME_SIGNAL_S:
+            # A user who insists: the default handler ends the process even if its loop hangs.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -88,9 +91,9 @@ def on_stop_signal(stop: Callable[[], None]) -> threading.Event:
 
 
 def raise_on_stop_signal() -> None:
-    """Turn SIGTERM into KeyboardInterrupt, for a process whose loop is plain synchronous code.
+    """Raise KeyboardInterrupt on SIGTERM, for a process whose loop is synchronous code.
 
-    SIGINT too: Python leaves it ignored in what a script has started in the background.
+    Also on SIGINT, which Python ignores in processes that a script started in the background.
     """
 
     def interrupt(_number: int, _frame: object) -> None:
@@ -101,7 +104,7 @@ def raise_on_stop_signal() -> None:
 
 
 class RoleProcess:
-    """A role as a child process in a process group of its own, so that Ctrl-C reaches it through the launcher alone.
+    """A role as a child process, in its own process group, so that Ctrl-C reaches it only through the launcher.
 
     Life: start -> (death -> restart after a back-off)* -> terminate -> stop.
     """
@@ -112,11 +115,11 @@ class RoleProcess:
         arguments: list[str],
         *,
         logs: Path,
-        restart: Restart = "always",
+        restart: Restart = "on_death",
         restart_arguments: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`variables` are added to the environment it inherits, `restart_arguments` to its arguments from then on."""
+        """`variables` extend its environment; `restart_arguments` extend its arguments from the first restart on."""
         self.name = name
         self._variables = dict(variables or {})
         self._command = [sys.executable, "-m", *arguments]
@@ -126,31 +129,29 @@ class RoleProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._log_starts_at = 0
         self.num_restarts = 0
-        """By `poll`, since the first start."""
+        """Restarts by `poll` so far."""
         self._num_deaths_in_a_row = 0
         self._started_at = 0.0
         self._restart_at: float | None = None
-        self._is_told_to_end = False
+        self._is_asked_to_end = False
 
     @property
     def has_finished(self) -> bool:
-        """Whether it ended by itself, well."""
+        """Whether it ended with success."""
         return self._process is not None and self._process.poll() == 0
 
     @property
     def is_running(self) -> bool:
-        """Whether its process is there."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int | None:
-        """Of the running process."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start it; its output is appended to its log."""
+        """Start the process, its output appended to its log."""
         self._started_at = time.monotonic()
-        self._is_told_to_end = False
+        self._is_asked_to_end = False
         with self._log.open("ab") as log:
             self._log_starts_at = log.tell()
             self._process = subprocess.Popen(
@@ -163,59 +164,60 @@ class RoleProcess:
             )
 
     def poll(self) -> list[str]:
-        """Look after it: notice a death, restart when the back-off is over. Returns sentences for the user.
+        """Detect a death, restart after the back-off; return messages for the user.
 
-        Raises RoleDiedError when it cannot go on without it.
+        Raises RoleDiedError after a death that calls for no restart.
         """
         if self._restart_at is not None:
             return self._restart_if_due()
         code = self._process.poll() if self._process else None
-        if code is None or (code == 0 and (self._restart != "kept" or self._is_told_to_end)):
+        if code is None or (code == 0 and (self._restart != "always" or self._is_asked_to_end)):
             return []
+        # Before a restart, because children such as vLLM's engine hold the GPU and the ports.
         self._kill_group()
-        if time.monotonic() - self._started_at > _WELL_AFTER_S:
+        if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
         if not self._may_restart(code):
-            raise RoleDiedError(self._last_words(code))
+            raise RoleDiedError(self._describe_death(code))
         delay_s = _RESTART_AFTER_S * 2**self._num_deaths_in_a_row
         self._restart_at = time.monotonic() + delay_s
         last = self.log_tail(num_lines=1).strip()
-        return [f"{self.name} died ({_exit_word(code)}); last line of its log: {last}; restarting in {delay_s:g} s"]
+        return [f"{self.name} died ({_describe_exit(code)}); last line of its log: {last}; restarting in {delay_s:g} s"]
 
     def terminate(self) -> None:
-        """Ask it to end; once, because asked again it would drop what it is still putting in order."""
-        if self._process and self._process.poll() is None and not self._is_told_to_end:
-            self._is_told_to_end = True
+        """Ask the process to end, once: a second signal would interrupt its orderly end."""
+        if self._process and self._process.poll() is None and not self._is_asked_to_end:
+            self._is_asked_to_end = True
             self._process.terminate()
 
     def stop(self, *, ends_at: float) -> None:
-        """Wait for its end until `ends_at` (monotonic), then kill it, and whatever it left, without asking."""
+        """Wait for the end until `ends_at` (monotonic), then kill the process and the children it left."""
         if self._process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=max(0.1, ends_at - time.monotonic()))
         self._kill_group()
-        # One that the kernel cannot end now (a device, a file system that is gone) is left to it.
+        # A process that hangs in the kernel (a device, a lost file system) cannot be waited for.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5.0)
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
-        """The end of its log."""
+        """Return the last lines of its log."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-num_lines:])
 
-    def _last_words(self, code: int) -> str:
-        """Its own sentence where it has found one, else the end of its log."""
-        said = [line for line in self._lines_since_start() if line.startswith(_SENTENCE)]
-        if said and code > 0:
-            return f"{self.name}: {said[-1].removeprefix(_SENTENCE)} (the log is {self._log})"
-        return f"{self.name} ended with {_exit_word(code)}. The end of {self._log}:\n{self.log_tail()}"
+    def _describe_death(self, code: int) -> str:
+        """Quote the error that the process printed before it ended, else the end of its log."""
+        errors = [line for line in self._lines_since_start() if line.startswith(_ERROR_PREFIX)]
+        if errors and code > 0:
+            return f"{self.name}: {errors[-1].removeprefix(_ERROR_PREFIX)} (the log is {self._log})"
+        return f"{self.name} ended with {_describe_exit(code)}. The end of {self._log}:\n{self.log_tail()}"
 
     def _lines_since_start(self) -> list[str]:
         return self._log.read_bytes()[self._log_starts_at :].decode(errors="replace").splitlines()
 
     def _may_restart(self, code: int) -> bool:
-        is_worth_it = code < 0 or code == TRY_AGAIN if self._restart == "killed" else code != BAD_INPUT
-        return is_worth_it and self._num_deaths_in_a_row < _MAX_RESTARTS
+        is_curable = code < 0 or code == TRY_AGAIN if self._restart == "on_kill" else code != BAD_INPUT
+        return is_curable and self._num_deaths_in_a_row < _MAX_RESTARTS
 
     def _restart_if_due(self) -> list[str]:
         if self._restart_at is None or time.monotonic() < self._restart_at:
@@ -224,12 +226,13 @@ class RoleProcess:
         self.num_restarts += 1
         self._num_deaths_in_a_row += 1
         if self.num_restarts == 1:
+            # Once: the arguments stay, and a learner takes resume=true only once.
             self._command += self._restart_arguments
         self.start()
         return [f"{self.name} restarted (pid {self.pid})"]
 
     def _kill_group(self) -> None:
-        """End the children a dead role may have left: its group has no other members."""
+        """Kill the children that a dead role may have left, the only other members of its group."""
         assert self._process is not None
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -237,5 +240,5 @@ class RoleProcess:
             return
 
 
-def _exit_word(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

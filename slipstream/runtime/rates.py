@@ -1,4 +1,4 @@
-"""Numbers that are followed: how fast something comes, and how much in all."""
+"""Running measures: the rate of an amount, and the growth of counters that may restart."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ from slipstream.runtime.clock import Clock
 
 
 class Rate:
-    """Amount per second over the last `window_s` seconds. May be asked by a thread that does not add.
+    """Amount per second over the last `window_s` seconds. Safe to read from another thread.
 
     Example: tokens = Rate(); tokens.add(512); tokens.per_s
     """
@@ -22,10 +22,8 @@ class Rate:
         self._sum = 0.0
         self._started_at = clock()
         self.total = 0.0
-        """Everything ever added."""
 
     def add(self, amount: float) -> None:
-        """Count `amount` now."""
         with self._lock:
             self._events.append((self._clock(), amount))
             self._sum += amount
@@ -33,7 +31,7 @@ class Rate:
 
     @property
     def per_s(self) -> float:
-        """Mean over the window (over the life time while that is shorter)."""
+        """Mean over the window, or over the time since the start while that is shorter."""
         with self._lock:
             now = self._clock()
             while self._events and self._events[0][0] < now - self._window_s:
@@ -42,21 +40,22 @@ class Rate:
 
 
 class Growth:
-    """What several counters have grown by together, each of which may vanish, and begin again at 0.
+    """Total growth of several counters, each of which may vanish and restart at 0.
 
-    Example: grown = Growth({"generator-0": 500.0}); grown.look({"generator-0": 700.0, "generator-1": 100.0});
-        grown.total == 300.0
+    Example: growth = Growth({"generator-0": 500.0}); growth.update({"generator-0": 700.0, "generator-1": 100.0});
+        growth.total == 300.0
     """
 
     def __init__(self, counters: Mapping[str, float]) -> None:
-        """`counters`: where they stand now. One that comes later began at 0."""
+        """`counters`: their present values. A counter that appears later started at 0."""
         self._last = dict(counters)
         self.total = 0.0
-        """Seen so far; what grew between the last look at a counter and its end is not."""
+        """Growth so far, without that between the last update and the restart of a counter."""
 
-    def look(self, counters: Mapping[str, float]) -> None:
-        """Take in where they stand."""
+    def update(self, counters: Mapping[str, float]) -> None:
+        """Add the growth since the last update."""
         for name, count in counters.items():
             last = self._last.get(name, 0.0)
+            # A smaller value means a restart from 0, so that all of it is growth.
             self.total += count - last if count >= last else count
         self._last |= counters

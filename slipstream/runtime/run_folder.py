@@ -1,16 +1,16 @@
-"""RunFolder: where a run keeps what outlives it.
+"""RunFolder: the files of a run.
 
 runs/<name>/
     config.yaml         the resolved configuration
-    versions.json       of Python and of the libraries that decide results
+    versions.json       versions of Python and of the libraries that affect results
     logs/<role>.log     one per role
     store/              the embedded Redis server's data and log
-    metrics.jsonl       one row a step
-    summary.json        what came of it
-    curve.png           the same, to look at
-    checkpoints/        to resume from
-    weights/            versions that generators fetch; only while the run lasts
-    archive/            groups that are over, in Parquet
+    metrics.jsonl       one row per step
+    summary.json        results
+    curve.png           plot of the metrics
+    checkpoints/        for resuming
+    weights/            versions that generators fetch; deleted at the end
+    archive/            finished groups, in Parquet
     final_model/        transformers format
 """
 
@@ -42,94 +42,57 @@ _RECORDED = (
 
 
 class RunFolder:
-    """The folder of one run."""
+    """Paths, configuration and metrics of one run."""
 
     def __init__(self, run: RunConfig) -> None:
-        self.path = Path(run.runs_dir) / run.name
         self._run = run
-
-    @property
-    def logs(self) -> Path:
-        """One log per role."""
-        return self.path / "logs"
-
-    @property
-    def store(self) -> Path:
-        """The embedded server's data."""
-        return self.path / "store"
-
-    @property
-    def checkpoints(self) -> Path:
-        """To resume from."""
-        return self.path / "checkpoints"
-
-    @property
-    def weights(self) -> Path:
-        """Versions that generators fetch."""
-        return self.path / "weights"
-
-    @property
-    def final_model(self) -> Path:
-        """In transformers format."""
-        return self.path / "final_model"
-
-    @property
-    def archive(self) -> Path:
-        """Groups that are over, in Parquet."""
-        return self.path / "archive"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """What came of the run."""
-        return self.path / "summary.json"
+        self.path = Path(run.runs_dir) / run.name
+        self.logs = self.path / "logs"
+        self.store = self.path / "store"
+        self.checkpoints = self.path / "checkpoints"
+        self.weights = self.path / "weights"
+        self.final_model = self.path / "final_model"
+        self.archive = self.path / "archive"
+        self.metrics = self.path / "metrics.jsonl"
+        self.summary = self.path / "summary.json"
 
     def claim(self) -> None:
-        """Make the folder for a new run, or take up the one to be resumed.
-
-        Raises ConfigError when the name is used and the run is not to be resumed.
-        """
+        """Create the folder of a new run, or reuse that of the run to be resumed; raises as `check_name`."""
         self.check_name()
         self.open()
 
     def check_name(self) -> None:
-        """Raises ConfigError when the name is used and the run is not to be resumed."""
+        """Raise ConfigError when the name is in use and the run is not to be resumed."""
         if (self.path / _CONFIG).exists() and not self._run.resume:
             raise ConfigError(
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
-                "choose another with name=..., go on with it with resume=true, or delete the folder."
+                "choose another with name=..., continue it with resume=true, or delete the folder."
             )
 
     def open(self) -> None:
-        """Make the folder where it is missing, and write down what the run is."""
+        """Create missing folders, and write the configuration and the library versions."""
         for folder in (self.path, self.logs, self.store, self.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
         (self.path / _CONFIG).write_bytes(msgspec.yaml.encode(self._run))
         (self.path / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        """Add a step's row."""
         with self.metrics.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        """Drop the rows of steps that a resume has rolled back, and what a crash left of a row; returns those that
-        stay."""
+        """Drop the rows after `up_to_step`, which a resume rolls back, and an incomplete last row; return the others."""
         if not self.metrics.exists():
             return []
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
         kept = [row for row in rows if row["step"] <= up_to_step]
+        # Renamed into place, so that a crash leaves either the old rows or the new ones.
         rewritten = self.metrics.with_suffix(".new")
         rewritten.write_text("".join(json.dumps(row) + "\n" for row in kept))
         rewritten.replace(self.metrics)
         return kept
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Keep what came of the run."""
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
 
 

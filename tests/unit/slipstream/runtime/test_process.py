@@ -51,24 +51,25 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
 
 
 @pytest.mark.parametrize(
-    ("end", "restart"), [("kill", "killed"), ("75", "killed"), ("kill", "always"), ("1", "always"), ("75", "always")]
+    ("end", "restart"),
+    [("kill", "on_kill"), ("75", "on_kill"), ("kill", "on_death"), ("1", "on_death"), ("75", "on_death")],
 )
 def test_a_death_that_another_start_may_mend_is_answered_with_one(folder: Path, end: str, restart: Restart):
     assert "restarting in 1 s" in fate(folder, end, restart)
 
 
-@pytest.mark.parametrize(("end", "restart"), [("1", "killed"), ("2", "killed"), ("2", "always")])
+@pytest.mark.parametrize(("end", "restart"), [("1", "on_kill"), ("2", "on_kill"), ("2", "on_death")])
 def test_a_death_that_no_start_mends_ends_the_run(folder: Path, end: str, restart: Restart):
     with pytest.raises(RoleDiedError, match=f"role ended with exit code {end}"):
         fate(folder, end, restart)
 
 
 def test_a_role_that_ends_well_is_not_started_again(folder: Path):
-    assert fate(folder, "0", "always") == "finished"
+    assert fate(folder, "0", "on_death") == "finished"
 
 
 def test_a_role_that_is_kept_is_started_again_however_it_ended(folder: Path):
-    assert "restarting in 1 s" in fate(folder, "0", "kept")
+    assert "restarting in 1 s" in fate(folder, "0", "always")
 
 
 def until(reached: Callable[[], bool]) -> None:

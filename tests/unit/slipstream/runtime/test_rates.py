@@ -1,4 +1,4 @@
-"""Speeds over a window, from two threads; what counters that come and go have grown by."""
+"""Speeds over a window, from two threads; what counters that come and go have growth by."""
 
 from threading import Thread
 
@@ -40,14 +40,14 @@ def test_one_that_asks_while_another_thread_does_takes_nothing_away_from_it():
 
 
 def test_growth_is_the_sum_of_what_each_counter_grew_by():
-    grown = Growth({"a": 500.0, "b": 10.0})
-    grown.look({"a": 700.0, "b": 10.0, "new": 100.0})
-    assert grown.total == 300.0
+    growth = Growth({"a": 500.0, "b": 10.0})
+    growth.update({"a": 700.0, "b": 10.0, "new": 100.0})
+    assert growth.total == 300.0
 
 
 def test_a_counter_that_vanishes_takes_nothing_away_and_one_that_began_again_counts_from_0():
-    grown = Growth({"a": 500.0, "b": 10.0})
-    grown.look({"b": 30.0})
-    grown.look({"a": 40.0, "b": 30.0})
-    grown.look({"a": 45.0})
-    assert grown.total == 20.0 + 40.0 + 5.0
+    growth = Growth({"a": 500.0, "b": 10.0})
+    growth.update({"b": 30.0})
+    growth.update({"a": 40.0, "b": 30.0})
+    growth.update({"a": 45.0})
+    assert growth.total == 20.0 + 40.0 + 5.0
