@@ -1,1 +1,1 @@
-"""Supervised fine-tuning."""
+"""Supervised fine-tuning, mode=sft."""

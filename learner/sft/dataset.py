@@ -1,11 +1,13 @@
-"""SftFile: the demonstrations of a Parquet file, as token ids."""
+"""SftFile: the demonstrations of a Parquet file, in one of three forms."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import AutoConfig, AutoTokenizer
@@ -13,31 +15,33 @@ from transformers import AutoConfig, AutoTokenizer
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.run import RunConfig
-from slipstream.learner.sft.demonstration import Demonstration
-from slipstream.learner.sft.forms import Form, find_form
+from slipstream.learner.sft.demonstration import Demonstration, Piece, chat_pieces, tokenize
 
 _ROWS_AT_ONCE = 1024
+
+Row = dict[str, Any]
+"""Column -> value."""
 
 
 @dataclass(slots=True)
 class SftFile:
-    """What is in it. Every rank reads it for itself, and finds the same."""
+    """Content of a file. Every rank reads it and gets the same."""
 
     demonstrations: list[Demonstration] = field(default_factory=list)
     """In the order of the file."""
     num_empty: int = 0
-    """Rows left out because nothing is learnt from them."""
+    """Skipped rows with nothing to learn."""
     num_too_long: int = 0
-    """Rows left out because they are longer than `model.max_length`."""
+    """Skipped rows longer than `model.max_length`."""
 
 
 def read_train(run: RunConfig) -> SftFile:
-    """What is learnt; at least one demonstration. Raises ConfigError."""
+    """Read the training file: at least one demonstration. Raises ConfigError."""
     return _read(Path(run.sft.train_path), run=run, max_rows=None)
 
 
 def read_heldout(run: RunConfig) -> SftFile:
-    """What the loss is measured on; nothing without `sft.heldout_path`. Raises ConfigError."""
+    """Read the held-out file; empty without `sft.heldout_path`. Raises ConfigError."""
     path = run.sft.heldout_path
     return _read(Path(path), run=run, max_rows=run.sft.heldout_rows) if path else SftFile()
 
@@ -48,7 +52,7 @@ def _read(path: Path, *, run: RunConfig, max_rows: int | None) -> SftFile:
     file = SftFile()
     for number, row in enumerate(islice(rows, max_rows)):
         try:
-            _take(form.demonstration(row), into=file, run=run, vocab_size=vocab_size)
+            _add(form.read(row), file=file, run=run, vocab_size=vocab_size)
         except ConfigError as error:
             raise ConfigError(f"{path}, row {number}: {error}") from None
     if not file.demonstrations:
@@ -59,42 +63,39 @@ def _read(path: Path, *, run: RunConfig, max_rows: int | None) -> SftFile:
     return file
 
 
-def _take(demonstration: Demonstration | None, *, into: SftFile, run: RunConfig, vocab_size: int) -> None:
+def _add(demonstration: Demonstration | None, *, file: SftFile, run: RunConfig, vocab_size: int) -> None:
+    max_length, is_strict = run.model.max_length, run.sft.unfit == "refuse"
+    skip = "drop the row, or leave such rows out with sft.unfit=skip."
     if demonstration is None or not len(demonstration.trained):
-        _check_may_skip(run, "the response must not be empty: there is nothing to learn")
-        into.num_empty += 1
-    elif demonstration.num_tokens > run.model.max_length:
-        limit, length = run.model.max_length, demonstration.num_tokens
-        _check_may_skip(run, f"it must hold at most model.max_length ({limit}) tokens, got {length}")
-        into.num_too_long += 1
-    else:
-        _check_vocabulary(demonstration, vocab_size=vocab_size)
-        into.demonstrations.append(demonstration)
-
-
-def _check_may_skip(run: RunConfig, fault: str) -> None:
-    if run.sft.unfit == "refuse":
-        raise ConfigError(f"{fault}; drop the row, or leave such rows out with sft.unfit=skip.")
-
-
-def _check_vocabulary(demonstration: Demonstration, *, vocab_size: int) -> None:
+        if is_strict:
+            raise ConfigError(f"the response must not be empty: there is nothing to learn; {skip}")
+        file.num_empty += 1
+        return
+    if demonstration.num_tokens > max_length:
+        if is_strict:
+            length = demonstration.num_tokens
+            raise ConfigError(f"it must hold at most model.max_length ({max_length}) tokens, got {length}; {skip}")
+        file.num_too_long += 1
+        return
     smallest, largest = demonstration.token_ids.min(), demonstration.token_ids.max()
     if smallest < 0 or largest >= vocab_size:
         raise ConfigError(
             f"token ids must lie between 0 and {vocab_size - 1}, the model's vocabulary, got {smallest} to {largest}: "
             "the file must be made for the model that model.path names."
         )
+    file.demonstrations.append(demonstration)
 
 
-def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[dict[str, Any]], Form]:
+def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
     if not path.is_file():
         raise ConfigError(
             f"{path} must be a Parquet file of demonstrations, but there is no such file: correct sft.train_path and "
-            "sft.heldout_path, or make what a preset needs with `slipstream prepare` and the same overrides."
+            "sft.heldout_path, or make what a preset needs with `python -m slipstream.launch.preflight` and the same "
+            "overrides."
         )
     try:
         file = pq.ParquetFile(path)
-        form = find_form(file.schema_arrow, config=run.sft, load_tokenizer=lambda: _load(AutoTokenizer, run.model))
+        form = _find_form(file.schema_arrow, run=run)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"{path} must be a Parquet file of demonstrations, but cannot be read: {error}") from None
     except ConfigError as error:
@@ -102,7 +103,7 @@ def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[dict[str, Any]], Form
     return _rows(file, columns=form.columns), form
 
 
-def _rows(file: pq.ParquetFile, *, columns: list[str]) -> Iterator[dict[str, Any]]:
+def _rows(file: pq.ParquetFile, *, columns: list[str]) -> Iterator[Row]:
     try:
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
             yield from batch.to_pylist()
@@ -110,8 +111,84 @@ def _rows(file: pq.ParquetFile, *, columns: list[str]) -> Iterator[dict[str, Any
         raise ConfigError(f"the file cannot be read any further: {error}") from None
 
 
+# --- forms -----------------------------------------------------------------------------------------------------------
+class _Form(NamedTuple):
+    columns: list[str]
+    """Columns that are read."""
+    read: Callable[[Row], Demonstration | None]
+    """None when the row has nothing to learn. Raises ConfigError."""
+
+
+def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
+    """The first form whose columns the file has. Raises ConfigError."""
+    prompt, response = run.sft.prompt, run.sft.response
+    # Also the columns of a run's archive and of exported trajectories. These need no tokenizer.
+    if {"token_ids", "model_mask"} <= set(schema.names):
+        _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
+        _check_type(schema, "model_mask", _is_list_of(_is_flag), "lists of booleans")
+        return _Form(["token_ids", "model_mask"], _from_tokens)
+    if "messages" in schema.names:
+        _check_type(schema, "messages", _is_chat, "lists of records with `role` and `content`")
+        return _Form(["messages"], partial(_from_messages, tokenizer=_load_tokenizer(run, is_chat=True)))
+    _check_type(schema, prompt, lambda kind: _is_text(kind) or _is_chat(kind), "text or lists of messages")
+    _check_type(schema, response, _is_text, "text")
+    tokenizer = _load_tokenizer(run, is_chat=_is_chat(_type(schema, prompt)))
+    return _Form([prompt, response], partial(_from_response, tokenizer=tokenizer, prompt=prompt, response=response))
+
+
+def _from_tokens(row: Row) -> Demonstration:
+    token_ids, mask = row["token_ids"] or [], row["model_mask"] or []
+    if len(token_ids) != len(mask) or None in token_ids or None in mask:
+        raise ConfigError(
+            f"token_ids and model_mask must be filled lists of one length, got {len(token_ids)} and {len(mask)}."
+        )
+    return Demonstration(np.array(token_ids, dtype=np.int64), np.array(mask, dtype=np.bool_))
+
+
+def _from_messages(row: Row, *, tokenizer: Any) -> Demonstration | None:
+    pieces = chat_pieces(row["messages"] or [], tokenizer=tokenizer)
+    return tokenize(pieces, tokenizer=tokenizer) if pieces else None
+
+
+def _from_response(row: Row, *, tokenizer: Any, prompt: str, response: str) -> Demonstration | None:
+    question, answer = _value(row, prompt), _value(row, response)
+    if question is None:
+        raise ConfigError(f"`{prompt}` must be filled, got nothing.")
+    if not answer:
+        return None
+    if isinstance(question, str):
+        pieces = [Piece(question, is_model=False), Piece(answer, is_model=True)]
+        return tokenize(pieces, tokenizer=tokenizer, end_token=tokenizer.eos_token_id)
+    pieces = chat_pieces([*question, {"role": "assistant", "content": answer}], tokenizer=tokenizer)
+    if not pieces:
+        return None
+    # Assistant turns within the prompt are context: one piece with the rest of the prompt.
+    context = Piece("".join(piece.text for piece in pieces[:-1]), is_model=False)
+    return tokenize([context, pieces[-1]], tokenizer=tokenizer)
+
+
+def _value(row: Row, column: str) -> Any:
+    """Value of `column`, or of `record.field`."""
+    return row[column] if column in row else reduce(lambda at, name: at and at[name], column.split("."), row)
+
+
+def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
+    tokenizer = _load(AutoTokenizer, run.model)
+    if is_chat and not tokenizer.chat_template:
+        raise ConfigError(
+            "lists of messages need a tokenizer with a chat template, but model.path has none: give columns of text, "
+            "or an instruction-tuned checkpoint."
+        )
+    if not is_chat and tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "responses of text need a tokenizer with an end token, but model.path has none: give the columns token_ids "
+            "and model_mask."
+        )
+    return tokenizer
+
+
 def _load(kind: Any, model: ModelConfig) -> Any:
-    """The model's settings or its tokenizer."""
+    """Load the model's configuration or its tokenizer."""
     try:
         return kind.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -119,3 +196,42 @@ def _load(kind: Any, model: ModelConfig) -> Any:
         raise ConfigError(
             f"model.path must hold a readable model and tokenizer, got {model.path!r}: {first_line}"
         ) from error
+
+
+# --- types of columns ------------------------------------------------------------------------------------------------
+def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
+    if column in schema.names:
+        return schema.field(column).type
+    kind: Any = pa.struct(list(schema))
+    for name in column.split("."):
+        if not (pa.types.is_struct(kind) and kind.get_field_index(name) >= 0):
+            return None
+        kind = kind.field(name).type
+    return kind
+
+
+def _check_type(schema: pa.Schema, column: str, holds: Any, expected: str) -> None:
+    kind = _type(schema, column)
+    if kind is None:
+        raise ConfigError(
+            f"the file must have the column `{column}`, got only {', '.join(schema.names)}: name it with sft.prompt or "
+            "sft.response, or give `messages`, or `token_ids` with `model_mask`."
+        )
+    if not holds(kind):
+        raise ConfigError(f"the column `{column}` must hold {expected}, got {kind}.")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_flag(kind: pa.DataType) -> bool:
+    return pa.types.is_boolean(kind) or pa.types.is_integer(kind)
+
+
+def _is_list_of(holds: Any) -> Any:
+    return lambda kind: (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and holds(kind.value_type)
+
+
+def _is_chat(kind: pa.DataType) -> bool:
+    return _is_list_of(lambda item: pa.types.is_struct(item) and {"role", "content"} <= {f.name for f in item})(kind)

@@ -1,4 +1,4 @@
-"""SftLog: the numbers of a supervised run, a row a step, and the summary at its end."""
+"""SftLog: one row of metrics per step of a supervised run, and the summary at its end."""
 
 import time
 from typing import Any
@@ -15,14 +15,14 @@ SFT_ROW_KEYS = (
     "learner/tokens", "learner/computed_tokens", "learner/trajectories", "learner/train_s", "learner/tokens_per_s",
     "eval/loss",
 )  # fmt: skip
-"""What a row may hold; docs/sft.md says what each is."""
+"""Keys of a row; documented in docs/sft.md."""
 
 SFT_SUMMARY_KEYS = (
     "heldout_loss", "heldout_loss_before", "train_loss", "steps", "epochs", "train_seconds", "learner_tokens_per_s",
     "train_rows", "train_rows_empty", "train_rows_too_long", "heldout_rows", "heldout_rows_empty",
     "heldout_rows_too_long", "seed", "mode",
 )  # fmt: skip
-"""What `summary.json` holds."""
+"""Keys of `summary.json`."""
 
 _SHOWN = ("step", "epoch", "learner/loss", "eval/loss")
 
@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 
 class SftLog:
-    """Writes `metrics.jsonl` and `summary.json`; rank 0 alone has one. Life: start -> add* -> finish."""
+    """Writes `metrics.jsonl` and `summary.json`, on rank 0. Life: start -> add* -> finish."""
 
     def __init__(
         self, run: RunConfig, *, folder: RunFolder, train: SftFile, heldout: SftFile, clock: Clock = time.monotonic
@@ -43,12 +43,12 @@ class SftLog:
         self._started_at = clock()
 
     def start(self, *, step: int) -> None:
-        """The clock of the run starts; after a resume it goes on where the kept rows end."""
+        """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers."""
         kept = self._folder.keep_metrics(up_to_step=step if step else -1)
         self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
 
     def add(self, *, step: int, epoch: float, metrics: dict[str, float], heldout_loss: float | None) -> None:
-        """One row; that of step 0 has nothing but the held-out loss before training."""
+        """Write a row; that of step 0 holds only the held-out loss before training."""
         row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
         if heldout_loss is not None:
             row["eval/loss"] = heldout_loss
@@ -56,7 +56,7 @@ class SftLog:
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
     def finish(self, *, step: int) -> None:
-        """What came of the run, from all its rows."""
+        """Write the summary of all rows."""
         rows = self._folder.keep_metrics(up_to_step=step)
         trained = [row for row in rows if row["step"] > 0]
         losses = [row["eval/loss"] for row in rows if "eval/loss" in row]

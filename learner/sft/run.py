@@ -1,10 +1,10 @@
 """SftRun: supervised fine-tuning from the first step to the final model.
 
-Consumes: demonstrations, which every rank has read for itself.
+Consumes: demonstrations, which every rank reads by itself.
 Produces: checkpoints, metrics, the final model.
 Waits for: the other ranks, in collective operations.
-Invariant: what a step trains on is a function of the seed and its number, so a resumed run goes on as if it had not
-stopped, and all ranks agree without a word.
+Invariant: the demonstrations of a step are a function of the seed and its number, so a resumed run continues bit for bit,
+and all ranks agree without communication.
 """
 
 import time
@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 
 
 class SftRun:
-    """One per rank; all call `run`, once."""
+    """One per rank. Life: run, once."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class SftRun:
         checkpoints: Checkpoints,
         ranks: Ranks,
         final_model: Path,
-        record: SftLog | None,
+        sft_log: SftLog | None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`heldout` may be empty. `record` on rank 0, None on the others."""
+        """`heldout` may be empty. `sft_log` is None on all ranks but 0."""
         self._run = run
         self._train = train
         self._heldout = heldout
@@ -60,7 +60,7 @@ class SftRun:
         self._checkpoints = checkpoints
         self._ranks = ranks
         self._final_model = final_model
-        self._record = record
+        self._log = sft_log
         self._clock = clock
         self._num_steps = count_steps(run, num_rows=len(train))
         self._sft = SftTrainer(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
@@ -69,22 +69,22 @@ class SftRun:
 
     def run(self) -> None:
         """Train from the newest checkpoint (or the beginning) to the end. Raises LearnerError."""
-        self._begin()
+        self._start()
         while self._step < self._num_steps:
             self._train_one_step()
         self._finish()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         if name := self._newest_checkpoint():
             self._step = self._saved_step = self._checkpoints.restore(name).step
         log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))
-        if self._record:
-            self._record.start(step=self._step)
+        if self._log:
+            self._log.start(step=self._step)
         if self._step == 0 and self._heldout:
-            self._note({}, heldout_loss=self._sft.loss(self._heldout))
+            self._add_row({}, heldout_loss=self._sft.loss(self._heldout))
 
     def _newest_checkpoint(self) -> str | None:
-        """Rank 0 alone looks: by the time another did, there might be one more."""
+        # Rank 0 alone lists them: another rank might see one that was finished meanwhile.
         names = self._checkpoints.names()[-1:] if self._ranks.is_first else []
         (found,) = self._ranks.broadcast_bytes([msgspec.json.encode(names)] if self._ranks.is_first else None)
         return next(iter(msgspec.json.decode(found)), None)
@@ -96,7 +96,7 @@ class SftRun:
         self._step = step
         seconds = self._clock() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
-        self._note(metrics | times, heldout_loss=self._sft.loss(self._heldout) if self._is_heldout_due else None)
+        self._add_row(metrics | times, heldout_loss=self._sft.loss(self._heldout) if self._is_heldout_due else None)
         if step % self._run.learner.checkpoint.every_steps == 0 and step < self._num_steps:
             self._checkpoint()
 
@@ -106,10 +106,10 @@ class SftRun:
         is_last = self._step == self._num_steps
         return bool(self._heldout) and (is_last or (every > 0 and self._step % every == 0))
 
-    def _note(self, metrics: dict[str, float], *, heldout_loss: float | None) -> None:
+    def _add_row(self, metrics: dict[str, float], *, heldout_loss: float | None) -> None:
         epoch = count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
-        if self._record:
-            self._record.add(step=self._step, epoch=epoch, metrics=metrics, heldout_loss=heldout_loss)
+        if self._log:
+            self._log.add(step=self._step, epoch=epoch, metrics=metrics, heldout_loss=heldout_loss)
 
     def _checkpoint(self) -> None:
         name = self._checkpoints.save(step=self._step, version=self._step)
@@ -121,33 +121,33 @@ class SftRun:
         if self._saved_step < self._step:
             self._checkpoint()
         save_model(self._trainer, self._final_model, run=self._run, ranks=self._ranks)
-        if self._record:
-            self._record.finish(step=self._step)
+        if self._log:
+            self._log.finish(step=self._step)
         self._ranks.barrier()
         log.info("finished", step=self._step)
 
 
 def count_steps(run: RunConfig, *, num_rows: int) -> int:
-    """Of the whole run; the last may be smaller, where the passes over the file end."""
+    """Steps of the whole run; the last one is smaller where the passes over the file end within it."""
     epochs = run.sft.epochs
     return ceil(epochs * num_rows / run.sft.trajectories_per_step) if epochs else run.learner.max_steps
 
 
 def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
-    """Demonstrations that were trained on after `step` steps, those of earlier passes once more each."""
+    """Demonstrations trained on in the first `step` steps; one counts again in every pass."""
     seen = step * run.sft.trajectories_per_step
     return min(seen, run.sft.epochs * num_rows) if run.sft.epochs else seen
 
 
 def choose_rows(run: RunConfig, train: Sequence[Demonstration], *, step: int) -> list[Demonstration]:
-    """What step `step`, from 1 on, trains on: in each pass every row once, in an order drawn from the seed."""
+    """Demonstrations of step `step`, from 1 on: every row once per pass, in an order drawn from the seed."""
     first, end = (count_seen(run, num_rows=len(train), step=at) for at in (step - 1, step))
     return [train[row_of(ordinal, num_rows=len(train), seed=run.seed)] for ordinal in range(first, end)]
 
 
-# @@ Assembly of a supervised run: what is checked before it begins, and its parts put together.
+# --- building --------------------------------------------------------------------------------------------------------
 def check_sft(run: RunConfig) -> None:
-    """Everything a user can mend, said once and before any rank is started. Raises ConfigError, RunConflictError."""
+    """Check name, settings and files once, before any rank is started. Raises ConfigError, RunConflictError."""
     folder = RunFolder(run)
     folder.check_name()
     before = folder.path / "config.yaml"
@@ -159,7 +159,7 @@ def check_sft(run: RunConfig) -> None:
 
 
 def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0, rendezvous: str | None = None) -> SftRun:
-    """This rank's part. Blocks until all ranks are in. Raises ConfigError, LearnerError."""
+    """Build this rank's part. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     train, heldout = read_train(run), read_heldout(run)
     folder = RunFolder(run)
     ranks = join_ranks(
@@ -172,7 +172,9 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0, rendezvous
     if ranks.is_first:
         folder.open()
     torch.manual_seed(run.seed)
-    trainer = build_trainer(_without_algorithm(run), ranks=ranks, device=device)
+    # The default algorithm, of which nothing is used: no critic, teacher or reference may be loaded for it.
+    plain = msgspec.structs.replace(run, algorithm=AlgorithmConfig())
+    trainer = build_trainer(plain, ranks=ranks, device=device)
     return SftRun(
         run,
         train=train.demonstrations,
@@ -181,22 +183,15 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0, rendezvous
         checkpoints=Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks),
         ranks=ranks,
         final_model=folder.final_model,
-        record=SftLog(run, folder=folder, train=train, heldout=heldout) if ranks.is_first else None,
+        sft_log=SftLog(run, folder=folder, train=train, heldout=heldout) if ranks.is_first else None,
     )
 
 
-def _without_algorithm(run: RunConfig) -> RunConfig:
-    """Nothing of it is used: no critic, teacher or reference shall be loaded for it."""
-    return msgspec.structs.replace(run, algorithm=AlgorithmConfig())
-
-
 def _check_same_run(run: RunConfig, config_yaml: bytes) -> None:
-    """A resumed run goes on with the settings it was begun with, but for those that `run_identity` lets change."""
+    """A resumed run keeps its settings but for those that `check_same_run` lets change."""
     try:
         stored = msgspec.json.encode(msgspec.yaml.decode(config_yaml)).decode()
     except msgspec.MsgspecError as error:
-        raise ConfigError(
-            f"{RunFolder(run).path}/config.yaml must be readable to go on with the run: {error}"
-        ) from None
+        raise ConfigError(f"{RunFolder(run).path}/config.yaml must be readable to continue the run: {error}") from None
     opened = msgspec.json.encode(to_plain(run)).decode()
     check_same_run(run.name, stored=(stored, 0, run.seed), opened=(opened, 0, run.seed))

@@ -1,8 +1,8 @@
-"""SftTrainer: from demonstrations to a finished step.
+"""SftTrainer: from demonstrations to an optimizer step.
 
-    loss = - sum of log pi(token) / number of tokens,  over all tokens of the step that are learnt
+    loss = - sum of log pi(token) / number of tokens,  over all trained tokens of the step
 
-Invariant: the denominator counts the whole step, so how it is split into microbatches and ranks changes no gradient.
+Invariant: the denominator counts the whole step, so its split into microbatches and ranks changes no gradient.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from slipstream.learner.training.trainer import Trainer
 
 
 class SftTrainer:
-    """One per rank. Life: step, again and again, with `loss` in between. Every method is collective."""
+    """One per rank. Life: (step | loss)*. Every method is collective."""
 
     def __init__(self, run: RunConfig, *, trainer: Trainer, ranks: Ranks, num_steps: int) -> None:
-        """`trainer` collates and moves the weights, as it does for trajectories. `num_steps`: of the whole run."""
+        """`trainer` collates and updates the weights, as for trajectories. `num_steps` of the whole run."""
         self._optimizer = run.learner.optimizer
-        self._at_once = run.sft.trajectories_per_step
+        self._batch_size = run.sft.trajectories_per_step
         self._trainer = trainer
         self._ranks = ranks
         self._num_steps = num_steps
 
     def step(self, demonstrations: Sequence[Demonstration], *, step: int) -> dict[str, float]:
-        """One optimizer update; returns `learner/...`, the same on all ranks.
+        """Make one optimizer update; returns its metrics, the same on all ranks.
 
-        Raises DivergenceError: the weights are then those of the step before.
+        Raises DivergenceError, with the weights of the step before.
         """
         num_tokens = count_tokens(demonstrations)
         microbatches = self._trainer.collate(to_samples(demonstrations))
@@ -52,8 +52,8 @@ class SftTrainer:
 
     @torch.no_grad()
     def loss(self, demonstrations: Sequence[Demonstration]) -> float:
-        """Mean over all their learnt tokens, nats; a step's worth of them is held in memory at a time."""
-        parts = [demonstrations[i : i + self._at_once] for i in range(0, len(demonstrations), self._at_once)]
+        """Mean over all trained tokens, nats; holds a batch of `trajectories_per_step` in memory at a time."""
+        parts = [demonstrations[i : i + self._batch_size] for i in range(0, len(demonstrations), self._batch_size)]
         microbatches = (microbatch for part in parts for microbatch in self._trainer.collate(to_samples(part)))
         losses = [-self._logprobs(microbatch).double().sum() for microbatch in microbatches]
         return self._sum(losses) / count_tokens(demonstrations)
@@ -67,17 +67,17 @@ class SftTrainer:
         return self._trainer.engine.forward(microbatch)["logprobs"]
 
     def _sum(self, values: Sequence[Tensor]) -> float:
-        """Over microbatches and ranks."""
+        """Sum over microbatches and ranks."""
         return float(self._ranks.sum(torch.stack(list(values)).double().sum().cpu().reshape(1)))
 
 
 def count_tokens(demonstrations: Sequence[Demonstration]) -> int:
-    """Those that are learnt."""
+    """Number of trained tokens."""
     return sum(len(demonstration.trained) for demonstration in demonstrations)
 
 
 def to_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:
-    """What is collated; each may have a prompt of its own."""
+    """Samples for the collator, each a group of its own: demonstrations share no prompt."""
     trained = [demonstration.trained for demonstration in demonstrations]
     starts = [0, *accumulate(map(len, trained))]
     return [

@@ -5,9 +5,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from slipstream.buffer.archive.columns import tabulate
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, SftConfig
 from slipstream.learner.sft.dataset import read_heldout, read_train
+from tests.builders import make_trajectory
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import make_model, make_run
 from tests.unit.learner.sft.test_demonstration import TEMPLATE
@@ -38,7 +41,7 @@ def texts(file):
     return [make_tokenizer().decode(demonstration.token_ids) for demonstration in file.demonstrations]
 
 
-def learnt(file):
+def trained(file):
     tokenizer = make_tokenizer()
     return [tokenizer.decode(d.token_ids[d.model_mask]) for d in file.demonstrations]
 
@@ -53,7 +56,7 @@ def refusal(folder, rows=ROWS, **settings) -> str:
 def test_prompts_and_responses_of_text(tmp_path):
     file = read_train(sft_run(tmp_path))
     assert texts(file) == ["12=21<eos>", "345=543<eos>"]
-    assert learnt(file) == ["21<eos>", "543<eos>"]
+    assert trained(file) == ["21<eos>", "543<eos>"]
 
 
 def test_columns_may_have_other_names_and_lie_in_records(tmp_path):
@@ -66,21 +69,28 @@ def test_messages_go_through_the_chat_template(tmp_path):
     messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
     file = read_train(sft_run(tmp_path, [{"messages": messages}], template=TEMPLATE))
     assert texts(file) == ["user=1+2<eos>+assistant=3<eos>+"]
-    assert learnt(file) == ["3<eos>"]
+    assert trained(file) == ["3<eos>"]
 
 
 def test_a_prompt_of_messages_is_answered_by_the_response_alone(tmp_path):
     prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
     file = read_train(sft_run(tmp_path, [{"prompt": prompt, "response": "4"}], template=TEMPLATE))
-    assert learnt(file) == ["4<eos>"]
+    assert trained(file) == ["4<eos>"]
 
 
-def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer(tmp_path):
+def test_token_ids_need_no_tokenizer(tmp_path):
     run = sft_run(tmp_path, [{"token_ids": [4, 5, 6], "model_mask": [False, True, True]}])
     (Path(run.model.path) / "tokenizer.json").unlink()
     (demonstration,) = read_train(run).demonstrations
     assert demonstration.token_ids.tolist() == [4, 5, 6]
     assert demonstration.trained.tolist() == [1, 2]
+
+
+def test_exported_trajectories_are_demonstrations_of_what_the_model_wrote(tmp_path):
+    best = StoredTrajectory(make_trajectory(), "retired", "", [1])
+    (demonstration,) = read_train(sft_run(tmp_path, tabulate([best]))).demonstrations
+    assert demonstration.token_ids.tolist() == list(range(12))
+    assert demonstration.trained.tolist() == list(range(6, 12))
 
 
 def test_a_held_out_file_is_read_from_its_beginning(tmp_path):
@@ -151,7 +161,7 @@ def test_messages_need_a_chat_template(tmp_path):
     assert "need a tokenizer with a chat template" in refusal(tmp_path, rows, template="")
 
 
-def test_a_file_that_is_none_is_named(tmp_path):
+def test_a_missing_or_unreadable_file_is_named(tmp_path):
     run = sft_run(tmp_path)
     Path(run.sft.train_path).write_text("no parquet")
     with pytest.raises(

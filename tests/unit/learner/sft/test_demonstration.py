@@ -1,7 +1,7 @@
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.learner.sft.demonstration import Piece, chat_pieces, to_demonstration
+from slipstream.learner.sft.demonstration import Piece, chat_pieces, tokenize
 from tests.tiny_model import make_tokenizer
 
 TEMPLATE = (
@@ -21,11 +21,11 @@ def conversation(*turns):
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def learnt(demonstration, tokenizer):
+def trained(demonstration, tokenizer):
     return tokenizer.decode(demonstration.token_ids[demonstration.model_mask])
 
 
-def test_every_assistant_turn_is_learnt_and_what_is_between_is_only_read():
+def test_every_assistant_turn_is_trained_and_the_rest_is_context():
     messages = conversation(
         ("system", "sum"), ("user", "1+2"), ("assistant", "3"), ("tool", "9"), ("assistant", "4"), ("user", "ok")
     )
@@ -38,12 +38,12 @@ def test_every_assistant_turn_is_learnt_and_what_is_between_is_only_read():
     ]
 
 
-def test_what_the_template_puts_behind_the_end_token_is_not_learnt():
+def test_text_that_the_template_appends_to_the_end_token_is_not_trained():
     tokenizer = chat_tokenizer()
-    demonstration = to_demonstration(
+    demonstration = tokenize(
         chat_pieces(conversation(("user", "1+2"), ("assistant", "3")), tokenizer=tokenizer), tokenizer=tokenizer
     )
-    assert learnt(demonstration, tokenizer) == "3<eos>"
+    assert trained(demonstration, tokenizer) == "3<eos>"
     assert demonstration.model_mask.tolist()[-3:] == [True, True, False]
 
 
@@ -51,30 +51,30 @@ def test_the_tokens_are_those_of_the_whole_conversation():
     tokenizer = chat_tokenizer()
     messages = conversation(("user", "1+2"), ("assistant", "3"), ("user", "4"), ("assistant", "5"))
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    demonstration = to_demonstration(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer)
+    demonstration = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer)
     assert demonstration.token_ids.tolist() == tokenizer.encode(whole, add_special_tokens=False)
 
 
-def test_text_is_taken_as_it_is_and_ends_with_the_end_token():
+def test_plain_text_is_followed_by_the_end_token():
     tokenizer = make_tokenizer()
     pieces = [Piece("12=", is_model=False), Piece("21", is_model=True)]
-    demonstration = to_demonstration(pieces, tokenizer=tokenizer, end_token=tokenizer.eos_token_id)
+    demonstration = tokenize(pieces, tokenizer=tokenizer, end_token=tokenizer.eos_token_id)
     assert tokenizer.decode(demonstration.token_ids) == "12=21<eos>"
     assert demonstration.model_mask.tolist() == [False] * 3 + [True] * 3
     assert demonstration.trained.tolist() == [3, 4, 5]
 
 
 def test_the_first_token_is_never_trained_because_nothing_predicts_it():
-    demonstration = to_demonstration([Piece("21", is_model=True)], tokenizer=make_tokenizer())
+    demonstration = tokenize([Piece("21", is_model=True)], tokenizer=make_tokenizer())
     assert demonstration.trained.tolist() == [1]
 
 
 @pytest.mark.parametrize("turns", [[("user", "1")], [("user", "1"), ("assistant", "")], []])
-def test_a_conversation_in_which_the_model_says_nothing_has_no_pieces(turns):
+def test_a_conversation_with_an_empty_assistant_turn_or_none_has_no_pieces(turns):
     assert chat_pieces(conversation(*turns), tokenizer=chat_tokenizer()) == []
 
 
-def test_a_turn_of_tool_calls_alone_is_something():
+def test_a_turn_of_tool_calls_alone_is_not_empty():
     template = "{% for m in messages %}{{ m.content or m.calls }}<eos>{% endfor %}"
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "calls": "2"}]
     assert chat_pieces(messages, tokenizer=chat_tokenizer(template)) == [Piece("1<eos>", False), Piece("2<eos>", True)]

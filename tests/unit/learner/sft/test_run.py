@@ -85,7 +85,7 @@ def test_a_run_that_died_between_checkpoints_repeats_those_steps(tmp_path):
     rows, summary, expected = train(make_sft_run(tmp_path))
     run = make_sft_run(tmp_path, name="second")
     died = build_sft(run, device=CPU)
-    died._begin()
+    died._start()
     for _ in range(5):
         died._train_one_step()
     resumed, resumed_summary, found = train(msgspec.structs.replace(run, resume=True))

@@ -15,7 +15,7 @@ ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for sta
 
 
 def make_demonstrations(count=6, *, seed=0):
-    """Random tokens; masks with gaps, as conversations of several turns have them."""
+    """Random tokens, and masks with gaps as in conversations of several turns."""
     random = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -38,7 +38,7 @@ def make_sft_trainer(folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8
 
 
 def plain_loss(module, demonstrations):
-    """Padded on the right, labels masked, torch's own cross-entropy: the textbook."""
+    """Textbook loss: padded on the right, labels masked, torch's cross-entropy."""
     length = max(d.num_tokens for d in demonstrations)
     ids = torch.zeros(len(demonstrations), length, dtype=torch.int64)
     labels = torch.full_like(ids, -100)
@@ -50,7 +50,7 @@ def plain_loss(module, demonstrations):
 
 
 def plain_steps(batches, **optimizer):
-    """AdamW after clipping, as a training loop of ten lines has it."""
+    """Textbook training loop: clipping, then AdamW."""
     module = make_tiny_module().train()
     adamw = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.99), weight_decay=0.0, **optimizer)
     losses, norms = [], []
@@ -65,7 +65,7 @@ def plain_steps(batches, **optimizer):
 
 
 def gradients(folder, demonstrations, *, tokens_per_microbatch):
-    """Name -> gradient of a step, caught before the optimizer forgets it."""
+    """Name -> gradient of a step, caught before the optimizer clears it."""
     sft, trainer = make_sft_trainer(folder, tokens_per_microbatch=tokens_per_microbatch, max_grad_norm=1e9)
     module = trainer.engine.model.causal_lm
     caught = {}
@@ -114,7 +114,7 @@ def test_the_loss_counts_every_token_the_same_however_many_are_measured_at_once(
 
 
 @torch.no_grad()
-def test_what_is_only_read_is_no_target(tmp_path):
+def test_context_tokens_are_no_targets(tmp_path):
     read = Demonstration(np.array([4, 8, 2, 9, 5]), np.array([False, True, False, False, True]))
     sft, _ = make_sft_trainer(tmp_path)
     logits = make_tiny_module()(input_ids=torch.tensor([[4, 8, 2, 9, 5]])).logits[0].log_softmax(-1)
