@@ -71,7 +71,7 @@ class GpgConfig(AdvantageConfig, tag="gpg"):
     formula: ClassVar[str] = "advantages.gpg"
 
     normaliser: Annotated[float, Meta(gt=0)] = 1.0
-    """F_norm of the paper."""
+    """Factor F_norm of the paper."""
 
 
 class MaxRlConfig(AdvantageConfig, tag="maxrl"):
@@ -80,7 +80,7 @@ class MaxRlConfig(AdvantageConfig, tag="maxrl"):
     formula: ClassVar[str] = "advantages.maxrl"
 
     epsilon: Epsilon = 1e-6
-    """Added to the mean."""
+    """Added to the group's mean."""
 
 
 class RemaxConfig(AdvantageConfig, tag="remax"):
@@ -100,7 +100,7 @@ class ReinforcePlusPlusConfig(AdvantageConfig, tag="reinforce_plus_plus"):
     is_per_token: ClassVar[bool] = True
 
     gamma: Share = 1.0
-    """Discount per token."""
+    """Discount of later rewards, per token."""
     epsilon: Epsilon = 1e-6
     """Added to the standard deviation."""
 
@@ -121,7 +121,7 @@ class PassAtKBestConfig(AdvantageConfig, tag="grpo_passk"):
     formula: ClassVar[str] = "advantages.pass_at_k_best"
 
     epsilon: Epsilon | None = None
-    """Divides the lead by the group's standard deviation + epsilon; None = the lead itself."""
+    """Divides the lead by the group's standard deviation + epsilon; null = the lead itself."""
 
 
 class PassAtKConfig(AdvantageConfig, tag="pass_at_k"):
@@ -187,15 +187,15 @@ class GaeConfig(AdvantageConfig, tag="gae"):
     needs_critic: ClassVar[bool] = True
 
     gamma: Share = 1.0
-    """Discount per token."""
+    """Discount of later rewards, per token."""
     lam: Share = 1.0
     """Lambda of the policy's advantages."""
     critic_lam: Share = 1.0
     """Lambda of the critic's targets."""
     length_adaptive: Annotated[float, Meta(gt=0)] | None = None
-    """VAPO's alpha: the policy's lambda becomes 1 - 1 / (alpha x length); None = `lam`."""
+    """VAPO's alpha: the policy's lambda becomes 1 - 1 / (alpha x length); null = `lam`."""
     epsilon: Epsilon | None = 1e-6
-    """Added to the standard deviation when advantages are whitened over all tokens; None = not whitened."""
+    """Added to the standard deviation when advantages are whitened over all tokens; null = not whitened."""
 
 
 class VtraceConfig(AdvantageConfig, tag="vtrace"):
@@ -209,9 +209,9 @@ class VtraceConfig(AdvantageConfig, tag="vtrace"):
     needs_start_logprobs: ClassVar[bool] = True
 
     gamma: Share = 1.0
-    """Discount per token."""
+    """Discount of later rewards, per token."""
     lam: Share = 1.0
-    """Trace decay."""
+    """Decay of the trace, per token."""
     rho_bar: Annotated[float, Meta(gt=0)] = 1.0
     """Bound of the ratios that decide the fixed point."""
     c_bar: Annotated[float, Meta(gt=0)] = 1.0
@@ -231,9 +231,9 @@ class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
     has_own_baseline: ClassVar[bool] = True
 
     function: str
-    """`package.module:function`."""
+    """Import path, `package.module:function`."""
     arguments: dict[str, Any] = {}
-    """Passed by keyword."""
+    """Keyword arguments of the function."""
 
 
 # msgspec decodes a union, not a base class: from here on the name stands for any of the records above.

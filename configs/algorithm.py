@@ -21,53 +21,50 @@ _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
 
 
 class EssLearningRateConfig(Config):
-    """The learning rate follows the effective sample size, `importance.ess_learning_rate_scale` (VCPO)."""
+    """A learning rate that follows the effective sample size (VCPO), `importance.ess_learning_rate_scale`."""
 
     level: Literal["token", "sequence"] = "sequence"
-    """Importance weights that are counted, before any bound: one per token | one per trajectory."""
+    """Importance weights that are counted, before any bound. `token`: one per token. `sequence`: one per trajectory."""
     power: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Scale = share ^ power."""
+    """Exponent: scale = effective share ^ power."""
     floor: Annotated[float, Meta(ge=0, le=1)] = 0.1
-    """Smallest scale."""
+    """Smallest scale of the learning rate."""
 
 
 class AlgorithmConfig(Config):
-    """One objective."""
+    """The objective, composed of independent choices."""
 
     reward: RewardShapingConfig = RewardShapingConfig()
-    """Rewards -> the rewards that are compared."""
     advantage: AdvantageConfig = GrpoConfig()
-    """Shaped rewards -> advantages."""
+    """Advantage function: shaped rewards to one advantage per trajectory or token."""
     critic: CriticConfig = CriticConfig()
-    """The value model of advantages that take values (gae, vtrace); otherwise there is none."""
     policy_loss: PolicyLossConfig = PpoClipConfig()
-    """Ratio learner/proximal and advantage -> loss per token."""
+    """Policy loss function: the ratio learner/proximal and the advantage to one loss per token."""
     masks: list[MaskConfig] = []
-    """Masks of tokens that leave the policy loss because the learner has moved away from their generator."""
+    """Masks of tokens that leave the policy loss because the learner has moved away from the policy that sampled them.
+    """
     correction: CorrectionConfig = CorrectionConfig()
-    """Weight proximal/generator per token, without gradient."""
     proximal: Literal["recompute", "reuse", "generator", "interpolate"] = "recompute"
-    """The policy the ratio is taken around: the learner at the start of the step, by a forward pass | by the update's
-    own values (one update per step) | the generator itself, without correction weights ("bypass") | between generator
-    and learner according to each token's lag (A-3PO)."""
+    """Policy that the ratio is taken around. `recompute`: the learner at the start of the step, by a forward pass.
+    `reuse`: the same, by the update's own values (one update per step). `generator`: the generator, without correction
+    weights (bypass). `interpolate`: between generator and learner by each token's lag (A-3PO)."""
     aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
     """Reduction of token losses to one number; denominators are global over microbatches and ranks."""
     aggregation_length: Annotated[int, Meta(ge=1)] | None = None
-    """The constant of `seq_mean_token_sum_norm`, tokens; None = generators.sampling.max_tokens."""
+    """Constant of `seq_mean_token_sum_norm`, tokens; null = `generators.sampling.max_tokens`."""
     distillation: DistillationConfig | None = None
-    """A teacher beside or instead of rewards; None = none."""
+    """On-policy distillation from a teacher, beside or instead of rewards; null = off."""
     kl: KlConfig = KlConfig()
-    """Divergence from a reference policy."""
     entropy_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
     positive_nll_coefficient: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the negative log-likelihood of entirely right answers (VAPO)."""
     ess_learning_rate: EssLearningRateConfig | None = None
-    """None = the learning rate of the schedule."""
+    """Learning rate that follows the effective sample size; null = off."""
     updates_per_step: Annotated[int, Meta(ge=1)] = 1
-    """Optimizer updates a claimed batch is split into."""
+    """Optimizer updates into which a claimed batch is split."""
 
     def __post_init__(self) -> None:
         for check in _CHECKS:

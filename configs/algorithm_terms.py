@@ -1,4 +1,4 @@
-"""What is done to rewards before they become advantages, `slipstream.learner.algorithms.reward_shaping`."""
+"""Terms of the objective: reward shaping, critic, distillation, KL divergence."""
 
 from typing import Annotated, Literal
 
@@ -8,48 +8,45 @@ from slipstream.configs.base import Config, ConfigError
 from slipstream.configs.learner import OptimizerConfig
 
 
-# @@ The critic: the value model that advantages with a baseline of its own take.
 class CriticOptimizerConfig(OptimizerConfig):
-    """AdamW and its schedule, at a rate of its own."""
+    """AdamW of the critic and its learning rate schedule."""
 
     learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
-    """Peak learning rate."""
+    """Peak of the learning rate schedule."""
 
 
 class CriticConfig(Config):
-    """A trunk of its own with one number per token on top; it is trained by the engine the policy is trained by."""
+    """The value model of advantages that take values (gae, vtrace): a separate trunk with one number per token."""
 
     path: str | None = None
-    """Checkpoint it begins from: a policy's, or the `critic/model` folder of a checkpoint; None = model.path."""
+    """Checkpoint it starts from: a policy's, or the `critic/model` folder of a checkpoint; null = `model.path`."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    """How it moves."""
     clip: Annotated[float, Meta(gt=0)] | None = 0.5
-    """How far a value may move in one step, in units of the reward; None = any far."""
+    """Largest change of a value in one step, in units of the reward; null = unbounded."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Steps at the beginning of the run in which the critic alone learns."""
+    """First steps of the run in which the critic alone learns."""
 
 
-# @@ On-policy distillation: a teacher says, token by token, what it thinks of what the learner's policy wrote.
 class DistillationConfig(Config):
-    """`slipstream.learner.algorithms.distillation`; the teacher has the learner's vocabulary."""
+    """On-policy distillation from a teacher with the learner's vocabulary, `learner.algorithms.distillation`."""
 
     teacher_path: str
     """Folder or hub name of the teacher, in transformers format."""
     divergence: Literal["k1", "k3", "forward_kl_topk", "jsd_topk"] = "k1"
-    """Reverse KL as an advantage per token | k3 of the sampled token as a loss | forward KL over the teacher's most
-    likely tokens | Jensen-Shannon divergence over those."""
+    """`k1`: reverse KL as an advantage per token. `k3`: k3 of the sampled token as a loss. `forward_kl_topk`: forward
+    KL over the teacher's most likely tokens. `jsd_topk`: Jensen-Shannon divergence over the same."""
     coefficient: Annotated[float, Meta(gt=0)] = 1.0
-    """Weight beside the task's own loss."""
+    """Weight beside the loss of the task."""
     with_rewards: bool = True
-    """Whether rewards are learned from as well; false = the teacher alone."""
+    """Whether rewards count as well; false = the teacher alone."""
     bound: Annotated[float, Meta(gt=0)] = 10.0
-    """Largest advantage or loss of a token, nats; k1 and k3."""
+    """Largest advantage or loss of a token, nats; for `k1` and `k3`."""
     top_k: Annotated[int, Meta(ge=1)] = 32
-    """Most likely tokens of the teacher; forward_kl_topk and jsd_topk."""
+    """Number of the teacher's most likely tokens; for `forward_kl_topk` and `jsd_topk`."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Share of the teacher in the mixture; jsd_topk."""
+    """Share of the teacher in the mixture; for `jsd_topk`."""
     renormalise: bool = False
-    """Over those tokens alone | with all others as one more outcome."""
+    """Whether the most likely tokens alone form the distribution; false = all others are one more outcome."""
 
     @property
     def takes_candidates(self) -> bool:
@@ -57,30 +54,30 @@ class DistillationConfig(Config):
         return self.divergence in ("forward_kl_topk", "jsd_topk")
 
 
-# @@ The divergence from a reference policy: how it is measured, where it is charged, and who the reference is.
 class AdaptiveKlConfig(Config):
-    """Moves the coefficient so that the measured KL stays at a target, `controllers.adaptive_kl_coefficient`."""
+    """A coefficient that keeps the measured KL at a target, `controllers.adaptive_kl_coefficient`."""
 
     target: Annotated[float, Meta(gt=0)]
-    """KL aimed at, mean over the tokens of a step, nats."""
+    """Target of the KL, mean over the tokens of a step, nats."""
     horizon: Annotated[int, Meta(ge=1)] = 10_000
-    """Trajectories over which the coefficient follows."""
+    """Trajectories over which the coefficient follows; more = slower."""
 
 
 class KlConfig(Config):
-    """No reference policy is kept while `coefficient` is 0."""
+    """Divergence from a reference policy; none is kept while `coefficient` is 0."""
 
     coefficient: Annotated[float, Meta(ge=0)] = 0.0
-    """Price of one nat per token; where it begins, when it is adaptive."""
+    """Price of one nat per token; the initial value of an adaptive coefficient."""
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "k3_off_policy", "full"] = "k3"
-    """`slipstream.learner.algorithms.kl`: of the sampled token; with + the value of one and the gradient of k2, which is that of
-    the KL | k3 times ratio learner/generator | over the whole vocabulary."""
+    """Estimator of the KL, `learner.algorithms.kl`. `k1`, `abs`, `k2`, `k3`: of the sampled token. With `+`: the value
+    of that estimator and the gradient of k2, which is that of the KL. `k3_off_policy`: k3 times the ratio
+    learner/generator. `full`: over the whole vocabulary."""
     charged_in: Literal["loss", "reward"] = "loss"
-    """A term of the loss | taken off the reward of each token."""
+    """`loss`: a term of the loss. `reward`: subtracted from the reward of each token."""
     adaptive: AdaptiveKlConfig | None = None
-    """None = the coefficient stays."""
+    """Adaptive coefficient; null = constant."""
     refresh_every_steps: Annotated[int, Meta(ge=1)] | None = None
-    """The reference becomes the learner of that moment; None = it stays the initial policy."""
+    """Steps after which the current learner becomes the reference; null = the initial policy stays."""
 
     def __post_init__(self) -> None:
         if self.charged_in == "reward" and self.estimator not in ("k1", "abs", "k2", "k3"):
@@ -95,15 +92,17 @@ class KlConfig(Config):
 
 
 class RewardShapingConfig(Config):
-    """Applied in the order of the fields."""
+    """Shaping of rewards before they are compared, in the order of the fields."""
 
     parts: dict[str, float] = {}
-    """Named part of the reward -> weight, instead of the reward function's own total; empty = the total."""
+    """Weights of named parts of the reward, instead of the total of the reward function; empty = the total."""
     overlong_buffer: Annotated[int, Meta(ge=1)] | None = None
-    """DAPO's soft punishment: over the last so many tokens of the longest response the reward falls by up to 1."""
+    """DAPO's soft penalty: over the last so many tokens of the longest response the reward falls by up to 1; null =
+    off."""
     normalise: Literal["none", "batch", "group"] = "none"
-    """Mean 0 and deviation 1 over the batch | within each group."""
+    """Mean 0 and standard deviation 1: `batch` over the batch, `group` within each group."""
     epsilon: Annotated[float, Meta(gt=0)] = 1e-6
-    """Added to that deviation."""
+    """Term added to that standard deviation."""
     truncated: Literal["train", "mask"] = "train"
-    """Responses cut off at the longest length are trained on | leave the loss and stay in their group's baseline."""
+    """Responses that reach the longest length. `train`: trained on. `mask`: leave the loss, and stay in the baseline of
+    their group."""

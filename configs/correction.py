@@ -1,4 +1,4 @@
-"""How tokens of an older or numerically different generator are weighed and rejected."""
+"""Importance weights and rejection of tokens from an older or numerically different generator."""
 
 from typing import Annotated, Literal
 
@@ -10,20 +10,20 @@ Positive = Annotated[float, Meta(gt=0)]
 
 
 def check_order(what: str, low: float | None, high: float | None) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for a lower bound above the upper one."""
     if low is not None and high is not None and low > high:
         raise ConfigError(f"{what} must be in order, got {low:g} > {high:g}.")
 
 
 class LagBoundConfig(Config):
-    """Other bounds for tokens of some lag on; a trajectory that is judged as one has the lag of its oldest token."""
+    """Other bounds for tokens of a lag or more; for a statistic of trajectories, the lag of the oldest token counts."""
 
     min_lag: Annotated[int, Meta(ge=1)]
-    """Smallest lag it holds for."""
+    """Smallest lag of the bounds, versions."""
     low: Positive | None = None
-    """None: as for the lags below."""
+    """Lower bound; null = as for smaller lags."""
     high: Positive | None = None
-    """None: as for the lags below."""
+    """Upper bound; null = as for smaller lags."""
 
     def __post_init__(self) -> None:
         if self.low is None and self.high is None:
@@ -32,16 +32,19 @@ class LagBoundConfig(Config):
 
 
 class RejectionConfig(Config):
-    """Tokens or trajectories that leave the loss, `slipstream.learner.algorithms.rejection`."""
+    """Tokens or trajectories that leave the loss, `learner.algorithms.rejection`."""
 
     statistic: Literal["k1", "k2", "k3"] = "k1"
-    """Of log(learner/generator) per token: itself, half its square, or ratio - 1 - log ratio."""
+    """Statistic of log(learner/generator) of a token. `k1`: itself. `k2`: half its square. `k3`: ratio - 1 - log ratio.
+    """
     over: Literal["token", "sum", "mean", "max"] = "mean"
-    """Judge each token | each trajectory by the sum, mean (k1: geometric mean ratio) or largest of its tokens."""
+    """`token`: each token alone. `sum`, `mean`, `max`: each trajectory by that of its tokens (the mean of k1 is the
+    geometric mean ratio)."""
     low: Positive | None = None
-    """k1 only: smallest ratio learner/generator that is kept; None = any."""
+    """Smallest accepted ratio learner/generator, for `k1` only; null = unbounded."""
     high: Positive | None = None
-    """k1: largest ratio learner/generator that is kept; k2, k3: largest value of the statistic. None = any."""
+    """Largest accepted ratio learner/generator for `k1`, largest value of the statistic for `k2` and `k3`; null =
+    unbounded."""
     by_lag: list[LagBoundConfig] = []
     """Other bounds for older tokens."""
 
@@ -63,26 +66,26 @@ class CorrectionConfig(Config):
     """Weights and masks from the ratio proximal/generator of each token, without gradient."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
-    """What the weight of a token is made of: nothing (1) | its own ratio | the product | the geometric mean of its
-    trajectory's ratios."""
+    """Weight of a token. `none`: 1. `token`: its own ratio. `sequence`: the product of the ratios of its trajectory.
+    `geometric`: their geometric mean."""
     bound: Literal["truncate", "mask"] = "truncate"
-    """Weights outside [low, high] become the bound | zero."""
+    """Weights outside of low and high: `truncate` to the bound, `mask` to zero."""
     low: Positive | None = None
-    """Smallest weight; None = any."""
+    """Smallest weight; null = unbounded."""
     high: Positive | None = 2.0
-    """Largest weight; None = any."""
+    """Largest weight; null = unbounded."""
     by_lag: list[LagBoundConfig] = []
-    """Other bounds for older tokens."""
+    """Other bounds for older tokens, by lag."""
     normalise: bool = False
-    """Divide bounded weights by their mean over the batch: tokens for level=token, trajectories for the others."""
+    """Divide bounded weights by their mean over the batch: of tokens for `level=token`, else of trajectories."""
     reject: list[RejectionConfig] = []
-    """What leaves the loss; a token stays when every entry keeps it."""
+    """Rejections; a token stays in the loss when every entry accepts it."""
     veto: tuple[Positive, Positive] | None = None
-    """A trajectory with any token ratio outside these two bounds leaves."""
+    """Bounds of token ratios: a trajectory with one token outside leaves the loss; null = off."""
     rebaseline: bool = False
-    """Whether a trajectory that left entirely leaves its group's baseline as well."""
+    """Whether a trajectory without any token left leaves the baseline of its group as well."""
     denominator: Literal["all", "kept"] = "all"
-    """Tokens counted by the aggregation: all that were to be trained on | those not rejected."""
+    """Tokens that the aggregation counts. `all`: all that were to be trained on. `kept`: those not rejected."""
 
     def __post_init__(self) -> None:
         if self.level == "none" and (self.normalise or self.by_lag or self.bound == "mask"):
@@ -95,10 +98,10 @@ class CorrectionConfig(Config):
 
     @property
     def rejects(self) -> bool:
-        """Whether anything may leave the loss."""
+        """Whether tokens or trajectories may leave the loss."""
         return bool(self.reject) or self.veto is not None
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether a microbatch alone cannot tell the weights."""
+        """Whether the weights of a microbatch depend on the rest of the batch."""
         return self.normalise or (self.rejects and (self.rebaseline or self.denominator == "kept"))

@@ -26,8 +26,7 @@ class PolicyLossConfig(Formula):
 
     @property
     def counts_length(self) -> bool:
-        """Whether the loss of a sequence stands whole on each of its tokens, so that a mean over tokens counts its length
-        once more."""
+        """Whether each token carries the loss of its whole sequence, so that a mean over tokens counts lengths twice."""
         return False
 
 
@@ -37,11 +36,11 @@ class PpoClipConfig(PolicyLossConfig, tag="ppo_clip"):
     formula: ClassVar[str] = "policy_losses.ppo_clip"
 
     clip_low: Below1 = 0.2
-    """Lower clip distance."""
+    """Distance of the lower clip bound below ratio 1."""
     clip_high: Positive = 0.2
     """Upper clip distance; larger than `clip_low` is DAPO's clip-higher."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    """Largest ratio that a negative advantage is multiplied by; 3 is usual. None = no bound."""
+    """Largest ratio that a negative advantage is multiplied by; 3 is usual. null = no bound."""
 
 
 class ReinforceConfig(PolicyLossConfig, tag="reinforce"):
@@ -63,9 +62,9 @@ class CispoConfig(PolicyLossConfig, tag="cispo"):
     formula: ClassVar[str] = "policy_losses.cispo"
 
     clip_low: Share | None = None
-    """Lower clip distance; None = none, as in MiniMax-M1."""
+    """Lower clip distance; null = none, as in MiniMax-M1."""
     clip_high: Positive = 5.0
-    """Upper clip distance."""
+    """Distance of the upper clip bound above ratio 1."""
 
 
 class SapoConfig(PolicyLossConfig, tag="sapo"):
@@ -85,7 +84,7 @@ class DroConfig(PolicyLossConfig, tag="dro"):
     formula: ClassVar[str] = "policy_losses.dro"
 
     beta: Positive = 0.1
-    """Strength of the pull."""
+    """Strength of the quadratic pull to the proximal policy."""
 
 
 class AspoConfig(PolicyLossConfig, tag="aspo"):
@@ -94,11 +93,11 @@ class AspoConfig(PolicyLossConfig, tag="aspo"):
     formula: ClassVar[str] = "policy_losses.aspo"
 
     clip_low: Below1 = 0.2
-    """Lower clip distance."""
+    """Distance of the lower clip bound below ratio 1."""
     clip_high: Positive = 0.2
-    """Upper clip distance."""
+    """Distance of the upper clip bound above ratio 1."""
     cap: Annotated[float, Meta(gt=1)] = 3.0
-    """Largest weight."""
+    """Largest ratio that weighs a token."""
 
 
 class DppoConfig(PolicyLossConfig, tag="dppo"):
@@ -107,13 +106,13 @@ class DppoConfig(PolicyLossConfig, tag="dppo"):
     formula: ClassVar[str] = "policy_losses.dppo"
 
     divergence: Literal["tv", "kl"] = "tv"
-    """Binary total variation | binary KL between the two policies."""
+    """Binary divergence between the two policies: `tv` total variation, `kl` KL."""
     low: Positive = 0.2
-    """Bound for negative advantages."""
+    """Bound on the divergence where the advantage is negative."""
     high: Positive = 0.2
-    """Bound for positive advantages."""
+    """Bound on the divergence where the advantage is positive."""
     ratio_cap: Positive = 20.0
-    """Largest weight."""
+    """Largest ratio that weighs a token."""
 
 
 class ToprConfig(PolicyLossConfig, tag="topr"):
@@ -133,9 +132,9 @@ class GspoConfig(PolicyLossConfig, tag="gspo"):
     clip_low: Below1 = 3e-4
     """Lower clip distance; the default is for one version's drift, lag needs more."""
     clip_high: Positive = 4e-4
-    """Upper clip distance."""
+    """Distance of the upper clip bound above ratio 1."""
     form: Literal["sequence", "token", "length_scaled"] = "sequence"
-    """The paper's | each token's gradient through itself (GSPO-token) | times the length (LUSPO)."""
+    """`sequence`: the paper's. `token`: each token's gradient through itself (GSPO-token). `length_scaled`: times the length (LUSPO)."""
 
     @property
     def needs_equal_advantages(self) -> bool:
@@ -154,7 +153,7 @@ class GmpoConfig(PolicyLossConfig, tag="gmpo"):
     clip_low: Positive = 0.4
     """Lower clip distance of a token's log-ratio, nats."""
     clip_high: Positive = 0.4
-    """Upper clip distance, nats."""
+    """Upper clip distance of a token's log-ratio, nats."""
 
     @property
     def needs_equal_advantages(self) -> bool:
@@ -173,7 +172,7 @@ class VespoConfig(PolicyLossConfig, tag="vespo"):
     power_negative: Positive = 3.0
     """Exponent where it is negative."""
     decay_negative: Positive = 2.0
-    """Decay there."""
+    """Decay of large ratios where the advantage is negative."""
 
 
 class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
@@ -183,9 +182,9 @@ class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
     selector: ClassVar[str] = "token_masks.clip_cov_mask"
 
     clip_low: Below1 = 0.2
-    """Lower clip distance."""
+    """Distance of the lower clip bound below ratio 1."""
     clip_high: Positive = 0.2
-    """Upper clip distance."""
+    """Distance of the upper clip bound above ratio 1."""
     share: Share = 2e-4
     """Share of all tokens that is dropped."""
     covariance_low: float = 1.0
@@ -203,7 +202,7 @@ class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
     share: Share = 2e-4
     """Share of all tokens that is penalised."""
     coefficient: Positive = 1.0
-    """Weight of the penalty."""
+    """Weight of the KL penalty on the selected tokens."""
 
 
 class SppoConfig(PolicyLossConfig, tag="sppo"):
@@ -212,7 +211,7 @@ class SppoConfig(PolicyLossConfig, tag="sppo"):
     formula: ClassVar[str] = "sequence_losses.sppo"
 
     eta: Positive = 1000.0
-    """Win rate -> log-ratio."""
+    """Factor from win rate to log-ratio."""
 
     @property
     def needs_equal_advantages(self) -> bool:
@@ -227,9 +226,9 @@ class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
     """A function of the user's own, called like the built-in ones: docs/algorithms.md."""
 
     function: str
-    """`package.module:function`."""
+    """Import path, `package.module:function`."""
     arguments: dict[str, Any] = {}
-    """Passed by keyword."""
+    """Keyword arguments of the function."""
 
 
 class MaskConfig(Formula):
@@ -251,7 +250,7 @@ class M2poConfig(MaskConfig, tag="m2po"):
     formula: ClassVar[str] = "token_masks.m2po_mask"
 
     threshold: Positive = 0.04
-    """Largest mean."""
+    """Largest mean of the squared log-ratios of the tokens kept."""
 
 
 # msgspec decodes unions, not base classes: from here on the names stand for any of the records above.

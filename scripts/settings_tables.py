@@ -1,6 +1,7 @@
 """Tables of all settings for docs/settings.md, generated from the records and the presets."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -91,7 +92,8 @@ def _default(setting: Setting) -> str:
 
 def _allowed(setting: Setting) -> str:
     if setting.tags:
-        return ", ".join(f"`{option}`" for option in groups()[setting.group])
+        anchor = re.sub(r"[^\w-]", "", setting.name)
+        return f"[{len(groups()[setting.group])} options](#{anchor})"
     return _describe(setting.field.type)
 
 
