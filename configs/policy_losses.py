@@ -26,7 +26,7 @@ class PolicyLossConfig(Formula):
 
     @property
     def counts_length(self) -> bool:
-        """Whether each token carries the loss of its whole sequence, so that a mean over tokens counts lengths twice."""
+        """Whether each token carries its sequence's whole loss, so that a mean over tokens would count lengths twice."""
         return False
 
 
@@ -134,7 +134,8 @@ class GspoConfig(PolicyLossConfig, tag="gspo"):
     clip_high: Positive = 4e-4
     """Distance of the upper clip bound above ratio 1."""
     form: Literal["sequence", "token", "length_scaled"] = "sequence"
-    """`sequence`: the paper's. `token`: each token's gradient through itself (GSPO-token). `length_scaled`: times the length (LUSPO)."""
+    """`sequence`: the paper's. `token`: each token's gradient through itself (GSPO-token). `length_scaled`: times the
+    length (LUSPO)."""
 
     @property
     def needs_equal_advantages(self) -> bool:
