@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+from slipstream.scripts.algorithm_tables import list_advantages, list_masks, list_policy_losses
 from slipstream.scripts.settings_tables import list_settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,6 +58,9 @@ def _first_line(file: Path) -> str:
 BLOCKS = [
     Block("docs/modules.md", "modules", list_modules),
     Block("docs/settings.md", "settings", list_settings),
+    Block("docs/algorithms.md", "advantages", list_advantages),
+    Block("docs/algorithms.md", "policy losses", list_policy_losses),
+    Block("docs/algorithms.md", "masks", list_masks),
 ]
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from slipstream.learner.build import build_trainer
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import exit_rank, join_ranks
-from tests.unit.learner.builders import CPU, make_groups, weights, zero
-from tests.unit.learner.test_every_algorithm import make_algorithm_run
+from tests.unit.learner.builders import CPU, weights, zero
+from tests.unit.learner.test_every_algorithm import make_algorithm_groups, make_algorithm_run
 
 TIMEOUT_S = 120.0
 KEYS = ("learner/loss", "learner/grad_norm", "learner/kept_fraction", "learner/idle_fraction", "learner/tokens")
@@ -32,7 +32,7 @@ def main() -> None:
     for name in args.names:
         learner = {"engine": zero(args.zero), "num_ranks": 2, "tokens_per_microbatch": 64}
         trainer = build_trainer(make_algorithm_run(args.folder, name, learner=learner), ranks=ranks, device=CPU)
-        metrics = [trainer.step(make_groups(num_groups=4), learner_version=v, step=v + 1) for v in range(2)]
+        metrics = [trainer.step(make_algorithm_groups(name), learner_version=v, step=v + 1) for v in range(2)]
         found = weights(trainer)
         if ranks.is_first:
             save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, args.folder / f"{name}.st")

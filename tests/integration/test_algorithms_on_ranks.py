@@ -12,11 +12,20 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.algorithm_ranks import KEYS
-from tests.unit.learner.builders import make_groups, make_trainer, weights
-from tests.unit.learner.test_every_algorithm import SETTINGS, make_algorithm_run
+from tests.unit.learner.builders import make_trainer, weights
+from tests.unit.learner.test_every_algorithm import SETTINGS, make_algorithm_groups, make_algorithm_run
 
 DEADLINE_S = 900.0
-FEW = ["loss-ppo_clip", "advantage-gae", "gspo-token", "clip_cov-many", "m2po", "rejected", "normalised", "kl-full"]
+FEW = [
+    "loss-ppo_clip",
+    "advantage-gae",
+    "loss-gspo-token",
+    "loss-clip_cov",
+    "m2po",
+    "rejected",
+    "normalised",
+    "kl-full",
+]
 BLIND = "k_proj.bias"
 """Attention does not see it: its gradient is rounding, which Adam makes as large as any other."""
 AT_ONCE = 20
@@ -71,5 +80,5 @@ def test_two_ranks_make_the_weights_of_one(tmp_path: Path, stage: int, names: li
 
 def train_alone(folder: Path, name: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     trainer = make_trainer(make_algorithm_run(folder, name))
-    metrics = [trainer.step(make_groups(num_groups=4), learner_version=v, step=v + 1) for v in range(2)]
+    metrics = [trainer.step(make_algorithm_groups(name), learner_version=v, step=v + 1) for v in range(2)]
     return metrics, weights(trainer)

@@ -2,13 +2,16 @@
 
 import dataclasses
 import os
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
+from msgspec.inspect import LiteralType, type_info
 
-from slipstream.buffer.trajectory import Reward, Trajectory, VersionSpan
+from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
+from slipstream.configs.base import Formula
 from slipstream.configs.data import DataConfig, ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, LearnerConfig, TorchEngineConfig
 from slipstream.configs.run import RunConfig
@@ -24,6 +27,7 @@ from tests.builders import make_trajectory
 from tests.tiny_model import CHARACTERS, make_tiny_model, make_tiny_module
 
 CPU = torch.device("cpu")
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=4, seed=0)
 VOCABULARY = 2 + len(CHARACTERS)
 
 
@@ -49,7 +53,7 @@ def make_response(
     version: int = 0,
     **overrides: Any,
 ) -> Trajectory:
-    """One answer to one prompt; the generator gave every token log-probability -2."""
+    """One answer to one prompt, right where its reward exceeds 0.5; the generator gave every token log-probability -2."""
     num_tokens = len(prompt) + len(response)
     mask = np.arange(num_tokens) >= len(prompt)
     fields: dict[str, Any] = {
@@ -57,7 +61,7 @@ def make_response(
         "model_mask": mask,
         "generator_logprobs": np.where(mask, -2.0, 0.0).astype(np.float32),
         "version_spans": [VersionSpan(len(prompt), version)],
-        "reward": Reward(total=reward),
+        "reward": Reward(total=reward, parts={"a": reward, "b": 1 - reward**2}, is_correct=reward > 0.5),
     }
     return make_trajectory(str(group), index, **(fields | overrides))
 
@@ -77,6 +81,37 @@ def make_groups(
             members.append(make_response(group, index, prompt=prompt, response=response, reward=reward, **overrides))
         groups.append(members)
     return groups
+
+
+def with_greedy_answers(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    """Each group and one greedy answer to its prompt."""
+    return [[*group, make_response(index, len(group), sampling=GREEDY)] for index, group in enumerate(groups)]
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "clip_cov": {"share": 0.2, "covariance_low": 0.0},
+    "kl_cov": {"share": 0.2},
+    "sppo": {"eta": 1.0},
+    "opsm": {"delta": 0.01},
+    "m2po": {"threshold": 0.01},
+}
+"""Kind -> settings with which a record has an effect on a handful of tokens."""
+
+
+def examples(union: Any, **own: Any) -> dict[str, Formula]:
+    """A record of every kind of a union and every combination of its Literal fields, as `kind` and `kind-option`.
+
+    `own`: fields of the kind `custom`.
+    """
+    found: dict[str, Formula] = {}
+    for record in get_args(union):
+        kind = str(record.__struct_config__.tag)
+        fields: Any = type_info(record).fields  # type: ignore[attr-defined]
+        literals = {field.name: field.type.values for field in fields if isinstance(field.type, LiteralType)}
+        settings = own if kind == "custom" else NEEDED.get(kind, {})
+        for values in product(*literals.values()):
+            found["-".join([kind, *values])] = record(**settings, **dict(zip(literals, values, strict=True)))
+    return found
 
 
 def make_model(folder: Path, *, seed: int = 0, is_tied: bool = False) -> Path:

@@ -6,38 +6,17 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import VersionSpan
-from slipstream.configs import policy_losses
 from slipstream.configs.advantages import DrGrpoConfig, WinRateConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.correction import CorrectionConfig, LagBoundConfig, RejectionConfig
+from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, SppoConfig
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.metrics.step_metrics import StepMetrics
 from slipstream.learner.objective.objective import Objective
-from tests.unit.learner.builders import VOCABULARY, make_groups
+from tests.unit.learner.builders import VOCABULARY, examples, make_groups
 
-LOSSES = {
-    "ppo_clip": policy_losses.PpoClipConfig(),
-    "reinforce": policy_losses.ReinforceConfig(),
-    "unclipped": policy_losses.UnclippedConfig(),
-    "cispo": policy_losses.CispoConfig(),
-    "sapo": policy_losses.SapoConfig(),
-    "dro": policy_losses.DroConfig(),
-    "aspo": policy_losses.AspoConfig(),
-    "dppo_tv": policy_losses.DppoConfig(),
-    "dppo_kl": policy_losses.DppoConfig(divergence="kl"),
-    "topr": policy_losses.ToprConfig(),
-    "topr_token": policy_losses.ToprConfig(level="token"),
-    "gspo": policy_losses.GspoConfig(),
-    "gspo_token": policy_losses.GspoConfig(form="token"),
-    "luspo": policy_losses.GspoConfig(form="length_scaled"),
-    "gmpo": policy_losses.GmpoConfig(),
-    "vespo": policy_losses.VespoConfig(),
-    "clip_cov": policy_losses.ClipCovConfig(share=0.2, covariance_low=0.0),
-    "kl_cov": policy_losses.KlCovConfig(share=0.2),
-    "sppo": policy_losses.SppoConfig(eta=1.0),
-    "custom": policy_losses.CustomPolicyLossConfig("tests.unit.learner.own_algorithm:squashed", {"sharpness": 2.0}),
-}
+LOSSES = examples(PolicyLossConfig, function="tests.unit.learner.own_algorithm:squashed", arguments={"sharpness": 2.0})
 MEAN = RejectionConfig(low=0.9, high=1.2)
 CORRECTIONS = [
     CorrectionConfig(level="none", high=None),
@@ -49,7 +28,7 @@ CORRECTIONS = [
     CorrectionConfig(level="none", high=None, reject=[MEAN], rebaseline=True),
 ]
 PROXIMALS = ("recompute", "reuse", "generator", "interpolate")
-MASKS = ([], [policy_losses.M2poConfig(0.01), policy_losses.OpsmConfig(0.01)])
+MASKS = ([], list(examples(MaskConfig).values()))
 UPDATES = (1, 2)
 """With masks there are two updates, without them one."""
 
@@ -93,7 +72,7 @@ def gradient(objective, tokens, logprobs, parts):
 
 def compositions(loss):
     """Whatever the settings allow; the others are refused when they are loaded."""
-    is_sppo = isinstance(loss, policy_losses.SppoConfig)
+    is_sppo = isinstance(loss, SppoConfig)
     for correction, proximal, (masks, updates) in product(CORRECTIONS, PROXIMALS, zip(MASKS, UPDATES, strict=True)):
         try:
             yield AlgorithmConfig(

@@ -1,7 +1,7 @@
-"""Every estimator, surrogate, correction and mask through the real trainer, one step each."""
+"""Every advantage, policy loss, correction and mask through the real trainer, two steps each."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,56 +19,42 @@ from slipstream.configs.algorithm_terms import (
     RewardShapingConfig,
 )
 from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import OptimizerConfig
-from tests.unit.learner.builders import make_groups, make_model, make_run, make_trainer, weights
+from tests.unit.learner.builders import (
+    examples,
+    make_groups,
+    make_model,
+    make_run,
+    make_trainer,
+    weights,
+    with_greedy_answers,
+)
 
 NONE = correction.CorrectionConfig(level="none", high=None)
 REJECT_MEAN = correction.RejectionConfig(low=0.17, high=2.0)
 QUICK = CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
-WIN = {
-    "advantage": advantages.WinRateConfig(),
-    "policy_loss": policy_losses.SppoConfig(eta=1.0),
-    "aggregation": "prompt_mean",
+OWN = "tests.unit.learner.own_algorithm:"
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "advantage-win_rate": {"policy_loss": policy_losses.SppoConfig(eta=1.0), "aggregation": "prompt_mean"},
+    "loss-sppo": {"advantage": advantages.WinRateConfig(), "aggregation": "prompt_mean"},
+    "loss-gspo-length_scaled": {"aggregation": "seq_mean_token_mean"},
+    "advantage-vtrace": {"correction": NONE},
 }
+"""Choices that an advantage or a loss requires."""
 SETTINGS: dict[str, dict[str, Any]] = {
     **{
-        f"advantage-{record.__struct_config__.tag}": {"advantage": record()}
-        for record in get_args(advantages.AdvantageConfig)
-        if record
-        not in (
-            advantages.GaeConfig,
-            advantages.VtraceConfig,
-            advantages.CustomAdvantageConfig,
-            advantages.RemaxConfig,
-            advantages.WinRateConfig,
-            advantages.GdpoConfig,
-        )
+        f"advantage-{name}": {"advantage": record, "critic": CRITIC} | COMPANIONS.get(f"advantage-{name}", {})
+        for name, record in examples(advantages.AdvantageConfig, function=f"{OWN}centred").items()
     },
     **{
-        f"loss-{record.__struct_config__.tag}": {"policy_loss": record()}
-        for record in get_args(policy_losses.PolicyLossConfig)
-        if record not in (policy_losses.CustomPolicyLossConfig, policy_losses.SppoConfig)
+        f"loss-{name}": {"policy_loss": record} | COMPANIONS.get(f"loss-{name}", {})
+        for name, record in examples(
+            policy_losses.PolicyLossConfig, function=f"{OWN}squashed", arguments={"sharpness": 2.0}
+        ).items()
     },
-    "sppo": WIN,
-    "custom": {
-        "advantage": advantages.CustomAdvantageConfig("tests.unit.learner.own_algorithm:centred"),
-        "policy_loss": policy_losses.CustomPolicyLossConfig(
-            "tests.unit.learner.own_algorithm:squashed", {"sharpness": 2.0}
-        ),
-    },
-    "advantage-gae": {"advantage": advantages.GaeConfig(lam=0.95), "critic": CRITIC},
-    "advantage-gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive=0.05), "critic": WARMED_UP},
-    "advantage-vtrace": {"advantage": advantages.VtraceConfig(), "correction": NONE, "critic": CRITIC},
-    "gspo-token": {"policy_loss": policy_losses.GspoConfig(form="token")},
-    "luspo": {
-        "policy_loss": policy_losses.GspoConfig(form="length_scaled"),
-        "aggregation": "seq_mean_token_mean",
-    },
-    "dppo-kl": {"policy_loss": policy_losses.DppoConfig(divergence="kl")},
-    "topr-token": {"policy_loss": policy_losses.ToprConfig(level="token")},
-    "clip_cov-many": {"policy_loss": policy_losses.ClipCovConfig(share=0.2, covariance_low=0.0)},
-    "kl_cov-many": {"policy_loss": policy_losses.KlCovConfig(share=0.2)},
+    "gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive=0.05), "critic": WARMED_UP},
     "m2po": {"policy_loss": policy_losses.UnclippedConfig(), "masks": [policy_losses.M2poConfig(0.01)]},
     "opsm": {"masks": [policy_losses.OpsmConfig(0.01)]},
     "seq_tis": {"correction": correction.CorrectionConfig(level="sequence", high=5.0)},
@@ -111,12 +97,18 @@ def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner
         teacher = str(make_model(folder, seed=7))
         algorithm["distillation"] = DistillationConfig(teacher, **algorithm["distillation"])
     settings = {"groups_per_step": 4} | (learner or {})
-    return make_run(make_model(folder), learner=settings, algorithm=AlgorithmConfig(**algorithm))
+    generators = GeneratorsConfig(baseline="greedy") if name == "advantage-remax" else GeneratorsConfig()
+    return make_run(make_model(folder), learner=settings, algorithm=AlgorithmConfig(**algorithm), generators=generators)
+
+
+def make_algorithm_groups(name: str):
+    groups = make_groups(num_groups=4)
+    return with_greedy_answers(groups) if name == "advantage-remax" else groups
 
 
 def train(folder: Path, name: str, *, budget: int = 8192, num_updates: int = 1):
     run = make_algorithm_run(folder, name, num_updates=num_updates, learner={"tokens_per_microbatch": budget})
-    trainer, groups = make_trainer(run), make_groups(num_groups=4)
+    trainer, groups = make_trainer(run), make_algorithm_groups(name)
     metrics = [trainer.step(groups, learner_version=step, step=step + 1) for step in range(2)]
     return metrics, weights(trainer)
 
@@ -135,7 +127,7 @@ def test_it_trains_and_the_split_into_microbatches_changes_nothing(tmp_path, nam
         assert split_metrics[-1][key] == pytest.approx(whole_metrics[-1][key], rel=1e-4, abs=1e-6), key
 
 
-@pytest.mark.parametrize("name", ["loss-ppo_clip", "loss-cispo", "m2po", "clip_cov-many", "rejected", "kl-full"])
+@pytest.mark.parametrize("name", ["loss-ppo_clip", "loss-cispo", "m2po", "loss-clip_cov", "rejected", "kl-full"])
 def test_several_updates_of_a_step_work_too(tmp_path, name):
     metrics, found = train(tmp_path, name, num_updates=2)
     assert all(torch.isfinite(tensor).all() for tensor in found.values())
@@ -150,15 +142,15 @@ def test_several_updates_of_a_step_work_too(tmp_path, name):
         {"policy_loss": policy_losses.CustomPolicyLossConfig("no_such_module:loss")},
     ],
 )
-def test_a_function_of_ones_own_that_is_not_there_is_said_before_anything_is_built(tmp_path, algorithm):
+def test_a_users_function_that_is_not_there_is_reported_before_anything_is_built(tmp_path, algorithm):
     run = make_run(tmp_path / "no model", algorithm=AlgorithmConfig(**algorithm))
     with pytest.raises(ConfigError, match=r"function.*(has no 'missing'|no module 'no_such_module')"):
         make_trainer(run)
 
 
-def test_a_function_of_ones_own_sees_no_gap_and_is_not_called_for_nothing(tmp_path):
+def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path):
     """A reward that failed takes a whole group away, a bound all tokens of a trajectory."""
-    algorithm = SETTINGS["custom"] | {
+    algorithm = {
         "advantage": advantages.CustomAdvantageConfig("tests.unit.learner.own_algorithm:minus_group_means"),
         "policy_loss": policy_losses.CustomPolicyLossConfig("tests.unit.learner.own_algorithm:weighted_by_length"),
         "correction": correction.CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN]),

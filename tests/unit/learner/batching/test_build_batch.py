@@ -2,10 +2,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from slipstream.buffer.trajectory import Reward, Sampling, VersionSpan
+from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.errors import BatchError
-from tests.unit.learner.builders import VOCABULARY, make_groups, make_response
+from tests.unit.learner.builders import GREEDY, VOCABULARY, make_groups, make_response
 
 
 def admitted(groups, **overrides):
@@ -152,9 +152,6 @@ def test_a_greedy_trajectory_is_refused_where_no_baseline_was_asked_for():
 def test_a_temperature_below_zero_is_always_refused():
     with pytest.raises(BatchError, match="temperature > 0"):
         admitted([[fresh(0, sampling=msgspec.structs.replace(GREEDY, temperature=-1.0))]], has_baseline=True)
-
-
-GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=4, seed=0)
 
 
 def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
