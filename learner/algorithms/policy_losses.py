@@ -5,8 +5,6 @@ log-ratio is that of log pi_learner, so a formula with sg(weight) * log pi_learn
 another value, the same gradient (sg: without gradient).
 """
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -14,15 +12,16 @@ from torch import Tensor
 from slipstream.learner.algorithms.inputs import LossInputs, known
 
 
-def idle_tokens(loss: Callable[[LossInputs], Tensor], inputs: LossInputs) -> Bool[Tensor, "N"]:
-    """Tokens that `loss` leaves without gradient although their advantage is not zero, as a clip does.
+def idle_tokens(
+    losses: Float[Tensor, "N"], log_ratio: Float[Tensor, "N"], advantages: Float[Tensor, "N"]
+) -> Bool[Tensor, "N"]:
+    """Tokens that a loss leaves without gradient although their advantage is not zero, as a clip does.
 
-    Read off the gradient itself, so that it holds for any loss and cannot diverge from it.
+    Read off the gradient of `losses` by their `log_ratio`, so that it holds for any loss and cannot diverge from it.
     """
     with torch.enable_grad():
-        leaf = inputs.log_ratio.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(loss(inputs.with_log_ratio(leaf)).sum(), leaf)
-    return (gradient == 0) & (inputs.advantages != 0)
+        (gradient,) = torch.autograd.grad(losses.sum(), log_ratio)
+    return (gradient == 0) & (advantages != 0)
 
 
 def ppo_clip(
@@ -33,9 +32,11 @@ def ppo_clip(
     loss = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A), ratio = pi_learner / pi_proximal
     where A < 0 and with dual_clip: loss = min(loss, -dual_clip * A)
 
+    The two-sided clip of INTELLECT-2, arXiv:2505.07291, is the dual clip at its delta: both hold the ratio of A < 0
+    between 1 - clip_low and delta > 1 + clip_high.
+
     Source: PPO, arXiv:1707.06347, eq. 7; clip_high > clip_low is DAPO's clip-higher, arXiv:2503.14476, eq. 10; dual
-    clip, arXiv:1912.09729. The two-sided clip of INTELLECT-2, arXiv:2505.07291, is the dual clip at its delta:
-    both hold the ratio of A < 0 between 1 - clip_low and delta > 1 + clip_high.
+    clip, arXiv:1912.09729.
     """
     if dual_clip is not None and not dual_clip > 1:
         raise ValueError(

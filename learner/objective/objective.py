@@ -103,7 +103,10 @@ class Objective:
             losses = self._policy_loss(counted)
             self._check_shape(losses, counted)
             policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
-            is_idle = is_idle.masked_scatter(is_counted, idle_tokens(self._policy_loss, counted))
+            leaf = counted.log_ratio.detach().requires_grad_()
+            with torch.enable_grad():
+                again = self._policy_loss(counted.with_log_ratio(leaf))
+            is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * policy_losses + self._regularisers(tokens, measured, divergence)
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()

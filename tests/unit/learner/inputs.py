@@ -8,6 +8,7 @@ from beartype import beartype
 from jaxtyping import jaxtyped
 
 from slipstream.learner.algorithms import inputs
+from slipstream.learner.algorithms.policy_losses import idle_tokens
 
 checked = partial(jaxtyped, typechecker=beartype)
 for record in (
@@ -75,3 +76,11 @@ def over_ratios(function):
     return lambda x, sequences, *, num_sequences, **settings: function(
         inputs.RatioInputs(x, sequences, num_sequences), **settings
     )
+
+
+def find_idle(loss, columns: inputs.LossInputs) -> torch.Tensor:
+    """Tokens that the loss, a function of the inputs, leaves without gradient."""
+    leaf = columns.log_ratio.detach().requires_grad_()
+    with torch.enable_grad():
+        losses = loss(columns.with_log_ratio(leaf))
+    return checked(idle_tokens)(losses, leaf, columns.advantages)

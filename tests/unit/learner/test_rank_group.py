@@ -1,14 +1,20 @@
 """The worker loop executes rank 0's commands and waits while there is none."""
 
+import traceback
 from collections import deque
+from functools import wraps
 
 import pytest
 
 from slipstream.buffer.codec import encode, pack
 from slipstream.buffer.trajectory import Trajectory, VersionSpan
+from slipstream.learner.algorithms import policy_losses
+from slipstream.learner.algorithms.policy_losses import ppo_clip
+from slipstream.learner.learner import Learner
 from slipstream.learner.rank_group import Command, KeepAlive, RankGroup, Shutdown
 from tests.builders import make_run
-from tests.unit.learner.builders import make_response
+from tests.unit.learner.builders import make_alone, make_groups, make_model, make_response, make_trainer
+from tests.unit.learner.builders import make_run as make_learner_run
 
 
 class FakeRanks:
@@ -72,3 +78,25 @@ def test_percentiles_of_lag_reach_the_oldest_token_where_a_twentieth_is_older():
 def test_one_token_is_every_percentile():
     found = lag_metrics(3, learner_version=5)
     assert (found["lag/p50"], found["lag/p95"], found["lag/max"]) == (2, 2, 2)
+
+
+def test_the_formula_of_a_loss_is_at_most_nine_frames_below_the_loop(tmp_path, monkeypatch):
+    stacks = []
+
+    @wraps(ppo_clip)
+    def recorded(inputs, **settings):
+        stacks.append([frame.name for frame in traceback.extract_stack()])
+        return ppo_clip(inputs, **settings)
+
+    # The functions above RankGroup.train: the loop of the run and the step in it.
+    above = [Learner.run, Learner._train_one_step, Learner._train_and_commit]
+    called = [*(function.__name__ for function in above[1:]), "train"]
+    assert all(name in function.__code__.co_names for function, name in zip(above, called, strict=True))
+    monkeypatch.setattr(policy_losses, "ppo_clip", recorded)
+    run = make_learner_run(make_model(tmp_path))
+    rank_group = RankGroup(run=run, trainer=make_trainer(run), ranks=make_alone(), checkpoints=None)
+    payloads = [[pack(member, lease_id="1-0", purpose="train", group_size=4)[1] for member in g] for g in make_groups()]
+    rank_group.train(step=1, version=0, payloads=payloads)
+    depths = [len(above) + len(stack) - stack.index("train") for stack in stacks]
+    assert depths
+    assert max(depths) <= 9, stacks[0]

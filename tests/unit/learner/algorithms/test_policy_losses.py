@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from slipstream.learner.algorithms import importance, policy_losses
-from slipstream.learner.algorithms.policy_losses import idle_tokens
-from tests.unit.learner.inputs import checked, loss_inputs, wide
+from tests.unit.learner.inputs import checked, find_idle, loss_inputs, wide
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
 LOSSES = {
@@ -47,7 +46,7 @@ def gradient_of(loss, log_ratio, advantages, **columns):
 
 
 def idle(loss, log_ratio, advantages, **columns):
-    return idle_tokens(loss, inputs_of(log_ratio, advantages, **columns))
+    return find_idle(loss, inputs_of(log_ratio, advantages, **columns))
 
 
 def test_ppo_clip_by_hand():

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from slipstream.learner.algorithms import sequence_losses
-from slipstream.learner.algorithms.policy_losses import idle_tokens
-from tests.unit.learner.inputs import checked, loss_inputs, whole, wide
+from tests.unit.learner.inputs import checked, find_idle, loss_inputs, whole, wide
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.3}
 gspo = checked(sequence_losses.gspo)
@@ -49,7 +48,7 @@ def gradient_of(loss, log_ratio, advantages, sequences=SEQUENCES, num_sequences=
 
 
 def idle(name, log_ratio, advantages):
-    return idle_tokens(FORMULAS[name], loss_inputs(log_ratio, advantages, SEQUENCES, 3)).tolist()
+    return find_idle(FORMULAS[name], loss_inputs(log_ratio, advantages, SEQUENCES, 3)).tolist()
 
 
 def test_gspo_by_hand():
