@@ -11,7 +11,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class AdvantageConfig(Formula):
-    """Function of `AdvantageInputs`: one advantage per trajectory. Unless a trait says otherwise, a group of one has 0."""
+    """Function of `AdvantageInputs`: one advantage per trajectory; a group of one has 0 unless a trait differs."""
 
     has_own_baseline: ClassVar[bool] = False
     """Whether the baseline lies outside the group, so that a group of one has an advantage."""
@@ -26,7 +26,7 @@ class AdvantageConfig(Formula):
     needs_collisions: ClassVar[bool] = False
     """Whether it takes the chance that two draws of a token are equal."""
     unshaped: ClassVar[str] = ""
-    """Quantity that is compared instead of the shaped reward, which shaping would therefore not change; empty = none."""
+    """Quantity compared instead of the shaped reward, on which shaping has therefore no effect; empty = none."""
 
 
 class GrpoConfig(AdvantageConfig, tag="grpo"):

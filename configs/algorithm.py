@@ -185,7 +185,7 @@ def _check_preference(config: AlgorithmConfig) -> None:
     if isinstance(config.policy_loss, SppoConfig) != isinstance(config.advantage, WinRateConfig):
         raise ConfigError(
             "algorithm.policy_loss=sppo needs algorithm.advantage=win_rate and no other loss takes it, got "
-            f"policy_loss={config.policy_loss.kind} with advantage={config.advantage.kind}: sppo compares the log-ratio "
+            f"policy_loss={config.policy_loss.kind} with advantage={config.advantage.kind}: sppo compares log-ratios "
             "with the share of answers that are beaten."
         )
 

@@ -26,7 +26,7 @@ class PolicyLossConfig(Formula):
 
     @property
     def counts_length(self) -> bool:
-        """Whether each token carries its sequence's whole loss, so that a mean over tokens would count lengths twice."""
+        """Whether each token carries its sequence's whole loss: a mean over tokens would count lengths twice."""
         return False
 
 

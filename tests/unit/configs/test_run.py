@@ -1,4 +1,4 @@
-"""Checks that span roles: settings that cannot work are refused with the arithmetic, those at the bound are accepted."""
+"""Checks that span roles: what cannot work is refused with the arithmetic, what is at the bound is accepted."""
 
 import re
 
