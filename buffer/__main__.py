@@ -1,4 +1,4 @@
-"""python -m buffer ls|show|stats|refused|export|import|verify: look into a run's store, or make and read archives."""
+"""python -m buffer ls|show|stats|refused|export|import|verify: inspect a run's store, or make and read archives."""
 
 import sys
 

@@ -24,7 +24,7 @@ class RecordRefusedError(ReplayBufferError, ValueError):
         self.reason = reason
         """One word for counters, such as `nonfinite_logprob`."""
         self.detail = detail
-        """What must hold and what was got."""
+        """Requirement and actual value, in words."""
 
 
 class StaleFenceError(ReplayBufferError, RuntimeError):

@@ -226,7 +226,7 @@ class RunState(Record):
     checkpoint: CheckpointPointer | None = None
     """Checkpoint from which a resumed run starts; None before the first."""
     detail: str = ""
-    """Why the run is in this phase."""
+    """Reason of the phase, for people."""
     stepped_at: float | None = None
     """Commit of the last step, seconds of the store's clock; None before the first."""
     fence: int = 0
@@ -259,7 +259,7 @@ class EvaluationResult(Record):
     version: int
     """Policy version at the opening."""
     num_prompts: int
-    """Number of held-out rows."""
+    """Number of held-out rows asked."""
     num_answered: int
     """Rows answered at the time of reading."""
     num_correct: int

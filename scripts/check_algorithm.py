@@ -16,13 +16,13 @@ import yaml
 from rich.table import Table
 from torch import Tensor
 
-from slipstream.buffer.cli.show import make_console
 from slipstream.configs.advantages import CustomAdvantageConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.learner.algorithms.inputs import AdvantageInputs, LossInputs
 from slipstream.learner.objective.formulas import load_formula
 from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.console import make_console
 
 _TOLERANCE = 1e-5
 

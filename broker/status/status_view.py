@@ -11,7 +11,7 @@ from slipstream.broker.status.blocking import Wait
 from slipstream.broker.status.live_view import duration
 from slipstream.broker.status.role_status import Liveness, RoleStatus
 from slipstream.broker.status.run_status import RunStatus, StatusEvent
-from slipstream.buffer.cli.show import add_row, make_table, printable
+from slipstream.runtime.console import add_row, make_table, printable
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
 _MOST_GONE = 4

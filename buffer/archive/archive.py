@@ -19,17 +19,17 @@ class ArchiveCheck(Record):
     """Result of checking an archive. Example: ArchiveCheck(shards=4, groups=4096, trajectories=32768, steps=128)."""
 
     shards: int
-    """Shards in the manifest."""
+    """Number of shards in the manifest."""
     groups: int
     """Groups in the manifest's shards."""
     trajectories: int
     """Rows of the shards that can be read."""
     steps: int = 0
-    """Steps in the ledger."""
+    """Number of steps in the ledger."""
     damaged: int = 0
     """Shards that are missing or cannot be read."""
     duplicated: int = 0
-    """Surplus copies of trajectories."""
+    """Trajectories beyond the first of each id."""
     missing: int = 0
     """Trajectories of the ledger's steps that are in no shard."""
     problems: list[str] = []

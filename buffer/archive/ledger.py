@@ -28,7 +28,7 @@ class LedgerLine(Record):
     checksum: str
     """xxh3-64 of the entry's text in the line, hexadecimal."""
     entry: msgspec.Raw
-    """A StepEntry as JSON."""
+    """The StepEntry, as JSON text."""
 
 
 class _Schema(msgspec.Struct):

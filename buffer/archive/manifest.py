@@ -24,7 +24,7 @@ class ShardEntry(Record):
     file: str
     """File name in the archive's folder."""
     rows: int
-    """Number of trajectories."""
+    """Number of trajectories in it."""
     groups: int
     """Number of groups that have a trajectory."""
     first_step: int | None

@@ -63,11 +63,11 @@ class TrajectoryFilter(Record):
     """Conditions that a trajectory must meet, all that are set. Example: TrajectoryFilter(min_reward=0.5, outcome="retired", text="= 42")."""
 
     id: str | None = None
-    """Id of the trajectory."""
+    """Id of the one trajectory."""
     min_reward: float | None = None
-    """Least total reward, inclusive."""
+    """Least total reward, itself included."""
     max_reward: float | None = None
-    """Greatest total reward, inclusive."""
+    """Greatest total reward, itself included."""
     min_tokens: int | None = None
     """Fewest tokens of prompt and response, inclusive."""
     max_tokens: int | None = None

@@ -1,1 +1,1 @@
-"""The commands of `python -m buffer`: look into a live store or an archive, with the same filters."""
+"""Commands on stored trajectories: `python -m buffer`, also `slipstream data`."""

@@ -1,4 +1,4 @@
-"""Files of rollouts that `export`, or another tool, has written -> stored trajectories, each one checked."""
+"""Reads files of rollouts, written by `export` or another tool, and checks every trajectory."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,97 +29,96 @@ from slipstream.configs.base import ConfigError
 _ROWS_AT_ONCE = 256
 _OVER = get_args(Outcome)
 _LARGEST = 2**31 - 1
-"""Of indices, attempts, versions and steps."""
+"""Limit of indices, attempts, versions and steps."""
 _NOT_A_TRAJECTORY = (msgspec.MsgspecError, RecordRefusedError, OverflowError, TypeError, ValueError, KeyError)
 
 
 class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trajectory as a line of JSON; other tools may leave out what has a default.
+    """A trajectory as a line of JSON; fields with a default may be left out.
 
     Example: {"group_id": "17", "index": 0, "token_ids": [4, 8, 3], "model_mask": [false, false, true],
         "generator_logprobs": [0, 0, -0.1], "reward": {"total": 1.0}}
     """
 
     group_id: str
-    """A whole number, one for each prompt answered."""
+    """A whole number, one for each prompt."""
     index: int
-    """Place in the group."""
+    """Index in the group, from 0 on."""
     token_ids: list[int]
-    """Prompt, then response."""
+    """Tokens of the prompt, then of the response."""
     model_mask: list[bool]
     """True where the model wrote the token."""
     generator_logprobs: list[float]
-    """Under the distribution sampled from; 0 where it did not."""
+    """Log-probability under the distribution sampled from; 0 where the model did not write the token."""
     reward: Reward
-    """What it was worth."""
+    """Result of the reward function."""
     id: str = ""
-    """Empty: `<group_id>-<attempt>-<index>`, and it must be that."""
+    """Must be `<group_id>-<attempt>-<index>`; empty: that."""
     attempt: int = 0
-    """How often the prompt had been leased before."""
+    """Number of earlier leases of the prompt."""
     prompt_uid: str = ""
-    """The prompt's row of the training data; needed to be scored anew."""
+    """Name of the prompt's row in the training data; needed to score it again."""
     version_spans: list[VersionSpan] = []
-    """Empty: version 0 sampled it all."""
+    """Versions that sampled the tokens; empty: version 0 sampled all."""
     stop_reason: str = "stop"
-    """stop, length or aborted."""
+    """One of stop, length, aborted."""
     sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
-    """How it was drawn."""
+    """Sampling parameters of the request."""
     generator_id: str = "imported"
-    """Who made it."""
+    """Id of the generator that made it."""
     started_at: float = 0.0
-    """Seconds since 1970."""
+    """Start of generation, seconds since 1970."""
     finished_at: float = 0.0
-    """Seconds since 1970."""
+    """End of generation, seconds since 1970."""
     data_source: str = ""
-    """Kind of task."""
+    """Name of the kind of task."""
     num_turns: int = 1
-    """Model turns."""
+    """Turns that the model wrote."""
     extras: dict[str, Any] = {}
-    """Whatever is to be kept with it."""
+    """Data to store with it; plain values only."""
     outcome: str = "retired"
-    """How its group ended; a replay trains on what is retired."""
+    """End of its group; a replay trains on retired groups."""
     reason: str = ""
-    """Why."""
+    """Reason of the end; empty for retired."""
     steps: list[int] = []
-    """Steps that trained on it."""
+    """Steps that trained on it, in order."""
     schema_version: int = SCHEMA_VERSION
-    """Refused when newer than ours."""
+    """Refused if newer than the reader's."""
     archived_at: float | None = None
-    """Not kept: it is archived now."""
+    """Ignored: the import sets it."""
     prompt: str | None = None
-    """Not kept: the token ids count."""
+    """Ignored: the token ids count."""
     response: str | None = None
-    """Not kept: the token ids count."""
+    """Ignored: the token ids count."""
 
 
 _DECODER = msgspec.json.Decoder(RolloutLine)
 
 
-class Placed(NamedTuple):
-    """A stored trajectory, and where it stood."""
+class SourcedTrajectory(NamedTuple):
+    """A trajectory and its position in a file."""
 
-    place: str
-    """Such as `rollouts.jsonl line 3`."""
+    source: str
+    """Position for messages, such as `rollouts.jsonl line 3`."""
     stored: StoredTrajectory
-    """What stood there."""
 
 
-def read_rollouts(path: Path) -> Iterator[Placed]:
-    """The trajectories of a .jsonl or .parquet file, in order.
+def read_rollouts(path: Path) -> Iterator[SourcedTrajectory]:
+    """Yield the trajectories of a .jsonl or .parquet file, in order.
 
-    Raises ConfigError, which names the line (or row) and what is wrong with it.
+    Raises ConfigError that names the line (or row) and its defect.
     """
     if path.suffix not in _READERS:
         raise ConfigError(f"FILE must end in {' or '.join(_READERS)}, got {path}.")
     if not path.is_file():
-        raise ConfigError(f"FILE must be there, got {path}, which is not.")
+        raise ConfigError(f"FILE must exist, got {path}.")
     return _READERS[path.suffix](path)
 
 
-def _read_lines(path: Path) -> Iterator[Placed]:
+def _read_lines(path: Path) -> Iterator[SourcedTrajectory]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            yield _placed(f"{path} line {number}", partial(_from_line, line))
+            yield _checked(f"{path} line {number}", partial(_from_line, line))
 
 
 def _from_line(data: bytes) -> StoredTrajectory:
@@ -143,17 +142,17 @@ def _from_line(data: bytes) -> StoredTrajectory:
     return StoredTrajectory(Trajectory(**fields, **arrays, **made), line.outcome, line.reason, line.steps)  # type: ignore[arg-type]
 
 
-def _read_rows(path: Path) -> Iterator[Placed]:
+def _read_rows(path: Path) -> Iterator[SourcedTrajectory]:
     number = 0
     for batch in _batches(path):
         rows = from_batch(batch)
         for _ in range(batch.num_rows):
             number += 1
-            yield _placed(f"{path} row {number}", partial(next, rows))
+            yield _checked(f"{path} row {number}", partial(next, rows))
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """With the columns of an archive, whatever other tools have made of their types."""
+    """Yield batches with the columns of an archive, cast to its types: other tools write wider or narrower ones."""
     try:
         file = pq.ParquetFile(path)
         if reason := newer_schema(file.schema_arrow):
@@ -169,16 +168,16 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
         ) from None
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Placed]]] = {".jsonl": _read_lines, ".parquet": _read_rows}
+_READERS: dict[str, Callable[[Path], Iterator[SourcedTrajectory]]] = {".jsonl": _read_lines, ".parquet": _read_rows}
 
 
-def _placed(place: str, build: Callable[[], StoredTrajectory]) -> Placed:
+def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTrajectory:
     try:
         stored = build()
         _check(stored)
     except _NOT_A_TRAJECTORY as error:
-        raise ConfigError(f"{place} must be a trajectory: {str(error) or type(error).__name__}.") from None
-    return Placed(place, stored)
+        raise ConfigError(f"{source} must be a trajectory: {str(error) or type(error).__name__}.") from None
+    return SourcedTrajectory(source, stored)
 
 
 def _check(stored: StoredTrajectory) -> None:
@@ -188,7 +187,7 @@ def _check(stored: StoredTrajectory) -> None:
         raise ValueError(f"id must be <group_id>-<attempt>-<index>, got {trajectory.id!r}")
     if stored.state not in _OVER:
         raise ValueError(
-            f"outcome must be one of {', '.join(_OVER)}, got {stored.state!r}: what a store still works on is not over"
+            f"outcome must be one of {', '.join(_OVER)}, got {stored.state!r}: only groups that are over can be imported"
         )
 
 

@@ -1,69 +1,39 @@
-"""`python -m buffer show`: one trajectory, whole."""
+"""Tables of the commands ls, show and refused."""
 
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import groupby, islice, pairwise
-from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory
 from slipstream.buffer.records import FRAME_BYTES_KEPT
 from slipstream.buffer.trajectory import Trajectory
-
-# @@ What the commands print with: tables that keep their columns in a pipe, and text that no model can break out of.
-_PIPED_WIDTH = 180
-"""Characters, where there is no terminal to ask."""
-
-
-def make_console() -> Console:
-    """For standard output."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
-
-
-def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """A table without lines; the columns named in `numbers` are flush right."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    return table
-
-
-def add_row(table: Table, *cells: Any) -> None:
-    """Plain text in every cell: nothing in it is markup."""
-    table.add_row(*(Text(printable(str(cell))) for cell in cells))
-
-
-def printable(text: str) -> str:
-    """`text` with everything but letters and line ends spelt out: models write whatever moves a terminal's cursor."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)
+from slipstream.runtime.console import add_row, make_table
 
 
 def span(values: list[int]) -> str:
-    """`3`, `3-5`, or nothing."""
+    """Return the first and last of ordered values as `3-5`, a single one as `3`, none as nothing."""
     if not values:
         return ""
     return str(values[0]) if values[0] == values[-1] else f"{values[0]}-{values[-1]}"
 
 
 def distribution(values: list[float]) -> list[str]:
-    """Mean, least, 10 %, median, 90 %, greatest."""
+    """Return mean, least, 10 %, median, 90 % and greatest value as text."""
     points = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
     return [f"{value:.4g}" for value in (np.mean(values), *points)]
 
 
-# @@ `python -m buffer ls`: a line for each group, or for each trajectory.
+# --- ls --------------------------------------------------------------------------------------------------------------
 _COMMON = ("outcome", "tokens", "versions", "steps", "data source", "reason")
 _NUMBERS = ("members", "reward", "tokens", "index")
 
 
 def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
-    """(a line per group, number of lines): wanted members are counted, rewards and tokens are their means."""
+    """Return (a line per group, number of lines); counts and means are those of the selected members."""
     table = make_table("group", "members", "reward", *_COMMON, numbers=_NUMBERS)
     for group in islice(_groups(found), limit):
         rewards = sum(member.trajectory.reward.total for member in group) / len(group)
@@ -75,7 +45,7 @@ def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table
 
 
 def list_trajectories(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
-    """(a line per trajectory, number of lines)."""
+    """Return (a line per trajectory, number of lines)."""
     table = make_table("id", "reward", *_COMMON, numbers=_NUMBERS)
     for stored in islice(found, limit):
         trajectory = stored.trajectory
@@ -95,27 +65,27 @@ def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, 
     add_row(table, *cells, *common)
 
 
-# @@ `python -m buffer refused`: what the broker turned away, as far as the store keeps it.
+# --- refused ---------------------------------------------------------------------------------------------------------
 _HEX_BYTES = 16
 _TEXT_BYTES = 64
-"""First bytes that a line of the table shows, as numbers and as text."""
+"""First bytes in a line of the table, as numbers and as text."""
 
 
-class RefusedFrame(msgspec.Struct, frozen=True):
-    """Example: RefusedFrame(reason="malformed", num_bytes=4, is_cut=False, hex="6a756e6b")."""
+class RejectedFrame(msgspec.Struct, frozen=True):
+    """A frame that the broker rejected. Example: RejectedFrame(reason="malformed", num_bytes=4, is_cut=False, hex="6a756e6b")."""
 
     reason: str
-    """Why, as the counter `refused` names it."""
+    """Reason, as in the counter `refused`."""
     num_bytes: int
-    """Bytes of it that are kept; 0 for a Hello, which may hold a token."""
+    """Bytes that are stored; 0 for a Hello, which may hold a token."""
     is_cut: bool
-    """Whether it may have been longer."""
+    """Whether the frame may have been longer."""
     hex: str
-    """Those bytes, two digits each."""
+    """The stored bytes, two digits each."""
 
 
 def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
-    """A line for each (reason, first bytes)."""
+    """Return a table with a line for each (reason, first bytes)."""
     table = make_table("reason", "bytes", "begins with", "as text", numbers=("bytes",))
     for reason, kept in frames:
         size = f"{len(kept)}+" if _is_cut(kept) else len(kept)
@@ -124,9 +94,9 @@ def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
 
 
 def as_json(frames: Iterable[tuple[str, bytes]]) -> Iterator[str]:
-    """A RefusedFrame as a line of JSON for each (reason, first bytes)."""
+    """Yield a RejectedFrame as a line of JSON for each (reason, first bytes)."""
     for reason, kept in frames:
-        yield msgspec.json.encode(RefusedFrame(reason, len(kept), _is_cut(kept), kept.hex())).decode()
+        yield msgspec.json.encode(RejectedFrame(reason, len(kept), _is_cut(kept), kept.hex())).decode()
 
 
 def _is_cut(kept: bytes) -> bool:
@@ -134,22 +104,23 @@ def _is_cut(kept: bytes) -> bool:
 
 
 def _as_text(kept: bytes) -> str:
-    """ASCII, with a dot for whatever is none."""
+    """Decode as ASCII, with a dot for every other byte."""
     return "".join(chr(byte) if 32 <= byte < 127 else "." for byte in kept)
 
 
+# --- show ------------------------------------------------------------------------------------------------------------
 def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Table:
-    """Where it came from, what it got, what became of it."""
+    """Return a table of a trajectory's origin, reward, and use in training."""
     table = make_table("", "")
     for name, value in _facts(stored, step_versions):
         add_row(table, name, value)
     return table
 
 
-def show_stretches(trajectory: Trajectory, *, decode: Decode | None) -> Table:
-    """Its tokens in stretches that one version wrote, or nobody: places, version, mean log-probability, content."""
+def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
+    """Return a table of token ranges that one version sampled, or none: range, version, mean log-probability, text."""
     table = make_table("tokens", "written by", "mean logprob", "text" if decode else "token ids", numbers=("tokens",))
-    for start, end, version in _stretches(trajectory):
+    for start, end, version in _segments(trajectory):
         tokens = trajectory.token_ids[start:end]
         content = decode(tokens) if decode else " ".join(map(str, tokens))
         mean = f"{float(trajectory.generator_logprobs[start:end].mean()):.3f}" if version >= 0 else ""
@@ -158,15 +129,15 @@ def show_stretches(trajectory: Trajectory, *, decode: Decode | None) -> Table:
 
 
 def show_tokens(trajectory: Trajectory, *, decode: Decode | None) -> Table:
-    """A line for each token."""
-    table = make_table("place", "id", "written by", "logprob", "text", numbers=("place", "id", "logprob"))
+    """Return a table with a line for each token."""
+    table = make_table("index", "id", "written by", "logprob", "text", numbers=("index", "id", "logprob"))
     versions = trajectory.token_versions().tolist()
     logprobs = trajectory.generator_logprobs.tolist()
-    for place, (token, version, logprob) in enumerate(
+    for index, (token, version, logprob) in enumerate(
         zip(trajectory.token_ids.tolist(), versions, logprobs, strict=True)
     ):
-        text = decode(trajectory.token_ids[place : place + 1]) if decode else ""
-        add_row(table, place, token, _author(version), f"{logprob:.4f}" if version >= 0 else "", repr(text)[1:-1])
+        text = decode(trajectory.token_ids[index : index + 1]) if decode else ""
+        add_row(table, index, token, _author(version), f"{logprob:.4f}" if version >= 0 else "", repr(text)[1:-1])
     return table
 
 
@@ -202,8 +173,8 @@ def _training(stored: StoredTrajectory, version: int | None) -> str:
     return f"trained on it at version {version}: lag {version - stored.oldest_version}"
 
 
-def _stretches(trajectory: Trajectory) -> Iterator[tuple[int, int, int]]:
-    """(first token, token after the last, version or -1)."""
+def _segments(trajectory: Trajectory) -> Iterator[tuple[int, int, int]]:
+    """Yield (first token, token after the last, version or -1)."""
     versions = trajectory.token_versions()
     borders = np.flatnonzero(np.diff(versions)) + 1
     for start, end in pairwise([0, *borders.tolist(), len(versions)]):

@@ -1,4 +1,4 @@
-"""Where trajectories are looked for: a run's store, a server's, or an archive, behind one interface."""
+"""Sources of trajectories: a run's store or an archive, behind one interface."""
 
 import json
 import sys
@@ -23,14 +23,14 @@ from slipstream.buffer.trajectory import group_of, lease_of
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 
-# @@ Token ids -> text, with the tokenizer that lies beside a model.
+# --- decoding --------------------------------------------------------------------------------------------------------
 _FILE = "tokenizer.json"
 
 
 def find_decoder(given: Path | None, *, candidates: list[Path]) -> Decode | None:
-    """The tokenizer of the folder (or file) `given`, else the first there is among the `candidates`; None without one.
+    """Return the tokenizer of the folder (or file) `given`, else of the first candidate that has one, else None.
 
-    Raises ConfigError when `given` has none, or a file that is there cannot be read.
+    Raises ConfigError when `given` has none, or a tokenizer cannot be read.
     """
     if given is None:
         paths = [folder / _FILE for folder in candidates]
@@ -44,7 +44,7 @@ def find_decoder(given: Path | None, *, candidates: list[Path]) -> Decode | None
 def _load(path: Path) -> Decode:
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    # The library raises a bare Exception for whatever is wrong with the file.
+    # The library raises a bare Exception for every defect of the file.
     except Exception as error:
         raise ConfigError(
             f"{path} must be a tokenizer of the `tokenizers` library, but cannot be read: {error}"
@@ -56,41 +56,44 @@ def _load(path: Path) -> Decode:
     return decode
 
 
+# --- sources ---------------------------------------------------------------------------------------------------------
 _STORE_TIMEOUT_S = 5.0
+"""Limit for connecting to a server."""
+_START_TIMEOUT_S = 30.0
+"""Limit for a run's own server, which loads its data if it is started for this command."""
 
 
 class Source(Protocol):
-    """What the commands look into."""
+    """A store or an archive, as the commands read it."""
 
-    def read(self, wanted: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Wanted trajectories, members of a group next to each other. `decode` is needed for a filter on text."""
+    def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+        """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
         ...
 
     def step_versions(self) -> dict[int, int]:
-        """Step -> the learner's version at its start, of the steps that are known."""
+        """Return step -> the learner's version at its start, of the steps that are known."""
         ...
 
     def model_paths(self) -> list[Path]:
-        """Folders in which the run's model, and so its tokenizer, may be."""
+        """Return folders that may hold the run's model, and so its tokenizer."""
         ...
 
 
 class ArchiveSource:
-    """An archive, and what its run folder adds to it when it still lies there."""
+    """An archive, and the metrics and settings of its run folder if it still lies there."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ArchiveError."""
         self.archive = Archive(folder)
-        self.num_refused = 0
-        """Shards that could not be read; each was told on stderr."""
+        self.num_unreadable = 0
+        """Shards that could not be read; each is reported on stderr."""
         self._run_folder = folder.resolve().parent
 
-    def read(self, wanted: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """See `Source.read`."""
-        return self.archive.read(wanted, decode=decode, on_refused=self._tell)
+    def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+        return self.archive.read(selected, decode=decode, on_refused=self._warn)
 
     def step_versions(self) -> dict[int, int]:
-        """See `Source.step_versions`. A row of metrics holds the version after its step, which the next begins with."""
+        # A row of metrics holds the version after its step, with which the next step begins.
         path = self._run_folder / "metrics.jsonl"
         if not path.is_file():
             return {}
@@ -98,14 +101,13 @@ class ArchiveSource:
         return {1: 0} | {row["step"] + 1: row["version"] for row in rows}
 
     def model_paths(self) -> list[Path]:
-        """See `Source.model_paths`."""
         if not (self._run_folder / "config.yaml").is_file():
             return []
         return _model_paths(read_config(self._run_folder), self._run_folder)
 
-    def _tell(self, refused: ShardError) -> None:
-        self.num_refused += 1
-        print(f"warning: {refused}", file=sys.stderr)
+    def _warn(self, error: ShardError) -> None:
+        self.num_unreadable += 1
+        print(f"warning: {error}", file=sys.stderr)
 
 
 class StoreSource:
@@ -116,42 +118,38 @@ class StoreSource:
         self._store = store
         self._run_folder = run_folder
 
-    def read(self, wanted: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """See `Source.read`."""
+    def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         self._store.run_state()
-        group_id = group_of(lease_of(wanted.id)) if wanted.id else None
-        for group in self._store.groups(group_id=group_id, state=wanted.outcome):
+        group_id = group_of(lease_of(selected.id)) if selected.id else None
+        for group in self._store.groups(group_id=group_id, state=selected.outcome):
             for payload in group.payloads:
                 stored = StoredTrajectory(unpack(payload), group.state, group.reason, group.steps)
-                if wanted.matches(stored, decode=decode):
+                if selected.matches(stored, decode=decode):
                     yield stored
 
     def step_versions(self) -> dict[int, int]:
-        """See `Source.step_versions`."""
         return {entry.step: entry.version for entry in self._store.ledger()}
 
     def model_paths(self) -> list[Path]:
-        """See `Source.model_paths`."""
         try:
             config = msgspec.json.decode(self._store.run_config_json(), type=RunConfig)
         except msgspec.MsgspecError:
-            # Of a run that another version of Slipstream began: it has a model, but we cannot read which.
+            # The run was begun by another version of Slipstream: its settings cannot be read.
             return []
         return _model_paths(config, self._run_folder)
 
-    def refused_frames(self) -> list[tuple[str, bytes]]:
-        """Reason and first bytes of what the broker turned away, newest first."""
+    def rejected_frames(self) -> list[tuple[str, bytes]]:
+        """Return reason and first bytes of the frames that the broker rejected, newest first."""
         self._store.run_state()
         return self._store.quarantined_frames()
 
     def audit(self) -> Audit:
-        """The books of the run."""
         return self._store.audit()
 
 
 @contextmanager
 def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator[ArchiveSource | StoreSource]:
-    """An archive's folder, a run folder, the name of a run in `runs_dir`, or a server's address with `run_name`.
+    """Open an archive's folder, a run folder, a run of `runs_dir` by its name, or a server's address with `run_name`.
 
     Raises ConfigError when `where` is none of them, and as `open_run_store` and `Archive` do.
     """
@@ -164,7 +162,7 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator
         yield ArchiveSource(Path(where))
     else:
         folder = _run_folder(where, runs_dir)
-        with open_run_store(folder, timeout_s=_STORE_TIMEOUT_S, starts_server=True) as store:
+        with open_run_store(folder, timeout_s=_START_TIMEOUT_S, starts_server=True) as store:
             yield StoreSource(store, run_folder=folder)
 
 
@@ -179,7 +177,7 @@ def _run_folder(where: str, runs_dir: Path) -> Path:
 
 
 def _model_paths(config: RunConfig, run_folder: Path | None) -> list[Path]:
-    """A relative path holds from where the run was started: as a rule the folder that holds its `runs_dir`."""
+    # A relative path holds from where the run was started: usually the folder that holds its `runs_dir`.
     path = Path(config.model.path)
     if run_folder is None:
         return [path]

@@ -1,4 +1,4 @@
-"""`python -m buffer stats`: how many there are of what, and how rewards, lengths and lags are distributed."""
+"""Statistics of trajectories, and the results of verify."""
 
 from collections.abc import Iterable
 
@@ -7,26 +7,27 @@ from rich.table import Table
 from slipstream.buffer.accounting import Audit
 from slipstream.buffer.archive.archive import ArchiveCheck
 from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, StoredTrajectory
-from slipstream.buffer.cli.show import add_row, distribution, make_table
+from slipstream.buffer.cli.show import distribution
+from slipstream.runtime.console import add_row, make_table
 
-# @@ `python -m buffer verify`: the books of a run, or every byte of an archive.
+# --- verify ----------------------------------------------------------------------------------------------------------
 _ADDENDS = ("buffered", "claimed", "used", "retired", "rejected", "expired", "quarantined")
 
 
-def tell_audit(books: Audit) -> list[str]:
-    """The sums of a store, and what is wrong with them."""
-    sums = " + ".join(f"{name} {getattr(books, name)}" for name in _ADDENDS)
-    total = sum(getattr(books, name) for name in _ADDENDS)
+def describe_audit(audit: Audit) -> list[str]:
+    """Return the sums of a store and its problems, a line each."""
+    sums = " + ".join(f"{name} {getattr(audit, name)}" for name in _ADDENDS)
+    total = sum(getattr(audit, name) for name in _ADDENDS)
     return [
         f"accepted = {' + '.join(_ADDENDS)}",
-        f"{books.accepted} {'=' if books.accepted == total else 'is not'} {total} = {sums}",
-        f"lost={books.lost} duplicated={books.duplicated} skipped_prompts={books.skipped_prompts}",
-        *books.problems,
+        f"{audit.accepted} {'=' if audit.accepted == total else 'is not'} {total} = {sums}",
+        f"lost={audit.lost} duplicated={audit.duplicated} skipped_prompts={audit.skipped_prompts}",
+        *audit.problems,
     ]
 
 
-def tell_check(check: ArchiveCheck) -> list[str]:
-    """The sums of an archive, and what is wrong with it."""
+def describe_check(check: ArchiveCheck) -> list[str]:
+    """Return the sums of an archive and its problems, a line each."""
     return [
         f"{check.shards} shards, {check.groups} groups, {check.trajectories} trajectories, {check.steps} steps",
         f"damaged={check.damaged} duplicated={check.duplicated} missing={check.missing}",
@@ -34,11 +35,12 @@ def tell_check(check: ArchiveCheck) -> list[str]:
     ]
 
 
+# --- stats -----------------------------------------------------------------------------------------------------------
 _POINTS = ("mean", "least", "10%", "median", "90%", "greatest")
 
 
-class Tally:
-    """Numbers of one kind of trajectory; a few per trajectory are kept, no tokens."""
+class _Totals:
+    """Numbers of one kind of trajectory: a few per trajectory, no tokens."""
 
     def __init__(self) -> None:
         self.groups: set[str] = set()
@@ -51,10 +53,8 @@ class Tally:
         self.lags: list[float] = []
 
     def add(self, stored: StoredTrajectory, *, step_versions: dict[int, int]) -> None:
-        """Count one. A trajectory trained on twice has two lags; a failed reward function gave no reward.
-
-        Rewards are those of sampled trajectories: a greedy baseline would shift them.
-        """
+        # A trajectory trained on twice has two lags; one whose reward function failed has no reward. Rewards are those
+        # of sampled trajectories: greedy baselines would shift them.
         trajectory = stored.trajectory
         self.groups.add(trajectory.group_id)
         is_ok = trajectory.reward.status == "ok"
@@ -70,48 +70,50 @@ class Tally:
         self.lags += [version - stored.oldest_version for version in learner_versions]
 
 
-class Stats:
-    """Tallies of all, by outcome, by why groups fell out, and by data source."""
+class TrajectoryStats:
+    """Totals of all trajectories, by outcome, by reason, and by data source."""
 
     def __init__(self, found: Iterable[StoredTrajectory], *, step_versions: dict[int, int]) -> None:
-        """Reads `found` to its end."""
-        self.all = Tally()
-        self.by_outcome: dict[str, Tally] = {}
-        self.by_reason: dict[str, Tally] = {}
-        self.by_data_source: dict[str, Tally] = {}
+        """Read `found` to its end."""
+        self.all = _Totals()
+        self.by_outcome: dict[str, _Totals] = {}
+        self.by_reason: dict[str, _Totals] = {}
+        self.by_data_source: dict[str, _Totals] = {}
         for stored in found:
-            tallies = [
+            matching = [
                 self.all,
-                self.by_outcome.setdefault(stored.state, Tally()),
-                self.by_data_source.setdefault(stored.trajectory.data_source, Tally()),
+                self.by_outcome.setdefault(stored.state, _Totals()),
+                self.by_data_source.setdefault(stored.trajectory.data_source, _Totals()),
             ]
             if stored.reason:
-                tallies.append(self.by_reason.setdefault(f"{stored.state}: {stored.reason}", Tally()))
-            for tally in tallies:
-                tally.add(stored, step_versions=step_versions)
+                matching.append(self.by_reason.setdefault(f"{stored.state}: {stored.reason}", _Totals()))
+            for totals in matching:
+                totals.add(stored, step_versions=step_versions)
 
     def tables(self) -> list[Table]:
-        """Counts by outcome, by reason where there is any, by data source, and the distributions over all."""
-        outcomes = {place: self.by_outcome[place] for place in GROUP_STATES if place in self.by_outcome}
+        """Return counts by outcome, reason and data source, and the distributions; nothing if nothing was found."""
+        if not self.all.tokens:
+            return []
+        outcomes = {state: self.by_outcome[state] for state in GROUP_STATES if state in self.by_outcome}
         kinds = {"outcome": outcomes, "reason": self.by_reason, "data source": self.by_data_source}
-        return [*(_counts(title, tallies) for title, tallies in kinds.items() if tallies), _distributions(self.all)]
+        return [*(_counts(title, totals) for title, totals in kinds.items() if totals), _distributions(self.all)]
 
 
-def _counts(title: str, kinds: dict[str, Tally]) -> Table:
+def _counts(title: str, kinds: dict[str, _Totals]) -> Table:
     numbers = ("groups", "trajectories", "mean reward", "right", "failed", "mean tokens", "mean response", "mean lag")
     table = make_table(title, *numbers, numbers=numbers)
-    for kind, tally in kinds.items():
-        means = (_mean(tally.tokens), _mean(tally.response_tokens), _mean(tally.lags))
-        count = len(tally.tokens)
-        right = f"{tally.num_correct / max(1, tally.num_sampled):.1%}"
-        add_row(table, kind, len(tally.groups), count, _mean(tally.rewards), right, tally.num_failed, *means)
+    for kind, totals in kinds.items():
+        means = (_mean(totals.tokens), _mean(totals.response_tokens), _mean(totals.lags))
+        right = f"{totals.num_correct / max(1, totals.num_sampled):.1%}"
+        counts = (len(totals.groups), len(totals.tokens), _mean(totals.rewards), right, totals.num_failed)
+        add_row(table, kind, *counts, *means)
     return table
 
 
-def _distributions(tally: Tally) -> Table:
+def _distributions(totals: _Totals) -> Table:
     table = make_table("", *_POINTS, numbers=_POINTS)
-    measures = {"reward": tally.rewards, "tokens": tally.tokens, "response tokens": tally.response_tokens}
-    for name, values in (measures | {"lag": tally.lags}).items():
+    measures = {"reward": totals.rewards, "tokens": totals.tokens, "response tokens": totals.response_tokens}
+    for name, values in (measures | {"lag": totals.lags}).items():
         if values:
             add_row(table, name, *distribution(values))
     return table

@@ -1,4 +1,4 @@
-"""`python -m buffer import`: rollouts out of files into an archive of their own, to be trained on."""
+"""Export of trajectories to one file, and import of such files as an archive to train on."""
 
 import shutil
 import tempfile
@@ -16,24 +16,24 @@ import pyarrow.parquet as pq
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory
-from slipstream.buffer.cli.rollout_files import Placed, read_rollouts
+from slipstream.buffer.cli.rollout_files import SourcedTrajectory, read_rollouts
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Record
 from slipstream.configs.base import ConfigError
 
-# @@ `python -m buffer export`: trajectories into one file that other tools read.
+# --- export ----------------------------------------------------------------------------------------------------------
 _ROWS_AT_ONCE = 1024
 _FORMATS = (".parquet", ".jsonl")
 
 
 def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
-    """Write `target` as its ending says, whole or not at all; returns the number of trajectories.
+    """Write `target` in the format of its suffix, whole or not at all; return the number of trajectories.
 
     Parquet has the columns of an archive; JSON lines have the same fields (bytes in `extras` as base64), and the
-    decoded texts when there is a `decode`; `import` reads both. Raises ConfigError for another ending or a file that is
-    there already, RecordRefusedError for a trajectory that does not fit the columns.
+    decoded texts if `decode` is given; `import` reads both. Raises ConfigError for another suffix or a file that exists,
+    RecordRefusedError for a trajectory that does not fit the columns.
     """
     if target.suffix not in _FORMATS:
         raise ConfigError(f"OUT must end in {' or '.join(_FORMATS)}, got {target}.")
@@ -85,9 +85,9 @@ def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
         mask = trajectory.model_mask
         first = int(mask.argmax())
         texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
-    fate = {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
+    outcome = {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
     marks = {"outcome": stored.state, "schema_version": SCHEMA_VERSION}
-    return msgspec.structs.asdict(trajectory) | marks | fate | texts
+    return msgspec.structs.asdict(trajectory) | marks | outcome | texts
 
 
 def _as_list(value: Any) -> Any:
@@ -102,24 +102,25 @@ def _chunks_to_export(found: Iterable[StoredTrajectory]) -> Iterator[list[Stored
         yield chunk
 
 
+# --- import ----------------------------------------------------------------------------------------------------------
 _SHARD_BYTES = 256 * 2**20
-"""Encoded trajectories in memory together."""
+"""Encoded trajectories in memory together, bytes."""
 _SHARD_GROUPS = 1024
 
 
 class Imported(Record):
-    """What an import has written. Example: Imported(groups=1024, trajectories=8192)."""
+    """Result of an import. Example: Imported(groups=1024, trajectories=8192)."""
 
     groups: int
-    """New in the archive."""
+    """Number of groups written."""
     trajectories: int
-    """New in the archive."""
+    """Number of trajectories written."""
 
 
 def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
-    """Make the archive `where` of all trajectories in `files`, or nothing at all.
+    """Create the archive `where` from all trajectories in `files`, or nothing at all.
 
-    Raises ConfigError for a place where none can be, and for the first line that is no trajectory.
+    Raises ConfigError for a folder that cannot become one, and for the first line that is no trajectory.
     """
     _check_no_run(where, runs_dir)
     into = Path(where)
@@ -146,51 +147,51 @@ def _write(groups: Iterator[FinishedGroup], folder: Path) -> Imported:
     return Imported(groups=sum(shard.groups for shard in shards), trajectories=sum(shard.rows for shard in shards))
 
 
-def _grouped(found: Iterable[Placed]) -> Iterator[FinishedGroup]:
-    """Members that stand together, as a group. Raises ConfigError when they do not fit each other."""
+def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[FinishedGroup]:
+    """Yield consecutive members as a group. Raises ConfigError when they do not fit each other."""
     seen: set[str] = set()
-    members: list[Placed] = []
-    for placed in found:
-        if members and _group_id(placed) != _group_id(members[0]):
+    members: list[SourcedTrajectory] = []
+    for sourced in found:
+        if members and _group_id(sourced) != _group_id(members[0]):
             yield _finished(members)
             members = []
         if not members:
-            _check_new(placed, seen)
+            _check_new(sourced, seen)
         else:
-            _check_fits(placed, members)
-        members.append(placed)
+            _check_fits(sourced, members)
+        members.append(sourced)
     if members:
         yield _finished(members)
 
 
-def _group_id(placed: Placed) -> str:
-    return placed.stored.trajectory.group_id
+def _group_id(sourced: SourcedTrajectory) -> str:
+    return sourced.stored.trajectory.group_id
 
 
-def _check_new(placed: Placed, seen: set[str]) -> None:
-    if _group_id(placed) in seen:
+def _check_new(sourced: SourcedTrajectory, seen: set[str]) -> None:
+    if _group_id(sourced) in seen:
         raise ConfigError(
-            f"{placed.place}: the members of a group must stand together, got another of group {_group_id(placed)}: "
+            f"{sourced.source}: the members of a group must stand together, got another of group {_group_id(sourced)}: "
             "sort by group_id, and name each file once."
         )
-    seen.add(_group_id(placed))
+    seen.add(_group_id(sourced))
 
 
-def _check_fits(placed: Placed, members: list[Placed]) -> None:
-    stored, first = placed.stored, members[0].stored
+def _check_fits(sourced: SourcedTrajectory, members: list[SourcedTrajectory]) -> None:
+    stored, first = sourced.stored, members[0].stored
     if stored.trajectory.index in {member.stored.trajectory.index for member in members}:
         raise ConfigError(
-            f"{placed.place}: a group must have one member of each index, got index {stored.trajectory.index} of group "
-            f"{_group_id(placed)} again."
+            f"{sourced.source}: a group must have one member of each index, got index {stored.trajectory.index} of group "
+            f"{_group_id(sourced)} again."
         )
     if (stored.state, stored.reason, stored.steps) != (first.state, first.reason, first.steps):
         raise ConfigError(
-            f"{placed.place}: the members of a group must have one outcome, reason and steps, got others than those "
-            f"of {members[0].place}."
+            f"{sourced.source}: the members of a group must have one outcome, reason and steps, got others than those "
+            f"of {members[0].source}."
         )
 
 
-def _finished(members: list[Placed]) -> FinishedGroup:
+def _finished(members: list[SourcedTrajectory]) -> FinishedGroup:
     first = members[0].stored
     by_index = sorted((member.stored.trajectory for member in members), key=lambda trajectory: trajectory.index)
     return FinishedGroup(

@@ -15,7 +15,6 @@ from slipstream.broker.peers import DRAIN_REQUEST
 from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.status.run_status import RunStatus, StatusReader
 from slipstream.broker.status.status_view import draw_status
-from slipstream.buffer.cli.show import make_console
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store, read_config
 from slipstream.buffer.redis.store import RedisStore
@@ -23,6 +22,7 @@ from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.launch.scaling import GENERATORS
 from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
+from slipstream.runtime.console import make_console
 from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
 

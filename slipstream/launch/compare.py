@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from rich.table import Table
 
-from slipstream.buffer.cli.show import add_row, make_console, make_table
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
 from slipstream.launch.plot import BLUE, GREEN, GREY, ORANGE, STYLE, Rows, read_metrics, running_mean
+from slipstream.runtime.console import add_row, make_console, make_table
 
 _COLOURS = (BLUE, ORANGE, GREEN, GREY)
 _PANELS = {

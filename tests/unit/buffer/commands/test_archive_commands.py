@@ -140,7 +140,7 @@ def test_without_a_tokenizer_token_ids_are_shown(archive, capsys):
 
 
 def test_show_of_an_unknown_trajectory_is_refused(archive, capsys):
-    assert "ID must be a trajectory's in" in complaint(capsys, "show", archive, "9-0-0")
+    assert "ID must be a trajectory in" in complaint(capsys, "show", archive, "9-0-0")
 
 
 def test_stats_count_and_distribute(archive, capsys):
@@ -226,7 +226,7 @@ def test_a_users_mistake_is_one_sentence(archive, capsys, arguments, rule):
 
 def test_a_text_without_a_tokenizer_is_refused(archive, capsys):
     Path("models/test/tokenizer.json").unlink()
-    assert "--text must have a tokenizer" in complaint(capsys, "ls", archive, "--text", "x")
+    assert "--text needs a tokenizer" in complaint(capsys, "ls", archive, "--text", "x")
 
 
 def test_a_broken_tokenizer_is_refused(archive, capsys):

@@ -218,6 +218,6 @@ def test_a_place_that_cannot_be_an_archive_is_refused(archive, capsys, into, rul
 
 
 def test_files_that_are_not_there_or_of_another_kind_or_empty_are_refused(archive, capsys):
-    assert "FILE must be there" in complaint(capsys, "import", "none.jsonl", "--into", "again")
+    assert "FILE must exist" in complaint(capsys, "import", "none.jsonl", "--into", "again")
     assert "FILE must end in .jsonl or .parquet" in complaint(capsys, "import", "none.csv", "--into", "again")
     assert "FILE must hold at least one" in complaint(capsys, "import", write_lines(), "--into", "again")
