@@ -1,1 +1,1 @@
-"""What the machinery costs and what it gains, measured."""
+"""Benchmarks: programs that measure cost and gain; README.md is their index."""

@@ -1,42 +1,39 @@
-"""What the way from generator to learner carries: trajectories of 1k and 32k tokens, beside bare ways, in one run.
-
-python -m benchmarks.ingest [--rounds N] [--mib N] [--tokens N ...] [--durability LEVEL ...] [--out FILE.json]
-"""
+"""Throughput of trajectories from generator to learner, of 1k and 32k tokens, beside bare alternatives in one run."""
 
 import argparse
-import json
-import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.ingest.bare_paths import TransferQueuePath
-from benchmarks.ingest.paths import IngestPath, Passage, make_payloads
-from benchmarks.ingest.raw_redis import RawRedis
-from benchmarks.ingest.ray_queue import RayQueue
+from benchmarks.harness import make_parser, quartiles, rotate, write_result
+from benchmarks.ingest.bare_paths import RawRedis, RayQueue, TransferQueuePath
+from benchmarks.ingest.paths import ANY_LEASE, IngestPath, Passage, make_payloads, make_trajectory
 from benchmarks.ingest.served_run import GROUP_SIZE, ServedRun
 from benchmarks.ingest.slipstream_path import SlipstreamPath
-from benchmarks.ingest.stages import check_us, script_us
+from slipstream.buffer.codec import check_header, pack
+from slipstream.buffer.redis.connection import connect
 
 _OURS, _RAW = "Slipstream", "raw Redis"
 _LEVELS = ("fast", "standard", "strict")
-_OTHERS_BESIDE = "standard"
-"""Contestants that keep nothing are measured in the rounds of this level."""
+_VOLATILE_BESIDE = "standard"
+"""Contestants without durability are measured in the rounds of this level."""
+_STAGE_S = 0.3
+"""Processor time over which a single stage is averaged."""
 
 console = Console(width=120) if not Console().is_terminal else Console()
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, write."""
+    """Measure every contestant at every durability and length."""
     skipped = _skipped()
     for name, reason in skipped.items():
         console.print(f"skipping {name}: {reason}", highlight=False)
@@ -47,18 +44,7 @@ def main(arguments: argparse.Namespace) -> None:
                 for num_tokens in arguments.tokens:
                     console.print(f"measuring {num_tokens} tokens, {level} ...", highlight=False)
                     rows += _measure(served, level, num_tokens, skipped=skipped, arguments=arguments)
-    result = {
-        "machine": {
-            "cores": os.cpu_count(),
-            "at": datetime.now(UTC).isoformat("T", "seconds"),
-            "load": psutil.getloadavg(),
-        },
-        "settings": {"rounds": arguments.rounds, "mib": arguments.mib, "group_size": GROUP_SIZE},
-        "skipped": skipped,
-        "rows": rows,
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    write_result(arguments, {"group_size": GROUP_SIZE, "skipped": skipped, "rows": rows})
     console.print(_rates_table(rows))
     console.print(_stages_table([row for row in rows if row["path"] == _OURS]))
 
@@ -75,12 +61,16 @@ def _measure(
             for name, build in _builders(served, level, num_tokens).items()
             if name not in skipped
         }
-        script_before = script_us(served)
-        passages = _alternate(paths, count=count, rounds=arguments.rounds)
+        scripts_before = _scripts_us(served)
+        passages = _measure_in_turn(paths, count=count, rounds=arguments.rounds)
         ours = paths[_OURS]
         assert isinstance(ours, SlipstreamPath)
-        stages = _stages(ours, num_tokens)
-        stages["script"] = (script_us(served) - script_before) / (count * (arguments.rounds + 1))
+        stages = {
+            "encode": statistics.median(ours.encode_us),
+            "check": _check_us(num_tokens),
+            "commit": statistics.median(ours.commit_us),
+            "script": (_scripts_us(served) - scripts_before) / (count * (arguments.rounds + 1)),
+        }
     for name, rounds in passages.items():
         yield {
             "tokens": num_tokens,
@@ -100,35 +90,41 @@ def _builders(served: ServedRun, level: str, num_tokens: int) -> dict[str, Calla
         _OURS: lambda: SlipstreamPath(served, num_tokens=num_tokens),
         _RAW: lambda: RawRedis(served, num_tokens=num_tokens),
     }
-    if level == _OTHERS_BESIDE:
+    if level == _VOLATILE_BESIDE:
         builders["Ray queue"] = lambda: RayQueue(num_tokens=num_tokens)
         builders["TransferQueue"] = lambda: TransferQueuePath(num_tokens=num_tokens)
     return builders
 
 
-def _alternate(paths: dict[str, IngestPath], *, count: int, rounds: int) -> dict[str, list[Passage]]:
-    """Each once a round after a warm-up; every round begins with the next one, so that none is always first."""
-    names = list(paths)
-    passages: dict[str, list[Passage]] = {name: [] for name in names}
-    for number in range(rounds + 1):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            passage = paths[name].pass_through(count)
-            if number > 0:
-                passages[name].append(passage)
+def _measure_in_turn(paths: dict[str, IngestPath], *, count: int, rounds: int) -> dict[str, list[Passage]]:
+    """Measure each path once a round, after one round of warm-up."""
+    passages: dict[str, list[Passage]] = {name: [] for name in paths}
+    for number, name in rotate(list(paths), rounds=rounds + 1):
+        passage = paths[name].pass_through(count)
+        if number > 0:
+            passages[name].append(passage)
     return passages
 
 
-def _stages(ours: SlipstreamPath, num_tokens: int) -> dict[str, float]:
-    return {
-        "encode": statistics.median(ours.encode_us),
-        "check": check_us(num_tokens),
-        "commit": statistics.median(ours.commit_us),
-    }
+def _check_us(num_tokens: int) -> float:
+    """Time the broker's validation of one header and payload, microseconds of processor time."""
+    trajectory = make_trajectory(ANY_LEASE, 0, num_tokens=num_tokens, rng=np.random.default_rng(0))
+    header, payload = pack(trajectory, lease_id=ANY_LEASE.id, purpose="train", group_size=GROUP_SIZE)
+    count, started_at = 0, time.process_time()
+    while time.process_time() - started_at < _STAGE_S:
+        check_header(header, payload)
+        count += 1
+    return 1e6 * (time.process_time() - started_at) / count
+
+
+def _scripts_us(served: ServedRun) -> float:
+    """Return the server's time in scripts so far, microseconds; nearly all of it is inserts."""
+    with closing(connect(served.store_url)) as client:
+        return float(client.info("commandstats").get("cmdstat_evalsha", {"usec": 0})["usec"])
 
 
 def _skipped() -> dict[str, str]:
-    """Contestants that cannot take part, and why."""
+    """Return the contestants that are not installed, with the reason."""
     needed = {"Ray queue": ["ray"], "TransferQueue": ["ray", "transfer_queue", "tensordict"]}
     missing = {name: [each for each in modules if not find_spec(each)] for name, modules in needed.items()}
     return {name: f"{' and '.join(modules)} not installed" for name, modules in missing.items() if modules}
@@ -141,7 +137,7 @@ def _ray(skipped: dict[str, str]) -> Iterator[None]:
         return
     import ray
 
-    # More than there are cores, because TransferQueue asks for one for each of its parts, and else waits for ever.
+    # TransferQueue reserves a core for each of its parts: with the true number it would wait forever.
     ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="error", configure_logging=False)
     try:
         yield
@@ -158,13 +154,13 @@ def _serving(served: ServedRun) -> Iterator[ServedRun]:
         served.stop()
 
 
-# --- the tables ----------------------------------------------------------------------------------------------------
+# --- tables --------------------------------------------------------------------------------------------------------
 def _rates_table(rows: list[dict[str, Any]]) -> Table:
     table = Table("tokens", "durability", "path", "put/s", "MB/s", "ratio to raw", "quartiles", "fetched/s", "MB/s")
     for row in rows:
         put, take = statistics.median(row["put_per_s"]), statistics.median(row["take_per_s"])
         megabytes = row["payload_bytes"] / 1e6
-        low, high = _quartiles(row["to_raw"])
+        low, high = quartiles(row["to_raw"])
         table.add_row(
             f"{row['tokens']:,}",
             row["durability"],
@@ -180,7 +176,7 @@ def _rates_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _stages_table(rows: list[dict[str, Any]]) -> Table:
-    """Processes add up; `check` is part of the broker's, `script` of the store's."""
+    # The processes add up; `check` is part of the broker's time, `script` of the store's.
     stages = ("encode", "check", "script", "commit")
     processes = ("generator", "broker", "store")
     table = Table("tokens", "durability", *processes, *stages, title="Processor time, microseconds per trajectory")
@@ -190,22 +186,10 @@ def _stages_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _quartiles(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+if __name__ == "__main__":
+    parser = make_parser("benchmarks.ingest", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each contestant (5)")
-    parser.add_argument("--mib", type=int, default=40, help="trajectories of a round, MiB (40)")
+    parser.add_argument("--mib", type=int, default=40, help="size of a round's trajectories, MiB (40)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 32768], help="per trajectory (1024 32768)")
     parser.add_argument("--durability", nargs="+", choices=_LEVELS, default=list(_LEVELS), help="levels (all)")
-    parser.add_argument("--out", type=Path, help="write all figures here")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main(_arguments())
+    main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""A path of trajectories from generator to learner: what the contestants of `benchmarks.ingest` have in common."""
+"""IngestPath: one way of trajectories from generator to learner, and the trajectories that pass through it."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,37 +9,36 @@ from slipstream.buffer.codec import encode
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, make_trajectory_id
 
-_PROMPT_SHARE = 8
-"""One token in so many belongs to the prompt."""
+ANY_LEASE = Lease("0-0", group_id="0", purpose="train", row=0, ordinal=0, attempt=0, indices=[])
+"""For paths that know nothing of leases."""
+_TOKENS_PER_PROMPT_TOKEN = 8
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One round: trajectories in, all acknowledged; then all of them out, decoded."""
+    """One round: all trajectories put and acknowledged, then all taken and decoded."""
 
     put_s: float
-    """From the first handed over to the last acknowledged, seconds."""
+    """From the first put to the last acknowledgement."""
     take_s: float
-    """From asking to having all as arrays, seconds."""
+    """From the request to the last decoded array."""
     cpu_us: dict[str, float]
-    """Processor time of each process while they were put, microseconds per trajectory."""
+    """Processor time of each process during the puts, microseconds per trajectory."""
 
 
 class IngestPath(Protocol):
-    """A contestant."""
+    """One contestant of the benchmark."""
 
     def pass_through(self, count: int) -> Passage:
-        """Put `count` trajectories, then take them; nothing is left."""
+        """Put `count` trajectories, then take them all."""
         ...
 
-    def close(self) -> None:
-        """Let go."""
-        ...
+    def close(self) -> None: ...
 
 
-def make_trajectory(lease: Lease, index: int, *, num_tokens: int, randomness: np.random.Generator) -> Trajectory:
-    """A member of the lease's group, of `num_tokens` tokens that do not compress."""
-    num_prompt = num_tokens // _PROMPT_SHARE
+def make_trajectory(lease: Lease, index: int, *, num_tokens: int, rng: np.random.Generator) -> Trajectory:
+    """Make a member of the lease's group with `num_tokens` random, incompressible tokens."""
+    num_prompt = num_tokens // _TOKENS_PER_PROMPT_TOKEN
     mask = np.arange(num_tokens) >= num_prompt
     return Trajectory(
         id=make_trajectory_id(lease.id, index),
@@ -47,11 +46,11 @@ def make_trajectory(lease: Lease, index: int, *, num_tokens: int, randomness: np
         index=index,
         prompt_uid=f"benchmark/{lease.row}",
         attempt=lease.attempt,
-        token_ids=randomness.integers(0, 150_000, num_tokens, dtype=np.int32),
+        token_ids=rng.integers(0, 150_000, num_tokens, dtype=np.int32),
         model_mask=mask,
-        generator_logprobs=np.where(mask, -randomness.random(num_tokens, dtype=np.float32), np.float32(0)),
+        generator_logprobs=np.where(mask, -rng.random(num_tokens, dtype=np.float32), np.float32(0)),
         version_spans=[VersionSpan(num_prompt, 0)],
-        reward=Reward(total=float(randomness.random())),
+        reward=Reward(total=float(rng.random())),
         stop_reason="stop",
         sampling=Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=num_tokens, seed=index),
         generator_id="generator-0",
@@ -62,8 +61,7 @@ def make_trajectory(lease: Lease, index: int, *, num_tokens: int, randomness: np
 
 
 def make_payloads(count: int, *, num_tokens: int) -> list[bytes]:
-    """Encoded trajectories for contestants that know nothing of leases."""
-    lease = Lease("0-0", group_id="0", purpose="train", row=0, ordinal=0, attempt=0, indices=[])
-    randomness = np.random.default_rng(0)
-    made = (make_trajectory(lease, index, num_tokens=num_tokens, randomness=randomness) for index in range(count))
+    """Encode trajectories for contestants that know nothing of leases."""
+    rng = np.random.default_rng(0)
+    made = (make_trajectory(ANY_LEASE, index, num_tokens=num_tokens, rng=rng) for index in range(count))
     return [encode(trajectory) for trajectory in made]

@@ -1,4 +1,4 @@
-"""ServedRun: the real broker and its embedded store, each a process of its own, that hold nobody back."""
+"""ServedRun: the real broker and its embedded store, each in its own process, without pacing."""
 
 import sys
 import time
@@ -33,12 +33,10 @@ class ServedRun:
 
     @property
     def address(self) -> str:
-        """Where the broker listens."""
         return f"ipc://{self._folder}/broker.sock"
 
     @property
     def store_url(self) -> str:
-        """For clients of the store."""
         return self._server.url
 
     def start(self) -> None:
@@ -65,22 +63,22 @@ class ServedRun:
         with (self._folder / "broker.log").open("wb") as log:
             self._broker = psutil.Popen([sys.executable, "-m", "slipstream.broker", *settings], stdout=log, stderr=log)
         self._await_broker()
-        with_store = self.open_store()
+        # Connecting waits until the store has written its process id.
+        self.open_store().close()
         self._redis = psutil.Process(int((self._server.directory / "redis.pid").read_text()))
-        with_store.close()
 
     def open_store(self) -> RedisStore:
-        """A connection of the caller's own."""
+        """Open a connection that the caller closes."""
         return open_run_store(self.store_url, _NAME, timeout_s=_START_S)
 
     def cpu_s(self) -> dict[str, float]:
-        """Processor seconds of broker and store so far."""
+        """Return the processor seconds of broker and store since their start."""
         assert self._broker is not None
         assert self._redis is not None
         return {name: sum(process.cpu_times()[:2]) for name, process in self._processes().items()}
 
     def stop(self) -> None:
-        """End both."""
+        """Terminate the broker, which ends its store."""
         if self._broker is not None:
             self._broker.terminate()
             self._broker.wait(_STOP_S)

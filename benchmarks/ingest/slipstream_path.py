@@ -1,4 +1,4 @@
-"""SlipstreamPath: outbox and link of a generator -> broker -> store -> claim, fetch, decode, commit of a learner."""
+"""SlipstreamPath: generator's outbox and connection -> broker -> store -> learner's claim, fetch, decode, commit."""
 
 import time
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from slipstream.buffer.codec import Packed, pack, unpack
 from slipstream.buffer.records import CheckpointPointer, Claim, Lease, make_entry
 from slipstream.buffer.sampling import SamplingRules
 
-_PATIENCE_S = 60.0
-_LOOK_EVERY_S = 0.002
+_TIMEOUT_S = 60.0
+_POLL_INTERVAL_S = 0.002
 _BATCH_BYTES = 8 * 2**20
-"""Of trajectories per step of the learner, about; a step has at least one group."""
+"""Approximate size of a learner's step; a step has at least one group."""
 
 
 class SlipstreamPath:
@@ -26,27 +26,26 @@ class SlipstreamPath:
     def __init__(self, served: ServedRun, *, num_tokens: int) -> None:
         self._served = served
         self._num_tokens = num_tokens
-        self._randomness = np.random.default_rng(0)
+        self._rng = np.random.default_rng(0)
         self._store = served.open_store()
         self._step = self._store.run_state().step
         self._leases: list[Lease] = []
         status = StatusBoard()
         status.set_source(lambda: PeerStatus("ready", version=0))
-        self._joined = join(
+        self._session = join(
             "generator",
             address=served.address,
             max_message_bytes=MAX_MESSAGE_BYTES,
             peer_id=f"generator-{num_tokens}",
             status=status,
-            timeout_s=_PATIENCE_S,
+            timeout_s=_TIMEOUT_S,
         )
         self.encode_us: list[float] = []
-        """Packing one trajectory, microseconds, a mean for each round."""
+        """Mean time to pack one trajectory, microseconds, one value per round."""
         self.commit_us: list[float] = []
-        """Committing and covering with a checkpoint, microseconds per trajectory, for each round."""
+        """Commit and checkpoint, microseconds per trajectory, one value per round."""
 
     def pass_through(self, count: int) -> Passage:
-        """See IngestPath."""
         packed = self._make(count)
         before, own_before = self._served.cpu_s(), time.process_time()
         put_s = self._put(packed)
@@ -56,17 +55,16 @@ class SlipstreamPath:
         return Passage(put_s, take_s, {name: 1e6 * seconds / count for name, seconds in used.items()})
 
     def close(self) -> None:
-        """See IngestPath."""
-        self._joined.thread.stop()
+        self._session.thread.stop()
         self._store.close()
 
     def _make(self, count: int) -> list[Packed]:
-        """Lease prompts and answer them."""
+        """Lease prompts and pack trajectories for them."""
         self._leases.clear()
-        self._joined.client.send(LeaseRequest(count))
+        self._session.client.send(LeaseRequest(count))
         self._wait_until(lambda: len(self._leases) * GROUP_SIZE >= count)
         made = [
-            (lease, make_trajectory(lease, index, num_tokens=self._num_tokens, randomness=self._randomness))
+            (lease, make_trajectory(lease, index, num_tokens=self._num_tokens, rng=self._rng))
             for lease in self._leases
             for index in lease.indices
         ]
@@ -78,12 +76,12 @@ class SlipstreamPath:
     def _put(self, packed: list[Packed]) -> float:
         started_at = time.perf_counter()
         for header, payload in packed:
-            self._joined.client.put(header, payload)
-        self._wait_until(lambda: not len(self._joined.client.outbox))
+            self._session.client.put(header, payload)
+        self._wait_until(lambda: not len(self._session.client.outbox))
         return time.perf_counter() - started_at
 
     def _take(self, count: int) -> float:
-        """The time for claim, fetch and decode; that for commit and checkpoint is noted."""
+        """Return the time of claim, fetch and decode; that of commit and checkpoint goes to `commit_us`."""
         groups_at_once = max(1, _BATCH_BYTES // (9 * self._num_tokens * GROUP_SIZE))
         num_left, taking_s, committing_s = count // GROUP_SIZE, 0.0, 0.0
         while num_left:
@@ -104,18 +102,18 @@ class SlipstreamPath:
         self._step += 1
         claim = self._store.claim(step=self._step, version=0, num_groups=num_groups, rules=SamplingRules(), lease_s=60)
         if not isinstance(claim, Claim):
-            raise RuntimeError(f"what was put must be ready, got: {claim.reason}")
+            raise RuntimeError(f"acknowledged groups must be ready, got: {claim.reason}")
         return claim, self._store.fetch(claim.group_ids)
 
-    def _hear(self, message: Message | None) -> None:
+    def _handle(self, message: Message | None) -> None:
         if isinstance(message, Prompts):
             self._leases += [prompt.lease for prompt in message.prompts]
         if isinstance(message, Nack):
-            raise RuntimeError(f"every trajectory must be taken, got {message}")
+            raise RuntimeError(f"every trajectory must be accepted, got {message}")
 
     def _wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while not holds():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the broker must answer within {_PATIENCE_S:g} s")
-            self._hear(self._joined.inbox.get(timeout_s=_LOOK_EVERY_S))
+                raise RuntimeError(f"the broker must answer within {_TIMEOUT_S:g} s")
+            self._handle(self._session.inbox.get(timeout_s=_POLL_INTERVAL_S))

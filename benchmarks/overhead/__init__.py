@@ -1,1 +1,1 @@
-"""The cost of the machinery: each side of a run bare, wrapped and whole."""
+"""Cost of the machinery: generator and learner, each bare, wrapped and whole."""

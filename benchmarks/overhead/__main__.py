@@ -1,17 +1,13 @@
-"""What the machinery costs: the rate of each side bare, wrapped and whole, and of both together, in one run.
-
-python -m benchmarks.overhead [--seconds N] [--rounds N] [--steps N] [--out FILE.json]
-    [--parts generators learner together] [-- override ...]
-"""
+"""Overhead of the machinery: rates of generator and learner, each bare, wrapped and whole, then of both together."""
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.overhead.together import run_together
+from benchmarks.harness import make_parser, write_result
 from slipstream.configs.load import load, to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.generators.engines.vllm.environment import vllm_environment
@@ -30,33 +26,39 @@ from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.runtime.run_folder import RunFolder
 
 _START_S = 300.0
-_WIDE_OPEN = ["buffer.staleness.max_lag=1000000", "learner.max_steps=1000000", "learner/engine=torch"]
-"""For the generator alone: pacing admits without limit, and who publishes its weights need not be DeepSpeed."""
+_RUN_TIMEOUT_S = 400.0
+_UNPACED = ["buffer.staleness.max_lag=1000000", "learner.max_steps=1000000", "learner/engine=torch"]
+"""For the generator alone: pacing admits without limit, and a plain torch engine publishes its weights."""
+_KEYS = (
+    "generators/tokens_per_s",
+    "learner/tokens_per_s",
+    "learner/wait_s",
+    "learner/train_s",
+    "learner/publish_s",
+    "weights/pause_s",
+)
+
 
 console = Console()
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, write."""
+    """Measure the selected parts; results are written after each, because a part takes minutes."""
     run = load(arguments.overrides)
     prepare(run)
-    result: dict[str, Any] = {
-        "machine": {"cores": os.cpu_count(), "at": datetime.now(UTC).isoformat("T", "seconds"), "load_average": {}},
-        "settings": {"seconds": arguments.seconds, "rounds": arguments.rounds, "run": to_plain(run)},
-    }
+    result: dict[str, Any] = {"run": to_plain(run), "load_averages": {}}
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         result["versions"] = _versions(run, Path(folder))
         for part in arguments.parts:
             console.print(f"measuring {part} ...", highlight=False)
             result[part] = _PARTS[part](arguments, environment=_environment(run), folder=Path(folder))
-            result["machine"]["load_average"][part] = psutil.getloadavg()
-            if arguments.out:
-                arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    _show(result)
+            result["load_averages"][part] = psutil.getloadavg()
+            write_result(arguments, result)
+    _print_tables(result)
 
 
 def _generators(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    overrides = [*arguments.overrides, *_WIDE_OPEN, f"broker.address=ipc://{folder}/alone.sock"]
+    overrides = [*arguments.overrides, *_UNPACED, f"broker.address=ipc://{folder}/alone.sock"]
     return _side("benchmarks.overhead.generator_side", overrides, arguments, environment)
 
 
@@ -65,14 +67,38 @@ def _learner(arguments: argparse.Namespace, *, environment: Mapping[str, str], f
 
 
 def _together(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    return run_together(folder, overrides=arguments.overrides, steps=arguments.steps, environment=environment)
+    """Run both sides for --steps steps; returns medians of the run's own metrics over the last half."""
+    settings = [
+        "name=together",
+        f"runs_dir={folder}",
+        f"broker.address=ipc://{folder}/broker.sock",
+        f"learner.max_steps={arguments.steps}",
+        "learner.stop=null",
+        "evaluation.every_steps=0",
+        "evaluation.final_prompts=32",
+    ]
+    command = [sys.executable, "run_async.py", *arguments.overrides, *settings]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_RUN_TIMEOUT_S, check=False)
+    if done.returncode:
+        logs = "\n".join(log.read_text()[-2000:] for log in sorted((folder / "together" / "logs").glob("*.log")))
+        raise RuntimeError(f"the run must end well, got exit code {done.returncode}:\n{done.stdout}\n{logs}")
+    rows = [json.loads(line) for line in (folder / "together" / "metrics.jsonl").read_text().splitlines()]
+    # The first half is warm-up: compilation, filling of the buffer, the first lag.
+    steady = rows[len(rows) // 2 :]
+    tokens = sum(row["learner/tokens"] for row in steady[1:])
+    return {key: statistics.median(row[key] for row in steady) for key in _KEYS} | {
+        "steps": len(rows),
+        "measured_steps": len(steady),
+        "tokens_per_s": tokens / (steady[-1]["time_s"] - steady[0]["time_s"]),
+    }
 
 
 _PARTS = {"generators": _generators, "learner": _learner, "together": _together}
 
 
 def _environment(run: RunConfig) -> dict[str, str]:
-    """What the roles' own programs set; and bytecode is kept, or every start would take ten seconds more."""
+    """Return the environment that the roles' own programs set."""
+    # With bytecode caching, without which every start takes ten seconds more.
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return inherited | deepspeed_environment(torch.device("cpu")) | vllm_environment(run)
 
@@ -80,7 +106,7 @@ def _environment(run: RunConfig) -> dict[str, str]:
 def _side(
     module: str, overrides: list[str], arguments: argparse.Namespace, environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Run one side in a process of its own, because vLLM and DeepSpeed read different environments."""
+    """Run one side in its own process: vLLM and DeepSpeed read different environments."""
     command = [sys.executable, "-m", module, f"--seconds={arguments.seconds}", f"--rounds={arguments.rounds}"]
     limit_s = _START_S + 10 * arguments.seconds * (arguments.rounds + 1)
     done = subprocess.run(
@@ -92,14 +118,14 @@ def _side(
 
 
 def _versions(run: RunConfig, folder: Path) -> dict[str, str]:
-    """As every run folder keeps them."""
-    record = RunFolder(msgspec.structs.replace(run, runs_dir=str(folder), name="versions"))
-    record.open()
-    return json.loads((record.path / "versions.json").read_text())
+    """Return the versions that every run folder records."""
+    run_folder = RunFolder(msgspec.structs.replace(run, runs_dir=str(folder), name="versions"))
+    run_folder.open()
+    return json.loads((run_folder.path / "versions.json").read_text())
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
-def _show(result: dict[str, Any]) -> None:
+# --- tables ---------------------------------------------------------------------------------------------------------
+def _print_tables(result: dict[str, Any]) -> None:
     if sides := [side for side in ("generators", "learner") if side in result]:
         console.print(_rates_table([result[side]["rates"] for side in sides]))
     if "learner" in result:
@@ -141,16 +167,11 @@ def _together_table(result: dict[str, Any]) -> Table:
     return table
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+if __name__ == "__main__":
+    parser = make_parser("benchmarks.overhead", __doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement (3)")
     parser.add_argument("--rounds", type=int, default=8, help="measurements of each contestant (8)")
     parser.add_argument("--steps", type=int, default=40, help="steps of the run with both sides (40)")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure (all)")
-    parser.add_argument("--out", type=Path, help="write all figures here")
-    parser.add_argument("overrides", nargs="*", help="settings of the run, as for run_async.py")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main(_arguments())
+    parser.add_argument("overrides", nargs="*", help="settings of the run, after --")
+    main(parser.parse_args())

@@ -1,10 +1,5 @@
-"""The generator's side: bare AsyncLLM, VllmEngine, and the whole role, in turn, with equally many requests in flight.
+"""Generator side of the overhead: bare AsyncLLM, VllmEngine, whole role, with equally many requests in flight."""
 
-Consumes: overrides of a run on the command line, how long, how often.
-Produces: one JSON line on standard output.
-"""
-
-import argparse
 import asyncio
 import itertools
 import json
@@ -12,56 +7,111 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import redirect_stdout
+from functools import partial
 from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GenerationConfig
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.overhead.bare_engine import BareEngine
-from benchmarks.overhead.command import side_arguments
 from benchmarks.overhead.open_broker import open_broker
-from benchmarks.overhead.rounds import alternate, summarise
+from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.messages import Message
+from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.buffer.trajectory import Sampling
+from slipstream.configs.generators import VllmEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.build import assemble
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.generator import Generator
 
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 _SETTLE_S = 0.5
 
 
+class BareEngine:
+    """vLLM's AsyncLLM as its examples use it, with the engine settings and sampling of a run.
+
+    A seed per request and one output at its end, as in VllmEngine.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        """Starts the engine process, which takes half a minute on a CPU."""
+        engine = run.generators.engine
+        assert isinstance(engine, VllmEngineConfig)
+        self._sampling = run.generators.sampling
+        self._end_token_id = GenerationConfig.from_pretrained(run.model.path).eos_token_id
+        self._tokenizer = AutoTokenizer.from_pretrained(run.model.path)
+        self._num_requests = 0
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=run.model.path,
+                dtype=run.model.dtype,
+                skip_tokenizer_init=True,
+                max_model_len=run.model.max_length,
+                max_num_seqs=engine.max_num_seqs,
+                distributed_executor_backend="uni",
+                enforce_eager=engine.enforce_eager,
+                enable_prefix_caching=False,
+                logprobs_mode="processed_logprobs",
+                seed=run.seed,
+                disable_log_stats=True,
+            )
+        )
+
+    def encode(self, prompt: str) -> list[int]:
+        return self._tokenizer.encode(prompt, add_special_tokens=False)
+
+    async def generate(self, prompt_token_ids: list[int]) -> int:
+        """Generate one response; returns its number of tokens."""
+        self._num_requests += 1
+        params = SamplingParams(
+            temperature=self._sampling.temperature,
+            max_tokens=self._sampling.max_tokens,
+            seed=self._num_requests,
+            stop_token_ids=[self._end_token_id],
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = {"prompt_token_ids": prompt_token_ids}
+        async for output in self._llm.generate(prompt, params, f"bare-{self._num_requests}"):
+            final = output
+        return len(final.outputs[0].token_ids)
+
+    def stop(self) -> None:
+        self._llm.shutdown()
+
+
 def main() -> None:
-    """Measure and print."""
-    arguments = side_arguments()
+    """Measure; standard output gets one line of JSON, whatever vLLM prints goes to standard error."""
+    arguments = side_arguments("benchmarks.overhead.generator_side")
     with redirect_stdout(sys.stderr):
-        result = _measure_side(arguments)
-    print(json.dumps(result))
-
-
-def _measure_side(arguments: argparse.Namespace) -> dict[str, Any]:
-    run = load(arguments.overrides)
-    torch.set_num_threads(1)
-    bare = BareEngine(run)
-    try:
-        with open_broker(run) as admits:
-            rates = asyncio.run(_measure(run, bare, admits, seconds=arguments.seconds, rounds=arguments.rounds))
-    finally:
-        bare.stop()
-    return {"rates": rates}
+        run = load(arguments.overrides)
+        torch.set_num_threads(1)
+        bare = BareEngine(run)
+        try:
+            with open_broker(run) as admits:
+                rates = asyncio.run(_measure(run, bare, admits, seconds=arguments.seconds, rounds=arguments.rounds))
+        finally:
+            bare.stop()
+    print(json.dumps({"rates": rates}))
 
 
 async def _measure(run: RunConfig, bare: BareEngine, admits: Event, *, seconds: float, rounds: int) -> dict[str, Any]:
-    joined, generator, engine = _assemble(run)
+    session, generator, engine = _assemble(run)
     serving = asyncio.create_task(generator.run())
     try:
-        await _until(lambda: serving.done() or generator.status().state == "ready", what="the generator must be ready")
+        await _until(
+            lambda: serving.done() or generator.status().state == "ready", condition="the generator must be ready"
+        )
         if serving.done():
             serving.result()
         contestants = {
@@ -71,11 +121,11 @@ async def _measure(run: RunConfig, bare: BareEngine, admits: Event, *, seconds: 
         }
         for warm_up in contestants.values():
             await warm_up()
-        return summarise(await alternate(contestants, rounds=rounds), base="bare AsyncLLM")
+        return summarise(await measure_in_turn(contestants, rounds=rounds), base="bare AsyncLLM")
     finally:
         generator.drain("the benchmark is over")
         await serving
-        joined.thread.stop()
+        session.thread.stop()
 
 
 # --- contestants ---------------------------------------------------------------------------------------------------
@@ -93,7 +143,7 @@ def _ask_engine(run: RunConfig, engine: Engine) -> Callable[[], Awaitable[int]]:
         number = next(numbers)
         drawn = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, seed=number)
         token_ids = tokenizer.encode(next(prompts), add_special_tokens=False)
-        # With the time in it, because request ids must differ from those of every earlier round.
+        # Includes the time: request ids must be unique over all rounds.
         completion = await engine.generate(token_ids, drawn, request_id=f"engine-{time.perf_counter_ns()}-{number}")
         return len(completion.token_ids)
 
@@ -101,7 +151,7 @@ def _ask_engine(run: RunConfig, engine: Engine) -> Callable[[], Awaitable[int]]:
 
 
 async def _flood(ask: Callable[[], Awaitable[int]], run: RunConfig, *, seconds: float) -> float:
-    """Response tokens per second with `max_concurrency` requests in flight, once they are."""
+    """Return response tokens per second with `max_concurrency` requests in flight."""
     total = 0
     ends = asyncio.Event()
 
@@ -122,7 +172,7 @@ async def _run_role(generator: Generator, admits: Event, *, seconds: float) -> f
     admits.set()
     rate = await _rate(lambda: generator.status().gauges["tokens"], seconds=seconds)
     admits.clear()
-    await _until(lambda: not generator.status().gauges["running"], what="the generator must run out of prompts")
+    await _until(lambda: not generator.status().gauges["running"], condition="the generator must be idle")
     return rate
 
 
@@ -133,39 +183,35 @@ async def _rate(total: Callable[[], float], *, seconds: float) -> float:
     return (total() - before) / (time.perf_counter() - started_at)
 
 
-# --- parts ---------------------------------------------------------------------------------------------------------
+# --- the role --------------------------------------------------------------------------------------------------------
 def _assemble(run: RunConfig) -> tuple[Session, Generator, Engine]:
     board = StatusBoard()
-    joined = join(
+    session = join(
         "generator",
         address=run.broker.address,
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="generator-0",
         status=board,
-        timeout_s=_PATIENCE_S,
+        timeout_s=_TIMEOUT_S,
     )
     generator = assemble(
         run,
-        member=joined.member,
-        client=joined.client,
+        member=session.member,
+        client=session.client,
         tokenizer=AutoTokenizer.from_pretrained(run.model.path),
         receiver=CollectiveReceiver(device="cpu"),
     )
     board.set_source(generator.status)
-    loop = asyncio.get_running_loop()
-
-    def forward(message: Message) -> None:
-        loop.call_soon_threadsafe(generator.receive, message)
-
-    joined.inbox.forward_to(forward)
-    return joined, generator, generator._engine  # the role's own engine, so that both are measured on one process
+    session.inbox.forward_to(partial(call_threadsafe, asyncio.get_running_loop(), generator.receive))
+    # The role's own engine, so that wrapped and whole share one engine process.
+    return session, generator, generator._engine
 
 
-async def _until(is_reached: Callable[[], bool], *, what: str) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
+async def _until(is_reached: Callable[[], bool], *, condition: str) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
     while not is_reached():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} within {_PATIENCE_S:g} s, it did not")
+            raise TimeoutError(f"{condition} within {_TIMEOUT_S:g} s, it was not")
         await asyncio.sleep(0.05)
 
 

@@ -1,8 +1,4 @@
-"""The learner's side: a bare DeepSpeed loop, Trainer.step, and the whole step with the store, in turn, on equal data.
-
-Consumes: overrides of a run on the command line, how long, how often.
-Produces: one JSON line on standard output.
-"""
+"""Learner side of the overhead: bare DeepSpeed loop, Trainer.step, whole step with the store, on equal data."""
 
 import asyncio
 import json
@@ -10,26 +6,26 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
+import deepspeed
 import msgspec
+import numpy as np
 import torch
-from transformers import AutoTokenizer
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from benchmarks.overhead.bare_loop import BareLoop
-from benchmarks.overhead.command import side_arguments
-from benchmarks.overhead.rounds import alternate, summarise
-from benchmarks.overhead.trajectories import AnswerSheet
-from slipstream.broker.dataset import Dataset
+from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
+from slipstream.broker.dataset import Dataset, Row
 from slipstream.buffer.codec import pack, unpack
-from slipstream.buffer.records import Claim, make_entry
+from slipstream.buffer.records import Claim, Lease, make_entry
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
-from slipstream.buffer.trajectory import Trajectory, lag_histogram
+from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan, lag_histogram, make_trajectory_id
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_trainer
@@ -41,12 +37,104 @@ from slipstream.learner.ranks import join_ranks
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.run_folder import RunFolder
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _UNLIMITED = 10**9
+_SHARE_REPLACED = 0.2
+
+
+class SyntheticAnswers:
+    """Trajectories like those of the digits task, without an engine: true answers with some tokens replaced."""
+
+    def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._run = run
+        self._tokenizer = tokenizer
+        self._rows = Dataset(run.data.train_path)
+        self._random = np.random.default_rng(run.seed)
+
+    def answer(self, lease: Lease) -> list[Trajectory]:
+        """Build all members of the lease's group."""
+        row = self._rows.row(lease.row)
+        prompt = self._tokenizer.encode(str(row.prompt), add_special_tokens=False)
+        truth = [*self._tokenizer.encode(row.ground_truth, add_special_tokens=False), self._tokenizer.eos_token_id]
+        return [self._member(lease, row, index, prompt=prompt, truth=truth) for index in lease.indices]
+
+    def _member(self, lease: Lease, row: Row, index: int, *, prompt: list[int], truth: list[int]) -> Trajectory:
+        is_replaced = self._random.random(len(truth) - 1) < _SHARE_REPLACED
+        others = self._random.integers(min(prompt), max(prompt) + 1, size=len(truth) - 1)
+        response = [*np.where(is_replaced, others, truth[:-1]), truth[-1]]
+        mask = np.arange(len(prompt) + len(truth)) >= len(prompt)
+        sampling = self._run.generators.sampling
+        return Trajectory(
+            id=make_trajectory_id(lease.id, index),
+            group_id=lease.group_id,
+            index=index,
+            prompt_uid=row.uid,
+            attempt=lease.attempt,
+            token_ids=np.array([*prompt, *response], dtype=np.int32),
+            model_mask=mask,
+            generator_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+            version_spans=[VersionSpan(len(prompt), 0)],
+            reward=Reward(total=float((~is_replaced).mean())),
+            stop_reason="stop",
+            sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, seed=index),
+            generator_id="generator-0",
+            started_at=0.0,
+            finished_at=1.0,
+            data_source=row.data_source,
+        )
+
+
+class BareLoop:
+    """A GRPO step with DeepSpeed and transformers alone, as one first writes it.
+
+    ZeRO 0, one padded batch, one forward and backward pass, clipped ratio to the generator's log-probabilities. It does
+    less than Trainer.step: no proximal log-probabilities, lags, entropy or diagnostics.
+    """
+
+    def __init__(self, run: RunConfig) -> None:
+        """Requires the default process group of torch.distributed."""
+        optimizer = run.learner.optimizer
+        model = AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float32).train()
+        adamw = torch.optim.AdamW(model.parameters(), lr=optimizer.learning_rate, betas=optimizer.betas)
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=adamw,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_clipping": optimizer.max_grad_norm,
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+                "zero_optimization": {"stage": 0},
+            },
+            dist_init_required=False,
+        )
+
+    def step(self, groups: Sequence[Sequence[Trajectory]]) -> None:
+        members = [member for group in groups for member in group]
+        token_ids = _pad([torch.from_numpy(member.token_ids).long() for member in members])
+        mask = _pad([torch.from_numpy(member.model_mask) for member in members])[:, 1:]
+        generator_logprobs = _pad([torch.from_numpy(member.generator_logprobs) for member in members])[:, 1:]
+        attention_mask = _pad([torch.ones(member.num_tokens, dtype=torch.long) for member in members])
+        logits = self._engine(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
+        logprobs = logits.log_softmax(dim=-1).gather(-1, token_ids[:, 1:, None])[..., 0]
+        ratio = (logprobs - generator_logprobs).exp()
+        advantages = _advantages(groups)[:, None]
+        losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        self._engine.backward((losses * mask).sum() / mask.sum())
+        self._engine.step()
+
+
+def _pad(rows: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def _advantages(groups: Sequence[Sequence[Trajectory]]) -> Tensor:
+    rewards = torch.tensor([[member.reward.total for member in group] for group in groups])
+    return ((rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)).flatten()
 
 
 class LearnerStep:
-    """Everything the learner does in a step but the broadcast, with a stopwatch on each part."""
+    """Everything the learner does in a step except the broadcast, with each part timed."""
 
     def __init__(self, run: RunConfig, *, trainer: Trainer, store: RedisStore, folder: RunFolder) -> None:
         self._run = run
@@ -56,19 +144,19 @@ class LearnerStep:
         self._staged: Staged | None = None
         self._record = MetricsLog(run, folder=folder, store=store)
         self._record.start_training(step=0)
-        self._answers = AnswerSheet(run, AutoTokenizer.from_pretrained(run.model.path))
+        self._answers = SyntheticAnswers(run, AutoTokenizer.from_pretrained(run.model.path))
         self._step = 0
         self.times: dict[str, list[float]] = {}
-        """Seconds of each part, one number a step."""
+        """Seconds of each part, one value per step."""
 
     def fill(self, *, num_groups: int) -> list[list[Trajectory]]:
-        """Put complete groups into the store; returns them."""
+        """Insert complete groups into the store; returns them."""
         run = self._run
         leases = self._store.lease(
             owner="benchmark",
             max_groups=num_groups,
             group_size=run.generators.group_size,
-            lease_s=_PATIENCE_S,
+            lease_s=_TIMEOUT_S,
             admission_limit=_UNLIMITED,
         )
         groups = [self._answers.answer(lease) for lease in leases]
@@ -80,7 +168,6 @@ class LearnerStep:
         return groups
 
     def run(self) -> None:
-        """Claim, fetch, unpack, train, commit, stage, record."""
         store, trainer, run = self._store, self._trainer, self._run
         self._step += 1
         with self._timed("claim"):
@@ -91,7 +178,7 @@ class LearnerStep:
                 version=0,
                 lease_s=run.buffer.claim_lease_s,
             )
-        assert isinstance(claim, Claim), "fill() comes first"
+        assert isinstance(claim, Claim), "call fill() before run()"
         with ClaimKeeper(store, claim, lease_s=run.buffer.claim_lease_s):
             with self._timed("fetch"):
                 payloads = store.fetch(claim.group_ids)
@@ -130,8 +217,8 @@ class LearnerStep:
 
 
 def main() -> None:
-    """Measure and print."""
-    arguments = side_arguments()
+    """Measure; standard output gets one line of JSON, everything else goes to standard error."""
+    arguments = side_arguments("benchmarks.overhead.learner_side")
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = msgspec.structs.replace(load(arguments.overrides), runs_dir=folder)
         torch.set_num_threads(1)
@@ -141,7 +228,7 @@ def main() -> None:
 
 def _measure(run: RunConfig, *, seconds: float, rounds: int) -> dict[str, Any]:
     device = torch.device("cpu")
-    ranks = join_ranks(rank=0, size=1, device=device, timeout_s=_PATIENCE_S)
+    ranks = join_ranks(rank=0, size=1, device=device, timeout_s=_TIMEOUT_S)
     trainer, bare = build_trainer(run, ranks=ranks, device=device), BareLoop(run)
     folder = RunFolder(run)
     folder.open()
@@ -167,7 +254,7 @@ async def _compare(
     num_tokens = sum(int(member.model_mask.sum()) for group in groups for member in group)
 
     async def rate(step: Callable[[], Any]) -> float:
-        """Response tokens trained on per second; filling the store is not counted."""
+        """Return response tokens trained on per second; filling the store is not timed."""
         spent, count = 0.0, 0
         while spent < seconds:
             if step == whole.run:
@@ -179,9 +266,9 @@ async def _compare(
         return count * num_tokens / spent
 
     contestants = {name: lambda step=step: rate(step) for name, step in steps.items()}
-    await alternate(contestants, rounds=1)
+    await measure_in_turn(contestants, rounds=1)
     whole.times.clear()
-    rates = summarise(await alternate(contestants, rounds=rounds), base="bare DeepSpeed loop")
+    rates = summarise(await measure_in_turn(contestants, rounds=rounds), base="bare DeepSpeed loop")
     parts_ms = {part: 1000 * statistics.median(times) for part, times in whole.times.items()}
     return {"rates": rates, "parts_ms": parts_ms, "tokens_per_step": num_tokens}
 
@@ -191,7 +278,7 @@ def _store(run: RunConfig, folder: RunFolder) -> Iterator[RedisStore]:
     server = EmbeddedRedis(folder.store)
     server.start()
     try:
-        store = open_run_store(server.url, run.name, timeout_s=_PATIENCE_S)
+        store = open_run_store(server.url, run.name, timeout_s=_TIMEOUT_S)
         num_rows = len(Dataset(run.data.train_path))
         store.open_run(run.name, config_json="{}", num_rows=num_rows, seed=run.seed)
         yield store

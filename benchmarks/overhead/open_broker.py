@@ -1,6 +1,6 @@
-"""OpenBroker: a broker that holds nobody back, and a learner that publishes once and never trains.
+"""A broker without pacing and a learner that publishes once and never trains.
 
-Both live in a process of their own, as they would in a run, so that the generator's loop pays for its own work alone.
+Both live in another process, as in a run, so that the generator's loop pays only for its own work.
 """
 
 import multiprocessing
@@ -8,15 +8,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.synchronize import Event
-from pathlib import Path
 
 import msgspec
 import torch
 
-from slipstream.broker.dataset import Dataset
-from slipstream.broker.router import Router
+from benchmarks.router import open_router
 from slipstream.broker.transport.session import StatusBoard, join
-from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.configs.run import RunConfig
@@ -31,7 +28,7 @@ _STOP_TIMEOUT_S = 10.0
 
 @contextmanager
 def open_broker(run: RunConfig) -> Iterator[Event]:
-    """Serve `run` in another process. While the event is set prompts are handed out without limit, else none."""
+    """Serve `run` in another process. While the yielded event is set, prompts are leased without limit, else none."""
     context = multiprocessing.get_context("spawn")
     admits, stops = context.Event(), context.Event()
     process = context.Process(target=_serve, args=(msgspec.json.encode(run), admits, stops), daemon=True)
@@ -55,22 +52,17 @@ def _serve(config_json: bytes, admits: Event, stops: Event) -> None:
 
 
 def _route(run: RunConfig, admits: Event, stops: Event) -> None:
-    train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
-    channel = ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes)
-    config_json = msgspec.json.encode(run).decode()
     store = MemoryStore()
-    store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
-    router = Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout)
-    while not stops.is_set():
-        store.set_phase("training" if admits.is_set() else "finishing")
-        router.step(timeout_s=0.05)
-    channel.close()
+    with open_router(run, store) as router:
+        while not stops.is_set():
+            store.set_phase("training" if admits.is_set() else "finishing")
+            router.step(timeout_s=0.05)
 
 
 def _publish(run: RunConfig, stops: Event) -> None:
-    """Bring version 0 into the generator when it comes."""
+    """Publish version 0 to the generator once it has session."""
     device = torch.device("cpu")
-    joined = join(
+    session = join(
         "learner",
         address=run.broker.address,
         max_message_bytes=run.broker.max_message_bytes,
@@ -81,8 +73,8 @@ def _publish(run: RunConfig, stops: Event) -> None:
     ranks = join_ranks(rank=0, size=1, device=device, timeout_s=_JOIN_TIMEOUT_S)
     trainer = build_trainer(run, ranks=ranks, device=device)
     publisher = Publisher(
-        client=joined.client,
-        inbox=joined.inbox,
+        client=session.client,
+        inbox=session.inbox,
         sender=CollectiveSender(run.weights.host, device=device),
         config=run.weights,
     )
@@ -92,4 +84,4 @@ def _publish(run: RunConfig, stops: Event) -> None:
         if publisher.is_due:
             publisher.synchronize()
     publisher.close()
-    joined.thread.stop()
+    session.thread.stop()

@@ -1,40 +1,44 @@
-"""Rounds: contestants measured in turn within one run, so that a noisy machine is noisy for all of them."""
+"""Rounds of a side: its command line, its contestants in turn, their rates relative to the bare one."""
 
+import argparse
 import statistics
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from benchmarks.harness import quartiles, rotate
 
 Contestant = Callable[[], Awaitable[float]]
 """Runs for one round; returns tokens per second."""
 
 
-async def alternate(contestants: Mapping[str, Contestant], *, rounds: int) -> dict[str, list[float]]:
-    """Each contestant once a round; every round begins with the next one, so that none is always first."""
-    names = list(contestants)
-    rates: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            rates[name].append(await contestants[name]())
+def side_arguments(module: str) -> argparse.Namespace:
+    """Parse the command line with which `benchmarks.overhead` starts a side."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description="Started by benchmarks.overhead; prints one line of JSON."
+    )
+    parser.add_argument("--seconds", type=float, required=True, help="length of one measurement")
+    parser.add_argument("--rounds", type=int, required=True, help="measurements of each contestant")
+    parser.add_argument("overrides", nargs="*", help="settings of the run")
+    return parser.parse_args()
+
+
+async def measure_in_turn(contestants: Mapping[str, Contestant], *, rounds: int) -> dict[str, list[float]]:
+    """Measure each contestant once a round."""
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for _, name in rotate(list(contestants), rounds=rounds):
+        rates[name].append(await contestants[name]())
     return rates
 
 
 def summarise(rates: Mapping[str, list[float]], *, base: str) -> dict[str, dict[str, Any]]:
-    """Per contestant: median tokens/s, and the median over rounds of its ratio to `base`, with quartiles."""
+    """Return per contestant its median tokens/s, and median and quartiles over rounds of its ratio to `base`."""
     return {
         name: {
             "tokens_per_s": statistics.median(values),
             "ratio": statistics.median(ratios),
-            "ratio_quartiles": _quartiles(ratios),
+            "ratio_quartiles": quartiles(ratios),
             "rounds": values,
         }
         for name, values in rates.items()
         if (ratios := [value / other for value, other in zip(values, rates[base], strict=True)])
     }
-
-
-def _quartiles(values: list[float]) -> list[float]:
-    if len(values) < 2:
-        return [values[0], values[0]]
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return [low, high]

@@ -1,4 +1,4 @@
-"""A broker in a thread of its own, for benchmarks that measure what goes through it."""
+"""The broker's router over real sockets, for benchmarks that measure what passes through it."""
 
 import threading
 from collections.abc import Iterator
@@ -15,24 +15,30 @@ from slipstream.configs.run import RunConfig
 
 
 @contextmanager
-def routing(run: RunConfig, store: MemoryStore) -> Iterator[None]:
-    """Opens the run in `store`, and serves it until the block ends."""
+def open_router(run: RunConfig, store: MemoryStore) -> Iterator[Router]:
+    """Create the run in `store` and a router that serves it; the caller steps the router."""
     train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
     channel = ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes)
     config_json = msgspec.json.encode(run).decode()
     store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
-    router = Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout)
+    yield Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout)
+    channel.close()
+
+
+@contextmanager
+def router_thread(run: RunConfig, store: MemoryStore) -> Iterator[None]:
+    """Step a router in a thread of this process until the block ends."""
     stops = threading.Event()
 
     def route() -> None:
         while not stops.is_set():
             router.step(timeout_s=0.02)
 
-    thread = threading.Thread(target=route)
-    thread.start()
-    try:
-        yield
-    finally:
-        stops.set()
-        thread.join()
-        channel.close()
+    with open_router(run, store) as router:
+        thread = threading.Thread(target=route)
+        thread.start()
+        try:
+            yield
+        finally:
+            stops.set()
+            thread.join()

@@ -1,0 +1,57 @@
+"""Frame of every benchmark program: command line, fair order of measurements, results as JSON."""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """Build the parser of `python -m MODULE`, with --out."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
+    return parser
+
+
+def rotate(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
+    """Yield (round, name), every name once a round."""
+    # All contestants are measured within one run, so that other load on the machine hits all of them; each round starts
+    # with the next one, so that none always runs on a cold or a warm cache.
+    for number in range(rounds):
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            yield number, name
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lower and the upper quartile."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine and its load, without which no figure can be judged."""
+    return {
+        "cores": os.cpu_count(),
+        "at": datetime.now(UTC).isoformat("T", "seconds"),
+        "load_average": psutil.getloadavg(),
+    }
+
+
+def write_result(arguments: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Write machine, settings and figures to --out, if given."""
+    if arguments.out is None:
+        return
+    settings = {name: value for name, value in vars(arguments).items() if name != "out"}
+    result = {"machine": machine(), "settings": settings} | figures
+    arguments.out.write_text(json.dumps(result, indent=2, default=str) + "\n")
