@@ -1,1 +1,1 @@
-"""Runs whose generators come, go, or differ in speed."""
+"""Runs whose generators join and leave, or differ in speed."""

@@ -1,15 +1,12 @@
-"""One training run with 1, then 4, then 2, then 3 generators: what each number gives, and how soon a new one works.
+"""One training run with 1, then 4, then 2, then 3 generators: throughput of each, and start-up time of a new one.
 
-python -m benchmarks.generators.elastic [--phases 1:0 4:30 2:110 3:150] [--out FILE.json] [OVERRIDE ...]
-
-The default experiment with real vLLM, DeepSpeed and Redis under the launcher, steered by `run_async.py scale`. A phase
-is NUMBER:STEP, the step from which that number is wanted. A new generator's first trajectory is seen in its own gauges,
-up to a second late.
+The default experiment with real vLLM, DeepSpeed and Redis under the launcher, scaled by `run_async.py scale`. A phase
+NUMBER:STEP asks for that many generators from that step on. A new generator's first trajectory is read from its own
+gauges, up to a second late.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -22,11 +19,12 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import make_parser, write_result
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.store import Store
 
-_LOOK_EVERY_S = 0.2
+_POLL_INTERVAL_S = 0.2
 _START_S = 180.0
 _REWARD_ROWS = 10
 _NAME = "elastic"
@@ -35,63 +33,61 @@ console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, write."""
+    """Run once, scaling at each phase; then report on the phases."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as runs_dir:
         overrides = [f"name={_NAME}", f"runs_dir={runs_dir}", f"generators.count={arguments.phases[0][0]}"]
         command = [sys.executable, "run_async.py", *overrides, *arguments.overrides]
         with (Path(runs_dir) / "launcher.log").open("w") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            watch = Watch(Path(runs_dir) / _NAME, launcher)
-            found = watch.steer(arguments.phases)
+            joined = Steering(Path(runs_dir) / _NAME, launcher).run(arguments.phases)
         finally:
             launcher.terminate()
             launcher.wait()
         rows = [json.loads(line) for line in (Path(runs_dir) / _NAME / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((Path(runs_dir) / _NAME / "summary.json").read_text())
-    result = {"joined": found, "phases": by_phase(rows, arguments.phases), "summary": summary}
+    result = {"joined": joined, "phases": by_phase(rows, arguments.phases), "summary": summary}
     steps = [row["step"] for row in rows]
     result["no_step_lost"] = steps == list(range(1, len(steps) + 1))
-    show(result)
-    if arguments.out:
-        machine = {"cores": os.cpu_count(), "load_average": psutil.getloadavg()}
-        arguments.out.write_text(json.dumps({"machine": machine, "asked": arguments.phases} | result, indent=2) + "\n")
+    print_tables(result)
+    write_result(arguments, result)
 
 
-class Watch:
-    """A run seen through its store."""
+class Steering:
+    """Scales a run and observes it through its store."""
 
     def __init__(self, folder: Path, launcher: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> None:
         self._folder = folder
         self._launcher = launcher
         self._first: dict[str, float] = {}
 
-    def steer(self, phases: list[tuple[int, int]]) -> dict[str, float]:
-        """Ask for each number at its step, until the run has ended; returns seconds to each one's first trajectory."""
+    def run(self, phases: list[tuple[int, int]]) -> dict[str, float]:
+        """Scale at each phase's step until the run ends; returns each generator's seconds to its first trajectory."""
         self._await_store()
         due = phases[1:]
         with open_run_store(self._folder, timeout_s=COMMAND_TIMEOUT_S) as store:
             while self._launcher.poll() is None:
                 try:
-                    self._note_newcomers(store)
+                    self._record_first_trajectories(store)
                     if due and store.run_state().step >= due[0][1]:
                         number, step = due.pop(0)
                         console.print(f"step {step}: {number} generators")
                         self._scale(number)
                 except ReplayBufferError:
-                    # The broker has not opened the run yet, or the launcher has stopped the store.
+                    # The broker has not created the run yet, or the launcher has stopped the store.
                     pass
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_INTERVAL_S)
         return self._first
 
     def _await_store(self) -> None:
         deadline = time.monotonic() + _START_S
         while not (self._folder / "store" / "redis.sock").exists():
             if self._launcher.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the run must start: look at what it printed")
-            time.sleep(_LOOK_EVERY_S)
+                printed = (self._folder.parent / "launcher.log").read_text()[-4000:]
+                raise SystemExit(f"the run must start within {_START_S:g} s, its launcher printed:\n{printed}")
+            time.sleep(_POLL_INTERVAL_S)
 
-    def _note_newcomers(self, store: Store) -> None:
+    def _record_first_trajectories(self, store: Store) -> None:
         for name, gauges in store.roles().items():
             key = f"{name}, process {gauges.get('pid')}"
             if gauges.get("role") == "generator" and gauges.get("trajectories") and key not in self._first:
@@ -103,16 +99,16 @@ class Watch:
 
 
 def by_phase(rows: list[dict[str, Any]], phases: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """What the steps of each phase say."""
+    """Summarise the steps of each phase."""
     ends = [step for _, step in phases[1:]] + [rows[-1]["step"]]
     return [
-        phase(number, [row for row in rows if start < row["step"] <= end])
+        summarise(number, [row for row in rows if start < row["step"] <= end])
         for (number, start), end in zip(phases, ends, strict=True)
     ]
 
 
-def phase(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """One phase."""
+def summarise(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summarise the metrics of one phase."""
     waited = sum(row["learner/wait_s"] for row in rows)
     worked = sum(row["learner/train_s"] + row["learner/publish_s"] for row in rows)
     return {
@@ -127,8 +123,8 @@ def phase(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """The tables."""
+def print_tables(result: dict[str, Any]) -> None:
+    """Print the tables."""
     columns = ("generators", "steps", "seconds", "learner waits", "publishing", "tokens/s", "lag", "reward at its end")
     table = Table(*columns, title="one run")
     for each in result["phases"]:
@@ -160,9 +156,10 @@ def _phase(text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("benchmarks.generators.elastic", __doc__)
     phases = [(1, 0), (4, 30), (2, 110), (3, 150)]
-    parser.add_argument("--phases", type=_phase, nargs="+", default=phases, help="NUMBER:STEP, the first from step 0")
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument(
+        "--phases", type=_phase, nargs="+", default=phases, help="NUMBER:STEP ..., the first from step 0"
+    )
+    parser.add_argument("overrides", nargs="*", help="settings of the run, after --")
     main(parser.parse_args())

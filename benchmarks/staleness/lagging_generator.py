@@ -1,7 +1,7 @@
-"""LaggingGenerator: answers of the policy as it was some versions ago, a whole batch decoded together.
+"""LaggingGenerator: samples from the policy as it was some versions ago, a whole batch at a time.
 
 Consumes: the learner's weights after every step.
-Produces: groups of trajectories with the log-probabilities they were sampled with.
+Produces: groups of trajectories with their log-probabilities.
 Invariant: while the learner is at version v, trajectories are sampled from, and labelled as, version max(0, v - lag).
 """
 
@@ -23,16 +23,16 @@ from slipstream.scripts.init_random_model import load_model
 
 
 class Answers(NamedTuple):
-    """M answers to each of P prompts, answers to one prompt side by side; tokens after an end token are in vain."""
+    """M answers to each of P prompts, those of one prompt adjacent; tokens after an end token are to be cut."""
 
     token_ids: Tensor
     """int64[P * M, L]."""
     logprobs: Tensor
-    """float32[P * M, L], of the distribution they were sampled from."""
+    """float32[P * M, L], under the sampling distribution."""
 
 
 class PastWeights:
-    """The newest weights and those of up to `lag` versions before. Life: (add -> oldest)*."""
+    """Weights of the newest version and of up to `lag` versions before. Life: (add -> oldest)*."""
 
     def __init__(self, lag: int) -> None:
         self._versions: deque[tuple[int, dict[str, Tensor]]] = deque(maxlen=lag + 1)
@@ -43,7 +43,7 @@ class PastWeights:
 
     @property
     def oldest(self) -> tuple[int, dict[str, Tensor]]:
-        """(version, its weights): `lag` versions before the newest, or the first while there are not so many."""
+        """(version, weights) of `lag` versions before the newest, or of the first while there are fewer."""
         return self._versions[0]
 
 
@@ -58,8 +58,8 @@ def decode(
     logits = output.logits[:, -1].repeat_interleave(group_size, dim=0)
     tokens: list[Tensor] = []
     logprobs: list[Tensor] = []
-    for place in range(num_tokens):
-        if place:
+    for step in range(num_tokens):
+        if step:
             logits = model(input_ids=tokens[-1], past_key_values=cache, use_cache=True).logits[:, -1]
         distribution = logits.float().log_softmax(-1)
         tokens.append(torch.multinomial(distribution.exp(), 1, generator=random))
@@ -68,7 +68,7 @@ def decode(
 
 
 class LaggingGenerator:
-    """Life: (adopt -> generate)*, with `accuracy` in between. Prompts must be of one length. Deterministic."""
+    """Deterministic generator for prompts of one length. Life: (add_version -> generate)*, `accuracy` at any time."""
 
     def __init__(self, run: RunConfig, *, lag: int) -> None:
         self._run = run
@@ -81,12 +81,12 @@ class LaggingGenerator:
         self._past = PastWeights(lag)
         self._random = torch.Generator().manual_seed(run.seed)
 
-    def adopt(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take in the learner's newest version; sampling stays `lag` versions behind it."""
+    def add_version(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Add the learner's newest version; sampling stays `lag` versions behind it."""
         self._past.add(version, weights)
 
     def generate(self, *, num_groups: int) -> list[list[Trajectory]]:
-        """Whole groups for prompts drawn at random."""
+        """Generate complete groups for prompts drawn at random."""
         version, weights = self._past.oldest
         self._model.load_state_dict(weights)
         chosen = torch.randint(len(self._train), (num_groups,), generator=self._random).tolist()
@@ -96,7 +96,7 @@ class LaggingGenerator:
         return [members[first : first + size] for first in range(0, len(members), size)]
 
     def accuracy(self, weights: Iterable[tuple[str, Tensor]]) -> float:
-        """Share of held-out prompts that `weights` answer rightly at temperature 1, by the same chances every time."""
+        """Return the share of held-out prompts answered correctly at temperature 1, with the same random numbers."""
         self._model.load_state_dict(dict(weights))
         random = torch.Generator().manual_seed(self._run.seed)
         answers = list(self._answer(self._heldout, group_size=1, version=0, random=random))
@@ -112,9 +112,9 @@ class LaggingGenerator:
         )
         responses = [self._cut(tokens) for tokens in answers.token_ids.tolist()]
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
-        for place, (response, text) in enumerate(zip(responses, texts, strict=True)):
-            group, index = divmod(place, group_size)
-            logprobs = answers.logprobs[place, : len(response)].numpy()
+        for row, (response, text) in enumerate(zip(responses, texts, strict=True)):
+            group, index = divmod(row, group_size)
+            logprobs = answers.logprobs[row, : len(response)].numpy()
             yield self._trajectory(rows[group], (group, index), prompts[group], response, text, logprobs, version)
 
     def _cut(self, tokens: list[int]) -> list[int]:
@@ -124,17 +124,17 @@ class LaggingGenerator:
     def _trajectory(
         self,
         row: Row,
-        place: tuple[int, int],
+        position: tuple[int, int],
         prompt: list[int],
         response: list[int],
         text: str,
         logprobs: np.ndarray,
         version: int,
     ) -> Trajectory:
-        group, index = place
+        group, index = position
         stop_reason: Literal["stop", "length"] = "stop" if response[-1] == self._tokenizer.eos_token_id else "length"
         sampling = self._run.generators.sampling
-        question = RewardInput(
+        sample = RewardInput(
             prompt=row.prompt,
             response=text,
             ground_truth=row.ground_truth,
@@ -152,7 +152,7 @@ class LaggingGenerator:
             model_mask=np.arange(len(prompt) + len(response)) >= len(prompt),
             generator_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), logprobs]),
             version_spans=[VersionSpan(len(prompt), version)],
-            reward=evaluate(self._score, question),
+            reward=evaluate(self._score, sample),
             stop_reason=stop_reason,
             sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, seed=0),
             generator_id="generator-0",

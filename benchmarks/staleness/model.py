@@ -1,9 +1,7 @@
-"""Makes the model of benchmarks.staleness: small enough for hundreds of runs on two cores, still far from right.
+"""Make the model of benchmarks.staleness: small enough for hundreds of runs on two cores, far from solving the task.
 
-    python -m benchmarks.staleness.model --out=runs/staleness/random
-
-A GPT-2 of two layers with positions learnt by heart, so that reversing takes one look back instead of two, as it does
-with the rotary positions of the default model: a run then learns in a hundred steps at a rate at which lag hurts.
+A GPT-2 of two layers. Its absolute positions let it reverse digits with one attention step, where rotary positions need
+two: a run then learns within a hundred steps, at a learning rate at which lag hurts.
 """
 
 import argparse
@@ -16,11 +14,11 @@ from slipstream.configs.data import PrepareStep
 from slipstream.scripts.init_random_model import VOCABULARY_SIZE, make_tokenizer, save_model
 
 _BAND = (0.03, 0.07)
-"""Exact accuracy to start from: rewards differ within nearly every group."""
+"""Exact accuracy to start from, at which rewards differ within nearly every group."""
 
 
 def model_steps(folder: Path, *, data: str) -> list[PrepareStep]:
-    """What makes the warm model `folder/warm`."""
+    """Return the steps that make the warm model `folder/warm`."""
     random, warm = str(folder / "random"), str(folder / "warm")
     low, high = _BAND
     warm_up = [f"--model={random}", f"--data={data}", f"--out={warm}", f"--low={low}", f"--high={high}"]
@@ -31,7 +29,7 @@ def model_steps(folder: Path, *, data: str) -> list[PrepareStep]:
 
 
 def make_model(*, seed: int) -> GPT2LMHeadModel:
-    """About a hundred thousand parameters without dropout."""
+    """Build a model of about a hundred thousand parameters, without dropout."""
     config = GPT2Config(
         vocab_size=VOCABULARY_SIZE,
         n_positions=64,
@@ -52,8 +50,12 @@ def make_model(*, seed: int) -> GPT2LMHeadModel:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.staleness.model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights (0)")
     options = parser.parse_args()
     save_model(options.out, model=make_model(seed=options.seed), tokenizer=make_tokenizer())

@@ -1,17 +1,52 @@
-"""Methods that benchmarks.staleness compares: what each changes in the algorithm's settings."""
+"""Plan: one run of the comparison; the methods, lags, replay factors and seeds that make the plans."""
 
+import argparse
+from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
+
+import msgspec
+
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.base import ConfigError
+from slipstream.configs.convert import convert
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+
+LAGS = (0, 1, 4, 8, 16, 32)
+LAG_STEPS, REPLAY_STEPS = 240, 120
+_REPLAYED_METHODS = ("none", "token_tis")
+_ANSWER_TOKENS = 6
+"""Five digits and the end token."""
+
+
+class Plan(NamedTuple):
+    """Settings that distinguish one run from another."""
+
+    method: str
+    """Key of METHODS."""
+    lag: int
+    """Versions that the generator is behind the learner."""
+    replay: int
+    """Steps on replayed batches after each fresh one."""
+    seed: int
+    """Seeds prompts and sampling."""
+    steps: int
+    """Fresh batches."""
+    groups: int
+    """Groups per batch."""
+    learning_rate: float
+    """For a method with one optimizer update per step; Method.rate scales it for the others."""
 
 
 class Method(NamedTuple):
-    """One line of the table."""
+    """A row of the table."""
 
     title: str
-    """As the table has it."""
     algorithm: dict[str, Any]
-    """Settings of AlgorithmConfig that are not the defaults."""
+    """Settings of AlgorithmConfig that differ from the defaults."""
     rate: float = 1.0
-    """Factor of the learning rate: several updates of a step are smaller ones."""
+    """Factor of the learning rate: several updates per step must be smaller ones."""
 
 
 _UNWEIGHTED = {"level": "none"}
@@ -44,3 +79,37 @@ METHODS = {
     ),
 }
 """Name on the command line -> method."""
+
+
+def make_plans(arguments: argparse.Namespace) -> Iterator[Plan]:
+    """Combine methods, lags or replay factors, and seeds."""
+    methods = arguments.methods or (_REPLAYED_METHODS if arguments.replay else tuple(METHODS))
+    if unknown := [name for name in methods if name not in METHODS]:
+        raise ConfigError(f"--methods must be of {', '.join(METHODS)}, got {', '.join(unknown)}.")
+    lags = (0,) if arguments.replay else arguments.lags
+    steps = arguments.steps or (REPLAY_STEPS if arguments.replay else LAG_STEPS)
+    # Seeds outermost, so that the table fills evenly.
+    for seed, lag, replay, method in product(arguments.seeds, lags, arguments.replay or (0,), methods):
+        yield Plan(method, lag, replay, seed, steps, arguments.groups, arguments.learning_rate)
+
+
+def make_config(plan: Plan, *, model: str) -> RunConfig:
+    """Configure the digits task with the plan's algorithm and a constant learning rate."""
+    method = METHODS[plan.method]
+    run = load(
+        [
+            "experiment=digits_cpu",
+            "learner/engine=torch",
+            "learner.device=cpu",
+            f"model.path={model}",
+            f"seed={plan.seed}",
+            f"learner.groups_per_step={plan.groups}",
+            f"learner.max_steps={plan.steps}",
+            f"learner.optimizer.learning_rate={plan.learning_rate * method.rate}",
+            "learner.optimizer.schedule=constant",
+            "learner.optimizer.warmup_steps=0",
+            "learner.tokens_per_microbatch=4096",
+            f"generators.sampling.max_tokens={_ANSWER_TOKENS}",
+        ]
+    )
+    return msgspec.structs.replace(run, algorithm=convert(method.algorithm, AlgorithmConfig))

@@ -1,15 +1,11 @@
-"""What a delta saves: versions of a model in training, sent as deltas, beside sending them whole.
-
-python -m benchmarks.weights.delta [--steps N] [--learning-rate X] [--layers N] [--width N] [--seed N] [--out FILE.json]
+"""Savings of weight deltas: versions of a model in training sent as deltas, beside sending them whole.
 
 A randomly initialised Qwen2 is trained by AdamW on random tokens; its float32 weights are staged in the wire's dtype as
-the learner does it, step by step. Encoding and applying are on one core; then a version is put on a shelf and fetched
-over ZeroMQ on loopback, by a generator that holds the one before and by one that holds nothing.
+the learner does. Encoding and applying run on one core; then a version is stored and fetched over ZeroMQ on loopback,
+by a receiver that holds the previous version and by one that holds none.
 """
 
 import argparse
-import json
-import os
 import statistics
 import tempfile
 import time
@@ -17,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import torch
 from rich.console import Console
@@ -25,6 +20,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.harness import make_parser, write_result
 from slipstream.broker.weights import delta
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.snapshot_store import SnapshotStore
@@ -35,37 +31,36 @@ from slipstream.learner.publishing.staging import Staged, Stager
 _HEAD_WIDTH = 64
 _VOCABULARY_SIZE = 8192
 _SEQUENCES, _TOKENS = 2, 256
-_PATIENCE_S = 120.0
+_TIMEOUT_S = 120.0
 CASES = ((torch.bfloat16, 1), (torch.bfloat16, 4), (torch.float32, 1))
-"""Dtype on the wire, and steps from one version to the next."""
+"""(dtype on the wire, optimizer steps between versions)."""
 
 console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, write."""
+    """Train, compare consecutive versions in each case, then fetch the last one."""
     torch.manual_seed(arguments.seed)
     model = make_model(layers=arguments.layers, width=arguments.width)
     size = sum(parameter.numel() for parameter in model.parameters())
     console.print(f"{size / 1e6:.1f}M parameters, learning rate {arguments.learning_rate:g}, {arguments.steps} steps")
     stagings = train(model, steps=arguments.steps, learning_rate=arguments.learning_rate)
-    found: dict[str, list[dict[str, Any]]] = {
+    versions: dict[str, list[dict[str, Any]]] = {
         f"{dtype}".removeprefix("torch.") + f", {apart} apart": [] for dtype, apart in CASES
     }
     history: list[dict[torch.dtype, Staged]] = []
     for staged in stagings:
         history = [*history[-max(apart for _, apart in CASES) :], staged]
-        for (dtype, apart), rows in zip(CASES, found.values(), strict=True):
+        for (dtype, apart), rows in zip(CASES, versions.values(), strict=True):
             if len(history) > apart:
                 rows.append(compare(history[-1 - apart][dtype], history[-1][dtype]))
     fetched = fetch(history[-2][torch.bfloat16], history[-1][torch.bfloat16])
-    show(found, fetched)
-    if arguments.out:
-        write(arguments, {"parameters": size, "versions": found, "fetched": fetched})
+    print_tables(versions, fetched)
+    write_result(arguments, {"parameters": size, "versions": versions, "fetched": fetched})
 
 
 def make_model(*, layers: int, width: int) -> Qwen2ForCausalLM:
-    """Float32, with weights of its own for the head."""
+    """Build a float32 model with an untied head."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=_VOCABULARY_SIZE,
@@ -81,7 +76,7 @@ def make_model(*, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def train(model: Qwen2ForCausalLM, *, steps: int, learning_rate: float) -> Iterator[dict[torch.dtype, Staged]]:
-    """The weights in each dtype before the first step and after every one."""
+    """Train; yields the staged weights in each dtype before the first step and after every one."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     yield stage(model, 0)
     for step in range(1, steps + 1):
@@ -94,7 +89,7 @@ def train(model: Qwen2ForCausalLM, *, steps: int, learning_rate: float) -> Itera
 
 
 def stage(model: Qwen2ForCausalLM, version: int) -> dict[torch.dtype, Staged]:
-    """As the learner does before a publish."""
+    """Stage the weights as the learner does before it publishes."""
     return {
         dtype: Stager(WeightsConfig(), wire_dtype=dtype).stage(
             version=version, weights=model.named_parameters(), canary=([], [])
@@ -104,7 +99,7 @@ def stage(model: Qwen2ForCausalLM, version: int) -> dict[torch.dtype, Staged]:
 
 
 def compare(base: Staged, new: Staged) -> dict[str, Any]:
-    """Sizes and times of what leads from one version to the other."""
+    """Measure sizes and times of the delta from one version to the other."""
     slots = new.update.slots
     widths = [delta.width_of(index, slots) for index in range(len(new.buckets))]
     encode_s, steps = timed(
@@ -114,7 +109,7 @@ def compare(base: Staged, new: Staged) -> dict[str, Any]:
         ]
     )
     copies = [bucket.clone() for bucket in base.buckets]
-    apply_s, _ = timed(lambda: take(steps, onto=copies, new=new.buckets))
+    apply_s, _ = timed(lambda: apply(steps, onto=copies, new=new.buckets))
     xor_s, xor_bytes = timed(lambda: sum(map(xor_size, base.buckets, new.buckets)))
     num_elements = sum(bucket.numel() // width for bucket, width in zip(new.buckets, widths, strict=True))
     return {
@@ -129,8 +124,8 @@ def compare(base: Staged, new: Staged) -> dict[str, Any]:
     }
 
 
-def take(steps: list[tuple[delta.BucketDelta, bytes]], *, onto: list[Tensor], new: list[Tensor]) -> None:
-    """What a generator does with the deltas of all buckets; one that is full is replaced."""
+def apply(steps: list[tuple[delta.BucketDelta, bytes]], *, onto: list[Tensor], new: list[Tensor]) -> None:
+    """Apply the deltas of all buckets; a bucket that is sent in full is replaced."""
     for (entry, payload), bucket, full in zip(steps, onto, new, strict=True):
         if entry.is_full:
             bucket.copy_(full)
@@ -139,88 +134,79 @@ def take(steps: list[tuple[delta.BucketDelta, bytes]], *, onto: list[Tensor], ne
 
 
 def xor_size(old: Tensor, new: Tensor) -> int:
-    """The plain way, for comparison: all bytes, exclusive-or, zstd."""
+    """Return the size of the baseline encoding: exclusive-or of all bytes, then zstd."""
     return len(pa.Codec("zstd", compression_level=1).compress((old ^ new).numpy(), asbytes=True))
 
 
 def fetch(base: Staged, new: Staged) -> dict[str, Any]:
-    """Putting and fetching a version, whole and as a delta: seconds and bytes."""
+    """Store and fetch a version, whole and as a delta; returns seconds and bytes."""
     with tempfile.TemporaryDirectory(prefix="delta-") as folder:
-        shelf = SnapshotStore(Path(folder))
-        put_s, _ = timed(lambda: shelf.put(base.update, base.buckets))
-        put_with_delta_s, _ = timed(lambda: shelf.put(new.update, new.buckets, with_delta=True))
-        server = StreamServer(shelf)
+        store = SnapshotStore(Path(folder))
+        put_s, _ = timed(lambda: store.put(base.update, base.buckets))
+        put_with_delta_s, _ = timed(lambda: store.put(new.update, new.buckets, with_delta=True))
+        server = StreamServer(store)
         stream = WeightStream("tcp://{}:{}".format(*server.address))
         held, empty = HostWeights(), HostWeights()
-        bring_up(held, shelf, base)
+        update_weights(held, store, base)
         result: dict[str, Any] = {"put_s": put_s, "put_with_delta_s": put_with_delta_s}
-        for name, holding in {"delta": held, "whole": empty}.items():
-            result[f"{name}_s"], _ = timed(lambda holding=holding: bring_up(holding, stream, new))
-            result[f"{name}_bytes"] = holding.num_bytes
-            result[f"{name}_is_equal"] = all(map(torch.equal, holding.tensors, new.buckets))
+        for name, weights in {"delta": held, "whole": empty}.items():
+            result[f"{name}_s"], _ = timed(lambda weights=weights: update_weights(weights, stream, new))
+            result[f"{name}_bytes"] = weights.num_bytes
+            result[f"{name}_is_equal"] = all(map(torch.equal, weights.tensors, new.buckets))
         stream.close()
         server.close()
         return result
 
 
-def bring_up(holding: HostWeights, files: SnapshotStore | WeightStream, staged: Staged) -> None:
-    """As a generator does."""
-    holding.update_to(files, staged.version, slots=staged.update.slots, with_deltas=True, timeout_s=_PATIENCE_S)
+def update_weights(weights: HostWeights, files: SnapshotStore | WeightStream, staged: Staged) -> None:
+    """Update as a generator does."""
+    weights.update_to(files, staged.version, slots=staged.update.slots, with_deltas=True, timeout_s=_TIMEOUT_S)
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    """(seconds, what came of it)."""
+    """Return (seconds, result)."""
     started_at = time.perf_counter()
     result = action()
     return time.perf_counter() - started_at, result
 
 
-def show(found: dict[str, list[dict[str, Any]]], fetched: dict[str, Any]) -> None:
-    """Medians over versions, a column for each case."""
-    columns = [in_words(rows) for rows in found.values()]
-    table = Table("median over versions", *found)
+def print_tables(versions: dict[str, list[dict[str, Any]]], fetched: dict[str, Any]) -> None:
+    """Print medians over versions, one column per case."""
+    columns = [column(rows) for rows in versions.values()]
+    table = Table("median over versions", *versions)
     for name in columns[0]:
-        table.add_row(name, *(column[name] for column in columns))
+        table.add_row(name, *(cells[name] for cells in columns))
     console.print(table)
     for name in ("delta", "whole"):
-        size, took, is_equal = (fetched[f"{name}_{what}"] for what in ("bytes", "s", "is_equal"))
-        console.print(f"{name} fetched over loopback: {mib(size)} in {took:.3f} s, equal: {is_equal}")
-    console.print(f"put on the shelf: {fetched['put_s']:.3f} s, with its delta {fetched['put_with_delta_s']:.3f} s")
+        size, took, is_equal = (fetched[f"{name}_{field}"] for field in ("bytes", "s", "is_equal"))
+        console.print(f"{name} fetched over loopback: {_mib(size)} in {took:.3f} s, equal: {is_equal}")
+    console.print(f"stored: {fetched['put_s']:.3f} s, with its delta {fetched['put_with_delta_s']:.3f} s")
 
 
-def in_words(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """One column."""
-    middle = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+def column(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Format the medians of one case."""
+    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     return {
-        "elements that changed": f"{middle['changed']:.2%}",
-        "whole": mib(middle["full_bytes"]),
-        "delta": mib(middle["delta_bytes"]),
-        "delta of whole": f"{middle['delta_bytes'] / middle['full_bytes']:.2%}",
-        "encoding": f"{middle['encode_s']:.3f} s",
-        "applying": f"{middle['apply_s']:.3f} s",
-        "plain xor, zstd": f"{mib(middle['xor_zstd_bytes'])}, {middle['xor_zstd_s']:.3f} s",
+        "elements that changed": f"{median['changed']:.2%}",
+        "whole": _mib(median["full_bytes"]),
+        "delta": _mib(median["delta_bytes"]),
+        "delta of whole": f"{median['delta_bytes'] / median['full_bytes']:.2%}",
+        "encoding": f"{median['encode_s']:.3f} s",
+        "applying": f"{median['apply_s']:.3f} s",
+        "plain xor, zstd": f"{_mib(median['xor_zstd_bytes'])}, {median['xor_zstd_s']:.3f} s",
         "equal bit for bit": f"{sum(row['is_equal'] for row in rows)} of {len(rows)}",
     }
 
 
-def mib(num_bytes: float) -> str:
-    """For people."""
+def _mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.2f} MiB"
 
 
-def write(arguments: argparse.Namespace, result: dict[str, Any]) -> None:
-    """As JSON, with what it was measured on."""
-    machine = {"cores": os.cpu_count(), "load_average": psutil.getloadavg()}
-    settings = {name: getattr(arguments, name) for name in ("steps", "learning_rate", "layers", "width", "seed")}
-    arguments.out.write_text(json.dumps({"machine": machine, "settings": settings} | result, indent=2) + "\n")
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="of the optimizer; at least 4")
-    parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser = make_parser("benchmarks.weights.delta", __doc__)
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps, at least 4 (8)")
+    parser.add_argument("--learning-rate", type=float, default=1e-6, help="of AdamW (1e-6)")
+    parser.add_argument("--layers", type=int, default=16, help="of the model (16)")
+    parser.add_argument("--width", type=int, default=512, help="of the model, a multiple of 64 (512)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (0)")
     main(parser.parse_args())

@@ -1,4 +1,4 @@
-"""A real vLLM engine and the learner's end of its weights, side by side in one process."""
+"""EngineAndLearner: a real vLLM engine and the learner's end of its weight group in one process."""
 
 import asyncio
 import os
@@ -24,16 +24,16 @@ Tensors = list[tuple[str, Tensor]]
 SetVariable = Callable[[str, str], None]
 
 MEMBER = Member("generator-0", "1")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 _START_S = 300.0
-_CANARY = (4, 16)
-"""Sequences, and tokens of each."""
+_CANARY_SHAPE = (4, 16)
+"""Sequences, tokens per sequence."""
 
 
 def make_module(
     *, layers: int = 2, width: int = 64, max_length: int = 512, seed: int = 0, is_tied: bool = False
 ) -> Qwen2ForCausalLM:
-    """Weights so wide that probabilities differ visibly between tokens."""
+    """Build a model with large weights, so that probabilities differ clearly between tokens."""
     module = make_model(layers=layers, width=width, seed=seed, max_length=max_length).eval().requires_grad_(False)
     for parameter in module.parameters():
         if parameter.dim() == 2:
@@ -45,17 +45,17 @@ def make_module(
 
 
 def tensors_of(module: nn.Module) -> Tensors:
-    """As the learner sends them."""
+    """Return the tensors that the learner sends, under all names of tied parameters."""
     return [(name, parameter.detach()) for name, parameter in module.named_parameters(remove_duplicate=False)]
 
 
 def announce(
     tensors: Tensors, *, module: nn.Module, epoch: int, version: int, bucket_bytes: int
 ) -> tuple[Update, list[Tensor]]:
-    """The update and its buckets; the canary's numbers are those of `module`."""
+    """Build an update of `tensors` and its buckets; the canary's log-probabilities are those of `module`."""
     slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
     packed = buckets.pack(tensors, slots, sizes=sizes)
-    canary = torch.randint(2, 14, _CANARY, generator=torch.Generator().manual_seed(0))
+    canary = torch.randint(2, 14, _CANARY_SHAPE, generator=torch.Generator().manual_seed(0))
     update = Update(
         epoch=epoch,
         members=[MEMBER],
@@ -66,21 +66,24 @@ def announce(
         canary_token_ids=canary.tolist(),
         canary_logprobs=[prompt_logprobs(module, sequence) for sequence in canary.tolist()],
         max_probe_diff=1e-3,
-        timeout_s=PATIENCE_S,
+        timeout_s=TIMEOUT_S,
     )
     return update, packed
 
 
 @torch.inference_mode()
 def prompt_logprobs(module: Any, token_ids: Sequence[int]) -> list[float]:
-    """What the whole model says in one pass about every token but the first."""
+    """Return the log-probability of every token but the first, in one forward pass."""
     ids = torch.tensor([list(token_ids)])
     logprobs = module(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
 
 class EngineAndLearner:
-    """Started at once; `close` ends both. The environment of this process becomes what the engine needs."""
+    """A started engine and a sender, with helpers for both ends of a broadcast. Life: create -> use -> close.
+
+    Sets the environment variables that vLLM needs in this process.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class EngineAndLearner:
     ) -> None:
         for name, value in engine_environment(config).items():
             set_variable(name, value)
-        # vLLM reads the environment when it is imported.
+        # Imported here: vLLM reads the environment at import.
         from slipstream.generators.engines.vllm.engine import VllmEngine
 
         save_model(folder, model=module, tokenizer=make_tokenizer())
@@ -110,39 +113,39 @@ class EngineAndLearner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, work: Coroutine[Any, Any, T], *, timeout_s: float = PATIENCE_S) -> T:
-        """On the engine's loop."""
+    def run(self, work: Coroutine[Any, Any, T], *, timeout_s: float = TIMEOUT_S) -> T:
+        """Run a coroutine on the engine's event loop."""
         return self._runner.run(asyncio.wait_for(work, timeout_s))
 
     def opening(self) -> OpenEpoch:
-        """Of the next epoch, which has the engine as its one member."""
+        """Open the next epoch, with the engine as its only member."""
         self.epoch += 1
         host, port = self._sender.address
-        return OpenEpoch(self.epoch, members=[MEMBER], host=host, port=port, timeout_s=PATIENCE_S)
+        return OpenEpoch(self.epoch, members=[MEMBER], host=host, port=port, timeout_s=TIMEOUT_S)
 
     def announce(self, module: nn.Module, *, version: int, bucket_bytes: int = 1 << 20) -> tuple[Update, list[Tensor]]:
-        """The module's weights as an update of the open epoch."""
+        """Build an update of the module's weights in the open epoch."""
         return announce(tensors_of(module), module=module, epoch=self.epoch, version=version, bucket_bytes=bucket_bytes)
 
     async def open_epoch(self) -> None:
-        """Build a weight group."""
+        """Join both ends into a new weight group."""
         opening = self.opening()
-        await asyncio.gather(self.seat_learner(), self.engine.open_epoch(opening, rank=1))
+        await asyncio.gather(self.open_sender(), self.engine.open_epoch(opening, rank=1))
 
-    async def seat_learner(self) -> None:
-        """The learner's half of building it."""
+    async def open_sender(self) -> None:
+        """Join the learner's end into the epoch."""
         await self._in_sender_thread(
-            lambda: self._sender.open_epoch(self.epoch, num_members=1, timeout_s=PATIENCE_S),
+            lambda: self._sender.open_epoch(self.epoch, num_members=1, timeout_s=TIMEOUT_S),
         )
 
     async def broadcast(self, packed: list[Tensor]) -> None:
-        """The learner's half of an update."""
-        await self._in_sender_thread(lambda: self._sender.broadcast(packed, timeout_s=PATIENCE_S))
+        """Send the buckets of an update."""
+        await self._in_sender_thread(lambda: self._sender.broadcast(packed, timeout_s=TIMEOUT_S))
 
     def close(self) -> None:
-        """Leaves no process."""
+        """Stop the engine and the sender; no process remains."""
         self.run(self.engine.stop())
-        self._sender_thread.submit(self._sender.close).result(PATIENCE_S)
+        self._sender_thread.submit(self._sender.close).result(TIMEOUT_S)
         self._sender_thread.shutdown()
         self._runner.close()
 

@@ -1,14 +1,10 @@
-"""What a killed generator costs the others: SIGKILL at random moments of publishing, many times, in one run.
+"""Cost of a killed generator to the others: SIGKILL at random moments of publishing, many times in one run.
 
-python -m benchmarks.weights.kills [--kills N] [--generators N] [--mib N] [--seed N] [--out FILE.json]
-
-Real broker, real publisher and Gloo broadcasts, real generator processes with the scripted engine; the learner does
-nothing but publish random weights every few tenths of a second, and measures how long it is kept from going on.
+Real broker, publisher, Gloo broadcasts and generator processes with the scripted engine. The learner only publishes
+random weights every few tenths of a second and measures how long each call blocks it.
 """
 
 import argparse
-import json
-import os
 import random
 import signal
 import statistics
@@ -21,12 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.router_thread import routing
+from benchmarks.harness import make_parser, write_result
+from benchmarks.router import router_thread
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
@@ -43,14 +39,14 @@ from slipstream.learner.publishing.staging import Stager
 _STEP_S = 0.3
 _CALM_STEPS = 20
 _START_S = 120.0
-_NEXT_S = 60.0
+_NEXT_VERSION_S = 60.0
 _CANARY = ([[1, 2, 3]], [[-1.0, -1.0]])
 
 console = Console(highlight=False)
 
 
-class GeneratorPool:
-    """Generator processes by number; each can be killed and started again."""
+class GeneratorProcesses:
+    """Generator processes by number."""
 
     def __init__(self, address: str, *, count: int, logs: Path) -> None:
         self._address = address
@@ -60,34 +56,33 @@ class GeneratorPool:
             self.start(number)
 
     def start(self, number: int) -> None:
-        """A new process under this number."""
+        """Start a new process under this number."""
         with (self._logs / f"generator-{number}.log").open("ab") as log:
             command = [sys.executable, "-m", "slipstream.generators", "--id", f"generator-{number}", self._address]
             self._processes[number] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill(self, number: int) -> None:
-        """SIGKILL."""
+        """Kill a process with SIGKILL and reap it."""
         self._processes[number].send_signal(signal.SIGKILL)
         self._processes[number].wait()
 
     def close(self) -> None:
-        """Kill all."""
         for number in self._processes:
             self.kill(number)
 
 
-class Clocked:
-    """A learner that publishes again and again, and knows how long each call kept it."""
+class PublishingLearner:
+    """A learner that only publishes, and times each call."""
 
     def __init__(self, publishing: BackgroundPublisher, weights: list[tuple[str, torch.Tensor]]) -> None:
         self._publishing = publishing
         self._weights = weights
         self.version = -1
         self.blocked_s: list[float] = []
-        """Of each call."""
+        """Duration of each call of `publish`."""
 
     def step(self) -> Any:
-        """Publish, take news, rest; returns what a publish did that has ended."""
+        """Publish, handle messages, pause; returns the outcome of a publish that has completed."""
         self.version += 1
         started_at = time.perf_counter()
         self._publishing.publish(version=self.version, step=self.version, weights=self._weights, canary=_CANARY)
@@ -96,7 +91,7 @@ class Clocked:
         return self._publishing.take_published()
 
     def until(self, num_members: int, *, after_version: int, timeout_s: float) -> float:
-        """Go on until a version above `after_version` is with that many; returns when that was."""
+        """Step until `num_members` hold a version above `after_version`; returns the time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             published = self.step()
@@ -106,7 +101,7 @@ class Clocked:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, write."""
+    """Measure calm publishing, then kills."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
         run = load(
@@ -118,47 +113,49 @@ def main(arguments: argparse.Namespace) -> None:
             ]
         )
         prepare(run)
-        stack.enter_context(routing(run, store := MemoryStore()))
-        # No prompts: only weights travel.
+        stack.enter_context(router_thread(run, store := MemoryStore()))
+        # Without prompts only weights are sent.
         store.set_phase("finishing")
-        fleet = GeneratorPool(f"broker.address={run.broker.address}", count=arguments.generators, logs=folder)
-        stack.callback(fleet.close)
-        learner = _learner(run, stack, shelf=SnapshotStore(folder / "weights"), mib=arguments.mib)
+        processes = GeneratorProcesses(f"broker.address={run.broker.address}", count=arguments.generators, logs=folder)
+        stack.callback(processes.close)
+        learner = _learner(run, stack, snapshot_store=SnapshotStore(folder / "weights"), mib=arguments.mib)
         learner.until(arguments.generators, after_version=-1, timeout_s=_START_S)
-        _show(_torment(learner, fleet, arguments), arguments)
+        _print_table(_measure(learner, processes, arguments), arguments)
 
 
-def _torment(learner: Clocked, fleet: GeneratorPool, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    chance, others = random.Random(arguments.seed), arguments.generators - 1
+def _measure(
+    learner: PublishingLearner, processes: GeneratorProcesses, arguments: argparse.Namespace
+) -> dict[str, list[float]]:
+    rng, others = random.Random(arguments.seed), arguments.generators - 1
     for _ in range(_CALM_STEPS):
         learner.step()
-    found: dict[str, list[float]] = {
+    seconds: dict[str, list[float]] = {
         "calm_s": learner.blocked_s[-_CALM_STEPS:],
         "next_s": [],
         "stall_s": [],
         "back_s": [],
     }
     for kill in range(1, arguments.kills + 1):
-        victim = chance.randrange(arguments.generators)
+        victim = rng.randrange(arguments.generators)
         first_call = len(learner.blocked_s)
-        killed_at = _kill(fleet, victim, learner, delay_s=chance.uniform(0, 2 * _STEP_S))
-        next_at = learner.until(others, after_version=learner.version, timeout_s=_NEXT_S)
-        found["next_s"].append(next_at - killed_at)
-        found["stall_s"].append(max(learner.blocked_s[first_call:]))
+        killed_at = _kill(processes, victim, learner, delay_s=rng.uniform(0, 2 * _STEP_S))
+        next_at = learner.until(others, after_version=learner.version, timeout_s=_NEXT_VERSION_S)
+        seconds["next_s"].append(next_at - killed_at)
+        seconds["stall_s"].append(max(learner.blocked_s[first_call:]))
         started_at = time.monotonic()
-        fleet.start(victim)
-        found["back_s"].append(learner.until(others + 1, after_version=-1, timeout_s=_START_S) - started_at)
-        console.print(f"kill {kill}: next version after {found['next_s'][-1]:.2f} s")
-    return found
+        processes.start(victim)
+        seconds["back_s"].append(learner.until(others + 1, after_version=-1, timeout_s=_START_S) - started_at)
+        console.print(f"kill {kill}: next version after {seconds['next_s'][-1]:.2f} s")
+    return seconds
 
 
-def _kill(fleet: GeneratorPool, victim: int, learner: Clocked, *, delay_s: float) -> float:
-    """Kill it `delay_s` from now, while the learner goes on; returns when."""
+def _kill(processes: GeneratorProcesses, victim: int, learner: PublishingLearner, *, delay_s: float) -> float:
+    """Kill a generator `delay_s` from now, while the learner continues; returns the time."""
     killed_at: list[float] = []
 
     def strike() -> None:
         killed_at.append(time.monotonic())
-        fleet.kill(victim)
+        processes.kill(victim)
 
     timer = threading.Timer(delay_s, strike)
     timer.start()
@@ -167,8 +164,8 @@ def _kill(fleet: GeneratorPool, victim: int, learner: Clocked, *, delay_s: float
     return killed_at[0]
 
 
-def _learner(run: RunConfig, stack: ExitStack, *, shelf: SnapshotStore, mib: int) -> Clocked:
-    joined = join(
+def _learner(run: RunConfig, stack: ExitStack, *, snapshot_store: SnapshotStore, mib: int) -> PublishingLearner:
+    session = join(
         "learner",
         address=run.broker.address,
         max_message_bytes=run.broker.max_message_bytes,
@@ -176,11 +173,11 @@ def _learner(run: RunConfig, stack: ExitStack, *, shelf: SnapshotStore, mib: int
         status=StatusBoard(),
         timeout_s=_START_S,
     )
-    stack.callback(joined.thread.stop)
+    stack.callback(session.thread.stop)
     sender = CollectiveSender(run.weights.host, device="cpu")
-    snapshots = SnapshotServer(shelf, StreamServer(shelf, host=run.weights.host))
+    snapshots = SnapshotServer(snapshot_store, StreamServer(snapshot_store, host=run.weights.host))
     publisher = Publisher(
-        client=joined.client, inbox=joined.inbox, sender=sender, snapshots=snapshots, config=run.weights
+        client=session.client, inbox=session.inbox, sender=sender, snapshots=snapshots, config=run.weights
     )
     store = MemoryStore()
     store.open_run("faults", config_json="{}", num_rows=1, seed=0)
@@ -188,10 +185,10 @@ def _learner(run: RunConfig, stack: ExitStack, *, shelf: SnapshotStore, mib: int
         publisher, Stager(run.weights, wire_dtype=torch.float32), store, in_background=True
     )
     stack.callback(publishing.close)
-    return Clocked(publishing, [("weights", torch.randn(mib * 2**18))])
+    return PublishingLearner(publishing, [("weights", torch.randn(mib * 2**18))])
 
 
-def _show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+def _print_table(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     table = Table("", "median", "longest", title=f"{arguments.kills} kills, {arguments.mib} MiB of weights")
     names = {
         "next_s": "from SIGKILL to a new version with all others, s",
@@ -202,18 +199,14 @@ def _show(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     for key, name in names.items():
         table.add_row(name, f"{statistics.median(result[key]):.3f}", f"{max(result[key]):.3f}")
     console.print(table)
-    if arguments.out:
-        machine = {"cores": os.cpu_count(), "load_average": psutil.getloadavg()}
-        settings = {name: getattr(arguments, name) for name in ("kills", "generators", "mib", "seed")}
-        arguments.out.write_text(json.dumps({"machine": machine, "settings": settings} | result, indent=2) + "\n")
+    write_result(arguments, result)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--generators", type=int, default=3)
-    parser.add_argument("--mib", type=int, default=64, help="size of the weights, MiB")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("overrides", nargs="*")
+    parser = make_parser("benchmarks.weights.kills", __doc__)
+    parser.add_argument("--kills", type=int, default=20, help="number of kills (20)")
+    parser.add_argument("--generators", type=int, default=3, help="number of generators (3)")
+    parser.add_argument("--mib", type=int, default=64, help="size of the weights, MiB (64)")
+    parser.add_argument("--seed", type=int, default=0, help="of times and victims (0)")
+    parser.add_argument("overrides", nargs="*", help="settings of the run")
     main(parser.parse_args())

@@ -1,15 +1,12 @@
-"""Faults planted into weight updates of a real vLLM engine: what catches each, and when.
+"""Faults planted into weight updates of a real vLLM engine: the check that catches each, before or after loading.
 
-python -m benchmarks.weights.planted_faults [--out FILE.json]
-
-A model with a tied head. Before every fault a good version is adopted; the faulty one moves every weight from there by
-1e-5 alone, as an optimizer step does; then a good one must heal the engine. What catches a fault is read off the
-generator's own answer.
+The model has a tied head. Before every fault a good version is applied; the faulty one differs from it by 1e-5 in every
+weight, as after an optimizer step; then a good version must heal the engine. The generator's own answer tells which
+check caught the fault.
 """
 
 import argparse
 import asyncio
-import json
 import os
 import tempfile
 import time
@@ -19,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
+from benchmarks.harness import make_parser, write_result
 from benchmarks.weights.engine_and_learner import (
     MEMBER,
     EngineAndLearner,
@@ -43,69 +40,68 @@ from slipstream.generators.weight_updates import WeightUpdates
 
 _BUCKET_BYTES = 40_000
 _STEP = 1e-5
-"""What an optimizer step moves every weight by."""
-_LEAP = 0.1
-"""From one good version to the next: a probe sees it."""
+"""Change of every weight in a faulty update: that of an optimizer step, too small for a probe to see."""
+_LARGE_STEP = 0.1
+"""Change of every weight between good versions: large enough for a probe to see."""
 _PROMPT = [4, 7, 3, 9, 12, 5, 8, 2]
 _NORM, _MATRIX = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
 _OTHER_NORM, _OTHER_MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.gate_proj.weight"
 _HEAD = "lm_head.weight"
 
-_CATCHERS = {
-    "one of them was not updated": "ties: names of one tensor, same bytes",
+_CHECKS = {
+    "one of them was not updated": "ties: equal bytes under all names",
     "must be sent": "layout: names",
     "in the model's order": "layout: order of names",
     "must travel as": "layout: dtype",
     "checksum": "checksum of the bucket",
-    "kept their old values": "what the engine says it loaded",
-    "could not load them": "the engine's loader itself",
-    "as it was sent": "reading back",
-    "kept the old one": "kernels made anew",
+    "kept their old values": "report of the loaded parameters",
+    "could not load them": "the engine's loader",
+    "as it was sent": "verification of the loaded model",
+    "kept the old one": "replacement of kernels",
     "agree with the learner's": "probe",
 }
-"""Words of each fault's message, and what says them."""
+"""Phrase of an error message -> the check that raises it."""
 
 console = Console(highlight=False)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One way in which an update goes wrong; at most one of the four plants it."""
+    """One way in which an update goes wrong; exactly one of `sent`, `announced`, `transit`, `worker` plants it."""
 
     name: str
-    """For the table."""
     caught_by: str
-    """A value of _CATCHERS."""
+    """Expected check, a value of _CHECKS."""
     is_loaded: bool = False
-    """Whether it can only be seen once the engine's weights are changed."""
+    """Whether it can be detected only after the engine's weights have changed."""
     sent: Callable[[Tensors, dict[str, Tensor]], Tensors] | None = None
-    """The learner packs other tensors than its own; gets also those of the version before."""
+    """(new tensors, previous ones) -> tensors that the learner packs."""
     announced: Callable[[list[TensorSlot]], list[TensorSlot]] | None = None
-    """The learner announces another layout than it packs."""
+    """Layout packed -> layout announced."""
     transit: Callable[[list[Tensor], list[Tensor]], None] | None = None
-    """Bytes change on the way; gets also the buckets of the version before."""
+    """Changes the buckets in transit; gets also the previous version's."""
     worker: Callable[[Any], None] | None = None
-    """The engine's worker loads wrongly, once."""
+    """Makes the engine's worker load incorrectly, once."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one faulty update and of the good one after it."""
+    """Result of one faulty update and of the good one after it."""
 
     error: str
-    """The generator's answer to the faulty one."""
+    """The generator's answer to the faulty update."""
     caught_by: str
-    """See _CATCHERS."""
+    """Value of _CHECKS."""
     is_loaded: bool
-    """Whether the engine's weights had changed."""
+    """Whether the engine's weights changed."""
     is_verified: bool
-    """Whether the generator still let trajectories out; then under the version before."""
+    """Whether trajectories could still leave, under the previous version."""
     states: list[str]
-    """Of the generator, since the faulty update came."""
+    """States of the generator since the faulty update."""
     seconds: float
-    """From the order to the answer."""
+    """From the command to the answer."""
     is_healed: bool
-    """The good update after it was verified and the engine computes what its weights say."""
+    """Whether the next good update was verified and the engine's log-probabilities are right."""
 
 
 def _swapped(slots: list[TensorSlot], one: str, other: str) -> list[TensorSlot]:
@@ -131,16 +127,16 @@ def _send_old_bucket(packed: list[Tensor], old: list[Tensor]) -> None:
     packed[1].copy_(old[1])
 
 
-def _once(worker: Any, spoil: Callable[[Callable[[Any], Any], Tensors], Any]) -> None:
-    """The worker's next loading is `spoil(load, tensors)`."""
-    receiving = worker.weight_transfer_engine
-    load = receiving._load
+def _once(worker: Any, corrupt: Callable[[Callable[[Any], Any], Tensors], Any]) -> None:
+    """Replace the worker's next load by `corrupt(load, tensors)`."""
+    transfer = worker.weight_transfer_engine
+    load = transfer._load
 
-    def loading(tensors: Tensors) -> Any:
-        receiving._load = load
-        return spoil(load, tensors)
+    def load_once(tensors: Tensors) -> Any:
+        transfer._load = load
+        return corrupt(load, tensors)
 
-    receiving._load = loading
+    transfer._load = load_once
 
 
 def _leave_out(worker: Any) -> None:
@@ -151,7 +147,7 @@ def _load_another(worker: Any) -> None:
     _once(worker, lambda load, tensors: load([(n, t + 1e-6 if n == _NORM else t) for n, t in tensors]))
 
 
-def _break_off(worker: Any) -> None:
+def _fail_halfway(worker: Any) -> None:
     def half(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
         yield from tensors[: len(tensors) // 2]
         raise ValueError("planted")
@@ -163,12 +159,12 @@ def _keep_head_kernel(worker: Any) -> None:
     head = worker.weight_transfer_engine.model.lm_head
     kernel = head.cpu_linear
 
-    def spoil(load: Callable[[Any], Any], tensors: Tensors) -> Any:
+    def corrupt(load: Callable[[Any], Any], tensors: Tensors) -> Any:
         loaded = load(tensors)
         head.cpu_linear = kernel
         return loaded
 
-    _once(worker, spoil)
+    _once(worker, corrupt)
 
 
 FAULTS = [
@@ -187,13 +183,22 @@ FAULTS = [
     ),
     Fault(
         "the tied head is sent as it was before",
-        "ties: names of one tensor, same bytes",
+        "ties: equal bytes under all names",
         sent=lambda new, old: [(name, old[name] if name == _HEAD else tensor) for name, tensor in new],
     ),
-    Fault("the head's kernel keeps the old weights", "kernels made anew", is_loaded=True, worker=_keep_head_kernel),
-    Fault("the engine's loader leaves a norm out", "what the engine says it loaded", is_loaded=True, worker=_leave_out),
-    Fault("the engine's loader writes a wrong value", "reading back", is_loaded=True, worker=_load_another),
-    Fault("the engine's loader breaks off", "the engine's loader itself", is_loaded=True, worker=_break_off),
+    Fault(
+        "the head's kernel keeps the old weights", "replacement of kernels", is_loaded=True, worker=_keep_head_kernel
+    ),
+    Fault(
+        "the engine's loader leaves a norm out", "report of the loaded parameters", is_loaded=True, worker=_leave_out
+    ),
+    Fault(
+        "the engine's loader writes a wrong value",
+        "verification of the loaded model",
+        is_loaded=True,
+        worker=_load_another,
+    ),
+    Fault("the engine's loader breaks off", "the engine's loader", is_loaded=True, worker=_fail_halfway),
     Fault("one bit flips on the way", "checksum of the bucket", transit=_flip_bit),
     Fault("a bucket of the version before arrives", "checksum of the bucket", transit=_send_old_bucket),
     Fault(
@@ -211,10 +216,10 @@ FAULTS = [
 
 
 class PlantedFaults:
-    """A generator's adoption over a real engine, and a learner that makes mistakes."""
+    """A generator's WeightUpdates over a real engine, and a learner that makes mistakes."""
 
     def __init__(self, folder: Path, *, set_variable: SetVariable = os.environ.__setitem__) -> None:
-        # Faults of the worker travel there as functions.
+        # Worker faults are sent to the engine process as functions.
         set_variable("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         module, config = make_module(is_tied=True), VllmEngineConfig(max_num_seqs=64)
         self.rig = EngineAndLearner(folder, module=module, config=config, set_variable=set_variable)
@@ -230,44 +235,44 @@ class PlantedFaults:
             set_state=lambda state, _: self.states.append(state),
             release=self._release,
         )
-        self._adopting = self.rig.run(self._begin())
+        self._updating = self.rig.run(self._begin())
 
     def close(self) -> None:
         """End the engine."""
-        self._adopting.cancel()
+        self._updating.cancel()
         self.rig.close()
 
     def send(self, message: Any) -> None:
-        """What the generator says to the learner."""
+        """Receive the generator's answers, in place of the broker."""
         self._answers.put_nowait(message)
 
     def run(self, fault: Fault) -> Outcome:
-        """Good, faulty, good."""
+        """Apply a good update, the faulty one, a good one."""
         return self.rig.run(self._run(fault))
 
     async def _begin(self) -> asyncio.Task[None]:
-        adopting = asyncio.create_task(self._updates.run())
+        running = asyncio.create_task(self._updates.run())
         self._updates.submit(self.rig.opening())
-        await asyncio.gather(self.rig.seat_learner(), self._answers.get())
-        return adopting
+        await asyncio.gather(self.rig.open_sender(), self._answers.get())
+        return running
 
     async def _run(self, fault: Fault) -> Outcome:
-        await self._adopt(self._moved(_LEAP))
+        await self._publish(self._moved(_LARGE_STEP))
         before = self._version
         self.states.clear()
         started_at = time.perf_counter()
-        answer = await self._adopt(self._moved(_STEP), fault)
+        answer = await self._publish(self._moved(_STEP), fault)
         seconds = time.perf_counter() - started_at
         states, is_verified = list(self.states), self._updates.is_verified.is_set()
         is_loaded = self.rig.engine.version != before
-        healing = await self._adopt(self._moved(_LEAP))
+        healing = await self._publish(self._moved(_LARGE_STEP))
         is_healed = not healing.error and self._updates.is_verified.is_set() and await self._agrees()
-        return Outcome(answer.error, _catcher(answer.error), is_loaded, is_verified, states, seconds, is_healed)
+        return Outcome(answer.error, _check_behind(answer.error), is_loaded, is_verified, states, seconds, is_healed)
 
-    async def _adopt(self, module: Qwen2ForCausalLM, fault: Fault | None = None) -> UpdateApplied:
-        """Publish the module's weights as the next version, as the fault wants."""
+    async def _publish(self, module: Qwen2ForCausalLM, fault: Fault | None = None) -> UpdateApplied:
+        """Publish the module's weights as the next version, with the fault planted."""
         self._version += 1
-        update, packed = self._ship(module, fault)
+        update, packed = self._pack(module, fault)
         if fault and fault.worker:
             await self.rig.engine._running.collective_rpc(fault.worker)
         self._updates.submit(update)
@@ -277,7 +282,7 @@ class PlantedFaults:
         self._module = module
         return answer
 
-    def _ship(self, module: Qwen2ForCausalLM, fault: Fault | None) -> tuple[Update, list[Tensor]]:
+    def _pack(self, module: Qwen2ForCausalLM, fault: Fault | None) -> tuple[Update, list[Tensor]]:
         tensors = tensors_of(module)
         if fault and fault.sent:
             tensors = fault.sent(tensors, dict(tensors_of(self._module)))
@@ -293,9 +298,9 @@ class PlantedFaults:
     def _moved(self, distance: float) -> Qwen2ForCausalLM:
         module = make_module(is_tied=True)
         module.load_state_dict(self._module.state_dict())
-        chance = torch.Generator().manual_seed(self._version + 1)
+        generator = torch.Generator().manual_seed(self._version + 1)
         for parameter in module.parameters():
-            parameter.add_(distance * torch.randn(parameter.shape, generator=chance).sign())
+            parameter.add_(distance * torch.randn(parameter.shape, generator=generator).sign())
         return module
 
     async def _agrees(self) -> bool:
@@ -307,12 +312,12 @@ class PlantedFaults:
         self.states.append("released")
 
 
-def _catcher(error: str) -> str:
-    return next((catcher for words, catcher in _CATCHERS.items() if words in error), error or "nothing")
+def _check_behind(error: str) -> str:
+    return next((check for phrase, check in _CHECKS.items() if phrase in error), error or "nothing")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Plant, show, write."""
+    """Plant all faults."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         scene = PlantedFaults(Path(folder) / "model")
         try:
@@ -322,17 +327,12 @@ def main(arguments: argparse.Namespace) -> None:
     table = Table("fault", "caught by", "load", "afterwards", "healed", "s", title="Planted faults, real vLLM")
     for name, outcome in outcomes.items():
         when = "after" if outcome.is_loaded else "before"
-        afterwards = "version before, verified" if outcome.is_verified else "work handed back, nothing verified"
+        afterwards = "previous version, verified" if outcome.is_verified else "requests released, nothing verified"
         healed = "yes" if outcome.is_healed else "NO"
         table.add_row(name, outcome.caught_by, when, afterwards, healed, f"{outcome.seconds:.3f}")
     console.print(table)
-    if arguments.out:
-        machine = {"cores": os.cpu_count(), "load_average": psutil.getloadavg()}
-        results = {name: msgspec.to_builtins(outcome) for name, outcome in outcomes.items()}
-        arguments.out.write_text(json.dumps({"machine": machine, "faults": results}, indent=2) + "\n")
+    write_result(arguments, {"faults": {name: msgspec.to_builtins(outcome) for name, outcome in outcomes.items()}})
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file")
-    main(parser.parse_args())
+    main(make_parser("benchmarks.weights.planted_faults", __doc__).parse_args())

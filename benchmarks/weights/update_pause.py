@@ -1,15 +1,12 @@
-"""What a weight update stops generation for, against what moving and loading the same bytes costs by itself.
+"""Pause of generation during a weight update, beside the cost of moving and loading the same bytes alone.
 
-python -m benchmarks.weights.update_pause [--updates N] [--requests N] [--layers N] [--width N] [--out FILE.json]
-
-Real vLLM with requests running all the time. `collective`: the pause spans a Gloo broadcast from a learner in another
-process; `fetched`: the bytes lie in shared memory before it begins. Raw costs, of the same weights in the same minutes:
-the broadcast between two processes that do nothing else, and vLLM's loading in an engine without requests.
+Real vLLM under constant load. `collective`: the pause spans a Gloo broadcast from the learner; `fetched`: the bytes lie
+in shared memory before it starts. Raw costs of the same weights, measured in the same run: the broadcast between two
+otherwise idle processes, and vLLM's loading in an engine without requests.
 """
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
 import statistics
@@ -22,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from benchmarks.harness import make_parser, write_result
 from benchmarks.weights.engine_and_learner import (
     MEMBER,
-    PATIENCE_S,
+    TIMEOUT_S,
     EngineAndLearner,
     announce,
     make_module,
@@ -55,16 +52,16 @@ Seconds = dict[str, list[float]]
 
 
 class TokenClock:
-    """When tokens came, from what vLLM says of each of its steps."""
+    """Times at which tokens were sampled, from the statistics of vLLM's steps."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         recorder = next(each for each in llm.logger_manager.stat_loggers if isinstance(each, LoadRecorder))
         self._record = recorder.record
         self._steps: list[tuple[float, int]] = []
-        recorder.record = self._note  # type: ignore[method-assign]
+        recorder.record = self._record_step  # type: ignore[method-assign]
 
     def until_tokens(self, count: int, *, since: float) -> float | None:
-        """Seconds from `since` until that many had come; None when they have not."""
+        """Return the seconds from `since` until `count` tokens were sampled; None if they are not yet."""
         total = 0
         for at, tokens in self._steps:
             total += tokens if at > since else 0
@@ -72,37 +69,37 @@ class TokenClock:
                 return at - since
         return None
 
-    def _note(self, scheduler_stats: Any, iteration_stats: Any, *others: Any, **named: Any) -> None:
+    def _record_step(self, scheduler_stats: Any, iteration_stats: Any, *others: Any, **named: Any) -> None:
         self._record(scheduler_stats, iteration_stats, *others, **named)
         if iteration_stats is not None:
             self._steps.append((time.perf_counter(), iteration_stats.num_generation_tokens))
 
 
 class Versions:
-    """Two sets of weights in turn, as updates."""
+    """Two sets of weights, published in turn."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.module = make_module(layers=arguments.layers, width=arguments.width)
-        # Responses that go on: see the end token's logit.
+        # The end token's logit becomes zero, others reach far above: responses run to max_tokens.
         self.module.lm_head.weight[1].zero_()
         self._tensors = tensors_of(self.module)
         self._others = [(name, tensor + 1e-6) for name, tensor in self._tensors]
         self._count = 0
 
     def next(self, *, epoch: int) -> tuple[Update, list[Tensor]]:
-        """The next version and its buckets."""
+        """Return the next update and its buckets."""
         self._count += 1
         tensors = self._tensors if self._count % 2 else self._others
         return announce(tensors, module=self.module, epoch=epoch, version=self._count, bucket_bytes=_BUCKET_BYTES)
 
     @property
     def num_bytes(self) -> int:
-        """Of one version."""
+        """Size of one version."""
         return sum(tensor.nbytes for _, tensor in self._tensors)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure, show, write."""
+    """Measure raw costs, then updates with each setting of kv_on_update."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     versions = Versions(arguments)
     results: dict[str, Seconds] = {"raw": _raw(versions, arguments.updates)}
@@ -120,34 +117,34 @@ def main(arguments: argparse.Namespace) -> None:
 
 # --- raw costs -------------------------------------------------------------------------------------------------------
 def _raw(versions: Versions, num_updates: int) -> Seconds:
-    """The broadcast by itself, and the checksums of what came."""
+    """Measure the broadcast alone, and the checksums of its bytes."""
     sender = CollectiveSender("127.0.0.1", device="cpu")
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_receive_only, args=(theirs,))
     process.start()
     host, port = sender.address
-    ours.send_bytes(msgspec.msgpack.encode(OpenEpoch(1, [MEMBER], host, port, PATIENCE_S)))
-    sender.open_epoch(1, num_members=1, timeout_s=PATIENCE_S)
+    ours.send_bytes(msgspec.msgpack.encode(OpenEpoch(1, [MEMBER], host, port, TIMEOUT_S)))
+    sender.open_epoch(1, num_members=1, timeout_s=TIMEOUT_S)
     seconds: Seconds = {"broadcast": [], "checksums": []}
     for _ in range(num_updates):
         update, packed = versions.next(epoch=1)
         ours.send_bytes(msgspec.msgpack.encode(update))
         ours.recv_bytes()
         started_at = time.perf_counter()
-        sender.broadcast(packed, timeout_s=PATIENCE_S)
+        sender.broadcast(packed, timeout_s=TIMEOUT_S)
         ours.recv_bytes()
         seconds["broadcast"].append(time.perf_counter() - started_at)
         started_at = time.perf_counter()
         buckets.verify(packed, expected=update.checksums)
         seconds["checksums"].append(time.perf_counter() - started_at)
     ours.close()
-    process.join(PATIENCE_S)
+    process.join(TIMEOUT_S)
     sender.close()
     return seconds
 
 
 def _receive_only(commands: Connection) -> None:
-    """The other end: receives into the same memory again and again, looks at nothing."""
+    """Receiving process: repeatedly receives into the same memory and does nothing with it."""
     torch.set_num_threads(1)
     receiver = CollectiveReceiver(device="cpu")
     receiver.open_epoch(msgspec.msgpack.decode(commands.recv_bytes(), type=OpenEpoch), rank=1)
@@ -157,7 +154,7 @@ def _receive_only(commands: Connection) -> None:
             update = msgspec.msgpack.decode(commands.recv_bytes(), type=Update)
             staging = buckets.allocate(update.bucket_bytes, reuse=staging)
             commands.send_bytes(b"waiting")
-            receiver._group.broadcast(staging, timeout_s=PATIENCE_S)  # type: ignore[union-attr]
+            receiver._group.receive(staging, timeout_s=TIMEOUT_S)  # type: ignore[union-attr]
             commands.send_bytes(b"here")
     receiver.close()
 
@@ -167,37 +164,37 @@ async def _measure(rig: EngineAndLearner, versions: Versions, arguments: argpars
     await rig.open_epoch()
     await rig.engine._running.collective_rpc(_time_parts)
     clock = TokenClock(rig.engine._running)
-    found = {"idle": await _updates(rig, versions, _fetched, num_updates=arguments.updates)}
+    measured = {"idle": await _updates(rig, versions, _fetched, num_updates=arguments.updates)}
     async with _kept_busy(rig, num_requests=arguments.requests):
-        for name, adopt in {"collective": _collective, "fetched": _fetched}.items():
-            found[name] = await _updates(
-                rig, versions, adopt, num_updates=arguments.updates, clock=clock, num_requests=arguments.requests
+        for name, apply in {"collective": _collective, "fetched": _fetched}.items():
+            measured[name] = await _updates(
+                rig, versions, apply, num_updates=arguments.updates, clock=clock, num_requests=arguments.requests
             )
-    return found
+    return measured
 
 
 async def _updates(
     rig: EngineAndLearner,
     versions: Versions,
-    adopt: Callable[[EngineAndLearner, Update, list[Tensor]], Any],
+    apply: Callable[[EngineAndLearner, Update, list[Tensor]], Any],
     *,
     num_updates: int,
     clock: TokenClock | None = None,
     num_requests: int = 0,
 ) -> Seconds:
-    """Seconds of the pause, of its parts, and until there were as many new tokens as requests."""
+    """Measure the pause, its parts, and the time until every request has a new token on average."""
     seconds: Seconds = {"pause": [], "next tokens": []}
-    await rig.engine._running.collective_rpc(_take_parts)
+    await rig.engine._running.collective_rpc(_pop_parts)
     for _ in range(num_updates):
         update, packed = await asyncio.to_thread(versions.next, epoch=rig.epoch)
         if clock:
             await _until(clock, num_requests, since=time.perf_counter())
         started_at = time.perf_counter()
-        pause = await adopt(rig, update, packed)
+        pause = await apply(rig, update, packed)
         seconds["pause"].append(pause)
         if clock:
             seconds["next tokens"].append(await _until(clock, num_requests, since=started_at + pause) + pause)
-    (parts,) = await rig.engine._running.collective_rpc(_take_parts)
+    (parts,) = await rig.engine._running.collective_rpc(_pop_parts)
     return seconds | parts
 
 
@@ -217,27 +214,27 @@ async def _fetched(rig: EngineAndLearner, update: Update, packed: list[Tensor]) 
 
 
 async def _until(clock: TokenClock, count: int, *, since: float) -> float:
-    deadline = time.perf_counter() + PATIENCE_S
+    deadline = time.perf_counter() + TIMEOUT_S
     while (seconds := clock.until_tokens(count, since=since)) is None:
         if time.perf_counter() > deadline:
-            raise TimeoutError(f"{count} tokens must come within {PATIENCE_S:g} s, they did not")
+            raise TimeoutError(f"{count} tokens must be sampled within {TIMEOUT_S:g} s, they were not")
         await asyncio.sleep(0.005)
     return seconds
 
 
 @asynccontextmanager
 async def _kept_busy(rig: EngineAndLearner, *, num_requests: int) -> AsyncIterator[None]:
-    """So many requests run at any time."""
+    """Keep `num_requests` requests running."""
 
-    async def ask_again_and_again(place: int) -> None:
+    async def keep_requesting(slot: int) -> None:
         number = 0
         while True:
-            seed = place + number * num_requests
+            seed = slot + number * num_requests
             sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=_MAX_TOKENS, seed=seed)
             await rig.engine.generate(_PROMPT, sampling, request_id=f"request-{seed}")
             number += 1
 
-    running = [asyncio.create_task(ask_again_and_again(place)) for place in range(num_requests)]
+    running = [asyncio.create_task(keep_requesting(slot)) for slot in range(num_requests)]
     try:
         yield
     finally:
@@ -247,9 +244,9 @@ async def _kept_busy(rig: EngineAndLearner, *, num_requests: int) -> AsyncIterat
 
 
 def _time_parts(worker: Any) -> None:
-    """From now on the worker notes how long each part of an update takes."""
-    receiving = worker.weight_transfer_engine
-    receiving.seconds = {name.strip("_"): [] for name in _PARTS}
+    """Make the worker record the time of each part of an update."""
+    transfer = worker.weight_transfer_engine
+    transfer.seconds = {name.strip("_"): [] for name in _PARTS}
 
     def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timing(*arguments: Any) -> Any:
@@ -257,18 +254,18 @@ def _time_parts(worker: Any) -> None:
             try:
                 return call(*arguments)
             finally:
-                receiving.seconds[name.strip("_")].append(time.perf_counter() - started_at)
+                transfer.seconds[name.strip("_")].append(time.perf_counter() - started_at)
 
         return timing
 
     for name in _PARTS:
-        setattr(receiving, name, timed(name, getattr(receiving, name)))
+        setattr(transfer, name, timed(name, getattr(transfer, name)))
 
 
-def _take_parts(worker: Any) -> Seconds:
-    receiving = worker.weight_transfer_engine
-    taken, receiving.seconds = receiving.seconds, {name.strip("_"): [] for name in _PARTS}
-    return taken
+def _pop_parts(worker: Any) -> Seconds:
+    transfer = worker.weight_transfer_engine
+    seconds, transfer.seconds = transfer.seconds, {name.strip("_"): [] for name in _PARTS}
+    return seconds
 
 
 def _show(results: dict[str, Seconds], versions: Versions, arguments: argparse.Namespace) -> None:
@@ -276,7 +273,7 @@ def _show(results: dict[str, Seconds], versions: Versions, arguments: argparse.N
     medians = {name: statistics.median(values) for name, values in raw.items()}
     size = f"{versions.num_bytes / 2**20:.1f} MiB"
     title = f"{arguments.updates} updates of {size}, {arguments.requests} requests; ms, median (longest)"
-    table = Table("", "pause", "of moving + loading alone", "until all have a token again", title=title)
+    table = Table("", "pause", "ratio to moving + loading alone", "until all have a token again", title=title)
     for name, seconds in results.items():
         if name != "raw":
             alone = medians["load"] + (medians["broadcast"] if name.endswith("collective") else 0)
@@ -291,11 +288,7 @@ def _show(results: dict[str, Seconds], versions: Versions, arguments: argparse.N
             if name != "raw":
                 parts.add_row(f"{name}: {part}", _ms(seconds[part]))
     console.print(parts)
-    if arguments.out:
-        machine = {"cores": os.cpu_count(), "load_average": psutil.getloadavg()}
-        settings = {name: getattr(arguments, name) for name in ("updates", "requests", "layers", "width")}
-        body = {"machine": machine, "settings": settings, "bytes": versions.num_bytes, "seconds": results}
-        arguments.out.write_text(json.dumps(body, indent=2) + "\n")
+    write_result(arguments, {"bytes": versions.num_bytes, "seconds": results})
 
 
 def _ms(seconds: list[float]) -> str:
@@ -303,10 +296,9 @@ def _ms(seconds: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--requests", type=int, default=32, help="running at any time")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser = make_parser("benchmarks.weights.update_pause", __doc__)
+    parser.add_argument("--updates", type=int, default=20, help="updates per measurement (20)")
+    parser.add_argument("--requests", type=int, default=32, help="requests running at any time (32)")
+    parser.add_argument("--layers", type=int, default=4, help="of the model (4)")
+    parser.add_argument("--width", type=int, default=128, help="of the model (128)")
     main(parser.parse_args())

@@ -1,27 +1,98 @@
-"""The picture of benchmarks.staleness: final accuracy by method and lag, curves at the largest lag and with replay."""
+"""Report of the comparison: Markdown tables of means over seeds, and a plot."""
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from rich import box
+from rich.table import Table
 
 from benchmarks.staleness.plans import METHODS
-from benchmarks.staleness.tables import Rows, methods_of, select
 from slipstream.configs.base import ConfigError
 from slipstream.launch.plot import BLUE, GREEN, GREY, ORANGE, STYLE
 
+Rows = list[dict[str, Any]]
+"""Finished runs, as `lagging_run.run_plan` returns them."""
+
+
+def lag_tables(rows: Rows) -> list[Table]:
+    """Build the tables of final accuracy and of seconds to the goal, one column per lag."""
+    return [
+        _by_lag(rows, "Final accuracy: mean over seeds (lowest)", final_cell),
+        _by_lag(rows, "Seconds to 0.9: mean over seeds that reached it (how many, where not all)", seconds_cell),
+    ]
+
+
+def replay_table(rows: Rows) -> Table:
+    """Build the table of samples and seconds to the goal, one line per method and replay factor."""
+    table = Table(
+        "method", "replayed per fresh", "trajectories to 0.9", "seconds to 0.9", "final accuracy", box=box.MARKDOWN
+    )
+    for method in methods_of(rows):
+        for replay in sorted({row["replay"] for row in rows}):
+            found = select(rows, method=method, replay=replay)
+            cells = (samples_cell(found), seconds_cell(found), final_cell(found))
+            table.add_row(METHODS[method].title, str(replay), *cells)
+    return table
+
+
+def select(rows: Rows, **fields: Any) -> Rows:
+    """Return the rows with these values."""
+    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
+
+
+def methods_of(rows: Rows) -> list[str]:
+    """Return the methods that have been run, in the order of METHODS."""
+    return [name for name in METHODS if select(rows, method=name)]
+
+
+def final_cell(rows: Rows) -> str:
+    """Format the mean over seeds, the lowest in brackets."""
+    values = [row["final"] for row in rows]
+    return f"{mean(values):.2f} ({min(values):.2f})" if values else ""
+
+
+def seconds_cell(rows: Rows) -> str:
+    """Format the processor time to the goal."""
+    return _reached(rows, "goal_s", "{:.0f} s")
+
+
+def samples_cell(rows: Rows) -> str:
+    """Format the number of trajectories generated up to the goal."""
+    return _reached(rows, "goal_samples", "{:,.0f}")
+
+
+def _reached(rows: Rows, name: str, form: str) -> str:
+    values = [row[name] for row in rows if row[name] is not None]
+    if not values:
+        return "never" if rows else ""
+    share = f" ({len(values)} of {len(rows)})" if len(values) < len(rows) else ""
+    return form.format(mean(values)) + share
+
+
+def _by_lag(rows: Rows, title: str, cell: Callable[[Rows], str]) -> Table:
+    lags = sorted({row["lag"] for row in rows})
+    table = Table("method", *(f"lag {lag}" for lag in lags), box=box.MARKDOWN, title=title)
+    for method in methods_of(rows):
+        table.add_row(METHODS[method].title, *(cell(select(rows, method=method, lag=lag)) for lag in lags))
+    return table
+
+
+# --- plot ------------------------------------------------------------------------------------------------------------
 _CURVES = {"none": GREY, "naive_ppo": ORANGE, "token_tis": BLUE, "decoupled_ppo": GREEN}
 _REPLAY_COLOURS = (GREY, BLUE, GREEN, ORANGE)
 
 
 def plot(lagging: Rows, replaying: Rows, target: Path) -> Path:
-    """Draw runs with lag, and without lag and with replay; returns where. Raises ConfigError: nothing to draw."""
+    """Plot runs with lag, and without lag but with replay; returns the file. Raises ConfigError without any."""
     if not lagging:
-        raise ConfigError("there must be finished runs to be plotted, got none with these settings.")
+        raise ConfigError("there must be finished runs to plot, got none with these settings.")
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(12, 8.4), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
         grid = figure.add_gridspec(2, 2)
@@ -73,7 +144,7 @@ def _draw_replay(axes: Axes, rows: Rows) -> None:
 def _draw_points(axes: Axes, row: dict[str, object], *, over: str, colour: str, label: str, style: str = "-") -> None:
     points = row["points"]
     assert isinstance(points, list), "as `lagging_run.run_plan` returns it"
-    places = [point[over] for point in points]
+    positions = [point[over] for point in points]
     axes.plot(
-        places, [p["accuracy"] for p in points], style, color=colour, label=label or None, linewidth=1.2, alpha=0.9
+        positions, [p["accuracy"] for p in points], style, color=colour, label=label or None, linewidth=1.2, alpha=0.9
     )

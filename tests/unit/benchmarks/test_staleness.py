@@ -1,4 +1,4 @@
-"""The forced lag is exact, and figures are what they are called."""
+"""benchmarks.staleness: the lag is exact, and the figures mean what their names say."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -9,12 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.staleness.__main__ import make_plans
 from benchmarks.staleness.lagging_generator import PastWeights
-from benchmarks.staleness.lagging_run import LaggingRun, Plan, Point, make_config, summarise
+from benchmarks.staleness.lagging_run import LaggingRun, Point, summarise
 from benchmarks.staleness.model import make_model
-from benchmarks.staleness.plans import METHODS
-from benchmarks.staleness.tables import final_cell, seconds_cell
+from benchmarks.staleness.plans import METHODS, Plan, make_config, make_plans
+from benchmarks.staleness.report import final_cell, seconds_cell
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.data import DataConfig
 from slipstream.scripts.init_random_model import make_tokenizer, save_model
@@ -37,7 +36,7 @@ def weights_of(run: LaggingRun) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in run.trainer.engine.gather_parameters()}
 
 
-def furthest(weights: dict[str, torch.Tensor], members: list[Trajectory]) -> float:
+def largest_difference(weights: dict[str, torch.Tensor], members: list[Trajectory]) -> float:
     """Largest difference between recorded log-probabilities and those of a forward pass without a cache."""
     model = make_model(seed=1).eval()
     model.load_state_dict(weights)
@@ -52,15 +51,15 @@ def teacher_forced(model: PreTrainedModel, trajectory: Trajectory) -> np.ndarray
     return logprobs.gather(-1, ids[1:, None])[:, 0].numpy()[trajectory.model_mask[1:]]
 
 
-def test_a_batch_is_sampled_by_the_policy_of_so_many_versions_ago(tmp_path: Path) -> None:
+def test_a_batch_is_sampled_from_the_policy_of_lag_versions_before(tmp_path: Path) -> None:
     run = make_lagging_run(tmp_path)
     versions = [weights_of(run)]
     for step in range(5):
         members = [member for group in run.step() for member in group]
         expected = max(0, step - LAG)
         assert {span.version for member in members for span in member.version_spans} == {expected}
-        assert furthest(versions[expected], members) < 1e-5
-        assert step == 0 or furthest(versions[step], members) > 1e-3
+        assert largest_difference(versions[expected], members) < 1e-5
+        assert step == 0 or largest_difference(versions[step], members) > 1e-3
         versions.append(weights_of(run))
 
 
@@ -85,14 +84,14 @@ def test_the_same_plan_gives_the_same_run(tmp_path: Path) -> None:
     assert first == second
 
 
-def test_a_replayed_batch_is_a_version_of_its_own(tmp_path: Path) -> None:
+def test_each_replayed_batch_makes_a_version(tmp_path: Path) -> None:
     run = make_lagging_run(tmp_path, lag=0, replay=2)
     labels = [run.step()[0][0].version_spans[0].version for _ in range(3)]
     assert labels == [0, 3, 6]
     assert run.trainer.num_updates == 9
 
 
-def test_weights_are_copied_when_they_are_kept() -> None:
+def test_past_weights_are_copies() -> None:
     live = torch.zeros(1)
     past = PastWeights(lag=1)
     for version in range(3):
@@ -104,19 +103,19 @@ def test_weights_are_copied_when_they_are_kept() -> None:
 def test_the_final_accuracy_is_the_mean_of_the_last_five() -> None:
     accuracies = [0.1, 0.95, 0.5, 0.5, 0.5, 0.5, 1.0]
     points = [Point(20 * n, 100 * n, 2.0 * n, accuracy, 1.0) for n, accuracy in enumerate(accuracies)]
-    found = summarise(points)
-    assert found["final"] == pytest.approx(0.6)
-    assert (found["goal_step"], found["goal_samples"], found["goal_s"], found["best"]) == (20, 100, 2.0, 1.0)
+    summary = summarise(points)
+    assert summary["final"] == pytest.approx(0.6)
+    assert (summary["goal_step"], summary["goal_samples"], summary["goal_s"], summary["best"]) == (20, 100, 2.0, 1.0)
     assert summarise(points[:1])["goal_s"] is None
 
 
-def test_a_cell_says_how_many_seeds_reached_the_goal() -> None:
+def test_a_cell_shows_how_many_seeds_reached_the_goal() -> None:
     rows = [{"final": 0.9, "goal_s": 10.0}, {"final": 0.5, "goal_s": None}]
     assert (final_cell(rows), seconds_cell(rows)) == ("0.70 (0.50)", "10 s (1 of 2)")
     assert (seconds_cell(rows[1:]), seconds_cell([])) == ("never", "")
 
 
-def test_plans_are_all_different() -> None:
+def test_plans_are_distinct() -> None:
     settings = {"steps": 1, "groups": 1, "learning_rate": 1e-3, "seeds": (0, 1)}
     lagging = [*make_plans(Namespace(lags=(0, 8), replay=(), methods=None, **settings))]
     replayed = [*make_plans(Namespace(lags=(0, 8), replay=(0, 3), methods=None, **settings))]
