@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from rich.table import Table
 from benchmarks.harness import make_parser, write_result
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
-from slipstream.buffer.store import Store
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.base import ConfigError
 
 _POLL_INTERVAL_S = 0.2
 _START_S = 180.0
@@ -63,31 +65,30 @@ class Steering:
 
     def run(self, phases: list[tuple[int, int]]) -> dict[str, float]:
         """Scale at each phase's step until the run ends; returns each generator's seconds to its first trajectory."""
-        self._await_store()
         due = phases[1:]
-        with open_run_store(self._folder, timeout_s=COMMAND_TIMEOUT_S) as store:
+        with self._open_store() as store:
             while self._launcher.poll() is None:
-                try:
+                # The launcher stops the store at the end of the run.
+                with suppress(ReplayBufferError):
                     self._record_first_trajectories(store)
                     if due and store.run_state().step >= due[0][1]:
                         number, step = due.pop(0)
                         console.print(f"step {step}: {number} generators")
                         self._scale(number)
-                except ReplayBufferError:
-                    # The broker has not created the run yet, or the launcher has stopped the store.
-                    pass
                 time.sleep(_POLL_INTERVAL_S)
         return self._first
 
-    def _await_store(self) -> None:
+    def _open_store(self) -> RedisStore:
+        """Wait until the broker has created the run."""
         deadline = time.monotonic() + _START_S
-        while not (self._folder / "store" / "redis.sock").exists():
-            if self._launcher.poll() is not None or time.monotonic() > deadline:
-                printed = (self._folder.parent / "launcher.log").read_text()[-4000:]
-                raise SystemExit(f"the run must start within {_START_S:g} s, its launcher printed:\n{printed}")
+        while self._launcher.poll() is None and time.monotonic() < deadline:
+            with suppress(ConfigError, ReplayBufferError):
+                return open_run_store(self._folder, timeout_s=COMMAND_TIMEOUT_S)
             time.sleep(_POLL_INTERVAL_S)
+        printed = (self._folder.parent / "launcher.log").read_text()[-4000:]
+        raise SystemExit(f"the run must start within {_START_S:g} s, its launcher printed:\n{printed}")
 
-    def _record_first_trajectories(self, store: Store) -> None:
+    def _record_first_trajectories(self, store: RedisStore) -> None:
         for name, gauges in store.roles().items():
             key = f"{name}, process {gauges.get('pid')}"
             if gauges.get("role") == "generator" and gauges.get("trajectories") and key not in self._first:

@@ -1,6 +1,7 @@
 """Throughput of trajectories from generator to learner, of 1k and 32k tokens, beside bare alternatives in one run."""
 
 import argparse
+import logging
 import statistics
 import tempfile
 import time
@@ -138,7 +139,9 @@ def _ray(skipped: dict[str, str]) -> Iterator[None]:
     import ray
 
     # TransferQueue reserves a core for each of its parts: with the true number it would wait forever.
-    ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level="error", configure_logging=False)
+    ray.init(
+        num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
+    )
     try:
         yield
     finally:
