@@ -142,6 +142,7 @@ def build_learner(
         on_evict=store.record_event,
         clock=clock,
     )
+    # Weights are sent in the dtype in which the engines hold them.
     stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
     mix = run.buffer.mix
     return Learner(

@@ -93,14 +93,14 @@ def restore_random_state(path: Path) -> None:
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 class CheckpointState(Record):
-    """Progress of a run. Example: CheckpointState(step=50, version=50, num_updates=50, seed=0, engine="zero-0", ...)."""
+    """Progress of a run. Example: CheckpointState(step=50, version=50, num_updates=50, seed=0, engine="zero-0")."""
 
     step: int
     """Last step that the weights include."""
     version: int
     """Policy version of the weights."""
     num_updates: int
-    """Optimizer updates made."""
+    """Optimizer updates of the policy so far."""
     seed: int
     config_hash: str
     engine: str
@@ -185,6 +185,7 @@ class Checkpoints:
             objective=self._trainer.objective.state.save(),
         )
         (draft / "state.json").write_bytes(msgspec.json.encode(state))
+        # Contents before the name: after the rename the checkpoint must survive a power failure.
         for path in (*draft.rglob("*"), draft):
             sync_path(path)
         # A step that was rolled back and trained again gets a new name: the store may still point at the old one.
@@ -263,6 +264,6 @@ def _read_state(folder: Path) -> CheckpointState:
         return msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(
-            f"{folder} must be a complete checkpoint, got {error}: put it back, or start a new run with model.path set to "
-            "another one beside it."
+            f"{folder} must be a complete checkpoint, got {error}: put it back, or start a new run with model.path set "
+            "to another one beside it."
         ) from error

@@ -13,8 +13,8 @@ PURPOSES: tuple[Purpose, ...] = ("sampled", "greedy")
 class Evaluator:
     """Opens evaluations in the store.
 
-    The first `monitor_prompts` rows of the held-out file serve during training, the rows after them before and after it:
-    early stopping must not choose by the numbers that are reported.
+    The first `monitor_prompts` rows of the held-out file serve during training, the rows after them before and after
+    it: early stopping must not choose by the numbers that are reported.
     """
 
     def __init__(self, store: Store, config: EvaluationConfig) -> None:
@@ -37,6 +37,8 @@ class Evaluator:
 
         That is `name`, with a number if earlier requests of that name were answered without a single reward.
         """
+        # Opening is idempotent: a resumed run finds the answers to the request of its predecessor. Only an evaluation
+        # whose reward function failed throughout is requested anew, since its answers are final.
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         fresh = next(each for each in names if not self._has_failed(each))
         first = self._config.monitor_prompts

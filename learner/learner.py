@@ -2,11 +2,11 @@
 
 Consumes: ready groups from the store, reports of members from the broker.
 Produces: policy versions, checkpoints, metrics, the final model.
-Waits for: the groups of a step and the answers of an evaluation, until that is a dead end; members, within the deadlines
-of publishing.
+Waits for: the groups of a step and the answers of an evaluation, until that is a dead end; members, within the
+deadlines of publishing.
 Woken by: the store, when enough groups are ready.
-Invariant: along the surviving lineage of weights every group is committed exactly once; a group that no checkpoint covers
-returns to the buffer when the run is resumed.
+Invariant: along the surviving lineage of weights every group is committed exactly once; a group that no checkpoint
+covers returns to the buffer when the run is resumed.
 """
 
 import threading
@@ -54,7 +54,7 @@ class Learner:
         rollouts: Rollouts | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`wait(num_ready, timeout_s)` blocks until so many groups may be ready: on the store, or a turn of a serial run.
+        """`wait(num_ready, timeout_s)` blocks until so many groups may be ready: on the store, or for a serial turn.
 
         `rollouts` of another run are mixed into every step.
         """
@@ -116,6 +116,7 @@ class Learner:
         self._publish()
         self._publisher.flush()
         self._store.set_phase("training")
+        # A resumed policy is no longer the initial one: then only a stored result of the predecessor counts.
         before = self._evaluate_fully("before") if self._step == 0 else self._evaluator.result("before")
         if before:
             self._metrics_log.record_before(before)
@@ -142,6 +143,7 @@ class Learner:
             self._version += 1
             self._publish()
         self._publisher.flush()
+        # The token of the last claim: a step that is rolled back and trained again is another policy.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
         self._rank_group.save_model(self._metrics_log.folder.final_model)

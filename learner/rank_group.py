@@ -30,7 +30,7 @@ class TrainStep(Command):
     version: int
     """Policy version of the weights before the step."""
     group_sizes: list[int]
-    """Trajectories of each group."""
+    """Number of trajectories of each group."""
     weights: list[float] = []
     """Factor of each group's loss; empty: all 1."""
     max_lags: list[int | None] = []
@@ -56,7 +56,7 @@ class SaveCheckpoint(Command):
 
 
 class RestoreCheckpoint(Command):
-    """Load a checkpoint."""
+    """Load a checkpoint on every rank."""
 
     name: str
     """Folder within the checkpoints of the run."""
@@ -73,7 +73,7 @@ class KeepAlive(Command):
 
 
 class Shutdown(Command):
-    """End the worker loop."""
+    """End the worker loops of the other ranks."""
 
 
 AnyCommand = (
@@ -84,8 +84,8 @@ AnyCommand = (
 class RankGroup:
     """Rank 0 calls the operations; every other rank calls `worker_loop` once.
 
-    Invariant: every collective operation of the trainer runs within a command, so all ranks make the same collectives in
-    the same order; one rank alone in a collective would block until its timeout.
+    Invariant: every collective operation of the trainer runs within a command, so all ranks make the same collectives
+    in the same order; one rank alone in a collective would block until its timeout.
     """
 
     def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:
@@ -106,6 +106,8 @@ class RankGroup:
         num_mixed: int = 0,
     ) -> dict[str, Any]:
         """Train one step on encoded groups; returns its metrics. See TrainStep for the other arguments."""
+        # The other ranks get the payloads from here, as bytes: one rank's connection to the store is enough, and all
+        # ranks decode the same.
         sizes = [len(group) for group in payloads]
         command = TrainStep(step, version, sizes, list(weights), list(max_lags), num_mixed)
         self._ranks.broadcast_bytes([encode(command), *(payload for group in payloads for payload in group)])
@@ -149,7 +151,6 @@ class RankGroup:
         self._broadcast(KeepAlive())
 
     def shutdown(self) -> None:
-        """End the worker loops of the other ranks."""
         self._broadcast(Shutdown())
 
     def _broadcast(self, command: Command) -> None:
@@ -171,6 +172,7 @@ class RankGroup:
                 members = iter(payloads)
                 self._train(command, [[next(members) for _ in range(size)] for size in sizes])
             case GatherWeights():
+                # Gathering needs every rank, though only rank 0 keeps the result.
                 deque(self._trainer.engine.gather_parameters(), maxlen=0)
             case ComputeCanary():
                 self._trainer.canary()
@@ -194,6 +196,7 @@ class RankGroup:
             max_lags=command.max_lags,
             num_mixed=command.num_mixed,
         )
+        # Versions of mixed groups count another run's updates: they have no lag here.
         own = groups[: len(groups) - command.num_mixed]
         return metrics | _lag_metrics(own, learner_version=command.version)
 

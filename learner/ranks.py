@@ -66,6 +66,7 @@ class Ranks:
         lengths = self.broadcast_ints([len(payload) for payload in payloads] if payloads is not None else None)
         if not sum(lengths):
             return [b""] * len(lengths)
+        # One flat buffer: a collective per payload would cost hundreds of round trips per step.
         if payloads is None:
             flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
         else:
@@ -87,11 +88,11 @@ class Ranks:
         return numbers.tolist()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Element-wise over ranks."""
+        """Element-wise over ranks, on the device of `values`."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """Element-wise over ranks."""
+        """Element-wise over ranks, on the device of `values`."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def barrier(self) -> None:
@@ -118,8 +119,8 @@ class Ranks:
 def join_ranks(*, rank: int, size: int, device: torch.device, timeout_s: float, rendezvous: str | None = None) -> Ranks:
     """Form the default process group: Gloo on CPUs, NCCL on GPUs.
 
-    `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have joined, at most
-    `timeout_s`, which also bounds every later collective: it must exceed the longest wait of rank 0 for a batch.
+    `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have joined, at
+    most `timeout_s`, which also bounds every later collective: it must exceed the longest wait of rank 0 for a batch.
     Raises RankGroupError.
     """
     if size > 1 and rendezvous is None:

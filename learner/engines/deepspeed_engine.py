@@ -187,7 +187,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:  # a subclass may write to a stream of its own
             handler.setStream(sys.stderr)
-    # On CPUs DeepSpeed compiles a C++ op for shared memory at its first start (45 s, needs g++), which only its inference
-    # uses. It looks up here whether the op can be built: with an empty table it falls back to Gloo, as training does.
+    # On CPUs DeepSpeed compiles a C++ op for shared memory at its first start (45 s, needs g++), which only its
+    # inference uses. It looks up here whether the op can be built: with an empty table it uses Gloo, as in training.
     vars(deepspeed.ops)["__compatible_ops__"] = {}
     return deepspeed

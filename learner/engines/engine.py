@@ -59,8 +59,8 @@ M = TypeVar("M", bound=Trainable, covariant=True)
 class TrainEngine(Protocol[M]):
     """Holds the parameters and the optimizer.
 
-    Life: ((forward -> backward)* -> step)*. With several ranks every method is collective: all ranks make the same calls
-    in the same order, `forward` equally often.
+    Life: ((forward -> backward)* -> step)*. With several ranks every method is collective: all ranks make the same
+    calls in the same order, `forward` equally often.
     """
 
     @property

@@ -60,6 +60,7 @@ def save_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.Opt
     tensors = {f"master.{i}": master.detach() for i, master in enumerate(masters)}
     for i, master in enumerate(masters):
         tensors |= {f"{name}.{i}": value.detach() for name, value in optimizer.state.get(master, {}).items()}
+    # Cloned: shards are views into one flat tensor, and safetensors refuses tensors that share memory.
     save_file({name: tensor.contiguous().cpu().clone() for name, tensor in tensors.items()}, path)
 
 

@@ -62,6 +62,7 @@ class TorchEngine(Generic[M]):
         save_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
+        # The masters are the parameters themselves, so their file restores the weights as well.
         restore_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)
 
     def _masters(self) -> list[Tensor]:

@@ -74,6 +74,7 @@ class MetricsLog:
 
     def start_training(self, *, step: int) -> None:
         """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers."""
+        # Later rows are of steps that were rolled back.
         kept = self.folder.keep_metrics(up_to_step=step)
         self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._started_at = self._clock() - self._resumed_at_s
@@ -116,6 +117,7 @@ class MetricsLog:
 
     def write_summary(self, *, step: int, after: dict[Purpose, EvaluationResult]) -> None:
         """Write `summary.json`; its keys are documented in docs/metrics.md."""
+        # Tokens are counted by this process alone, so their rates leave out the time before a resume.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         self.folder.write_summary(

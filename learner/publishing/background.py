@@ -68,7 +68,7 @@ class BackgroundPublisher:
         return published
 
     def sync_members(self, *, timeout_s: float) -> None:
-        """Publish the current version to members that joined or failed since; waits at most `timeout_s` for messages."""
+        """Publish the current version to members that joined or failed since; waits at most `timeout_s` for news."""
         if self._in_flight and not wait([self._in_flight], timeout=timeout_s).done:
             return
         self._raise_error()

@@ -1,7 +1,7 @@
 """FetchTracker: versions that generators fetch by themselves, and the server they fetch from.
 
-A joiner fetches its first version and takes part in broadcasts only then; a generator behind a slow link always fetches.
-The publisher waits for neither: a request stands until its member answers, leaves, or misses its deadline.
+A joiner fetches its first version and takes part in broadcasts only then; a generator behind a slow link always
+fetches. The publisher waits for neither: a request stands until its member answers, leaves, or misses its deadline.
 """
 
 import math
@@ -34,10 +34,9 @@ log = structlog.get_logger(__name__)
 
 
 class SnapshotServer:
-    """Serves versions to generators, from the file system and as a stream. Blocks on the disk alone."""
+    """Serves versions to generators, from the file system and as a stream. Owns the server; blocks on the disk only."""
 
     def __init__(self, store: SnapshotStore, server: StreamServer) -> None:
-        """Owns the server."""
         self._store = store
         self._server = server
 
@@ -66,12 +65,11 @@ class _Request:
 
 
 class FetchTracker:
-    """At most one request per member. Belongs to the publisher's thread."""
+    """Holds at most one request per member. Owns the server; belongs to the publisher's thread."""
 
     def __init__(
         self, server: SnapshotServer, *, client: BrokerClient, members: MemberTable, config: WeightsConfig, clock: Clock
     ) -> None:
-        """Owns the server."""
         self._server = server
         self._client = client
         self._members = members
@@ -111,6 +109,7 @@ class FetchTracker:
         due = self.due(staged.version)
         has_deltas = any(self._members.transport(member) == "delta" for member in self._members.alive)
         try:
+            # The delta is written with the version if any member uses deltas; only members that do are told of it.
             for with_deltas in (False, True):
                 members = [m for m in due if (self._members.transport(m) == "delta") is with_deltas]
                 if members:
@@ -147,7 +146,6 @@ class FetchTracker:
         return True
 
     def close(self) -> None:
-        """Stop serving."""
         self._server.close()
 
     def _joins_broadcasts(self, member: Member) -> bool:

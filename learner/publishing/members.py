@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 
 class MemberTable:
-    """Belongs to one thread."""
+    """State of the members of a run. Belongs to one thread."""
 
     def __init__(self, *, on_evict: Callable[[str, str], object], clock: Clock) -> None:
         """`on_evict` gets the id of each evicted member and the reason."""
@@ -35,6 +35,8 @@ class MemberTable:
 
     def update(self, members: Members) -> None:
         """Replace the living members by those that the broker reports."""
+        # Held versions and backoffs stay: a member that was silent for a while is the same one when it returns, for a
+        # restarted generator has another incarnation.
         reachable = {g.member: g.transport for g in members.generators if g.state not in _UNREACHABLE}
         self._transports = reachable
 
@@ -70,6 +72,7 @@ class MemberTable:
         for member in evicted:
             self._num_evictions[member] = times = self._num_evictions.get(member, 0) + 1
             self._retry_at[member] = self._clock() + min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (times - 1))
+            # So it fetches a verified version before it takes part in a broadcast again.
             self._held.pop(member, None)
             self._on_evict(member.peer_id, f"evicted: {reason}")
         log.warning("members_evicted", members=[member.peer_id for member in evicted], reason=reason)

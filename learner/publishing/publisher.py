@@ -5,7 +5,7 @@ Produces: OpenEpoch, Update, the broadcast itself; a snapshot for members that f
 Waits for: every answer of a member of the epoch, each phase at most its configured time; for a member that fetches only
 when no other member holds the version.
 Invariant: a version is committed only after every member of its epoch adopted it with equal checksums and a probe
-within bounds; a member that failed is out of the epoch and is tried again at the next synchronisation after its backoff.
+within bounds; a member that failed is out of the epoch and is tried again after its backoff.
 """
 
 import time
@@ -51,7 +51,7 @@ class Published(Record):
     num_members: int
     """Generators that hold the version now."""
     seconds: float
-    """Duration of the synchronisation."""
+    """Duration of the synchronisation, from the announcement to the last answer."""
     probe_diff_mean: float = 0.0
     """Largest mean difference of canary log-probabilities over members, nats."""
     probe_diff_max: float = 0.0
@@ -134,6 +134,7 @@ class Publisher:
         """Bring the version into every living generator; members that fail are evicted."""
         started_at = self._clock()
         self._adopted, self._fetched = {}, {}
+        # Each attempt evicts the members that failed, so the next one runs with the others.
         for _ in range(_MAX_ATTEMPTS):
             self.poll(timeout_s=0)
             if self._try_broadcast(self._broadcast_members()):
@@ -152,7 +153,6 @@ class Publisher:
         )
 
     def close(self) -> None:
-        """Tear the group down."""
         if self._fetches:
             self._fetches.close()
         self._sender.close()
@@ -160,7 +160,7 @@ class Publisher:
     def _broadcast_members(self) -> list[Member]:
         if self._fetches is None:
             return self._members.eligible()
-        # A second broadcast of the same version would pause all its holders for the sake of one latecomer, which fetches.
+        # A second broadcast of a version would pause all its holders for the sake of one latecomer, which fetches.
         return self._fetches.broadcast_members() if self.num_holding == 0 else []
 
     def _await_first_fetch(self, fetches: FetchTracker) -> None:
@@ -218,6 +218,7 @@ class Publisher:
             self._transfers_s.append(self._clock() - started_at)
         except WeightTransferError as raised:
             error = str(raised)
+            # A group in which a broadcast failed may hold data of it: the next attempt builds another.
             self._epoch_members = []
         missing = self._collect(
             self._adopted, members, timeout_s=_AFTER_ERROR_S if error else self._config.transfer_timeout_s
@@ -231,8 +232,8 @@ class Publisher:
 
     @property
     def _transfer_timeout_s(self) -> float:
-        # A member that hangs, or died unseen by its neighbours, delays all others by the whole timeout. Recent broadcasts
-        # show how long a sound one takes, so the configured limit is needed only before the first.
+        # A member that hangs, or died unseen by its neighbours, delays all others by the whole timeout. Recent
+        # broadcasts show how long a sound one takes, so the configured limit is needed only before the first.
         if not self._transfers_s:
             return self._config.transfer_timeout_s
         expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)

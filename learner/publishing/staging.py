@@ -47,7 +47,7 @@ class Staged:
     update: Update
     """Announcement to the members; epoch and members are filled in when it is sent."""
     buckets: list[torch.Tensor]
-    """uint8, as sent."""
+    """uint8, one tensor per message of a broadcast."""
 
     @property
     def version(self) -> int:
@@ -77,6 +77,7 @@ class Stager:
         reuse: Staged | None = None,
     ) -> Staged:
         """Copy all weights as `version`; overwrites the buckets of `reuse`, a version that nobody needs any more."""
+        # The first version fixes the layout: names and shapes stay, so buckets can be reused and deltas be made.
         if self._plan is None:
             tensors = list(self._to_host(weights))
             metadata = [(name, tuple(tensor.shape), self._wire_dtype) for name, tensor in tensors]
@@ -106,5 +107,6 @@ class Stager:
 
     def _to_host(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
+            # Copies from a GPU into pinned buckets are faster.
             self._is_pinned |= tensor.device.type == "cuda"
             yield name, tensor.detach().cpu()

@@ -90,8 +90,7 @@ def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
     if not path.is_file():
         raise ConfigError(
             f"{path} must be a Parquet file of demonstrations, but there is no such file: correct sft.train_path and "
-            "sft.heldout_path, or make what a preset needs with `python -m slipstream.launch.preflight` and the same "
-            "overrides."
+            "sft.heldout_path, or make what a preset needs with `slipstream prepare` and the same overrides."
         )
     try:
         file = pq.ParquetFile(path)

@@ -3,8 +3,8 @@
 Consumes: demonstrations, which every rank reads by itself.
 Produces: checkpoints, metrics, the final model.
 Waits for: the other ranks, in collective operations.
-Invariant: the demonstrations of a step are a function of the seed and its number, so a resumed run continues bit for bit,
-and all ranks agree without communication.
+Invariant: the demonstrations of a step are a function of the seed and its number, so a resumed run continues bit for
+bit, and all ranks agree without communication.
 """
 
 import time
@@ -97,6 +97,7 @@ class SftRun:
         seconds = self._clock() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
         self._add_row(metrics | times, heldout_loss=self._sft.loss(self._heldout) if self._is_heldout_due else None)
+        # The last step's checkpoint is written by `_finish`.
         if step % self._run.learner.checkpoint.every_steps == 0 and step < self._num_steps:
             self._checkpoint()
 

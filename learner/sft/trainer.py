@@ -72,7 +72,7 @@ class SftTrainer:
 
 
 def count_tokens(demonstrations: Sequence[Demonstration]) -> int:
-    """Number of trained tokens."""
+    """Trained tokens of all demonstrations together."""
     return sum(len(demonstration.trained) for demonstration in demonstrations)
 
 

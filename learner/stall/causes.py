@@ -20,7 +20,7 @@ Kind = Literal[
 
 _MOST_NAMED = 3
 _MAX_FAILED_STEPS = 2
-"""Steps' worth of rewards that may fail in a row: one step may meet an outage of the grader, a second one is no accident."""
+"""Steps in a row without any reward: one may meet an outage of the grader, a second one is no accident."""
 _SEE_LOGS = "their logs and the events have the reason"
 
 

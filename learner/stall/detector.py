@@ -78,6 +78,7 @@ class StallDetector:
             self._set_cause(find_cause(self._progress))
         if now >= self._log_at:
             self._log_at = now + _LOG_EVERY_S
+            # Before the timeout of the collective in which the other ranks wait for a command.
             self._keep_alive()
             if self._cause:
                 self._warn(self._cause)

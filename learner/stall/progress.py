@@ -25,7 +25,7 @@ class Snapshot:
     broker: RoleStatus | None = None
     """None before its first report."""
     generators: tuple[RoleStatus, ...] = ()
-    """All that ever reported."""
+    """All generators that ever reported."""
     rewarded: int = 0
     """Trajectories with a reward that the living generators have finished since they started."""
     unrewarded: int = 0
@@ -37,7 +37,6 @@ class Snapshot:
 
     @property
     def living(self) -> list[RoleStatus]:
-        """Generators that report."""
         return [generator for generator in self.generators if generator.is_alive]
 
     @property
