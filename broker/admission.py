@@ -48,7 +48,7 @@ def oldest_version(run: RunConfig, *, committed: int) -> int:
 
 
 def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
-    """Return why a generator with this version is leased no training prompts; empty if it is, or has no version (-1)."""
+    """Return why a generator of this version is leased no training prompts; empty if it is, or has none (-1)."""
     if version < 0 or version >= oldest_version(run, committed=committed):
         return ""
     max_lag = run.buffer.staleness.max_lag
@@ -58,7 +58,8 @@ def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
 def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
     """Return which limit of the store's capacity is reached; empty if there is room."""
     if capacity.max_groups is not None and counts.outstanding >= capacity.max_groups:
-        return f"capacity: {counts.outstanding} groups are outstanding, buffer.capacity.max_groups is {capacity.max_groups}"
+        limit = f"buffer.capacity.max_groups is {capacity.max_groups}"
+        return f"capacity: {counts.outstanding} groups are outstanding, {limit}"
     stored_mib = counts.payload_bytes / 2**20
     if capacity.max_mib is not None and stored_mib >= capacity.max_mib:
         return f"capacity: {stored_mib:.1f} MiB are stored, buffer.capacity.max_mib is {capacity.max_mib}"

@@ -30,14 +30,14 @@ class Pace(Record):
     """Measured throughput of a generator. Example: Pace(group_s=2.5, groups_per_s=3.2, in_flight=8)."""
 
     group_s: float
-    """Seconds from the lease of a group until its last trajectory is stored; grows while leased groups stay out longer."""
+    """Seconds from the lease of a group until its last trajectory is stored; grows while groups stay out longer."""
     groups_per_s: float
     """Completed groups per second at the usual concurrency."""
     in_flight: int
     """Leased groups that are not complete yet."""
 
 
-# --- the share of one generator ----------------------------------------------------------------------------------------
+# --- the share of one generator --------------------------------------------------------------------------------------
 def finish_s(paces: Collection[Pace], *, num_groups: int) -> float:
     """Least seconds in which the generators finish everything in flight and `num_groups` more; inf without generators.
 
@@ -67,7 +67,7 @@ def share(pace: Pace, paces: Collection[Pace], *, num_groups: int) -> int:
     return max(1, round(missing)) if missing > _EPSILON else 0
 
 
-# --- measurement -------------------------------------------------------------------------------------------------------
+# --- measurement -----------------------------------------------------------------------------------------------------
 @dataclass
 class _LeasedGroup:
     missing: set[str]
@@ -152,7 +152,7 @@ class Throughput:
         self._busy_s.append(group_s / num_concurrent)
 
 
-# --- all generators ----------------------------------------------------------------------------------------------------
+# --- all generators --------------------------------------------------------------------------------------------------
 @dataclass
 class _Generator:
     peer: Peer

@@ -23,7 +23,10 @@ _RESERVED_IDS = ("broker", "learner", "archiver", "store", LAUNCHER)
 
 
 class Rejection(Record):
-    """Reason why a peer may not join. Example: Rejection("schema", "schema version must be 2, got 1 from 'g-0': ...")."""
+    """Reason why a peer may not join.
+
+    Example: Rejection("schema", "schema version must be 2, got 1 from 'g-0': update the older side.")
+    """
 
     kind: Literal["schema", "token", "name"]
     reason: str
@@ -101,8 +104,8 @@ def _read_private(path: Path) -> str:
         mode = path.stat().st_mode
         if mode & _ACCESS_BY_OTHERS:
             raise ConfigError(
-                f"broker.token_file must be accessible to its owner alone, got mode {stat.S_IMODE(mode):04o} of {path}: "
-                f"chmod 600 {path}"
+                "broker.token_file must be accessible to its owner alone, "
+                f"got mode {stat.S_IMODE(mode):04o} of {path}: chmod 600 {path}"
             )
         return path.read_bytes().decode("ascii", errors="replace").strip()
     except OSError as error:

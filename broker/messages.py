@@ -9,9 +9,9 @@ records below, tagged by `type`; only Put carries payloads, which are trajectori
     Put + payloads (generator)                  Ack, Nacks
     ReturnLeases (generator)
     Pong                                        Ping
-    OpenEpoch, Update (learner, relayed)        OpenEpoch, Update (to the generators named in `members`)
-    EpochOpened, UpdateApplied (generator, relayed)   EpochOpened, UpdateApplied (to the learner), Members (to the learner)
-    Bye                                         Drain, Bye
+    OpenEpoch, Update (learner)                 the same, relayed to the generators in `members`
+    EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
+    Bye                                         Members (to the learner), Drain, Bye
 """
 
 from typing import Annotated, Any, Literal

@@ -143,7 +143,7 @@ class Peers:
 
 # --- drain requests --------------------------------------------------------------------------------------------------
 DRAIN_REQUEST = "drain/"
-"""Prefix of a request's subject; the generator's id follows. The value is the request's deadline by the store's clock."""
+"""Prefix of a request's subject, before the generator's id. The value is the deadline by the store's clock."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ class ClientChannel(Protocol):
     """A peer's end. `receive` and `close` belong to one thread; `send` and `wake` may be called from any."""
 
     def send(self, frames: Frames) -> None:
-        """Queue frames for the broker. Never blocks: they leave with the next `receive` once the broker is reachable."""
+        """Queue frames for the broker. Never blocks: they leave with a `receive` once the broker is reachable."""
         ...
 
     def receive(self, *, timeout_s: float) -> Frames | None:

@@ -97,7 +97,7 @@ class BrokerClient:
         return self._welcomed.is_set()
 
     def send(self, message: Message) -> None:
-        """Queue a message. It is lost if the broker dies before relaying it, except for weight orders, which are resent."""
+        """Queue a message. Weight orders are resent to a new broker; others are lost with a broker that dies."""
         if isinstance(message, OpenEpoch | Update):
             self._order, self._order_needs_resend = message, False
         self._channel.send([encode(message)])
@@ -173,8 +173,8 @@ class BrokerClient:
                 self._on_message(message)
             case Members() if self._order_needs_resend and self._order:
                 # The order may have died with the previous broker, so it is repeated to the members that are back. The
-                # learner's own thread cannot do that: it is blocked in the broadcast. A generator that has carried the order
-                # out already only repeats its answer.
+                # learner's own thread cannot do that: it is blocked in the broadcast. A generator that has handled the
+                # order already only repeats its answer.
                 self._channel.send([encode(self._order)])
                 self._on_message(message)
             case Bye():

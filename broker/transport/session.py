@@ -35,7 +35,7 @@ class Session:
 
     @contextmanager
     def leave_at_exit(self, *, flush_s: float = 0.0) -> Iterator[None]:
-        """Leave the run at the end of the block: flush the outbox for at most `flush_s`, then send Bye with any error."""
+        """Leave the run after the block: flush the outbox for at most `flush_s`, then send Bye with any error."""
         reason = ""
         try:
             yield

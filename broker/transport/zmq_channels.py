@@ -246,7 +246,7 @@ class ZmqClientChannel:
             self._context.term()
 
     def _connect(self) -> zmq.Socket:
-        # Random per connection: with a fixed one, a ROUTER that still holds the old connection would refuse the new one.
+        # Random per connection: a ROUTER that still holds the old connection refuses a new one of the same identity.
         identity: Options = {zmq.IDENTITY: uuid.uuid4().hex.encode()}
         connected = _open(self._context, zmq.DEALER, self._options | identity)
         try:

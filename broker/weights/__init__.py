@@ -1,1 +1,1 @@
-"""How weights travel. One transport per file, both ends in it."""
+"""Weight transports, one per module with both of its ends, and the snapshots that generators fetch."""

@@ -1,7 +1,7 @@
-"""Flat buckets: many named tensors as few contiguous byte buffers, and back without copying.
+"""Flat buckets: packs many named tensors into few contiguous byte buffers, and back without copying.
 
-The layout (slots and sizes) travels in `Update`, the bytes over a weight transport. Both ends compare checksums of the
-bytes, gaps between tensors included.
+The layout (slots and sizes) is sent in `Update`, the bytes over a weight transport. Checksums cover all bytes of a
+bucket, gaps between tensors included.
 """
 
 import math
@@ -15,17 +15,17 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.records import TensorSlot
 
 ALIGNMENT_BYTES = 64
-"""Every tensor starts at a multiple of this, so that any dtype may be viewed in place."""
+"""Every tensor starts at a multiple of this, so that any dtype can be viewed in place."""
 
 TensorMeta = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype on the wire."""
 
 
 def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
-    """Lay tensors out in the given order. Returns their slots and the size of each bucket, bytes.
+    """Lay out tensors in the given order; returns their slots and the size of each bucket in bytes.
 
-    A bucket is closed when the next tensor would take it beyond `bucket_bytes`; a larger tensor has one to itself.
-    Raises WeightTransferError when a name comes twice.
+    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets a bucket of its own.
+    Raises WeightTransferError for a repeated name.
     """
     slots: list[TensorSlot] = []
     sizes: list[int] = []
@@ -42,9 +42,9 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
 
 
 def allocate(sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False) -> list[Tensor]:
-    """Flat uint8 buckets of these sizes in host memory. Those of `reuse` that fit are taken again; new ones hold zeros.
+    """Allocate uint8 buckets in host memory, reusing those of `reuse` that fit; new ones hold zeros.
 
-    `is_pinned`: in pages that a GPU can copy from and to while the process goes on.
+    `is_pinned`: in page-locked memory, which a GPU copies from and to asynchronously.
     """
     return [
         reuse[i]
@@ -63,18 +63,18 @@ def pack(
     reuse: Sequence[Tensor] = (),
     is_pinned: bool = False,
 ) -> list[Tensor]:
-    """Copy tensors into their slots, cast to the slots' dtypes. Takes any order; every slot must be filled once.
+    """Copy tensors, in any order, into their slots, cast to the slots' dtypes. Every slot must be filled once.
 
-    `reuse` are buckets of an earlier call, written over. Raises WeightTransferError.
+    `reuse`: buckets of an earlier call to overwrite. Raises WeightTransferError.
     """
     buckets = allocate(sizes, reuse=reuse, is_pinned=is_pinned)
     open_slots = {slot.name: slot for slot in slots}
     for name, tensor in tensors:
         slot = open_slots.pop(name, None)
         if slot is None or list(tensor.shape) != slot.shape:
-            planned = "no (further) place" if slot is None else f"shape {slot.shape}"
+            planned = "no further slot" if slot is None else f"shape {slot.shape}"
             raise WeightTransferError(
-                f"tensor {name} must match the plan, which has {planned} for it, got shape {list(tensor.shape)}"
+                f"tensor {name} must match the plan, which has {planned}, got shape {list(tensor.shape)}"
             )
         _view(buckets[slot.bucket], slot).copy_(tensor)
     if open_slots:
@@ -83,34 +83,34 @@ def pack(
 
 
 def unpack(buckets: Sequence[Tensor], slots: Sequence[TensorSlot]) -> list[tuple[str, Tensor]]:
-    """Named tensors in the order of `slots`, as views into the buckets. Raises WeightTransferError for a bad slot."""
+    """Return named tensors in the order of `slots`, as views. Raises WeightTransferError for an invalid slot."""
     return [(slot.name, _view(_bucket_of(buckets, slot), slot)) for slot in slots]
 
 
 def checksums(buckets: Iterable[Tensor]) -> list[int]:
-    """xxh3-64 of each bucket's bytes, read where they lie."""
+    """Return the xxh3-64 of each bucket's bytes, without copying them."""
     return [xxhash.xxh3_64_intdigest(bucket.detach().contiguous().numpy()) for bucket in buckets]
 
 
 def combine(checksums: Sequence[int]) -> str:
-    """One checksum of all buckets, 16 hexadecimal digits."""
+    """Return one checksum for all buckets, 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))
 
 
 def verify(buckets: Sequence[Tensor], *, expected: Sequence[int]) -> None:
-    """Raises WeightTransferError, naming the bucket, unless the checksums are those expected."""
+    """Raise WeightTransferError, naming the bucket, unless all checksums match."""
     if len(buckets) != len(expected):
         raise WeightTransferError(f"there must be one checksum per bucket ({len(buckets)}), got {len(expected)}")
-    for index, (got, wanted) in enumerate(zip(checksums(buckets), expected, strict=True)):
-        if got != wanted:
+    for index, (got, checksum) in enumerate(zip(checksums(buckets), expected, strict=True)):
+        if got != checksum:
             raise WeightTransferError(
-                f"bucket {index} of {len(buckets)} must have checksum {wanted:#018x}, got {got:#018x}: "
-                "what arrived is not what was sent; nothing was loaded"
+                f"bucket {index} of {len(buckets)} must have checksum {checksum:#018x}, got {got:#018x}: "
+                "it was damaged in transit; nothing was loaded"
             )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bfloat16`."""
+    """Return the name on the wire: `torch.bfloat16` -> `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -121,7 +121,7 @@ def _aligned(offset: int) -> int:
 def _bucket_of(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
     if not 0 <= slot.bucket < len(buckets):
         raise WeightTransferError(
-            f"tensor {slot.name} must lie in one of {len(buckets)} buckets, got bucket {slot.bucket}"
+            f"tensor {slot.name} must be in one of {len(buckets)} buckets, got bucket {slot.bucket}"
         )
     return buckets[slot.bucket]
 
@@ -148,7 +148,7 @@ def _check_names(slots: Sequence[TensorSlot]) -> None:
     seen: set[str] = set()
     repeated = {slot.name for slot in slots if slot.name in seen or seen.add(slot.name)}  # type: ignore[func-returns-value]
     if repeated:
-        raise WeightTransferError(f"tensor names must be unique, got twice: {_first(repeated)}")
+        raise WeightTransferError(f"tensor names must be unique, got repeated: {_first(repeated)}")
 
 
 def _first(names: Iterable[str]) -> str:

@@ -1,18 +1,18 @@
-"""Weights by broadcast: NCCL between GPUs, Gloo between CPUs, one process group per membership epoch.
+"""Collective transport: broadcasts over NCCL (GPUs) or Gloo (CPUs), in one process group per membership epoch.
 
 The groups are built directly over a TCPStore that the learner keeps for the whole run, under a prefix per epoch.
-torch's default group, which DeepSpeed and vLLM each make for themselves, is neither needed nor touched, and a group can
-be torn down and built anew as members come and go.
+torch's default group, which DeepSpeed and vLLM each create for themselves, is neither needed nor touched, and a group
+can be closed and rebuilt as members join and leave.
 
-Building goes in three phases, all under the epoch's deadline:
-    gather   every member says that it is here; rank 0 then gives the word, or names who is missing
+Building has three phases, all under the epoch's deadline:
+    gather   every member registers; rank 0 then publishes a verdict: proceed, or which members are missing
     connect  the process group is built
-    probe    one byte is broadcast: the group works (NCCL connects only now)
-Whatever fails afterwards takes the group down on every rank: a rank that gives up closes its connections, and the ranks
-that wait for it see that.
+    probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
+Any later failure closes the group on every rank: a rank that fails closes its connections, which ends the operations of
+the ranks that wait for it.
 
-On GPUs a process survives the death of a peer only if it started with TORCH_NCCL_ASYNC_ERROR_HANDLING=0 in its
-environment: otherwise NCCL's watchdog answers an error by ending the process it is in.
+On GPUs a process survives the death of a peer only if TORCH_NCCL_ASYNC_ERROR_HANDLING=0 was set when it started:
+otherwise NCCL's watchdog reacts to an error by ending the process.
 """
 
 import time
@@ -32,19 +32,18 @@ from slipstream.broker.messages import OpenEpoch
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import rendezvous
 from slipstream.broker.weights.records import TensorSlot
-from slipstream.broker.weights.rendezvous import SENDER_RANK, Seat, seconds_left
+from slipstream.broker.weights.rendezvous import SENDER_RANK, EpochRank, seconds_left
 
 _PIECE_BYTES = 1024 * 1024
-"""Gloo sees at once that a peer is gone, except while it is writing to it: what it writes must fit the kernel's buffer,
-or all others wait for the deadline. The same on all ranks."""
+"""Size of one Gloo operation; equal on all ranks. Gloo notices a dead peer at once except while it writes to it, so a
+piece must fit the kernel's socket buffer: otherwise all other ranks would wait for the deadline."""
 _CONNECT_S = {"cpu": 10.0, "cuda": 30.0}
-"""For connecting those that are all here, by device: one that dies meanwhile holds up the others, engines included.
-NCCL finds out how the machines are wired first.
-"""
+"""Bound for the connect phase by device, below the epoch's deadline: all members are ready then, and one that dies
+holds up all others and their engines. NCCL takes longer because it detects the topology first."""
 _GRACE_S = 1.0
-"""For an operation that has reached its limit to say so."""
-FAILURES = (RuntimeError, ValueError, OSError)
-"""What torch and sockets raise: DistError and Gloo's errors are RuntimeErrors."""
+"""Extra seconds for an operation that has reached its timeout to raise."""
+TORCH_ERRORS = (RuntimeError, ValueError, OSError)
+"""Errors that torch and sockets raise: DistError and Gloo's errors are RuntimeErrors."""
 
 
 class CollectiveSender:
@@ -66,19 +65,20 @@ class CollectiveSender:
         return self._host, self._port
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
-        """Tear the previous group down, build this one. Blocks until all are in, at most `timeout_s`.
+        """Close the previous group and build this one. Blocks until all members have joined, at most `timeout_s`.
 
-        Without members there is no group and `broadcast` does nothing. Raises WeightTransferError, naming the missing.
+        Without members there is no group and `broadcast` does nothing. Raises WeightTransferError, naming the missing
+        ranks.
         """
         self._is_aborted.clear()
-        self._leave()
+        self._close_group()
         if self._store is None:
             raise WeightTransferError(f"weight epoch {epoch} must be opened before close(): this sender is closed")
         if num_members > 0:
-            seat = Seat(epoch, SENDER_RANK, num_members + 1)
+            own = EpochRank(epoch, SENDER_RANK, num_members + 1)
             self._group = _Group(
                 self._store,
-                seat,
+                own,
                 own_host=self._host,
                 device=self._device,
                 timeout_s=timeout_s,
@@ -87,29 +87,32 @@ class CollectiveSender:
         self._num_members = num_members
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Send uint8 buckets in order, each within `timeout_s`. Raises WeightTransferError; the group is then gone."""
+        """Send uint8 buckets in order, each within `timeout_s`.
+
+        Raises WeightTransferError; the group is closed then.
+        """
         if self._num_members == 0:
             return
-        group = _opened(self._group)
+        group = _require_open(self._group)
         self._is_aborted.clear()
         try:
             group.send(buckets, timeout_s=timeout_s)
         except WeightTransferError:
-            self._leave()
+            self._close_group()
             raise
 
     def abort(self) -> None:
-        """Break off what another thread is blocked in: the waiting for members, or a broadcast."""
+        """Abort what another thread is blocked in: the wait for members, or a broadcast."""
         self._is_aborted.set()
         if group := self._group:
             group.abort()
 
     def close(self) -> None:
-        """Tear the group down and stop the store. May be called again."""
-        self._leave()
+        """Close the group and stop the store. Idempotent."""
+        self._close_group()
         self._store = None
 
-    def _leave(self) -> None:
+    def _close_group(self) -> None:
         self._num_members = None
         if self._group is not None:
             self._group.close()
@@ -119,8 +122,7 @@ class CollectiveSender:
 class CollectiveReceiver:
     """A generator's end: rank 1 or more. Fulfils WeightReceiver; belongs to one thread.
 
-    Received tensors are views into staging buckets in host memory, which the next `receive` writes over: load them
-    before that.
+    Received tensors are views into staging buckets in host memory, which the next `receive` overwrites.
     """
 
     def __init__(self, *, device: str | torch.device) -> None:
@@ -129,103 +131,107 @@ class CollectiveReceiver:
         self._staging: list[Tensor] = []
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Leave the previous group, join this one. Blocks until all are in, or time is up and WeightTransferError."""
-        self._leave()
+        """Leave the previous group and join this one. Blocks until all have joined. Raises WeightTransferError."""
+        self._close_group()
         wire_device = torch.device("cpu") if opening.backend == "gloo" else self._device
-        seat = Seat(opening.epoch, rank, len(opening.members) + 1)
+        own = EpochRank(opening.epoch, rank, len(opening.members) + 1)
         deadline = time.monotonic() + opening.timeout_s
-        with _phase(seat, f"reach the learner's rendezvous store at {opening.host}:{opening.port}"):
+        with _phase(own, f"reach the learner's rendezvous store at {opening.host}:{opening.port}"):
             own_host = rendezvous.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
             store = rendezvous.connect(opening.host, opening.port, timeout_s=seconds_left(deadline))
-        self._group = _Group(store, seat, own_host=own_host, device=wire_device, timeout_s=seconds_left(deadline))
+        self._group = _Group(store, own, own_host=own_host, device=wire_device, timeout_s=seconds_left(deadline))
 
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
-        """Receive all buckets, verify, return named views; `timeout_s` bounds each bucket.
+        """Receive and verify all buckets, return named views; `timeout_s` bounds each bucket.
 
-        Raises WeightTransferError. When only checksums or layout were wrong the group stays; else it is gone.
+        Raises WeightTransferError. The group stays open if only a checksum or the layout was wrong, else it is closed.
         """
-        group = _opened(self._group)
+        group = _require_open(self._group)
         self._staging = flat.allocate(bucket_bytes, reuse=self._staging, is_pinned=self._device.type == "cuda")
         try:
             group.receive(self._staging, timeout_s=timeout_s)
         except WeightTransferError:
-            self._leave()
+            self._close_group()
             raise
         flat.verify(self._staging, expected=checksums)
         return flat.unpack(self._staging, slots)
 
     def close(self) -> None:
-        """Tear the group down and let the staging memory go. May be called again."""
-        self._leave()
+        """Close the group and free the staging memory. Idempotent."""
+        self._close_group()
         self._staging = []
 
-    def _leave(self) -> None:
+    def _close_group(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
 
 
-Start = Callable[[int, Tensor], Callable[[], None]]
-"""Begins the broadcast of bucket `index` from or into a buffer; what it returns blocks until that has ended."""
+StartBroadcast = Callable[[int, Tensor], Callable[[], None]]
+"""Starts the broadcast of bucket `index` from or into a buffer; returns a function that blocks until it has ended."""
 
 
 class DoubleBuffer:
-    """Belongs to one thread. Its memory grows to twice the largest bucket and stays."""
+    """Two buffers on a GPU for buckets in host memory: while one bucket is broadcast, its neighbour is copied.
+
+    A process group of GPUs sends GPU memory, while versions are staged and verified in host memory, because a second
+    whole version beside the model would cost the model's size once more. The buffers grow to the largest bucket and are
+    kept. Belongs to one thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[Tensor] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def send(self, buckets: Sequence[Tensor], start: Start) -> None:
+    def send(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
         """Broadcast host buckets in order. Blocks."""
-        self._fit(buckets)
+        self._grow(buckets)
         self._upload(buckets, 0)
         for index in range(len(buckets)):
             self._finish_copies()
-            finish = start(index, self._lane(buckets, index))
-            # Into the other lane: the broadcast before this one, which used it, has ended.
+            finish = start(index, self._buffer(buckets, index))
+            # Into the other buffer, which is free: its broadcast ended before this one started.
             self._upload(buckets, index + 1)
             finish()
 
-    def receive(self, buckets: Sequence[Tensor], start: Start) -> None:
+    def receive(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
         """Fill host buckets in order. Blocks."""
-        self._fit(buckets)
+        self._grow(buckets)
         for index, bucket in enumerate(buckets):
-            # While this lane fills, the other one is emptied; it must be empty before the next broadcast.
-            start(index, self._lane(buckets, index))()
+            # While this buffer fills, the other one is copied out, which must be complete before the next broadcast.
+            start(index, self._buffer(buckets, index))()
             self._finish_copies()
             with self._copying():
-                bucket.copy_(self._lane(buckets, index), non_blocking=True)
+                bucket.copy_(self._buffer(buckets, index), non_blocking=True)
         self._finish_copies()
 
     def _upload(self, buckets: Sequence[Tensor], index: int) -> None:
         if index < len(buckets):
             with self._copying():
-                self._lane(buckets, index).copy_(buckets[index], non_blocking=True)
+                self._buffer(buckets, index).copy_(buckets[index], non_blocking=True)
 
-    def _fit(self, buckets: Sequence[Tensor]) -> None:
+    def _grow(self, buckets: Sequence[Tensor]) -> None:
         largest = max((bucket.numel() for bucket in buckets), default=0)
         if not self._buffers or self._buffers[0].numel() < largest:
             self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
 
-    def _lane(self, buckets: Sequence[Tensor], index: int) -> Tensor:
+    def _buffer(self, buckets: Sequence[Tensor], index: int) -> Tensor:
         return self._buffers[index % 2][: buckets[index].numel()]
 
     def _copying(self) -> AbstractContextManager[object]:
-        """On a stream of its own, where there are streams."""
+        # On a stream of its own, so that copies overlap with the broadcast; a CPU has no streams.
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _finish_copies(self) -> None:
-        """Block until what was copied is there."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class _Backend(Protocol):
-    """What is used of ProcessGroupGloo and ProcessGroupNCCL; the latter exists only in CUDA builds of torch."""
+    """Common interface of ProcessGroupGloo and ProcessGroupNCCL; the latter exists only in CUDA builds of torch."""
 
     def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> dist.Work: ...
 
@@ -233,116 +239,116 @@ class _Backend(Protocol):
 
 
 class _Group:
-    """One epoch's process group as one rank sees it. Building it blocks until all ranks are in."""
+    """One rank's end of an epoch's process group. The constructor blocks until all ranks have joined."""
 
     def __init__(
         self,
         store: dist.Store,
-        seat: Seat,
+        own: EpochRank,
         *,
         own_host: str,
         device: torch.device,
         timeout_s: float,
         is_aborted: Event | None = None,
     ) -> None:
-        self._seat = seat
-        self._lanes = DoubleBuffer(device) if device.type == "cuda" else None
+        self._own = own
+        self._double_buffer = DoubleBuffer(device) if device.type == "cuda" else None
         deadline = time.monotonic() + timeout_s
-        prefixed = dist.PrefixStore(f"weights/epoch-{seat.epoch}", store)
-        with _phase(seat, "gather"):
-            rendezvous.gather(prefixed, seat, deadline=deadline, is_aborted=is_aborted)
+        prefixed = dist.PrefixStore(f"weights/epoch-{own.epoch}", store)
+        with _phase(own, "gather"):
+            rendezvous.gather(prefixed, own, deadline=deadline, is_aborted=is_aborted)
         deadline = min(deadline, time.monotonic() + _CONNECT_S[device.type])
-        with _phase(seat, "connect"):
+        with _phase(own, "connect"):
             self._backend: _Backend | None = _build(
-                prefixed, seat, own_host=own_host, device=device, timeout_s=seconds_left(deadline)
+                prefixed, own, own_host=own_host, device=device, timeout_s=seconds_left(deadline)
             )
         try:
-            with _phase(seat, "probe"):
-                self._begin(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s=seconds_left(deadline))()
+            with _phase(own, "probe"):
+                self._begin_operation(
+                    torch.zeros(1, dtype=torch.uint8, device=device), timeout_s=seconds_left(deadline)
+                )()
         except WeightTransferError:
             self.close()
             raise
 
     def send(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
-        """Host buckets from rank 0 to the others, in order, each within `timeout_s`. Raises WeightTransferError."""
-        if self._lanes:
-            self._lanes.send(buckets, partial(self._start, of=len(buckets), timeout_s=timeout_s))
+        """Send host buckets to all other ranks, in order, each within `timeout_s`. Raises WeightTransferError."""
+        if self._double_buffer:
+            self._double_buffer.send(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
         else:
             self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
     def receive(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
-        """The other end of `send`, into host buckets of the same sizes. Raises WeightTransferError."""
-        if self._lanes:
-            self._lanes.receive(buckets, partial(self._start, of=len(buckets), timeout_s=timeout_s))
+        """Receive into host buckets of the same sizes. Raises WeightTransferError."""
+        if self._double_buffer:
+            self._double_buffer.receive(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
         else:
             self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
     def abort(self) -> None:
-        """Break off the operation under way, as far as the backend can."""
+        """Abort the running operation, as far as the backend supports it."""
         if backend := self._backend:
-            with suppress(*FAILURES):
+            with suppress(*TORCH_ERRORS):
                 backend.abort()
 
     def close(self) -> None:
-        """Close all connections at once, which ends the operations of all other ranks. No operation of its own may run.
-
-        Gloo closes them when the last reference to the backend goes; one to this object may live on in the traceback
-        of whatever failed.
-        """
+        """Close all connections, which ends the operations of the other ranks. No own operation may be running."""
         self.abort()
+        # Gloo closes its connections with the last reference to the backend. Cleared here rather than with this object,
+        # which a traceback may keep alive.
         self._backend = None
 
     def _broadcast_in_pieces(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
         for index, bucket in enumerate(buckets):
             deadline = time.monotonic() + timeout_s
-            with _phase(self._seat, _phase_of(index, bucket, of=len(buckets))):
+            with _phase(self._own, _phase_of(index, bucket, of=len(buckets))):
                 for piece in bucket.split(_PIECE_BYTES):
-                    self._begin(piece, timeout_s=seconds_left(deadline))()
+                    self._begin_operation(piece, timeout_s=seconds_left(deadline))()
 
-    def _start(self, index: int, bucket: Tensor, *, of: int, timeout_s: float) -> Callable[[], None]:
+    def _start_bucket(self, index: int, bucket: Tensor, *, of: int, timeout_s: float) -> Callable[[], None]:
         phase = _phase_of(index, bucket, of=of)
-        with _phase(self._seat, phase):
-            finish = self._begin(bucket, timeout_s=timeout_s)
+        with _phase(self._own, phase):
+            finish = self._begin_operation(bucket, timeout_s=timeout_s)
 
         def finish_in_phase() -> None:
-            with _phase(self._seat, phase):
+            with _phase(self._own, phase):
                 finish()
 
         return finish_in_phase
 
-    def _begin(self, bucket: Tensor, *, timeout_s: float) -> Callable[[], object]:
-        """Begin one operation; what it returns blocks until that has ended, and raises what went wrong."""
+    def _begin_operation(self, bucket: Tensor, *, timeout_s: float) -> Callable[[], object]:
+        """Begin one operation; returns a function that blocks until it has ended and raises its error."""
         if bucket.numel() == 0:
             return lambda: None
-        # The operation's own limit is what ends it, and `wait` raises then. Gloo cannot be made to give up before; and
-        # while an operation runs, letting go of its group would wait for it with Python's lock held.
-        assert self._backend is not None, "a group that was closed has no operations"
+        # The operation's own timeout ends it and makes `wait` raise. Gloo has no way to cancel it earlier, and dropping
+        # the group while an operation runs would block on it with the GIL held.
+        assert self._backend is not None, "a closed group must not be used"
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
 
 
-def _build(store: dist.Store, seat: Seat, *, own_host: str, device: torch.device, timeout_s: float) -> _Backend:
+def _build(store: dist.Store, own: EpochRank, *, own_host: str, device: torch.device, timeout_s: float) -> _Backend:
     store.set_timeout(timedelta(seconds=timeout_s))
     if device.type == "cuda":
-        return _build_nccl(store, seat)
+        return _build_nccl(store, own)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
-    return dist.ProcessGroupGloo(store, seat.rank, seat.num_ranks, options)
+    return dist.ProcessGroupGloo(store, own.rank, own.num_ranks, options)
 
 
-def _build_nccl(store: dist.Store, seat: Seat) -> _Backend:
+def _build_nccl(store: dist.Store, own: EpochRank) -> _Backend:
     options = dist.ProcessGroupNCCL.Options()
-    # Above every deadline of ours, because NCCL's watchdog answers its own timeout by ending the process.
+    # Above all other timeouts, because NCCL's watchdog ends the process when its own one expires.
     options._timeout = timedelta(days=1)
-    options.group_name = f"weights-epoch-{seat.epoch}"
-    return dist.ProcessGroupNCCL(store, seat.rank, seat.num_ranks, options)
+    options.group_name = f"weights-epoch-{own.epoch}"
+    return dist.ProcessGroupNCCL(store, own.rank, own.num_ranks, options)
 
 
-def _opened(group: _Group | None) -> _Group:
+def _require_open(group: _Group | None) -> _Group:
     if group is None:
-        raise WeightTransferError("a weight epoch must be open before weights travel: call open_epoch first")
+        raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
     return group
 
 
@@ -351,10 +357,10 @@ def _phase_of(index: int, bucket: Tensor, *, of: int) -> str:
 
 
 @contextmanager
-def _phase(seat: Seat, phase: str) -> Iterator[None]:
+def _phase(own: EpochRank, phase: str) -> Iterator[None]:
     try:
         yield
-    except FAILURES as error:
+    except TORCH_ERRORS as error:
         raise WeightTransferError(
-            f"weight epoch {seat.epoch}, rank {seat.rank} of {seat.num_ranks}: {phase} failed: {error}"
+            f"weight epoch {own.epoch}, rank {own.rank} of {own.num_ranks}: {phase} failed: {error}"
         ) from error

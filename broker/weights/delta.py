@@ -1,13 +1,13 @@
-"""Deltas: what changed between two versions of a bucket, element by element, compressed; lossless.
+"""Deltas: lossless, compressed differences between two versions of a bucket, element by element.
 
-A bucket is cut into blocks, so that neither end needs more than a little memory beside the bucket. Of a block travel
+A bucket is split into blocks, so that neither end needs much memory beside the bucket. A block's payload consists of
 
-    gaps    how many unchanged elements lie before each changed one: bytes of 255, then one below, to be added up
-    steps   new - old as integers of the element's width, wrapping around, the sign moved into the lowest bit;
-            first the lowest byte of every step, then the next ones
+    gaps    number of unchanged elements before each changed one, as bytes of 255 and a final one below, to be summed
+    steps   new - old as wrapping integers of the element's width, with the sign in the lowest bit; byte planes: the
+            lowest byte of every step first, then the next bytes
 
-compressed together by zstd. A weight that moved to the next number of its format, which is what a small learning rate
-does to those that move at all, is a step of 1 whatever its size. Integers, so that every bit pattern comes back.
+compressed together by zstd. A weight that moved to the adjacent number of its format, which is the usual effect of a
+small learning rate, is a step of 1 whatever its magnitude. Integers reproduce every bit pattern, NaNs included.
 """
 
 import itertools
@@ -28,10 +28,10 @@ from slipstream.buffer.trajectory import Record
 
 BLOCK_ELEMENTS = 2**20
 _WIDTHS = (8, 4, 2, 1)
-_FAR = 255
-"""A byte of the gaps that says: this far, and there is more of it."""
+_CONTINUED = 255
+"""Byte of a gap that is continued in the next byte."""
 _ZSTD_LEVEL = 1
-"""Higher ones take many times longer for a few percent: what is left is nearly random."""
+"""Higher levels take many times longer for a few percent, since the steps are nearly random."""
 
 Count = Annotated[int, Meta(ge=0)]
 Bytes = npt.NDArray[np.uint8]
@@ -39,72 +39,76 @@ Elements = npt.NDArray[np.unsignedinteger]
 
 
 class Block(Record, array_like=True):
-    """One block's part of a payload. Example: Block(num_changed=5120, num_gap_bytes=5133, num_bytes=6011)."""
+    """Part of a payload for one block. Example: Block(num_changed=5120, num_gap_bytes=5133, num_bytes=6011)."""
 
     num_changed: Count
-    """Elements that differ; 0: the block has no part."""
+    """Elements that differ; 0: no bytes in the payload."""
     num_gap_bytes: Count
-    """Before compression."""
+    """Bytes of the gaps before compression."""
     num_bytes: Count
-    """After compression."""
+    """Bytes of gaps and steps after compression."""
 
 
 class BucketDelta(Record):
-    """How a bucket becomes its next version. E.g. BucketDelta(size_bytes=6011, width=2, blocks=[...], checksum=7)."""
+    """Delta of one bucket. Example: BucketDelta(size_bytes=6011, width=2, blocks=[...], checksum=7)."""
 
     size_bytes: Count
-    """What travels: the payload, or the whole bucket."""
+    """Bytes to transfer: of the payload, or of the whole bucket."""
     is_full: bool = False
-    """The payload would not be smaller than the bucket, which travels instead."""
+    """Whether the bucket is transferred whole, because the payload would not be smaller."""
     width: Annotated[int, Meta(ge=1, le=8)] = 1
-    """Bytes of an element."""
+    """Bytes per element."""
     blocks: list[Block] = []
-    """In order. Empty when full."""
+    """Empty if `is_full`."""
     checksum: int = 0
     """xxh3-64 of the payload."""
 
 
 class Delta(Record):
-    """From one version to a later one.
+    """Delta from one version to a later one.
 
     Example: Delta(version=13, checksum="ab12...", base_version=12, base_checksum="cd34...", buckets=[...])
     """
 
     version: int
-    """What it leads to."""
+    """Resulting version."""
     checksum: str
-    """Of that version, whole."""
+    """Combined checksum of `version`."""
     base_version: int
-    """What it must be applied to."""
+    """Version it applies to."""
     base_checksum: str
-    """Of that version, whole."""
+    """Combined checksum of `base_version`."""
     buckets: list[BucketDelta]
-    """One for each bucket."""
 
     @property
     def size_bytes(self) -> int:
-        """What travels."""
+        """Bytes to transfer for all buckets."""
         return sum(bucket.size_bytes for bucket in self.buckets)
 
     def check_base(self, held_checksum: str) -> None:
-        """Raises WeightTransferError unless these are the weights it starts from."""
+        """Raise WeightTransferError unless the held weights are the base version."""
         if held_checksum != self.base_checksum:
             raise WeightTransferError(
                 f"the delta to version {self.version} must be applied to version {self.base_version} with checksum "
-                f"{self.base_checksum}, got weights with checksum {held_checksum or '(none held)'}: take the snapshot"
+                f"{self.base_checksum}, got weights with checksum {held_checksum or '(none held)'}: fetch the snapshot"
             )
 
 
 def width_of(bucket: int, slots: Sequence[TensorSlot]) -> int:
-    """Bytes of the smallest element in a bucket."""
+    """Return the bytes of the smallest element in a bucket."""
     return min((getattr(torch, slot.dtype).itemsize for slot in slots if slot.bucket == bucket), default=1)
 
 
 def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes]:
-    """What makes `new` of `base`, uint8 on the CPU with elements of `width` bytes; and its payload (empty: full)."""
+    """Encode the change from `base` to `new`, uint8 on the CPU; returns the delta and its payload (empty if full).
+
+    `width`: bytes per element.
+    """
     before, after = _elements(base, width), _elements(new, width)
     if len(before) != len(after):
-        raise WeightTransferError(f"both versions of a bucket must have one size, got {base.numel()} and {new.numel()}")
+        raise WeightTransferError(
+            f"both versions of a bucket must have the same size, got {base.numel()} and {new.numel()}"
+        )
     blocks: list[Block] = []
     parts: list[bytes] = []
     for start in range(0, len(after), BLOCK_ELEMENTS):
@@ -118,7 +122,7 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
 
 
 def apply(delta: BucketDelta, payload: bytes, *, onto: Tensor) -> None:
-    """Change a uint8 bucket on the CPU in place. Raises WeightTransferError; the bucket may then be half changed."""
+    """Apply a delta in place to a uint8 bucket on the CPU. Raises WeightTransferError; the bucket is undefined then."""
     if len(payload) != delta.size_bytes or xxhash.xxh3_64_intdigest(payload) != delta.checksum:
         raise WeightTransferError(
             f"a delta must arrive as it was sent ({delta.size_bytes} bytes with checksum {delta.checksum:#018x}), "
@@ -148,32 +152,32 @@ def _apply_block(block: Block, part: bytes, *, onto: Elements) -> None:
     if block.num_changed == 0:
         return
     width = onto.dtype.itemsize
-    # Checked before anything is allocated for it.
-    if block.num_changed > len(onto) or block.num_gap_bytes > block.num_changed + len(onto) // _FAR:
+    # Checked before anything is allocated: the numbers come from another process.
+    if block.num_changed > len(onto) or block.num_gap_bytes > block.num_changed + len(onto) // _CONTINUED:
         raise _damaged(f"at most {len(onto)} changes in a block", f"{block.num_changed} in {block.num_gap_bytes} bytes")
     plain = _decompress(part, size_bytes=block.num_gap_bytes + width * block.num_changed)
     changed = _unpack_gaps(plain[: block.num_gap_bytes])
     if len(changed) != block.num_changed or changed[-1] >= len(onto):
-        raise _damaged(f"{block.num_changed} places below {len(onto)}", f"{len(changed)}")
+        raise _damaged(f"{block.num_changed} indices below {len(onto)}", f"{len(changed)}")
     planes = plain[block.num_gap_bytes :].reshape(width, block.num_changed)
     onto[changed] += _unfold_sign(np.ascontiguousarray(planes.T).view(onto.dtype).reshape(-1))
 
 
 def _pack_gaps(gaps: npt.NDArray[np.int64]) -> Bytes:
-    far, rest = np.divmod(gaps, _FAR)
+    far, rest = np.divmod(gaps, _CONTINUED)
     ends = np.cumsum(far + 1) - 1
-    packed = np.full(ends[-1] + 1, _FAR, dtype=np.uint8)
+    packed = np.full(ends[-1] + 1, _CONTINUED, dtype=np.uint8)
     packed[ends] = rest
     return packed
 
 
 def _unpack_gaps(packed: Bytes) -> npt.NDArray[np.int64]:
-    ends = np.flatnonzero(packed != _FAR)
+    ends = np.flatnonzero(packed != _CONTINUED)
     return np.cumsum(packed, dtype=np.int64)[ends] + np.arange(len(ends))
 
 
 def _fold_sign(steps: Elements) -> Elements:
-    """1, -1, 2, -2 ... become 2, 1, 4, 3 ...: a small step has small bytes in both directions."""
+    """Map 1, -1, 2, -2, ... to 2, 1, 4, 3, ...: small steps of either sign have zero high bytes."""
     sign = steps >> (8 * steps.dtype.itemsize - 1)
     return (steps << 1) ^ np.negative(sign)
 
@@ -196,8 +200,10 @@ def _decompress(part: bytes, *, size_bytes: int) -> Bytes:
     try:
         return np.frombuffer(_codec().decompress(part, decompressed_size=size_bytes), dtype=np.uint8)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise WeightTransferError(f"a delta must be readable, got bytes that zstd refuses: {error}") from error
+        raise WeightTransferError(
+            f"a delta must be readable, got bytes that zstd cannot decompress: {error}"
+        ) from error
 
 
-def _damaged(wanted: str, got: str) -> WeightTransferError:
-    return WeightTransferError(f"a delta must have {wanted}, got {got}: it is damaged or of another model")
+def _damaged(expected: str, got: str) -> WeightTransferError:
+    return WeightTransferError(f"a delta must have {expected}, got {got}: it is damaged or of another model")

@@ -1,7 +1,7 @@
-"""Fetcher: a generator's end of the weights that it fetches for itself, whole or as what changed since the last ones.
+"""Fetcher: a generator's end of the snapshot and delta transports.
 
-It reads from the learner's folder where it sees that, and else over the network. What cannot be had as a delta, for
-whatever reason, is taken whole; what it returns has the checksums of the update, whichever way it came.
+It reads from the learner's folder if it can, else over the network, and falls back from a delta to the whole snapshot
+whatever the reason. The result always has the checksums of the update.
 """
 
 import time
@@ -22,16 +22,15 @@ from slipstream.broker.weights.snapshot_store import SnapshotStore, WeightFiles
 from slipstream.broker.weights.stream import WeightStream
 from slipstream.runtime.clock import Deadline
 
-_LOOK_EVERY_S = 0.05
-"""Between two looks whether a version has come."""
-_LAST_WORD_S = 2.0
-"""To find out what is there instead."""
+_POLL_INTERVAL_S = 0.05
+_DIAGNOSE_TIMEOUT_S = 2.0
+"""Extra seconds to find out which version is there instead of the requested one."""
 
 log = structlog.get_logger(__name__)
 
 
 class Fetcher:
-    """Belongs to one thread."""
+    """Fetches versions into host memory. Belongs to one thread."""
 
     def __init__(self) -> None:
         self._stream: WeightStream | None = None
@@ -40,22 +39,22 @@ class Fetcher:
 
     @property
     def num_bytes(self) -> int:
-        """What the last `fetch` read."""
+        """Bytes read by the last `fetch`."""
         return self._host_weights.num_bytes
 
     def fetch(self, update: Update, *, cancelled: Event) -> SharedBuckets:
-        """The version of an update that has a source, verified; good until the next call.
+        """Fetch and verify the version of an update that has a source; the result is valid until the next call.
 
-        `update.timeout_s` bounds it all; soon after `cancelled` is set it ends. Raises WeightTransferError.
+        Blocks at most `update.timeout_s`, and ends soon after `cancelled` is set. Raises WeightTransferError.
         """
-        assert update.source is not None, "what is broadcast cannot be fetched"
+        assert update.source is not None, "a version that is broadcast cannot be fetched"
         deadline = Deadline(update.timeout_s, what=f"version {update.version}")
         try:
-            self._bring_up(update, self._sources(update.source, cancelled), deadline)
-        except WeightTransferError as fault:
-            raise WeightTransferError(f"version {update.version} could not be fetched: {fault}") from fault
+            self._update(update, self._sources(update.source, cancelled), deadline)
+        except WeightTransferError as error:
+            raise WeightTransferError(f"version {update.version} could not be fetched: {error}") from error
         buckets = self._host_weights.buckets
-        assert buckets is not None, "what was brought up is held"
+        assert buckets is not None, "a fetched version is held"
         if buckets.sizes != update.bucket_bytes:
             raise WeightTransferError(
                 f"buckets must have the announced sizes {update.bucket_bytes}, got {buckets.sizes}"
@@ -63,16 +62,16 @@ class Fetcher:
         return buckets
 
     def release(self) -> None:
-        """Free the memory, once the buckets are no longer used; the next version comes whole."""
+        """Free the memory once the buckets are no longer used; the next version is fetched whole."""
         self._host_weights.release()
 
     def close(self) -> None:
-        """Let everything go. May be called again."""
+        """Free the memory and disconnect. Idempotent."""
         self.release()
         self._disconnect()
 
     def _sources(self, source: SnapshotSource, cancelled: Event) -> list[WeightFiles]:
-        """Nearest first."""
+        """Return the sources to try, the folder before the network."""
         address = f"tcp://{source.host}:{source.port}"
         if self._stream is None or address != self._address:
             self._disconnect()
@@ -86,32 +85,33 @@ class Fetcher:
             self._stream.close()
             self._stream = None
 
-    def _bring_up(self, update: Update, sources: list[WeightFiles], deadline: Deadline) -> None:
-        wanted = flat.combine(update.checksums)
-        if self._host_weights.checksum == wanted:
+    def _update(self, update: Update, sources: list[WeightFiles], deadline: Deadline) -> None:
+        checksum = flat.combine(update.checksums)
+        if self._host_weights.checksum == checksum:
             return
-        while not self._has_come(wanted, update, sources, deadline):
+        # The update may arrive before the learner has written the version.
+        while not self._try_sources(checksum, update, sources, deadline):
             if deadline.is_over:
-                raise _not_there(update, sources[-1])
-            time.sleep(_LOOK_EVERY_S)
+                raise _missing_version(update, sources[-1])
+            time.sleep(_POLL_INTERVAL_S)
 
-    def _has_come(self, wanted: str, update: Update, sources: list[WeightFiles], deadline: Deadline) -> bool:
-        """Take the version from the first that has it whole; False when none has it. Raises WeightTransferError."""
-        fault: WeightTransferError | None = None
+    def _try_sources(self, checksum: str, update: Update, sources: list[WeightFiles], deadline: Deadline) -> bool:
+        """Read the version from the first source that has it; False if none does. Raises WeightTransferError."""
+        failure: WeightTransferError | None = None
         for files in sources:
             try:
-                version = files.find(wanted, timeout_s=max(_LAST_WORD_S, deadline.left_s))
+                version = files.find(checksum, timeout_s=max(_DIAGNOSE_TIMEOUT_S, deadline.left_s))
                 if version is not None:
-                    self._take(files, version, update, deadline)
+                    self._read(files, version, update, deadline)
                     return True
             except (WeightTransferError, OSError) as error:
                 log.warning("weights_not_read", source=type(files).__name__, reason=str(error))
-                fault = error if isinstance(error, WeightTransferError) else WeightTransferError(str(error))
-        if fault:
-            raise fault
+                failure = error if isinstance(error, WeightTransferError) else WeightTransferError(str(error))
+        if failure:
+            raise failure
         return False
 
-    def _take(self, files: WeightFiles, version: int, update: Update, deadline: Deadline) -> None:
+    def _read(self, files: WeightFiles, version: int, update: Update, deadline: Deadline) -> None:
         with_deltas = update.source is not None and update.source.has_deltas
         self._host_weights.update_to(
             files, version, slots=update.slots, with_deltas=with_deltas, timeout_s=deadline.left_s
@@ -119,23 +119,22 @@ class Fetcher:
 
 
 def _is_visible(folder: Path) -> bool:
-    """Also one whose parents may not be searched is not."""
     try:
         return folder.is_dir()
-    except OSError:
+    except OSError:  # of a parent folder without search permission
         return False
 
 
-def _not_there(update: Update, files: WeightFiles) -> WeightTransferError:
-    """Says how the newest version differs from the one that was announced."""
+def _missing_version(update: Update, files: WeightFiles) -> WeightTransferError:
+    """Build the error for a version that did not appear, with how the newest one differs from it."""
     after, checksums = f"within {update.timeout_s:g} s", update.checksums
-    newest = files.newest(timeout_s=_LAST_WORD_S)
+    newest = files.newest(timeout_s=_DIAGNOSE_TIMEOUT_S)
     if newest is None:
-        return WeightTransferError(f"it must be there {after}, got none at all")
-    manifest = snapshot.parse_manifest(files.read(newest, snapshot.MANIFEST, timeout_s=_LAST_WORD_S))
+        return WeightTransferError(f"it must be available {after}, got no version at all")
+    manifest = snapshot.parse_manifest(files.read(newest, snapshot.MANIFEST, timeout_s=_DIAGNOSE_TIMEOUT_S))
     pairs = list(zip_longest(manifest.checksums, checksums, fillvalue=0))
-    index = next((index for index, (got, wanted) in enumerate(pairs) if got != wanted), 0)
+    index = next((index for index, (got, expected) in enumerate(pairs) if got != expected), 0)
     return WeightTransferError(
         f"bucket {index} of {len(checksums)} must have checksum {pairs[index][1]:#018x} {after}, got "
-        f"{pairs[index][0]:#018x} in version {newest}, the newest there; nothing was loaded"
+        f"{pairs[index][0]:#018x} in the newest version {newest}; nothing was loaded"
     )

@@ -1,4 +1,4 @@
-"""HostWeights: the version of the weights that a generator has in host memory, and how it gets from there to another."""
+"""HostWeights: a version of the weights in host memory, updated to later versions by deltas or whole snapshots."""
 
 from collections.abc import Sequence
 
@@ -7,58 +7,59 @@ import structlog
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights import delta, snapshot
-from slipstream.broker.weights.delta import Delta
+from slipstream.broker.weights import snapshot
+from slipstream.broker.weights.delta import Delta, apply
 from slipstream.broker.weights.records import TensorSlot
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshot import MANIFEST, Manifest
 from slipstream.broker.weights.snapshot_store import DELTA, WeightFiles, delta_name
 
-_MAX_STEPS = 16
-"""Longest chain of deltas."""
+_MAX_DELTAS = 16
+"""Length of a chain of deltas above which the snapshot is fetched."""
 
 log = structlog.get_logger(__name__)
 
 
 class HostWeights:
-    """Flat buckets that are whole and verified while `checksum` is not empty. Belongs to one thread."""
+    """Flat buckets, complete and verified while `checksum` is not empty. Belongs to one thread."""
 
     def __init__(self) -> None:
         self.buckets: SharedBuckets | None = None
-        """Changed in place."""
+        """Updated in place; None while no memory is allocated."""
         self.checksum = ""
-        """Of all of them. Empty: they are of no version."""
+        """Combined checksum of the held version; empty while the buckets hold no complete version."""
         self.num_bytes = 0
-        """What the last `update_to` took from files."""
+        """Bytes read by the last `update_to`."""
 
     def update_to(
         self, files: WeightFiles, version: int, *, slots: Sequence[TensorSlot], with_deltas: bool, timeout_s: float
     ) -> None:
-        """Become this version: by deltas from what is held, where they lead there and are smaller, else as a whole.
+        """Update to a version: by a chain of deltas if one exists and is smaller, else from its snapshot.
 
-        `timeout_s` is for each file. Raises WeightTransferError; then nothing is held.
+        `timeout_s` bounds each file. Raises WeightTransferError; no version is held then.
         """
         self.num_bytes = 0
         manifest = snapshot.parse_manifest(self._read(files, version, MANIFEST, timeout_s=timeout_s))
         snapshot.check_layout(manifest, slots)
-        if with_deltas and self.checksum and self._has_stepped(files, manifest, timeout_s=timeout_s):
+        if with_deltas and self.checksum and self._apply_deltas(files, manifest, timeout_s=timeout_s):
             return
+        # Cleared while the buckets are overwritten: a failure in between must not leave them labelled as a version.
         self.checksum = ""
         self._allocate(manifest.bucket_bytes)
         for index in range(len(self.tensors)):
-            self._take_bucket(files, version, index, timeout_s=timeout_s)
+            self._read_bucket(files, version, index, timeout_s=timeout_s)
             snapshot.check_bucket(manifest, index, self.tensors[index])
         self.checksum = manifest.checksum
 
     def release(self) -> None:
-        """Hold nothing."""
+        """Free the memory; no version is held then."""
         if self.buckets:
             self.buckets.close()
         self.buckets, self.checksum = None, ""
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Of the buckets; none when nothing is held."""
+        """Tensors of the buckets; empty without memory."""
         return self.buckets.tensors if self.buckets else []
 
     def _allocate(self, sizes: list[int]) -> None:
@@ -66,50 +67,51 @@ class HostWeights:
             self.release()
             self.buckets = SharedBuckets(sizes)
 
-    def _has_stepped(self, files: WeightFiles, manifest: Manifest, *, timeout_s: float) -> bool:
-        """False when no chain of deltas leads to the version, or it broke."""
+    def _apply_deltas(self, files: WeightFiles, manifest: Manifest, *, timeout_s: float) -> bool:
+        """Update by deltas; False if no chain leads to the version, or one of them could not be applied."""
         try:
-            steps = self._chain(files, manifest, timeout_s=timeout_s)
+            deltas = self._chain(files, manifest, timeout_s=timeout_s)
             self.checksum = ""
             for index in range(len(self.tensors)):
-                self._step_bucket(files, steps, index, timeout_s=timeout_s)
+                self._update_bucket(files, deltas, index, timeout_s=timeout_s)
                 snapshot.check_bucket(manifest, index, self.tensors[index])
-        except WeightTransferError as fault:
-            log.info("delta_not_taken", version=manifest.version, reason=str(fault))
+        except WeightTransferError as error:
+            log.info("delta_not_applied", version=manifest.version, reason=str(error))
             return False
         self.checksum = manifest.checksum
         return True
 
     def _chain(self, files: WeightFiles, manifest: Manifest, *, timeout_s: float) -> list[Delta]:
-        """The deltas from what is held to the version, in order. Raises WeightTransferError."""
-        steps: list[Delta] = []
+        """Return the deltas from the held version to this one, in order. Raises WeightTransferError."""
+        deltas: list[Delta] = []
         version, checksum = manifest.version, manifest.checksum
-        while not steps or checksum != self.checksum:
-            step = _parse(self._read(files, version, DELTA, timeout_s=timeout_s))
-            if (step.version, step.checksum, len(step.buckets)) != (version, checksum, len(self.tensors)):
+        while not deltas or checksum != self.checksum:
+            delta = _parse(self._read(files, version, DELTA, timeout_s=timeout_s))
+            if (delta.version, delta.checksum, len(delta.buckets)) != (version, checksum, len(self.tensors)):
                 raise WeightTransferError(
-                    f"a delta to version {version} with checksum {checksum} and {len(self.tensors)} buckets was asked "
-                    f"for, got one to version {step.version} with {step.checksum} and {len(step.buckets)}"
+                    f"a delta must lead to version {version} with checksum {checksum} and {len(self.tensors)} buckets, "
+                    f"got one to version {delta.version} with {delta.checksum} and {len(delta.buckets)}"
                 )
-            steps.insert(0, step)
-            version, checksum = step.base_version, step.base_checksum
-            if len(steps) == _MAX_STEPS or sum(s.size_bytes for s in steps) >= sum(manifest.bucket_bytes):
+            deltas.insert(0, delta)
+            version, checksum = delta.base_version, delta.base_checksum
+            # A longer chain costs more than the snapshot it replaces.
+            if len(deltas) == _MAX_DELTAS or sum(each.size_bytes for each in deltas) >= sum(manifest.bucket_bytes):
                 break
-        steps[0].check_base(self.checksum)
-        return steps
+        deltas[0].check_base(self.checksum)
+        return deltas
 
-    def _step_bucket(self, files: WeightFiles, steps: Sequence[Delta], index: int, *, timeout_s: float) -> None:
-        whole = [place for place, step in enumerate(steps) if step.buckets[index].is_full]
-        if whole:
-            self._take_bucket(files, steps[whole[-1]].version, index, timeout_s=timeout_s)
-        for step in steps[whole[-1] + 1 if whole else 0 :]:
-            entry = step.buckets[index]
+    def _update_bucket(self, files: WeightFiles, deltas: Sequence[Delta], index: int, *, timeout_s: float) -> None:
+        # The last delta that replaces the bucket whole makes all earlier ones unnecessary.
+        full = [i for i, delta in enumerate(deltas) if delta.buckets[index].is_full]
+        if full:
+            self._read_bucket(files, deltas[full[-1]].version, index, timeout_s=timeout_s)
+        for delta in deltas[full[-1] + 1 if full else 0 :]:
+            entry = delta.buckets[index]
             is_changed = entry.size_bytes > 0
-            name = delta_name(index)
-            payload = self._read(files, step.version, name, timeout_s=timeout_s) if is_changed else b""
-            delta.apply(entry, payload, onto=self.tensors[index])
+            payload = self._read(files, delta.version, delta_name(index), timeout_s=timeout_s) if is_changed else b""
+            apply(entry, payload, onto=self.tensors[index])
 
-    def _take_bucket(self, files: WeightFiles, version: int, index: int, *, timeout_s: float) -> None:
+    def _read_bucket(self, files: WeightFiles, version: int, index: int, *, timeout_s: float) -> None:
         bucket = memoryview(self.tensors[index].numpy())
         files.read_into(version, snapshot.bucket_name(index), bucket, timeout_s=timeout_s)
         self.num_bytes += len(bucket)

@@ -1,7 +1,7 @@
-"""Weights handed over inside one process: the transport of the serial mode.
+"""Weight transport within one process, for the serial mode.
 
-Fulfils the same protocols as the collective transport, with one difference that a single thread needs: the sender never
-waits for members. A receiver that comes before the sender waits, up to its deadline.
+Fulfils the protocols of the collective transport with one difference that a single thread requires: the sender never
+waits for members. A receiver that comes before the sender waits up to its deadline.
 """
 
 import threading
@@ -17,7 +17,7 @@ from slipstream.broker.weights.records import TensorSlot
 
 
 class MemoryWeights:
-    """What sender and receivers share: the epoch that is open, and what was last broadcast in it."""
+    """State shared by sender and receivers: the open epoch and its latest broadcast."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -26,10 +26,10 @@ class MemoryWeights:
         self.num_broadcasts = 0
         self.buckets: list[Tensor] = []
 
-    def await_that(self, reached: Callable[[], bool], *, timeout_s: float, waited_for: str) -> None:
-        """Wait for a state of this record. The caller holds `changed`. Raises WeightTransferError."""
+    def wait_until(self, reached: Callable[[], bool], *, timeout_s: float, awaited: str) -> None:
+        """Wait for a condition on this state. The caller holds `changed`. Raises WeightTransferError."""
         if not self.changed.wait_for(reached, timeout_s):
-            raise WeightTransferError(f"{waited_for} must come within {timeout_s:g} s, got nothing from the learner")
+            raise WeightTransferError(f"{awaited} must arrive within {timeout_s:g} s, got nothing from the learner")
 
 
 class MemorySender:
@@ -41,11 +41,11 @@ class MemorySender:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Nothing listens: a name for OpenEpoch."""
+        """Placeholder for OpenEpoch: nothing listens."""
         return "memory", 0
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
-        """Open the epoch at once; members join when they come."""
+        """Open the epoch at once; members join later."""
         with self._weights.changed:
             self._weights.epoch, self._weights.num_members = epoch, num_members
             self._weights.num_broadcasts, self._weights.buckets = 0, []
@@ -53,19 +53,19 @@ class MemorySender:
         self._is_open = True
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Hand over a copy: the caller may write over `buckets`. Raises WeightTransferError without an epoch."""
+        """Publish a copy, so that the caller may overwrite `buckets`. Raises WeightTransferError without an epoch."""
         if not self._is_open:
-            raise WeightTransferError("a weight epoch must be open before weights travel: call open_epoch first")
+            raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
         with self._weights.changed:
             self._weights.buckets = [bucket.clone() for bucket in buckets] if self._weights.num_members else []
             self._weights.num_broadcasts += 1
             self._weights.changed.notify_all()
 
     def abort(self) -> None:
-        """Nothing blocks here."""
+        """Do nothing: no operation blocks."""
 
     def close(self) -> None:
-        """Close the epoch and let the copy go. May be called again."""
+        """Close the epoch and free the copy. Idempotent."""
         with self._weights.changed:
             self._weights.epoch, self._weights.buckets = None, []
             self._weights.changed.notify_all()
@@ -73,7 +73,7 @@ class MemorySender:
 
 
 class MemoryReceiver:
-    """A generator's end. Fulfils WeightReceiver. Received tensors are views shared by all receivers: read only."""
+    """A generator's end. Fulfils WeightReceiver. Received tensors are views shared by all receivers: read-only."""
 
     def __init__(self, weights: MemoryWeights) -> None:
         self._weights = weights
@@ -81,11 +81,11 @@ class MemoryReceiver:
         self._num_received = 0
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the epoch once the sender opened it. Raises WeightTransferError."""
+        """Join the epoch once the sender has opened it. Raises WeightTransferError."""
         shared = self._weights
         with shared.changed:
-            waited_for = f"weight epoch {opening.epoch}"
-            shared.await_that(lambda: shared.epoch == opening.epoch, timeout_s=opening.timeout_s, waited_for=waited_for)
+            awaited = f"weight epoch {opening.epoch}"
+            shared.wait_until(lambda: shared.epoch == opening.epoch, timeout_s=opening.timeout_s, awaited=awaited)
             if not 1 <= rank <= shared.num_members:
                 raise WeightTransferError(
                     f"a rank of weight epoch {opening.epoch} must be in 1..{shared.num_members}, got {rank}"
@@ -95,7 +95,10 @@ class MemoryReceiver:
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
-        """The next broadcast's tensors, verified; waits at most `timeout_s` per bucket. Raises WeightTransferError."""
+        """Return the verified tensors of the next broadcast; waits at most `timeout_s` per bucket.
+
+        Raises WeightTransferError.
+        """
         buckets = self._next_buckets(deadline=time.monotonic() + timeout_s * max(len(bucket_bytes), 1))
         if (sizes := [bucket.numel() for bucket in buckets]) != bucket_bytes:
             raise WeightTransferError(f"buckets must have the announced sizes {bucket_bytes}, got {sizes}")
@@ -103,7 +106,7 @@ class MemoryReceiver:
         return flat.unpack(buckets, slots)
 
     def close(self) -> None:
-        """Leave the epoch. May be called again."""
+        """Leave the epoch. Idempotent."""
         self._epoch = None
 
     def _next_buckets(self, *, deadline: float) -> list[Tensor]:
@@ -111,12 +114,12 @@ class MemoryReceiver:
         with shared.changed:
             if self._epoch is None or self._epoch != shared.epoch:
                 raise WeightTransferError(
-                    f"a weight epoch must be open before weights travel: joined {self._epoch}, open is {shared.epoch}"
+                    f"a weight epoch must be open before a broadcast: joined is {self._epoch}, open is {shared.epoch}"
                 )
-            shared.await_that(
+            shared.wait_until(
                 lambda: shared.num_broadcasts > self._num_received or shared.epoch != self._epoch,
                 timeout_s=max(deadline - time.monotonic(), 0.0),
-                waited_for=f"a broadcast in weight epoch {self._epoch}",
+                awaited=f"a broadcast in weight epoch {self._epoch}",
             )
             if shared.epoch != self._epoch:
                 raise WeightTransferError(f"weight epoch {self._epoch} was closed by the learner during a broadcast")

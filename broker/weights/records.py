@@ -1,4 +1,4 @@
-"""What is said of weights: how they come to a generator, where tensors lie in buckets, where versions lie."""
+"""Records of the weight plane: transports, the layout of tensors in buckets, the location of a snapshot."""
 
 from typing import Literal
 
@@ -7,18 +7,17 @@ import msgspec
 from slipstream.buffer.trajectory import Record
 
 WeightTransport = Literal["collective", "snapshot", "delta", "memory"]
-"""How new weights come to a generator: see configs/broker.py."""
+"""How new weights reach a generator; see configs/weights.py."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
-    """Where one tensor lies in a flat bucket. Example: TensorSlot("lm_head.weight", [16, 128], "float32", 0, 0)."""
+    """Position of a tensor in the flat buckets. Example: TensorSlot("lm_head.weight", [16, 128], "float32", 0, 0)."""
 
     name: str
     """Name in transformers' checkpoint."""
     shape: list[int]
-    """Its shape."""
     dtype: str
-    """torch dtype name on the wire."""
+    """Name of the torch dtype on the wire."""
     bucket: int
     """Index of the bucket."""
     offset: int
@@ -26,13 +25,16 @@ class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SnapshotSource(Record):
-    """Where a version lies. Example: SnapshotSource(host="10.0.0.3", port=41234, folder="/runs/a/weights", has_deltas=True)."""
+    """Location of a version to fetch.
+
+    Example: SnapshotSource(host="10.0.0.3", port=41234, folder="/runs/a/weights", has_deltas=True)
+    """
 
     host: str
-    """Of the learner's weight server."""
+    """Host of the learner's snapshot server."""
     port: int
-    """Of the learner's weight server."""
+    """Port of the learner's snapshot server."""
     folder: str
-    """The same files; whoever sees this folder need not ask the server."""
+    """Folder with the same files, for generators that can read it."""
     has_deltas: bool = False
-    """There may be a delta from the version before. The next one will be fetched too, so this one is worth keeping."""
+    """Whether deltas are written: the next version may be a delta from this one, which is then worth keeping."""

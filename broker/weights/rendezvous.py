@@ -1,7 +1,7 @@
-"""Rendezvous: where the ranks of a membership epoch find each other before a process group is built.
+"""Rendezvous: the ranks of a membership epoch meet before they build a process group.
 
-The learner owns one TCPStore for the whole run; every epoch has its own prefix in it. A rank says that it is here; rank
-0 waits for all and gives the word, which is either to go on or who is missing, so that nobody waits in vain.
+The learner owns one TCPStore for the whole run; every epoch has its own prefix in it. Each rank registers; rank 0 waits
+for all and publishes a verdict, either to proceed or which ranks are missing, so that no rank waits in vain.
 """
 
 import socket
@@ -17,14 +17,13 @@ from slipstream.broker.errors import WeightTransferError
 
 SENDER_RANK = 0
 STORE_TIMEOUT_S = 10.0
-"""Longest answer of the store when no wait of ours is meant, seconds."""
-GO = b"go"
-_LOOK_EVERY_S = 0.002
-"""Between two looks whether a member has arrived."""
+"""Timeout of store operations other than our own waits, seconds."""
+PROCEED = b"proceed"
+_POLL_INTERVAL_S = 0.002
 
 
-class Seat(NamedTuple):
-    """A rank's place in an epoch. Example: Seat(epoch=3, rank=1, num_ranks=4)."""
+class EpochRank(NamedTuple):
+    """A rank of a membership epoch. Example: EpochRank(epoch=3, rank=1, num_ranks=4)."""
 
     epoch: int
     rank: int
@@ -32,10 +31,11 @@ class Seat(NamedTuple):
 
 
 def listen(host: str, *, port: int) -> dist.TCPStore:
-    """A store on this address alone (given only a port, torch would listen on every interface); port 0 takes any.
+    """Open the store on this address; port 0 takes any free one.
 
     Raises WeightTransferError.
     """
+    # Bound here, because torch, given only a port, listens on every interface.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,56 +58,56 @@ def listen(host: str, *, port: int) -> dist.TCPStore:
 
 
 def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """A client of the learner's store. Raises RuntimeError."""
+    """Open a client of the learner's store. Raises RuntimeError."""
     return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def own_address(host: str, port: int, *, timeout_s: float) -> str:
-    """The local address that reaches the learner; found without this machine's name, which may not resolve.
+    """Return the local address of a connection to the learner, independent of whether this machine's name resolves.
 
-    A store that does not answer ends here, in one sentence, where torch's client would retry and dump its stack.
-    Raises OSError.
+    Connecting by hand also detects an unreachable store early, with a short error; torch's client would retry and dump
+    its stack. Raises OSError.
     """
     with socket.create_connection((host, port), timeout=timeout_s) as probe:
         return probe.getsockname()[0]
 
 
-def gather(store: dist.Store, seat: Seat, *, deadline: float, is_aborted: Event | None = None) -> None:
-    """Wait until all ranks are here or `deadline` (monotonic) passes. Raises RuntimeError, naming who is missing.
+def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Event | None = None) -> None:
+    """Wait until all ranks have registered or `deadline` (monotonic) passes. Raises RuntimeError, naming the missing.
 
-    Rank 0 stops waiting when `is_aborted` is set, and all ranks learn of it.
+    Rank 0 stops waiting when `is_aborted` is set; its verdict then reaches all ranks.
     """
-    if seat.rank != SENDER_RANK:
-        store.set(f"here/{seat.rank}", b"1")
-        _await_word(store, deadline=deadline)
+    if own.rank != SENDER_RANK:
+        store.set(f"ready/{own.rank}", b"1")
+        _await_verdict(store, deadline=deadline)
         return
-    missing = ", ".join(str(rank) for rank in _missing_ranks(store, seat, deadline, is_aborted))
+    missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
     verdict = f"rank {missing} did not arrive in time" if missing else ""
-    store.set("word", verdict.encode() or GO)
+    store.set("verdict", verdict.encode() or PROCEED)
     if missing:
         raise RuntimeError(verdict)
 
 
 def seconds_left(deadline: float) -> float:
-    """Seconds until the deadline; never zero, which torch takes for no timeout at all."""
+    """Return the seconds until the deadline; at least a millisecond, because torch takes zero for no timeout."""
     return max(deadline - time.monotonic(), 0.001)
 
 
-def _missing_ranks(store: dist.Store, seat: Seat, deadline: float, is_aborted: Event | None) -> Iterator[int]:
-    for rank in range(SENDER_RANK + 1, seat.num_ranks):
-        # Looks, instead of a short `wait`: torch writes two lines to stderr whenever one of those is over.
-        while not store.check([f"here/{rank}"]):
+def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborted: Event | None) -> Iterator[int]:
+    for rank in range(SENDER_RANK + 1, own.num_ranks):
+        # Polling instead of `wait`: torch writes two lines to stderr for every wait that times out.
+        while not store.check([f"ready/{rank}"]):
             if time.monotonic() >= deadline or (is_aborted and is_aborted.is_set()):
                 yield rank
                 break
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_INTERVAL_S)
 
 
-def _await_word(store: dist.Store, *, deadline: float) -> None:
+def _await_verdict(store: dist.Store, *, deadline: float) -> None:
     try:
-        store.wait(["word"], timedelta(seconds=seconds_left(deadline)))
+        store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
     except dist.DistStoreError as error:
-        raise RuntimeError("rank 0 (the learner) did not give the word in time") from error
-    word = store.get("word")
-    if word != GO:
-        raise RuntimeError(word.decode())
+        raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
+    verdict = store.get("verdict")
+    if verdict != PROCEED:
+        raise RuntimeError(verdict.decode())

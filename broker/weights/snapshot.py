@@ -1,9 +1,9 @@
-"""Snapshots: a version of the weights as files, for those who come too late to be sent it.
+"""Snapshots: a version of the weights as files, for generators that do not take part in its broadcast.
 
 version-00000012/
-    manifest.json       what the version is: its tensors, its buckets, their checksums
-    bucket-0000.bin     the bytes of one bucket, as they travel in a broadcast
-Invariant: a folder of this name is whole, whenever its writer was killed; what is read is verified before it counts.
+    manifest.json       the version's tensors, buckets and their checksums
+    bucket-0000.bin     the bytes of one bucket, as in a broadcast
+Invariant: a folder of this name is complete, whenever its writer was killed; readers verify everything they read.
 """
 
 import mmap
@@ -31,46 +31,44 @@ _UNFINISHED = ".tmp"
 
 
 class Manifest(Record):
-    """What a snapshot holds. Example: Manifest(12, "ab12...", slots=[...], bucket_bytes=[4096], checksums=[7])."""
+    """Contents of a snapshot. Example: Manifest(12, "ab12...", slots=[...], bucket_bytes=[4096], checksums=[7])."""
 
     version: int
-    """Which."""
     checksum: str
-    """Over the checksums of all buckets; what the store keeps with the version."""
+    """Checksum over the checksums of all buckets; the store keeps it with the version."""
     slots: list[TensorSlot]
-    """Names, shapes, dtypes and places of the tensors."""
     bucket_bytes: list[int]
-    """Sizes of the buckets."""
+    """Size of each bucket."""
     checksums: list[int]
     """xxh3-64 of each bucket."""
 
     @classmethod
     def of(cls, update: Update) -> "Manifest":
-        """Of the version that an update announces."""
+        """Build the manifest of the version that an update announces."""
         checksum = flat.combine(update.checksums)
         return cls(update.version, checksum, update.slots, update.bucket_bytes, update.checksums)
 
 
 def folder_name(version: int) -> str:
-    """`version-00000012`."""
+    """Return the folder of a version, like `version-00000012`."""
     return f"version-{version:08d}"
 
 
 def bucket_name(index: int) -> str:
-    """`bucket-0003.bin`."""
+    """Return the file of a bucket, like `bucket-0003.bin`."""
     return f"bucket-{index:04d}.bin"
 
 
 def versions(folder: Path) -> list[int]:
-    """Of the snapshots in this folder, ascending."""
+    """Return the versions of the snapshots in a folder, ascending."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(found[1]) for name in names if (found := _FOLDER.fullmatch(name)))
 
 
 def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: Iterable[tuple[str, bytes]] = ()) -> None:
-    """Write a snapshot, and `more` files (name, content) beside it, as folder `path`; what was there is replaced.
+    """Write a snapshot and `more` files (name, content) into the folder `path`, replacing an existing one.
 
-    Raises WeightTransferError when the disk has no room or the folder cannot be written; nothing is left behind then.
+    Raises WeightTransferError if the disk is full or the folder not writable; nothing is left behind then.
     """
     unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
     try:
@@ -81,6 +79,7 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
         for name, content in more:
             _write_file(unfinished / name, content)
         _write_file(unfinished / MANIFEST, msgspec.json.encode(manifest))
+        # Files and folder are on disk before the rename publishes them, so that no crash leaves a partial version.
         sync_path(unfinished)
         _put_in_place(unfinished, path)
     except (OSError, MemoryError) as error:
@@ -93,7 +92,7 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the snapshot at `path` holds. Raises WeightTransferError."""
+    """Read the manifest of the snapshot at `path`. Raises WeightTransferError."""
     try:
         return parse_manifest((path / MANIFEST).read_bytes())
     except OSError as error:
@@ -101,7 +100,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_manifest(content: bytes) -> Manifest:
-    """Raises WeightTransferError when it is damaged or does not agree with itself."""
+    """Decode a manifest. Raises WeightTransferError if it is damaged or inconsistent."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
         own_checksum = flat.combine(manifest.checksums)
@@ -117,20 +116,20 @@ def parse_manifest(content: bytes) -> Manifest:
 
 
 def check_layout(manifest: Manifest, slots: Sequence[TensorSlot]) -> None:
-    """Raises WeightTransferError, naming a tensor, unless the snapshot's names, shapes and dtypes are these."""
+    """Raise WeightTransferError, naming a tensor, unless names, shapes and dtypes match the slots."""
     held = {slot.name: (slot.shape, slot.dtype) for slot in manifest.slots}
-    wanted = {slot.name: (slot.shape, slot.dtype) for slot in slots}
-    wrong = sorted(name for name in held.keys() | wanted.keys() if held.get(name) != wanted.get(name))
-    if wrong:
+    expected = {slot.name: (slot.shape, slot.dtype) for slot in slots}
+    differing = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
+    if differing:
         raise WeightTransferError(
-            f"version {manifest.version} must hold the model's {len(wanted)} tensors: {wrong[0]} must be "
-            f"{_in_words(wanted.get(wrong[0]))}, got {_in_words(held.get(wrong[0]))} ({len(wrong)} tensors differ): "
-            "it is of another model"
+            f"version {manifest.version} must hold the model's {len(expected)} tensors: {differing[0]} must be "
+            f"{_describe(expected.get(differing[0]))}, got {_describe(held.get(differing[0]))} "
+            f"({len(differing)} tensors differ): it is of another model"
         )
 
 
 def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
-    """A bucket as a view of its file, not verified; writes do not reach the file. Raises WeightTransferError."""
+    """Map a bucket from its file, unverified; writes do not reach the file. Raises WeightTransferError."""
     name, size = path / bucket_name(index), manifest.bucket_bytes[index]
     try:
         with name.open("rb") as file:
@@ -143,17 +142,17 @@ def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
 
 
 def check_bucket(manifest: Manifest, index: int, bucket: Tensor) -> None:
-    """Raises WeightTransferError unless these are the bytes of the manifest's bucket `index`."""
-    got, wanted = flat.checksums([bucket])[0], manifest.checksums[index]
-    if got != wanted:
+    """Raise WeightTransferError unless the checksum matches the manifest's bucket `index`."""
+    got, expected = flat.checksums([bucket])[0], manifest.checksums[index]
+    if got != expected:
         raise WeightTransferError(
             f"bucket {index} of {len(manifest.checksums)} of version {manifest.version} must have checksum "
-            f"{wanted:#018x}, got {got:#018x}: it is damaged; nothing was loaded"
+            f"{expected:#018x}, got {got:#018x}: it is damaged; nothing was loaded"
         )
 
 
 def remove(path: Path) -> None:
-    """Delete a snapshot; a crash on the way leaves no part of it under its name."""
+    """Delete a snapshot. Renamed first, so that a crash leaves no part of it under its name."""
     aside = path.with_name(f".{path.name}.old{_UNFINISHED}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -161,7 +160,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Delete what writers left behind that were killed. For the writer alone."""
+    """Delete leftovers of killed writers. For the only writer of the folder."""
     for path in folder.glob(f".version-*{_UNFINISHED}"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -187,5 +186,5 @@ def _free(folder: Path) -> str:
         return "an unknown number of MiB"
 
 
-def _in_words(tensor: tuple[list[int], str] | None) -> str:
+def _describe(tensor: tuple[list[int], str] | None) -> str:
     return f"{tensor[1]} of shape {tensor[0]}" if tensor else "absent"

@@ -1,11 +1,11 @@
-"""SnapshotStore: the newest versions of the weights in a folder, each with the delta that leads to it.
+"""SnapshotStore: the newest versions of the weights in a folder, each with the delta from the version before.
 
 <run folder>/weights/
-    version-00000012/       a snapshot: see broker/weights/snapshot.py; the newest few have their buckets
-        delta.json          what it is a delta from, if it has one
-        delta-0000.bin      the payload for one bucket
-One process puts versions there; any number read, each for itself or through broker/weights/stream.py.
-Invariant: what was put last is the newest, and nothing above it is kept: a learner that resumed has taken that back.
+    version-00000012/       a snapshot (broker/weights/snapshot.py); only the newest few keep their buckets
+        delta.json          the delta to this version, if it has one
+        delta-0000.bin      the delta's payload for one bucket
+One process writes versions; any number read them, directly or through broker/weights/stream.py.
+Invariant: the version written last is the newest. Higher ones are deleted: a resumed learner has rolled them back.
 """
 
 import os
@@ -34,54 +34,53 @@ log = structlog.get_logger(__name__)
 
 
 class WeightFiles(Protocol):
-    """What a generator reads versions from: a shelf, or the stream from somebody who has one."""
+    """Source that a generator reads versions from: a SnapshotStore, or a WeightStream from a server that has one."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
-        """The version with this checksum. None when it is not there. Raises WeightTransferError."""
+        """Return the version with this checksum; None if it is missing. Raises WeightTransferError."""
         ...
 
     def newest(self, *, timeout_s: float) -> int | None:
-        """The newest version. Raises WeightTransferError."""
+        """Return the newest version; None if there is none. Raises WeightTransferError."""
         ...
 
     def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
-        """A whole file. Raises WeightTransferError when it is not there, or has not come in time."""
+        """Read a whole file. Raises WeightTransferError if it is missing or does not arrive in time."""
         ...
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float) -> None:
-        """A whole file of this very size. Raises WeightTransferError."""
+        """Read a whole file, whose size must be that of `into`. Raises WeightTransferError."""
         ...
 
 
 class _Label(msgspec.Struct):
-    """Of a manifest, what a search needs."""
+    """The fields of a manifest that a search needs."""
 
     version: int
     checksum: str
 
 
 class SnapshotStore:
-    """The versions in one folder. Fulfils WeightFiles. `put` belongs to one process; all else may be called by any."""
+    """The versions in one folder. Fulfils WeightFiles. `put` belongs to one process; the rest may be called by any."""
 
     def __init__(self, folder: Path, *, num_kept: int = 2, num_deltas_kept: int = 16) -> None:
-        """The last `num_kept` versions keep their buckets, the last `num_deltas_kept` their deltas."""
+        """Keep the buckets of the newest `num_kept` versions and the deltas of the newest `num_deltas_kept`."""
         self.folder = folder
-        """Where."""
         self._num_kept = num_kept
         self._num_deltas_kept = max(num_kept, num_deltas_kept)
-        self._putting = threading.Lock()
+        self._put_lock = threading.Lock()
 
-    # --- the learner's end ---------------------------------------------------------------------------------------
+    # --- writing -------------------------------------------------------------------------------------------------
     def put(
         self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> None:
-        """Write a version, with the delta from the newest one if wanted; does nothing when it is there already.
+        """Write a version and, with `with_delta`, the delta from the previous one; does nothing if it exists already.
 
-        Versions of `pinned` stay whole, however old. Blocks while it writes and waits for the disk. Raises
-        WeightTransferError: there is no room, or the buckets are not what the update says.
+        Versions in `pinned` keep their buckets, however old. Blocks until the files are on disk. Raises
+        WeightTransferError if there is no room, or the buckets do not match the update.
         """
         manifest = Manifest.of(update)
-        with self._putting:
+        with self._put_lock:
             if self._is_newest(manifest):
                 return
             flat.verify(buckets, expected=manifest.checksums)
@@ -92,15 +91,15 @@ class SnapshotStore:
             try:
                 self._prune(newest=manifest.version, pinned=pinned)
             except OSError as error:
-                # What is too old is tried again with the next version.
-                log.warning("shelf_not_pruned", reason=str(error))
+                # Not fatal: pruning is tried again with the next version.
+                log.warning("snapshots_not_pruned", reason=str(error))
 
     def _is_newest(self, manifest: Manifest) -> bool:
         newest = self.newest()
         return newest == manifest.version and self._label(newest) == _Label(manifest.version, manifest.checksum)
 
     def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
-        """The version before and its buckets, if they are there and have the same layout."""
+        """Return the previous version and its buckets; None if they are missing or have another layout."""
         before = [version for version in snapshot.versions(self.folder) if version < manifest.version]
         if not before:
             return None
@@ -110,14 +109,14 @@ class SnapshotStore:
             if (base.slots, base.bucket_bytes) != (manifest.slots, manifest.bucket_bytes):
                 return None
             return base, [snapshot.map_bucket(path, base, index) for index in range(len(base.bucket_bytes))]
-        except WeightTransferError as fault:
-            log.info("no_delta", version=manifest.version, reason=str(fault))
+        except WeightTransferError as error:
+            log.info("no_delta", version=manifest.version, reason=str(error))
             return None
 
     def _delta_files(
         self, base: Manifest, before: Sequence[Tensor], manifest: Manifest, buckets: Sequence[Tensor]
     ) -> Iterator[tuple[str, bytes]]:
-        """One bucket after the other, so that one payload at a time is in memory."""
+        """Yield the files of a delta, one bucket at a time, so that only one payload is in memory."""
         entries: list[delta.BucketDelta] = []
         for index, (old, new) in enumerate(zip(before, buckets, strict=True)):
             entry, payload = delta.encode(old, new.detach().cpu(), width=delta.width_of(index, manifest.slots))
@@ -128,7 +127,7 @@ class SnapshotStore:
         yield DELTA, msgspec.json.encode(step)
 
     def _prune(self, *, newest: int, pinned: Collection[int]) -> None:
-        """Delete what is too old, and what is above the newest."""
+        """Delete what is too old, and versions above the newest, which a resumed learner has rolled back."""
         held = snapshot.versions(self.folder)
         kept = [version for version in held if version <= newest]
         for version in set(held) - set(kept[-self._num_deltas_kept :]) - (set(pinned) & set(kept)):
@@ -137,43 +136,45 @@ class SnapshotStore:
             for bucket in (self.folder / snapshot.folder_name(version)).glob("bucket-*.bin"):
                 bucket.unlink()
 
-    # --- a reader's end ------------------------------------------------------------------------------------------
+    # --- reading -------------------------------------------------------------------------------------------------
     def find(self, checksum: str, *, timeout_s: float = 0.0) -> int | None:
-        """The version with this checksum; None when it is not there. Does not wait."""
+        """Return the version with this checksum; None if it is missing. Does not wait."""
         labels = (self._label(version) for version in reversed(snapshot.versions(self.folder)))
         return next((label.version for label in labels if label and label.checksum == checksum), None)
 
     def newest(self, *, timeout_s: float = 0.0) -> int | None:
-        """The newest version. Does not wait."""
+        """Return the newest version; None if there is none. Does not wait."""
         return max(snapshot.versions(self.folder), default=None)
 
     def read(self, version: int, name: str, *, timeout_s: float = 0.0) -> bytes:
-        """A whole file. Raises WeightTransferError."""
+        """Read a whole file. Raises WeightTransferError."""
         return self.read_part(version, name, offset=0, num_bytes=self.size_bytes(version, name))
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float = 0.0) -> None:
-        """A whole file of this very size. Raises WeightTransferError."""
-        check_size(version, name, wanted=len(into), got=self.size_bytes(version, name))
-        with _told(path := self._path(version, name)), path.open("rb", buffering=0) as file:
+        """Read a whole file, whose size must be that of `into`. Raises WeightTransferError."""
+        check_size(version, name, expected=len(into), got=self.size_bytes(version, name))
+        with _mapped_errors(path := self._path(version, name)), path.open("rb", buffering=0) as file:
             num_read = 0
             while num_read < len(into) and (part := file.readinto(into[num_read:])):
                 num_read += part
-        check_size(version, name, wanted=len(into), got=num_read)
+        check_size(version, name, expected=len(into), got=num_read)
 
     def size_bytes(self, version: int, name: str) -> int:
-        """Of a file. Raises WeightTransferError when it is not there."""
-        with _told(path := self._path(version, name)):
+        """Return the size of a file. Raises WeightTransferError if it is missing."""
+        with _mapped_errors(path := self._path(version, name)):
             return path.stat().st_size
 
     def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
-        """Up to `num_bytes` from `offset` on; less at the end of the file. Raises WeightTransferError."""
-        with _told(path := self._path(version, name)), path.open("rb") as file:
+        """Read up to `num_bytes` from `offset`; fewer at the end of the file. Raises WeightTransferError."""
+        with _mapped_errors(path := self._path(version, name)), path.open("rb") as file:
             return os.pread(file.fileno(), num_bytes, offset)
 
     def _path(self, version: int, name: str) -> Path:
-        """Names come from other processes too: nothing but the files of a version is ever opened."""
+        # Names come from other processes too: only files that belong to a version may be opened.
         if not _FILE.fullmatch(name) or version < 0:
-            raise WeightTransferError(f"a file of a snapshot must be asked for, got {name!r} of version {version}")
+            raise WeightTransferError(
+                f"the name of a snapshot's file must match {_FILE.pattern}, got {name!r} of version {version}"
+            )
         return self.folder / snapshot.folder_name(version) / name
 
     def _label(self, version: int) -> _Label | None:
@@ -184,21 +185,21 @@ class SnapshotStore:
 
 
 def delta_name(index: int) -> str:
-    """`delta-0003.bin`."""
+    """Return the file of a delta's payload, like `delta-0003.bin`."""
     return f"delta-{index:04d}.bin"
 
 
-def check_size(version: int, name: str, *, wanted: int, got: int) -> None:
-    """Raises WeightTransferError unless they are the same."""
-    if wanted != got:
-        raise WeightTransferError(f"{name} of version {version} must have {wanted} bytes, got {got}: it is damaged")
+def check_size(version: int, name: str, *, expected: int, got: int) -> None:
+    """Raise WeightTransferError unless a file has its expected size."""
+    if expected != got:
+        raise WeightTransferError(f"{name} of version {version} must have {expected} bytes, got {got}: it is damaged")
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _mapped_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise WeightTransferError(
-            f"{path.name} of {path.parent.name} must be on the shelf, got {error}: it was pruned, or is damaged"
+            f"{path.name} of {path.parent.name} must be in the snapshot store, got {error}: it was pruned or is damaged"
         ) from error

@@ -1,11 +1,11 @@
-"""Stream: a shelf read over ZeroMQ in chunks, by generators that do not share its file system.
+"""Stream: reads a SnapshotStore over ZeroMQ in chunks, for generators that do not share its file system.
 
     generator -> server               server -> generator
     Find                              Found
     ReadChunk                         Chunk + bytes | Gone
-The generator asks for a few chunks ahead and for no more, which bounds the memory of both ends. Whatever goes wrong on
-the way (a chunk damaged, lost, out of order, a server that was restarted), it connects anew and asks on from the last
-good byte. Everything is on loopback: nothing is encrypted.
+The generator requests a few chunks ahead and no more, which bounds the memory of both ends. After any error in transit
+(a chunk damaged, lost or out of order, a restarted server) it reconnects and continues after the last good byte.
+Loopback only: the traffic is not encrypted.
 """
 
 import threading
@@ -30,59 +30,57 @@ CHUNKS_AHEAD = 8
 _MAX_REQUEST_BYTES = 4096
 _HEADER_BYTES = 4096
 _MAX_READ_BYTES = 256 * 2**20
-"""Of a file that is read whole: a manifest, a payload."""
+"""Size of a file that `read` returns whole: a manifest, a delta's payload."""
 _MAX_DAMAGED = 5
+"""Damaged chunks in a row after which a transfer fails."""
 _STEP_S = 0.1
-_CLOSE_S = 5.0
-"""For the answer under way, and for what is queued to leave; a thread that takes longer ends with the process."""
+"""Interval at which blocked threads check for `close` and cancellation."""
+_CLOSE_TIMEOUT_S = 5.0
+"""For the current answer and for queued frames; a thread that takes longer ends with the process."""
 
 log = structlog.get_logger(__name__)
 
 
 class _Stream(Record, tag_field="type", tag=True):
-    """Base of what travels."""
+    """Base of all messages of the stream."""
 
 
 class Find(_Stream):
-    """Which versions are there?"""
+    """Query for a version by its checksum, and for the newest one."""
 
     checksum: Name
-    """Of the one wanted; empty: none in particular."""
+    """Combined checksum of the requested version; empty: only the newest is of interest."""
 
 
 class Found(_Stream):
     """Answer to Find."""
 
     checksum: Name
-    """As asked."""
+    """Copied from the query."""
     version: int | None
-    """The one wanted; None: not there."""
+    """Version with that checksum; None: missing."""
     newest: int | None
-    """None: the shelf is empty."""
+    """Newest version; None: there is none."""
 
 
 class ReadChunk(_Stream):
-    """A part of a file."""
+    """Request for a part of a file."""
 
     version: int
-    """Of this version."""
     name: Name
-    """Like bucket-0003.bin."""
+    """Name like bucket-0003.bin."""
     offset: Annotated[int, Meta(ge=0, lt=2**62)]
     """First byte."""
     num_bytes: Annotated[int, Meta(ge=0)]
-    """How many; 0: only the size is wanted."""
+    """Number of bytes; 0: only the size of the file is requested."""
 
 
 class Chunk(_Stream):
-    """Answer to ReadChunk; the bytes are the second frame."""
+    """Answer to ReadChunk, with its version, name and offset; the bytes are the second frame."""
 
     version: int
-    """As asked."""
     name: Name
-    """As asked."""
     offset: int
-    """As asked."""
     file_bytes: int
     """Size of the whole file."""
     checksum: int
@@ -90,30 +88,26 @@ class Chunk(_Stream):
 
 
 class Gone(_Stream):
-    """Answer to ReadChunk: there is no such file (any more)."""
+    """Answer to ReadChunk for a file that does not exist, or no longer."""
 
     version: int
-    """As asked."""
     name: Name
-    """As asked."""
     reason: str
-    """For people."""
 
 
 Answer = Found | Chunk | Gone
-"""From a server."""
 T = TypeVar("T")
 
 
 class StreamServer:
-    """Lends out a shelf, from a thread of its own. Whoever has a shelf may have a server."""
+    """Serves the files of a SnapshotStore from a thread of its own."""
 
-    def __init__(self, shelf: SnapshotStore, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, snapshot_store: SnapshotStore, *, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen on `host` at `port`, 0 for any. Raises WeightTransferError."""
-        self._shelf = shelf
+        self._snapshot_store = snapshot_store
         self._channel = _bind(host, port)
         self._host, self._port = host, int(self._channel.address.rpartition(":")[2])
-        self._stops = threading.Event()
+        self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weight-stream", daemon=True)
         self._thread.start()
 
@@ -123,15 +117,15 @@ class StreamServer:
         return self._host, self._port
 
     def close(self) -> None:
-        """Stop. May be called again. Blocks for the answer under way, which a disk that hangs may keep for ever."""
-        self._stops.set()
-        self._thread.join(timeout=_CLOSE_S)
+        """Stop serving; blocks at most `_CLOSE_TIMEOUT_S` for the current answer. Idempotent."""
+        self._is_closing.set()
+        self._thread.join(timeout=_CLOSE_TIMEOUT_S)
 
     def _serve(self) -> None:
-        while not self._stops.is_set():
+        while not self._is_closing.is_set():
             received = self._channel.receive(timeout_s=_STEP_S)
             if received and (reply := self._answer(received[1])):
-                # What a generator cannot take now it will ask for again.
+                # An undeliverable answer is dropped: the generator requests it again.
                 self._channel.send(received[0], reply)
         self._channel.close()
 
@@ -143,20 +137,22 @@ class StreamServer:
         try:
             if isinstance(request, ReadChunk):
                 return self._chunk(request)
-            newest, version = self._shelf.newest(), self._shelf.find(request.checksum)
+            newest, version = self._snapshot_store.newest(), self._snapshot_store.find(request.checksum)
             return [msgspec.msgpack.encode(Found(request.checksum, version, newest))]
-        except (WeightTransferError, OSError) as fault:
+        except (WeightTransferError, OSError) as error:
             if isinstance(request, Find):
-                log.warning("shelf_not_read", reason=str(fault))
+                log.warning("snapshots_not_read", reason=str(error))
                 return None
-            return [msgspec.msgpack.encode(Gone(request.version, request.name, str(fault)))]
+            return [msgspec.msgpack.encode(Gone(request.version, request.name, str(error)))]
 
-    def _chunk(self, asked: ReadChunk) -> Frames:
-        file_bytes = self._shelf.size_bytes(asked.version, asked.name)
-        num_bytes = min(asked.num_bytes, CHUNK_BYTES)
-        content = self._shelf.read_part(asked.version, asked.name, offset=asked.offset, num_bytes=num_bytes)
+    def _chunk(self, request: ReadChunk) -> Frames:
+        file_bytes = self._snapshot_store.size_bytes(request.version, request.name)
+        num_bytes = min(request.num_bytes, CHUNK_BYTES)
+        content = self._snapshot_store.read_part(
+            request.version, request.name, offset=request.offset, num_bytes=num_bytes
+        )
         checksum = xxhash.xxh3_64_intdigest(content)
-        header = Chunk(asked.version, asked.name, asked.offset, file_bytes, checksum)
+        header = Chunk(request.version, request.name, request.offset, file_bytes, checksum)
         return [msgspec.msgpack.encode(header), content]
 
 
@@ -164,69 +160,69 @@ class WeightStream:
     """A generator's end. Fulfils WeightFiles; belongs to one thread."""
 
     def __init__(self, address: str, *, channel: ClientChannel | None = None, stall_s: float = 2.0) -> None:
-        """Connect in the background to an address like tcp://127.0.0.1:5757; the server need not be there.
+        """Connect in the background to an address like tcp://127.0.0.1:5757; the server need not be running.
 
-        Without a chunk for `stall_s` it connects anew; then for twice as long, because a link may be slower than that.
+        Reconnects after `stall_s` without a chunk, then after twice as long each time, since the link may be slow.
         """
         self._address = address
         self._channel = channel or ZmqClientChannel(address, max_message_bytes=CHUNK_BYTES + _HEADER_BYTES)
         self._stall_s = stall_s
         self.cancelled = threading.Event()
-        """Another thread sets it: what is waited for ends soon, with WeightTransferError."""
+        """Set by another thread to end a blocked operation soon, with WeightTransferError."""
         self.num_resumed = 0
-        """Times it had to connect anew."""
+        """Number of reconnects within transfers."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
-        """The version with this checksum; None when it is not there. Raises WeightTransferError."""
-        return self._look(checksum, timeout_s=timeout_s).version
+        """Return the version with this checksum; None if it is missing. Raises WeightTransferError."""
+        return self._find(checksum, timeout_s=timeout_s).version
 
     def newest(self, *, timeout_s: float) -> int | None:
-        """The newest version. Raises WeightTransferError."""
-        return self._look("", timeout_s=timeout_s).newest
+        """Return the newest version; None if there is none. Raises WeightTransferError."""
+        return self._find("", timeout_s=timeout_s).newest
 
     def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
-        """A whole file. Raises WeightTransferError."""
+        """Read a whole file. Raises WeightTransferError."""
         deadline = Deadline(timeout_s, what=name)
         size = self._size(version, name, timeout_s=timeout_s)
         if size > _MAX_READ_BYTES:
-            check_size(version, name, wanted=_MAX_READ_BYTES, got=size)
+            check_size(version, name, expected=_MAX_READ_BYTES, got=size)
         content = bytearray(size)
         self.read_into(version, name, memoryview(content), timeout_s=deadline.left_s)
         return bytes(content)
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float) -> None:
-        """A whole file of this very size. Raises WeightTransferError."""
+        """Read a whole file, whose size must be that of `into`. Raises WeightTransferError."""
         transfer = _Transfer(version, name, into)
         deadline = Deadline(timeout_s, what=name)
         try:
-            self._carry_on(transfer, deadline)
+            self._run(transfer, deadline)
         except WeightTransferError:
-            # What is still on its way must not be taken for an answer to what is asked next.
+            # Chunks still in transit must not be taken for the answer to a later request.
             self._channel.reconnect()
             raise
 
     def close(self) -> None:
-        """Let go. May be called again."""
+        """Disconnect. Idempotent."""
         self._channel.close()
 
     def _receive(self, *, stall_s: float, deadline: Deadline) -> Frames | None:
-        """What comes next; None when nothing has for `stall_s`. Raises WeightTransferError when cancelled."""
+        """Return the next frames; None after `stall_s`. Raises WeightTransferError when cancelled."""
         ends_at = time.monotonic() + min(stall_s, deadline.left_s)
         while True:
             if self.cancelled.is_set():
-                raise WeightTransferError("the fetching of these weights was given up: others are wanted now")
+                raise WeightTransferError("the fetch was cancelled: a newer version was announced, or this role stops")
             left_s = max(0.0, ends_at - time.monotonic())
             frames = self._channel.receive(timeout_s=min(_STEP_S, left_s))
             if frames is not None or left_s == 0.0:
                 return frames
 
-    def _carry_on(self, transfer: "_Transfer", deadline: Deadline) -> None:
+    def _run(self, transfer: "_Transfer", deadline: Deadline) -> None:
         stall_s, num_damaged = self._stall_s, 0
         while not transfer.is_done:
-            for asked in transfer.next_requests():
-                self._channel.send([msgspec.msgpack.encode(asked)])
+            for request in transfer.next_requests():
+                self._channel.send([msgspec.msgpack.encode(request)])
             frames = self._receive(stall_s=stall_s, deadline=deadline)
-            if frames and transfer.take(frames):
+            if frames and transfer.accept(frames):
                 num_damaged = 0
                 continue
             num_damaged += frames is not None
@@ -235,7 +231,7 @@ class WeightStream:
             stall_s *= 2 if frames is None else 1
             self._resume(transfer)
 
-    def _look(self, checksum: str, *, timeout_s: float) -> Found:
+    def _find(self, checksum: str, *, timeout_s: float) -> Found:
         def read(answer: Answer) -> Found | None:
             return answer if isinstance(answer, Found) and answer.checksum == checksum else None
 
@@ -252,7 +248,7 @@ class WeightStream:
         return self._ask(ReadChunk(version, name, offset=0, num_bytes=0), read, timeout_s=timeout_s)
 
     def _ask(self, request: Find | ReadChunk, read: Callable[[Answer], T | None], *, timeout_s: float) -> T:
-        """Ask until `read` takes an answer for the one that was waited for."""
+        """Send a request, again after each stall, until `read` recognizes its answer."""
         deadline, stall_s = Deadline(timeout_s, what="an answer"), self._stall_s
         self._channel.send([msgspec.msgpack.encode(request)])
         while True:
@@ -270,7 +266,7 @@ class WeightStream:
                 self._channel.send([msgspec.msgpack.encode(request)])
 
     def _resume(self, transfer: "_Transfer") -> None:
-        """Begin again at the last good byte."""
+        """Reconnect and continue after the last good byte."""
         log.info("weight_stream_resumed", file=transfer.name, version=transfer.version, offset=transfer.num_good)
         self.num_resumed += 1
         self._channel.reconnect()
@@ -279,44 +275,44 @@ class WeightStream:
     def _unfinished(self, transfer: "_Transfer", num_damaged: int) -> WeightTransferError:
         reason = f"{num_damaged} damaged chunks in a row" if num_damaged else "nothing more in time"
         return WeightTransferError(
-            f"{transfer.name} of version {transfer.version} must come from the weight server at {self._address}, got "
+            f"{transfer.name} of version {transfer.version} must arrive from the weight server at {self._address}, got "
             f"{transfer.num_good} of {len(transfer.into)} bytes, then {reason}; nothing was loaded"
         )
 
 
 class _Transfer:
-    """A file that is under way: what has come of it, and what has been asked for."""
+    """Transfer of one file: the bytes received and requested so far."""
 
     def __init__(self, version: int, name: str, into: memoryview) -> None:
         self.version = version
         self.name = name
         self.into = into
         self.num_good = 0
-        """All bytes up to here have come and were verified."""
-        self._num_asked = 0
+        """Bytes from the start that were received and verified."""
+        self._num_requested = 0
 
     @property
     def is_done(self) -> bool:
         return self.num_good == len(self.into)
 
     def next_requests(self) -> Iterator[ReadChunk]:
-        """What may be asked for now."""
-        while self._num_asked < min(len(self.into), self.num_good + CHUNKS_AHEAD * CHUNK_BYTES):
-            yield ReadChunk(self.version, self.name, self._num_asked, CHUNK_BYTES)
-            self._num_asked += CHUNK_BYTES
+        """Yield requests for as many chunks ahead as allowed."""
+        while self._num_requested < min(len(self.into), self.num_good + CHUNKS_AHEAD * CHUNK_BYTES):
+            yield ReadChunk(self.version, self.name, self._num_requested, CHUNK_BYTES)
+            self._num_requested += CHUNK_BYTES
 
     def rewind(self) -> None:
-        """What has not come will be asked for again."""
-        self._num_asked = self.num_good
+        """Request again what was not received."""
+        self._num_requested = self.num_good
 
-    def take(self, frames: Frames) -> bool:
-        """Keep the next chunk; False for anything else. Raises WeightTransferError when there will be no more."""
+    def accept(self, frames: Frames) -> bool:
+        """Store the next chunk; False for any other message. Raises WeightTransferError if the file does not exist."""
         answer = _decode(frames)
         if isinstance(answer, Gone) and (answer.version, answer.name) == (self.version, self.name):
             raise WeightTransferError(answer.reason)
         if not isinstance(answer, Chunk) or len(frames) != 2:
             return False
-        check_size(self.version, self.name, wanted=len(self.into), got=answer.file_bytes)
+        check_size(self.version, self.name, expected=len(self.into), got=answer.file_bytes)
         is_next = (answer.version, answer.name, answer.offset) == (self.version, self.name, self.num_good)
         end = self.num_good + len(frames[1])
         if (

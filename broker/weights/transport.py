@@ -1,4 +1,4 @@
-"""The two ends of a weight transport, as protocols."""
+"""Protocols of the two ends of a weight transport."""
 
 from typing import Protocol
 
@@ -17,39 +17,42 @@ class WeightSender(Protocol):
         ...
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
-        """Build the group, as rank 0. Blocks until all are in. Raises WeightTransferError."""
+        """Build the group as rank 0. Blocks until all members have joined. Raises WeightTransferError."""
         ...
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
-        """Send uint8 buckets in order, each within `timeout_s`. Raises WeightTransferError; the group is then gone."""
+        """Send uint8 buckets in order, each within `timeout_s`.
+
+        Raises WeightTransferError; the group is closed then.
+        """
         ...
 
     def abort(self) -> None:
-        """Break off what another thread is blocked in; it raises WeightTransferError there. Nothing when it is not."""
+        """Abort the operation that another thread is blocked in, which raises WeightTransferError there."""
         ...
 
     def close(self) -> None:
-        """Tear the group down."""
+        """Close the group."""
         ...
 
 
 class WeightReceiver(Protocol):
-    """A generator's end; lives where the model lives (for vLLM, in its worker process)."""
+    """A generator's end, in the process that holds the model (for vLLM, its worker process)."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Build the group. Blocks until all are in. Raises WeightTransferError."""
+        """Join the group. Blocks until all members have joined. Raises WeightTransferError."""
         ...
 
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
-        """Receive all buckets, verify their checksums, return named tensors (views). Raises WeightTransferError.
+        """Receive all buckets, verify their checksums and return named tensors. Raises WeightTransferError.
 
-        The views are good until the next `receive`. Nothing is loaded when this raises: the engine still holds the
-        version it had.
+        The tensors are views, valid until the next `receive`. They are verified before they are returned, so that an
+        error leaves the engine with the version it had.
         """
         ...
 
     def close(self) -> None:
-        """Tear the group down."""
+        """Close the group."""
         ...

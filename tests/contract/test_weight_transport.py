@@ -1,4 +1,4 @@
-"""What every weight transport promises, in memory and over Gloo; then what only a process group can get wrong."""
+"""Contract of every weight transport, in memory and over Gloo; then properties of process groups only."""
 
 import socket
 import time
@@ -20,49 +20,49 @@ from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveS
 from slipstream.broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
 from slipstream.broker.weights.transport import WeightReceiver, WeightSender
 
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 HOST = "127.0.0.1"
 Named = list[tuple[str, Tensor]]
 
 
-class GeneratorPool:
-    """A sender and receivers, each of which lives on a thread of its own."""
+class Group:
+    """A sender and receivers, each on its own thread."""
 
     def __init__(self, sender: WeightSender, receivers: list[WeightReceiver]) -> None:
         self.sender = sender
         self.receivers = receivers
         self._threads = ThreadPoolExecutor(max_workers=len(receivers) + 1)
 
-    def opening(self, epoch: int, *, num_members: int, timeout_s: float = PATIENCE_S) -> OpenEpoch:
+    def opening(self, epoch: int, *, num_members: int, timeout_s: float = TIMEOUT_S) -> OpenEpoch:
         host, port = self.sender.address
         members = [Member(peer_id=f"generator-{i}", incarnation="0") for i in range(num_members)]
         return OpenEpoch(epoch=epoch, members=members, host=host, port=port, timeout_s=timeout_s)
 
     def open_epoch(self, epoch: int, *, members: list[int]) -> None:
-        """The sender and these receivers, in this order of ranks, open an epoch."""
+        """Open an epoch with these receivers, in the order of their ranks."""
         opening = self.opening(epoch, num_members=len(members))
         joins = [
-            self._threads.submit(self.receivers[member].open_epoch, opening, rank=place + 1)
-            for place, member in enumerate(members)
+            self._threads.submit(self.receivers[member].open_epoch, opening, rank=index + 1)
+            for index, member in enumerate(members)
         ]
-        self.sender.open_epoch(epoch, num_members=len(members), timeout_s=PATIENCE_S)
+        self.sender.open_epoch(epoch, num_members=len(members), timeout_s=TIMEOUT_S)
         for join in joins:
-            join.result(PATIENCE_S)
+            join.result(TIMEOUT_S)
 
     def update(self, tensors: Named, *, members: list[int], bucket_bytes: int = 256, **changes: Any) -> list[Named]:
-        """Broadcast, and what each receiver returned. Raises what a receiver raised."""
+        """Broadcast; returns the result of each receiver, or raises its error."""
         slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
         packed = buckets.pack(tensors, slots, sizes=sizes)
         layout: dict[str, Any] = {
             "bucket_bytes": sizes,
             "checksums": buckets.checksums(packed),
-            "timeout_s": PATIENCE_S,
+            "timeout_s": TIMEOUT_S,
         } | changes
         receipts = [self._threads.submit(self.receivers[member].receive, slots, **layout) for member in members]
-        self.sender.broadcast(packed, timeout_s=PATIENCE_S)
+        self.sender.broadcast(packed, timeout_s=TIMEOUT_S)
         for bucket in packed:
             bucket.zero_()
-        return [receipt.result(PATIENCE_S) for receipt in receipts]
+        return [receipt.result(TIMEOUT_S) for receipt in receipts]
 
     def close(self) -> None:
         for receiver in self.receivers:
@@ -74,30 +74,30 @@ class GeneratorPool:
 NUM_RECEIVERS = 3
 
 
-def make_fleet(kind: str) -> GeneratorPool:
+def make_group(kind: str) -> Group:
     if kind == "gloo":
         sender = CollectiveSender(HOST, device="cpu")
-        return GeneratorPool(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
+        return Group(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
     weights = MemoryWeights()
-    return GeneratorPool(MemorySender(weights), [MemoryReceiver(weights) for _ in range(NUM_RECEIVERS)])
+    return Group(MemorySender(weights), [MemoryReceiver(weights) for _ in range(NUM_RECEIVERS)])
 
 
 @pytest.fixture(params=["memory", "gloo"])
-def fleet(request: pytest.FixtureRequest) -> Iterator[GeneratorPool]:
-    opened = make_fleet(request.param)
+def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    opened = make_group(request.param)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def gloo() -> Iterator[GeneratorPool]:
-    opened = make_fleet("gloo")
+def gloo() -> Iterator[Group]:
+    opened = make_group("gloo")
     yield opened
     opened.close()
 
 
 def make_weights(seed: int = 0) -> Named:
-    """About 3 kB of each kind of number."""
+    """About 3 kB of tensors, one of each kind of dtype."""
     generator = torch.Generator().manual_seed(seed)
     return [
         ("embed.weight", torch.randn(32, 16, generator=generator)),
@@ -116,78 +116,78 @@ def assert_same(received: Named, sent: Named) -> None:
 
 
 # --- all transports --------------------------------------------------------------------------------------------------
-def test_weights_arrive_bit_for_bit(fleet: GeneratorPool) -> None:
-    fleet.open_epoch(1, members=[0, 1, 2])
-    for received in fleet.update(make_weights(), members=[0, 1, 2]):
+def test_weights_arrive_bit_for_bit(group: Group) -> None:
+    group.open_epoch(1, members=[0, 1, 2])
+    for received in group.update(make_weights(), members=[0, 1, 2]):
         assert_same(received, make_weights())
 
 
-def test_an_epoch_carries_many_updates(fleet: GeneratorPool) -> None:
-    fleet.open_epoch(1, members=[0, 1])
+def test_an_epoch_carries_many_updates(group: Group) -> None:
+    group.open_epoch(1, members=[0, 1])
     for seed in range(5):
-        for received in fleet.update(make_weights(seed), members=[0, 1]):
+        for received in group.update(make_weights(seed), members=[0, 1]):
             assert_same(received, make_weights(seed))
 
 
-def test_membership_changes_from_epoch_to_epoch(fleet: GeneratorPool) -> None:
+def test_membership_changes_from_epoch_to_epoch(group: Group) -> None:
     for epoch, members in enumerate([[0], [0, 1, 2], [2, 1], [1], [0, 2]]):
-        fleet.open_epoch(epoch, members=members)
-        for received in fleet.update(make_weights(epoch), members=members):
+        group.open_epoch(epoch, members=members)
+        for received in group.update(make_weights(epoch), members=members):
             assert_same(received, make_weights(epoch))
 
 
-def test_without_members_nothing_is_sent_and_nobody_is_waited_for(fleet: GeneratorPool) -> None:
-    fleet.sender.open_epoch(1, num_members=0, timeout_s=PATIENCE_S)
-    assert fleet.update(make_weights(), members=[]) == []
-    fleet.open_epoch(2, members=[0])
-    assert_same(fleet.update(make_weights(), members=[0])[0], make_weights())
+def test_without_members_a_broadcast_returns_at_once(group: Group) -> None:
+    group.sender.open_epoch(1, num_members=0, timeout_s=TIMEOUT_S)
+    assert group.update(make_weights(), members=[]) == []
+    group.open_epoch(2, members=[0])
+    assert_same(group.update(make_weights(), members=[0])[0], make_weights())
 
 
-def test_a_wrong_checksum_is_refused_and_the_epoch_goes_on(fleet: GeneratorPool) -> None:
-    fleet.open_epoch(1, members=[0])
+def test_a_wrong_checksum_is_refused_and_the_epoch_stays_open(group: Group) -> None:
+    group.open_epoch(1, members=[0])
     slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in make_weights()], bucket_bytes=256)
     sums = buckets.checksums(buckets.pack(make_weights(), slots, sizes=sizes))
     sums[1] ^= 1
     with pytest.raises(WeightTransferError, match=f"bucket 1 of {len(sums)} must have checksum .* nothing was loaded"):
-        fleet.update(make_weights(), members=[0], checksums=sums, timeout_s=2.0)
-    assert_same(fleet.update(make_weights(), members=[0])[0], make_weights())
+        group.update(make_weights(), members=[0], checksums=sums, timeout_s=2.0)
+    assert_same(group.update(make_weights(), members=[0])[0], make_weights())
 
 
-def test_weights_do_not_travel_without_an_epoch(fleet: GeneratorPool) -> None:
+def test_a_broadcast_requires_an_open_epoch(group: Group) -> None:
     with pytest.raises(WeightTransferError, match="must be open"):
-        fleet.sender.broadcast([], timeout_s=1.0)
+        group.sender.broadcast([], timeout_s=1.0)
     with pytest.raises(WeightTransferError, match="must be open"):
-        fleet.receivers[0].receive([], bucket_bytes=[], checksums=[], timeout_s=1.0)
+        group.receivers[0].receive([], bucket_bytes=[], checksums=[], timeout_s=1.0)
 
 
-def test_after_close_no_weights_travel(fleet: GeneratorPool) -> None:
-    fleet.open_epoch(1, members=[0])
-    fleet.close()
-    fleet.close()
+def test_a_broadcast_after_close_is_refused(group: Group) -> None:
+    group.open_epoch(1, members=[0])
+    group.close()
+    group.close()
     with pytest.raises(WeightTransferError, match="must be open"):
-        fleet.sender.broadcast([], timeout_s=1.0)
+        group.sender.broadcast([], timeout_s=1.0)
     with pytest.raises(WeightTransferError, match="must be open"):
-        fleet.receivers[0].receive([], bucket_bytes=[], checksums=[], timeout_s=1.0)
+        group.receivers[0].receive([], bucket_bytes=[], checksums=[], timeout_s=1.0)
 
 
-def test_a_receiver_does_not_wait_for_ever_for_an_epoch(fleet: GeneratorPool) -> None:
+def test_the_wait_of_a_receiver_for_an_epoch_is_bounded(group: Group) -> None:
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match="weight epoch 7"):
-        fleet.receivers[0].open_epoch(fleet.opening(7, num_members=1, timeout_s=0.3), rank=1)
+        group.receivers[0].open_epoch(group.opening(7, num_members=1, timeout_s=0.3), rank=1)
     assert time.monotonic() - started < 3.0
 
 
-def test_a_receiver_does_not_wait_for_ever_for_a_broadcast(fleet: GeneratorPool) -> None:
-    fleet.open_epoch(1, members=[0])
+def test_the_wait_of_a_receiver_for_a_broadcast_is_bounded(group: Group) -> None:
+    group.open_epoch(1, members=[0])
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match="weight epoch 1"):
-        fleet.receivers[0].receive([], bucket_bytes=[64], checksums=[0], timeout_s=0.3)
+        group.receivers[0].receive([], bucket_bytes=[64], checksums=[0], timeout_s=0.3)
     assert time.monotonic() - started < 3.0
 
 
 # --- process groups --------------------------------------------------------------------------------------------------
-def test_a_missing_member_is_named_to_all_who_came(gloo: GeneratorPool) -> None:
-    opening = gloo.opening(1, num_members=3, timeout_s=PATIENCE_S)
+def test_a_missing_member_is_named_to_all_others(gloo: Group) -> None:
+    opening = gloo.opening(1, num_members=3, timeout_s=TIMEOUT_S)
     with ThreadPoolExecutor() as threads:
         joins = [threads.submit(gloo.receivers[i].open_epoch, opening, rank=rank) for i, rank in enumerate([1, 3])]
         started = time.monotonic()
@@ -195,13 +195,13 @@ def test_a_missing_member_is_named_to_all_who_came(gloo: GeneratorPool) -> None:
             gloo.sender.open_epoch(1, num_members=3, timeout_s=0.5)
         for join in joins:
             with pytest.raises(WeightTransferError, match="rank 2 did not arrive"):
-                join.result(PATIENCE_S)
+                join.result(TIMEOUT_S)
     assert time.monotonic() - started < 3.0
     gloo.open_epoch(2, members=[0, 2])
     assert_same(gloo.update(make_weights(), members=[0, 2])[1], make_weights())
 
 
-def test_a_member_that_comes_too_late_learns_it_at_once(gloo: GeneratorPool) -> None:
+def test_a_late_member_fails_at_once(gloo: Group) -> None:
     with pytest.raises(WeightTransferError):
         gloo.sender.open_epoch(1, num_members=1, timeout_s=0.1)
     started = time.monotonic()
@@ -210,7 +210,7 @@ def test_a_member_that_comes_too_late_learns_it_at_once(gloo: GeneratorPool) -> 
     assert time.monotonic() - started < 3.0
 
 
-def test_a_learner_that_is_gone_is_told_at_once(gloo: GeneratorPool) -> None:
+def test_an_unreachable_learner_is_an_error_at_once(gloo: Group) -> None:
     opening = gloo.opening(1, num_members=1)
     gloo.sender.close()
     started = time.monotonic()
@@ -219,22 +219,22 @@ def test_a_learner_that_is_gone_is_told_at_once(gloo: GeneratorPool) -> None:
     assert time.monotonic() - started < 3.0
 
 
-def test_a_member_that_leaves_fails_the_broadcast_for_all(gloo: GeneratorPool) -> None:
+def test_a_member_that_leaves_fails_the_broadcast_for_all(gloo: Group) -> None:
     gloo.open_epoch(1, members=[0, 1])
     gloo.receivers[1].close()
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 3: broadcast of bucket \d+ of 64"):
-        gloo.sender.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)] * 64, timeout_s=PATIENCE_S)
+        gloo.sender.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)] * 64, timeout_s=TIMEOUT_S)
     with pytest.raises(WeightTransferError, match="epoch 1, rank 1 of 3: broadcast of bucket"):
-        gloo.receivers[0].receive([], bucket_bytes=[1 << 20] * 64, checksums=[0] * 64, timeout_s=PATIENCE_S)
-    assert time.monotonic() - started < PATIENCE_S / 2
+        gloo.receivers[0].receive([], bucket_bytes=[1 << 20] * 64, checksums=[0] * 64, timeout_s=TIMEOUT_S)
+    assert time.monotonic() - started < TIMEOUT_S / 2
     with pytest.raises(WeightTransferError, match="must be open"):
         gloo.sender.broadcast([], timeout_s=1.0)
     gloo.open_epoch(2, members=[0])
     assert_same(gloo.update(make_weights(), members=[0])[0], make_weights())
 
 
-def test_the_rendezvous_listens_on_its_host_alone(gloo: GeneratorPool) -> None:
+def test_the_rendezvous_listens_on_its_host_only(gloo: Group) -> None:
     address = gloo.sender.address
     listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert (HOST, address[1]) in listening
@@ -249,15 +249,15 @@ def test_a_port_in_use_is_named() -> None:
             CollectiveSender(HOST, device="cpu", port=port)
 
 
-def test_staging_memory_is_used_again(gloo: GeneratorPool) -> None:
+def test_staging_memory_is_reused(gloo: Group) -> None:
     gloo.open_epoch(1, members=[0])
     first = gloo.update(make_weights(1), members=[0])[0]
     second = gloo.update(make_weights(2), members=[0])[0]
     assert [t.data_ptr() for _, t in first] == [t.data_ptr() for _, t in second]
 
 
-def test_torchs_default_group_is_left_alone(gloo: GeneratorPool, tmp_path: Path) -> None:
-    # Tests of the training engines in the same process may have made one already, and keep it.
+def test_the_default_group_of_torch_is_not_touched(gloo: Group, tmp_path: Path) -> None:
+    # Tests of the training engines in the same process may have created one already.
     is_ours = not dist.is_initialized()
     if is_ours:
         store = dist.FileStore(str(tmp_path / "store"), 1)
@@ -275,7 +275,7 @@ def test_torchs_default_group_is_left_alone(gloo: GeneratorPool, tmp_path: Path)
             dist.destroy_process_group()
 
 
-def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(gloo: GeneratorPool) -> None:
+def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(gloo: Group) -> None:
     process = psutil.Process()
 
     def rounds(first: int, count: int) -> tuple[int, int]:

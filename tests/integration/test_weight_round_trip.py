@@ -1,4 +1,4 @@
-"""A learner and generators in processes of their own: weights go round, a member is killed or stops, the rest go on."""
+"""A learner and generators in separate processes: broadcasts survive members that are killed or stopped."""
 
 import multiprocessing
 import os
@@ -20,15 +20,15 @@ from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveS
 from slipstream.broker.weights.records import TensorSlot
 
 START_S = 60.0
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 QUICKLY_S = 5.0
 BUCKET_BYTES = 16 << 20
-"""More than the kernel keeps of what nobody reads."""
+"""More than the kernel buffers for a peer that does not read."""
 NUM_BUCKETS = 8
 
 
 class Receive(msgspec.Struct):
-    """What a member is asked to receive."""
+    """Command to a member: receive a broadcast."""
 
     slots: list[TensorSlot]
     sizes: list[int]
@@ -37,7 +37,7 @@ class Receive(msgspec.Struct):
 
 
 def serve_member(commands: Connection) -> None:
-    """A generator's end in a process of its own: obeys until the pipe closes, answers with sums or a fault."""
+    """A generator's end in its own process: executes commands until the pipe closes; answers checksums or an error."""
     torch.set_num_threads(1)
     receiver = CollectiveReceiver(device="cpu")
     commands.send_bytes(b"here")
@@ -47,12 +47,12 @@ def serve_member(commands: Connection) -> None:
         except EOFError:
             return
         try:
-            commands.send_bytes(_obey(receiver, kind, body))
-        except WeightTransferError as fault:
-            commands.send_bytes(b"fault " + str(fault).encode())
+            commands.send_bytes(_execute(receiver, kind, body))
+        except WeightTransferError as error:
+            commands.send_bytes(b"error " + str(error).encode())
 
 
-def _obey(receiver: CollectiveReceiver, kind: bytes, body: bytes) -> bytes:
+def _execute(receiver: CollectiveReceiver, kind: bytes, body: bytes) -> bytes:
     if kind == b"receive":
         ask = msgspec.msgpack.decode(body, type=Receive)
         named = receiver.receive(ask.slots, bucket_bytes=ask.sizes, checksums=ask.checksums, timeout_s=ask.timeout_s)
@@ -63,7 +63,7 @@ def _obey(receiver: CollectiveReceiver, kind: bytes, body: bytes) -> bytes:
 
 
 class MemberProcess:
-    """A member and the pipe to it."""
+    """A member's process and the pipe to it."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -72,10 +72,10 @@ class MemberProcess:
         self.process.start()
         theirs.close()
 
-    def ask(self, kind: str, body: bytes) -> None:
+    def send(self, kind: str, body: bytes) -> None:
         self._pipe.send_bytes(kind.encode() + b" " + body)
 
-    def answer(self, *, timeout_s: float = PATIENCE_S) -> bytes:
+    def answer(self, *, timeout_s: float = TIMEOUT_S) -> bytes:
         assert self._pipe.poll(timeout_s), "a member must answer in time"
         return self._pipe.recv_bytes()
 
@@ -86,7 +86,7 @@ class MemberProcess:
     def end(self) -> None:
         self._pipe.close()
         self.process.kill()
-        self.process.join(PATIENCE_S)
+        self.process.join(TIMEOUT_S)
 
 
 class Learner:
@@ -103,28 +103,28 @@ class Learner:
     def open_epoch(self, epoch: int, members: list[MemberProcess]) -> None:
         host, port = self.sender.address
         named = [Member(peer_id=f"generator-{i}", incarnation="0") for i in range(len(members))]
-        opening = OpenEpoch(epoch=epoch, members=named, host=host, port=port, timeout_s=PATIENCE_S)
+        opening = OpenEpoch(epoch=epoch, members=named, host=host, port=port, timeout_s=TIMEOUT_S)
         for place, member in enumerate(members):
-            member.ask(str(place + 1), msgspec.msgpack.encode(opening))
-        self.sender.open_epoch(epoch, num_members=len(members), timeout_s=PATIENCE_S)
+            member.send(str(place + 1), msgspec.msgpack.encode(opening))
+        self.sender.open_epoch(epoch, num_members=len(members), timeout_s=TIMEOUT_S)
         assert [member.answer() for member in members] == [b"opened"] * len(members)
 
-    def ask_to_receive(self, members: list[MemberProcess], *, timeout_s: float = PATIENCE_S) -> None:
+    def start_receiving(self, members: list[MemberProcess], *, timeout_s: float = TIMEOUT_S) -> None:
         ask = Receive(self.slots, self.sizes, buckets.checksums(self.packed), timeout_s)
         for member in members:
-            member.ask("receive", msgspec.msgpack.encode(ask))
+            member.send("receive", msgspec.msgpack.encode(ask))
 
     def update(self, members: list[MemberProcess]) -> None:
-        """All members receive what was sent."""
-        self.ask_to_receive(members)
-        self.sender.broadcast(self.packed, timeout_s=PATIENCE_S)
+        """Broadcast and verify that all members receive it."""
+        self.start_receiving(members)
+        self.sender.broadcast(self.packed, timeout_s=TIMEOUT_S)
         wanted = {name: tensor.double().sum().item() for name, tensor in self.tensors.items()}
         for member in members:
             assert msgspec.json.decode(member.answer()) == wanted
 
 
-class SignalOnTheWay(list[Tensor]):
-    """Buckets that send a signal to a member when half of them have gone."""
+class SignalHalfway(list[Tensor]):
+    """Buckets that send a signal to a member once half of them were sent."""
 
     def __init__(self, packed: list[Tensor], *, member: MemberProcess, number: int) -> None:
         super().__init__(packed)
@@ -140,7 +140,7 @@ class SignalOnTheWay(list[Tensor]):
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[list[MemberProcess]]:
-    """Four members for the whole module, because each takes seconds to import torch; one of them may be killed."""
+    """Four members for the whole module, since each takes seconds to import torch; one of them may be killed."""
     started = [MemberProcess() for _ in range(4)]
     assert [member.answer(timeout_s=START_S) for member in started] == [b"here"] * 4
     yield started
@@ -156,53 +156,53 @@ def learner(processes: list[MemberProcess]) -> Iterator[Learner]:
     opened.sender.close()
 
 
-def assert_fault_within(limit_s: float, learner: Learner, on_the_way: list[Tensor], *, timeout_s: float) -> None:
-    """The sender, and the first and last member, who live on, all learn of it."""
+def assert_error_within(limit_s: float, learner: Learner, sent: list[Tensor], *, timeout_s: float) -> None:
+    """The sender and the surviving members all raise within the limit."""
     started = time.monotonic()
-    # The fault and its traceback stay alive while the members are waited for, as they do in a future.
-    with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 4: broadcast of bucket \d+ of 8 \(") as fault:
-        learner.sender.broadcast(on_the_way, timeout_s=timeout_s)
+    # The error and its traceback stay alive while the members answer, as they do in a future.
+    with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 4: broadcast of bucket \d+ of 8 \(") as error:
+        learner.sender.broadcast(sent, timeout_s=timeout_s)
     for member in (learner.members[0], learner.members[2]):
-        assert member.answer().startswith(b"fault weight epoch 1, rank ")
+        assert member.answer().startswith(b"error weight epoch 1, rank ")
     assert time.monotonic() - started < limit_s
-    assert fault.value.__traceback__
+    assert error.value.__traceback__
 
 
 @pytest.mark.slow
-def test_a_member_killed_during_a_broadcast_is_left_behind(learner: Learner) -> None:
+def test_a_member_killed_during_a_broadcast_is_excluded(learner: Learner) -> None:
     first, victim, last = learner.members
     learner.open_epoch(1, learner.members)
     learner.update(learner.members)
-    learner.ask_to_receive(learner.members, timeout_s=START_S)
-    killing = SignalOnTheWay(learner.packed, member=victim, number=signal.SIGKILL)
-    assert_fault_within(QUICKLY_S, learner, killing, timeout_s=START_S)
-    victim.process.join(PATIENCE_S)
+    learner.start_receiving(learner.members, timeout_s=START_S)
+    killing = SignalHalfway(learner.packed, member=victim, number=signal.SIGKILL)
+    assert_error_within(QUICKLY_S, learner, killing, timeout_s=START_S)
+    victim.process.join(TIMEOUT_S)
     learner.open_epoch(2, [first, last])
     learner.update([first, last])
 
 
 @pytest.mark.slow
-def test_a_member_that_stops_during_a_broadcast_costs_one_deadline(learner: Learner) -> None:
+def test_a_member_stopped_during_a_broadcast_costs_one_deadline(learner: Learner) -> None:
     first, victim, last = learner.members
     learner.open_epoch(1, learner.members)
-    learner.ask_to_receive(learner.members, timeout_s=1.0)
-    stopping = SignalOnTheWay(learner.packed, member=victim, number=signal.SIGSTOP)
-    assert_fault_within(QUICKLY_S, learner, stopping, timeout_s=1.0)
+    learner.start_receiving(learner.members, timeout_s=1.0)
+    stopping = SignalHalfway(learner.packed, member=victim, number=signal.SIGSTOP)
+    assert_error_within(QUICKLY_S, learner, stopping, timeout_s=1.0)
     learner.open_epoch(2, [last, first])
     learner.update([last, first])
     victim.signal(signal.SIGCONT)
-    assert victim.answer().startswith(b"fault weight epoch 1, rank 2 of 4")
+    assert victim.answer().startswith(b"error weight epoch 1, rank 2 of 4")
     learner.open_epoch(3, learner.members)
     learner.update(learner.members)
 
 
 @pytest.mark.slow
-def test_members_outlive_a_learner_that_dies(learner: Learner) -> None:
+def test_members_survive_the_death_of_the_learner(learner: Learner) -> None:
     learner.open_epoch(1, learner.members)
-    learner.ask_to_receive(learner.members, timeout_s=START_S)
+    learner.start_receiving(learner.members, timeout_s=START_S)
     learner.sender.close()
     for member in learner.members:
-        assert member.answer(timeout_s=QUICKLY_S).startswith(b"fault weight epoch 1")
+        assert member.answer(timeout_s=QUICKLY_S).startswith(b"error weight epoch 1")
     successor = Learner(learner.members)
     successor.open_epoch(1, learner.members)
     successor.update(learner.members)

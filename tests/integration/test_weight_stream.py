@@ -1,4 +1,4 @@
-"""A shelf read over ZeroMQ: whatever happens on the way, what arrives is right, or there is one clear error in time."""
+"""A snapshot store read over ZeroMQ: despite any damage in transit the result is right, or an error comes in time."""
 
 import socket
 import time
@@ -17,68 +17,68 @@ from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import CHUNK_BYTES, CHUNKS_AHEAD, StreamServer, WeightStream
 from tests.unit.broker.weight_versions import make_slots, make_version
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 STALL_S = 0.3
 COLUMNS = 2**19
-"""Of four rows of two bytes each: three buckets of 4 MiB, 16 chunks each."""
+"""Columns of four rows of two bytes: three buckets of 4 MiB, 16 chunks each."""
 BUCKET_BYTES = 8 * COLUMNS
 
-Meddle = Callable[[int, Frames], Frames | None]
-"""Given the number of an arrival and its frames, what arrives in their place; None: nothing does."""
+Disturb = Callable[[int, Frames], Frames | None]
+"""(number of the message, its frames) -> frames that arrive instead; None: none do."""
 
 
-class Meddler:
-    """A client channel on a bad line. Fulfils ClientChannel; also knows what was asked and what came."""
+class DisturbedChannel:
+    """A client channel with faults in transit, which counts messages. Fulfils ClientChannel."""
 
-    def __init__(self, address: str, meddle: Meddle) -> None:
+    def __init__(self, address: str, disturb: Disturb) -> None:
         self._channel = ZmqClientChannel(address, max_message_bytes=2 * CHUNK_BYTES)
-        self._meddle = meddle
+        self._disturb = disturb
         self.num_sent = 0
-        self.num_arrived = 0
-        self.most_ahead = 0
-        self._num_since = 0
+        self.num_received = 0
+        self.max_ahead = 0
+        self._num_pending = 0
 
     def send(self, frames: Frames) -> None:
         self.num_sent += 1
-        self._num_since += 1
-        self.most_ahead = max(self.most_ahead, self._num_since)
+        self._num_pending += 1
+        self.max_ahead = max(self.max_ahead, self._num_pending)
         self._channel.send(frames)
 
     def receive(self, *, timeout_s: float) -> Frames | None:
         frames = self._channel.receive(timeout_s=timeout_s)
         if frames is None:
             return None
-        self.num_arrived += 1
-        self._num_since -= 1
-        return self._meddle(self.num_arrived, frames)
+        self.num_received += 1
+        self._num_pending -= 1
+        return self._disturb(self.num_received, frames)
 
     def wake(self) -> None:
         self._channel.wake()
 
     def reconnect(self) -> None:
-        self._num_since = 0
+        self._num_pending = 0
         self._channel.reconnect()
 
     def close(self) -> None:
         self._channel.close()
 
 
-def untouched(_number: int, frames: Frames) -> Frames:
+def undisturbed(_number: int, frames: Frames) -> Frames:
     return frames
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> SnapshotStore:
+def snapshot_store(tmp_path: Path) -> SnapshotStore:
     filled = SnapshotStore(tmp_path / "weights")
     filled.put(*make_version(12, num_columns=COLUMNS))
     return filled
 
 
 @pytest.fixture
-def server(shelf: SnapshotStore) -> Iterator[StreamServer]:
-    lending = StreamServer(shelf)
-    yield lending
-    lending.close()
+def server(snapshot_store: SnapshotStore) -> Iterator[StreamServer]:
+    started = StreamServer(snapshot_store)
+    yield started
+    started.close()
 
 
 def address_of(server: StreamServer) -> str:
@@ -86,28 +86,28 @@ def address_of(server: StreamServer) -> str:
     return f"tcp://{host}:{port}"
 
 
-def fetch_over(server: StreamServer, meddle: Meddle) -> tuple[WeightStream, Meddler]:
-    """The whole version over a line like this; what arrived is right."""
-    channel = Meddler(address_of(server), meddle)
+def fetch_over(server: StreamServer, disturb: Disturb) -> tuple[WeightStream, DisturbedChannel]:
+    """Fetch the whole version over a disturbed channel and verify it."""
+    channel = DisturbedChannel(address_of(server), disturb)
     stream = WeightStream(address_of(server), channel=channel, stall_s=STALL_S)
     update, packed = make_version(12, num_columns=COLUMNS)
-    holding = HostWeights()
+    weights = HostWeights()
     try:
-        holding.update_to(stream, 12, slots=update.slots, with_deltas=False, timeout_s=PATIENCE_S)
+        weights.update_to(stream, 12, slots=update.slots, with_deltas=False, timeout_s=TIMEOUT_S)
     finally:
         stream.close()
-    assert all(torch.equal(got, wanted) for got, wanted in zip(holding.tensors, packed, strict=True))
+    assert all(torch.equal(got, wanted) for got, wanted in zip(weights.tensors, packed, strict=True))
     return stream, channel
 
 
 def test_a_version_arrives_with_few_chunks_ahead(server: StreamServer) -> None:
-    stream, channel = fetch_over(server, untouched)
+    stream, channel = fetch_over(server, undisturbed)
     assert stream.num_resumed == 0
     assert channel.num_sent == 3 * BUCKET_BYTES // CHUNK_BYTES + 2
-    assert channel.most_ahead <= CHUNKS_AHEAD
+    assert channel.max_ahead <= CHUNKS_AHEAD
 
 
-def test_a_damaged_chunk_is_asked_for_again(server: StreamServer) -> None:
+def test_a_damaged_chunk_is_requested_again(server: StreamServer) -> None:
     def damage(number: int, frames: Frames) -> Frames:
         return [frames[0], b"\xff" + frames[1][1:]] if number in (7, 21) else frames
 
@@ -116,26 +116,26 @@ def test_a_damaged_chunk_is_asked_for_again(server: StreamServer) -> None:
 
 
 @pytest.mark.parametrize("nonsense", [[], [b""], [b"nonsense"], [b"\x80", b""]])
-def test_nonsense_is_not_taken(server: StreamServer, nonsense: Frames) -> None:
+def test_malformed_frames_are_ignored(server: StreamServer, nonsense: Frames) -> None:
     stream, _ = fetch_over(server, lambda number, frames: nonsense if number == 7 else frames)
     assert stream.num_resumed == 1
 
 
-def test_what_was_lost_is_asked_for_again_from_the_last_good_byte(server: StreamServer) -> None:
+def test_a_lost_chunk_resumes_after_the_last_good_byte(server: StreamServer) -> None:
     stream, channel = fetch_over(server, lambda number, frames: None if number == 10 else frames)
     assert stream.num_resumed == 1
-    # What was good is not sent twice: only what was asked for ahead.
+    # Verified bytes are not sent twice: only the chunks requested ahead.
     assert channel.num_sent <= 3 * BUCKET_BYTES // CHUNK_BYTES + 2 + CHUNKS_AHEAD
 
 
-def test_a_server_that_is_replaced_on_the_way_goes_unnoticed_but_for_the_wait(shelf: SnapshotStore) -> None:
-    servers = [StreamServer(shelf)]
+def test_a_restarted_server_only_delays_the_transfer(snapshot_store: SnapshotStore) -> None:
+    servers = [StreamServer(snapshot_store)]
     port = servers[0].address[1]
 
     def replace(number: int, frames: Frames) -> Frames:
         if number == 20:
             servers[0].close()
-            servers.append(StreamServer(shelf, port=port))
+            servers.append(StreamServer(snapshot_store, port=port))
         return frames
 
     try:
@@ -146,17 +146,17 @@ def test_a_server_that_is_replaced_on_the_way_goes_unnoticed_but_for_the_wait(sh
     assert stream.num_resumed <= 4
 
 
-def test_a_line_that_damages_everything_is_given_up(server: StreamServer) -> None:
+def test_a_channel_that_damages_everything_fails(server: StreamServer) -> None:
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"bucket-0000\.bin .* got 0 of 4194304 bytes, then 6 damaged chunks"):
         fetch_over(server, lambda number, frames: frames if number <= 2 else [frames[0], bytes(10)])
-    assert time.monotonic() - started < PATIENCE_S / 2
+    assert time.monotonic() - started < TIMEOUT_S / 2
 
 
-def test_a_server_that_falls_silent_is_given_up_in_time(server: StreamServer) -> None:
+def test_a_silent_server_fails_in_time(server: StreamServer) -> None:
     stream = WeightStream(
         address_of(server),
-        channel=Meddler(address_of(server), lambda number, frames: frames if number <= 9 else None),
+        channel=DisturbedChannel(address_of(server), lambda number, frames: frames if number <= 9 else None),
         stall_s=STALL_S,
     )
     into = memoryview(bytearray(BUCKET_BYTES))
@@ -167,7 +167,7 @@ def test_a_server_that_falls_silent_is_given_up_in_time(server: StreamServer) ->
     stream.close()
 
 
-def test_nobody_there_is_one_clear_error_in_time() -> None:
+def test_a_missing_server_fails_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     stream = WeightStream(f"tcp://127.0.0.1:{port}")
@@ -178,19 +178,19 @@ def test_nobody_there_is_one_clear_error_in_time() -> None:
     stream.close()
 
 
-def test_after_a_fault_the_stream_goes_on(server: StreamServer) -> None:
+def test_after_an_error_the_stream_continues(server: StreamServer) -> None:
     stream = WeightStream(address_of(server), stall_s=STALL_S)
     with pytest.raises(WeightTransferError, match=r"must have 10 bytes, got 4194304"):
-        stream.read_into(12, "bucket-0000.bin", memoryview(bytearray(10)), timeout_s=PATIENCE_S)
-    with pytest.raises(WeightTransferError, match=r"must be on the shelf"):
-        stream.read(11, "manifest.json", timeout_s=PATIENCE_S)
-    with pytest.raises(WeightTransferError, match="must be asked for"):
-        stream.read(12, "../../secret", timeout_s=PATIENCE_S)
-    assert b'"version":12' in stream.read(12, "manifest.json", timeout_s=PATIENCE_S)
+        stream.read_into(12, "bucket-0000.bin", memoryview(bytearray(10)), timeout_s=TIMEOUT_S)
+    with pytest.raises(WeightTransferError, match=r"must be in the snapshot store"):
+        stream.read(11, "manifest.json", timeout_s=TIMEOUT_S)
+    with pytest.raises(WeightTransferError, match="must match"):
+        stream.read(12, "../../secret", timeout_s=TIMEOUT_S)
+    assert b'"version":12' in stream.read(12, "manifest.json", timeout_s=TIMEOUT_S)
     stream.close()
 
 
-def test_a_server_outlives_nonsense(server: StreamServer) -> None:
+def test_a_server_survives_malformed_requests(server: StreamServer) -> None:
     channel = ZmqClientChannel(address_of(server), max_message_bytes=2 * CHUNK_BYTES)
     beyond = {"type": "ReadChunk", "version": 12, "name": "bucket-0000.bin", "offset": 2**63, "num_bytes": 1}
     far = msgspec.msgpack.encode(beyond)
@@ -198,29 +198,29 @@ def test_a_server_outlives_nonsense(server: StreamServer) -> None:
         channel.send(frames)
     assert channel.receive(timeout_s=0.2) is None
     channel.close()
-    fetch_over(server, untouched)
+    fetch_over(server, undisturbed)
 
 
-def test_a_port_in_use_is_named(server: StreamServer, shelf: SnapshotStore) -> None:
+def test_a_port_in_use_is_named(server: StreamServer, snapshot_store: SnapshotStore) -> None:
     port = server.address[1]
     with pytest.raises(WeightTransferError, match=f"must be a loopback address .* got 127.0.0.1:{port}"):
-        StreamServer(shelf, port=port)
+        StreamServer(snapshot_store, port=port)
 
 
-def test_other_machines_are_not_listened_to(shelf: SnapshotStore) -> None:
+def test_only_loopback_addresses_are_served(snapshot_store: SnapshotStore) -> None:
     with pytest.raises(WeightTransferError, match=r"must be a loopback address .* got 0\.0\.0\.0"):
-        StreamServer(shelf, host="0.0.0.0")
+        StreamServer(snapshot_store, host="0.0.0.0")
 
 
-def test_a_peer_that_has_the_version_may_lend_it_out(server: StreamServer, tmp_path: Path) -> None:
+def test_a_peer_can_serve_a_version_it_has(server: StreamServer, tmp_path: Path) -> None:
     update, _ = make_version(12, num_columns=COLUMNS)
-    holding, own = HostWeights(), SnapshotStore(tmp_path / "peer")
+    weights, own = HostWeights(), SnapshotStore(tmp_path / "peer")
     stream = WeightStream(address_of(server))
-    holding.update_to(stream, 12, slots=make_slots(num_columns=COLUMNS)[0], with_deltas=False, timeout_s=PATIENCE_S)
+    weights.update_to(stream, 12, slots=make_slots(num_columns=COLUMNS)[0], with_deltas=False, timeout_s=TIMEOUT_S)
     stream.close()
-    own.put(update, holding.tensors)
+    own.put(update, weights.tensors)
     peer = StreamServer(own)
     try:
-        fetch_over(peer, untouched)
+        fetch_over(peer, undisturbed)
     finally:
         peer.close()

@@ -1,4 +1,4 @@
-"""Runs whose generators get their weights in different ways; the engine alone is scripted, and verifies them."""
+"""Runs with each weight transport; only the engine is scripted, and it verifies the weights."""
 
 import re
 import subprocess
@@ -49,7 +49,7 @@ def test_a_run_trains_without_any_broadcast(folder: Path, transport: str):
 
 
 @pytest.mark.long
-def test_a_generator_with_a_transport_of_its_own_joins_in_mid_run_and_disturbs_no_broadcast(folder: Path):
+def test_a_joining_generator_with_its_own_transport_disturbs_no_broadcast(folder: Path):
     broker = address(folder, "mixed")
     with (folder / "mixed.out").open("w") as output:
         run = subprocess.Popen(

@@ -156,7 +156,7 @@ def test_fetching_from_a_dead_learner_ends_with_the_next_command(scene: Scene) -
         await scene.until(lambda: scene.updates.version == 2)
 
     scene.play(script)
-    assert [(answer.version, "given up" in answer.error) for answer in scene.sent] == [(1, True), (2, False)]
+    assert [(answer.version, "cancelled" in answer.error) for answer in scene.sent] == [(1, True), (2, False)]
 
 
 def test_a_failed_probe_leaves_the_weights_unverified(scene: Scene) -> None:

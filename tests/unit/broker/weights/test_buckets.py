@@ -1,4 +1,4 @@
-"""Flat buckets hold tensors exactly, in order, aligned, and their checksums tell."""
+"""Flat buckets hold tensors exactly, in order and aligned, and checksums detect any change."""
 
 import pytest
 import torch
@@ -36,7 +36,9 @@ SHAPES = st.lists(st.integers(0, 7), max_size=3)
     specs=st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=12),
     bucket_bytes=st.sampled_from([64, 200, 1024, 1 << 20]),
 )
-def test_tensors_come_back_as_they_were(specs: list[tuple[list[int], torch.dtype]], bucket_bytes: int) -> None:
+def test_tensors_are_unpacked_as_they_were_packed(
+    specs: list[tuple[list[int], torch.dtype]], bucket_bytes: int
+) -> None:
     tensors = [(f"t{i}", make_tensor(shape, dtype, seed=i)) for i, (shape, dtype) in enumerate(specs)]
     slots, sizes = layout(tensors, bucket_bytes=bucket_bytes)
     packed = buckets.pack(tensors, slots, sizes=sizes)
@@ -61,7 +63,7 @@ def test_slots_are_ordered_aligned_disjoint_and_within_the_limit(sizes: list[int
     assert [slot.bucket for slot in slots] == sorted(slot.bucket for slot in slots)
 
 
-def test_a_tensor_larger_than_a_bucket_has_one_to_itself() -> None:
+def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
     tensors = [("a", torch.zeros(4)), ("big", torch.zeros(1000)), ("b", torch.zeros(4)), ("c", torch.zeros(4))]
     slots, sizes = layout(tensors, bucket_bytes=128)
     assert [(slot.bucket, slot.offset) for slot in slots] == [(0, 0), (1, 0), (2, 0), (2, 64)]
@@ -84,7 +86,7 @@ def test_unpacked_tensors_are_views() -> None:
     assert torch.equal(buckets.unpack(packed, slots)[0][1], torch.full((3,), 7.0))
 
 
-def test_buckets_are_used_again_and_may_be_filled_in_any_order() -> None:
+def test_buckets_are_reused_and_filled_in_any_order() -> None:
     first = [("a", torch.ones(3)), ("b", torch.ones(100))]
     slots, sizes = layout(first, bucket_bytes=64)
     packed = buckets.pack(first, slots, sizes=sizes)
@@ -115,22 +117,22 @@ def test_a_checksum_is_xxh3_of_the_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given_tensors", "sentence"),
+    ("given_tensors", "message"),
     [
         ([("w", torch.ones(3))], "every planned tensor must be packed: v not given"),
         ([("w", torch.ones(4)), ("v", torch.ones(1))], r"tensor w must match the plan, which has shape \[3\]"),
-        ([("u", torch.ones(3))], r"tensor u must match the plan, which has no \(further\) place"),
-        ([("w", torch.ones(3)), ("w", torch.ones(3))], r"tensor w must match the plan, which has no \(further\) place"),
+        ([("u", torch.ones(3))], r"tensor u must match the plan, which has no further slot"),
+        ([("w", torch.ones(3)), ("w", torch.ones(3))], r"tensor w must match the plan, which has no further slot"),
     ],
 )
-def test_what_does_not_match_the_plan_is_refused(given_tensors: list[tuple[str, Tensor]], sentence: str) -> None:
+def test_tensors_that_do_not_match_the_plan_are_refused(given_tensors: list[tuple[str, Tensor]], message: str) -> None:
     slots, sizes = layout([("w", torch.ones(3)), ("v", torch.ones(1))], bucket_bytes=1024)
-    with pytest.raises(WeightTransferError, match=sentence):
+    with pytest.raises(WeightTransferError, match=message):
         buckets.pack(given_tensors, slots, sizes=sizes)
 
 
-def test_a_name_may_come_once() -> None:
-    with pytest.raises(WeightTransferError, match="must be unique, got twice: w"):
+def test_names_must_be_unique() -> None:
+    with pytest.raises(WeightTransferError, match="must be unique, got repeated: w"):
         layout([("w", torch.ones(3)), ("w", torch.ones(3))], bucket_bytes=1024)
 
 

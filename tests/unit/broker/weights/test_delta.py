@@ -1,4 +1,4 @@
-"""Deltas give back every bit, and refuse what they cannot."""
+"""Deltas reproduce every bit and refuse damaged input."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ WIDTHS = st.sampled_from([1, 2, 4, 8])
 
 @st.composite
 def two_versions(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
-    """Any bytes, of which any number change to any others."""
+    """Arbitrary bytes, an arbitrary share of which changes."""
     width = draw(WIDTHS)
     num_bytes = width * draw(st.integers(0, 3000))
     seed, share = draw(st.integers(0, 2**32 - 1)), draw(st.sampled_from([0.0, 0.001, 0.02, 0.5, 1.0]))
@@ -35,7 +35,7 @@ def two_versions(draw: st.DrawFn) -> tuple[Tensor, Tensor, int]:
 
 
 def assert_round_trip(base: Tensor, new: Tensor, *, width: int) -> delta.BucketDelta:
-    """Returns the delta, which has been through its JSON."""
+    """Encode and apply a delta; returns it after a round trip through JSON."""
     entry, payload = delta.encode(base, new, width=width)
     entry = msgspec.json.decode(msgspec.json.encode(entry), type=delta.BucketDelta)
     if entry.is_full:
@@ -51,19 +51,19 @@ def assert_round_trip(base: Tensor, new: Tensor, *, width: int) -> delta.BucketD
 
 @settings(deadline=None)
 @given(two_versions())
-def test_every_bit_comes_back(versions: tuple[Tensor, Tensor, int]) -> None:
+def test_every_bit_is_reproduced(versions: tuple[Tensor, Tensor, int]) -> None:
     base, new, width = versions
     assert_round_trip(base, new, width=width)
 
 
 @settings(deadline=None)
 @given(st.data())
-def test_floats_of_every_kind_come_back(data: st.DataObject) -> None:
+def test_floats_of_every_kind_are_reproduced(data: st.DataObject) -> None:
     bits = arrays.arrays(np.uint16, 200, elements=st.sampled_from(SPECIAL))
     base, new = (torch.from_numpy(data.draw(bits)).view(torch.uint8) for _ in range(2))
-    # Padded with what stays, so that the delta is the smaller one.
-    still = torch.arange(4000).to(torch.int16).view(torch.uint8)
-    assert not assert_round_trip(torch.cat([base, still]), torch.cat([new, still]), width=2).is_full
+    # Padded with unchanged elements, so that the delta is smaller than the bucket.
+    unchanged = torch.arange(4000).to(torch.int16).view(torch.uint8)
+    assert not assert_round_trip(torch.cat([base, unchanged]), torch.cat([new, unchanged]), width=2).is_full
 
 
 @pytest.mark.parametrize("bits", [0x7F81, 0x7FC1, 0xFFFF, 0x8000, 0x7F80, 0x0001])
@@ -76,34 +76,34 @@ def test_nans_keep_their_payload_and_zeros_their_sign(bits: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_an_empty_bucket_has_nothing_to_say(width: int) -> None:
+def test_an_empty_bucket_has_an_empty_delta(width: int) -> None:
     empty = torch.zeros(0, dtype=torch.uint8)
     entry, payload = delta.encode(empty, empty, width=width)
     assert (payload, entry.blocks) == (b"", [])
     delta.apply(entry, payload, onto=empty)
 
 
-def test_what_did_not_change_costs_nothing() -> None:
+def test_an_unchanged_bucket_costs_nothing() -> None:
     bucket = torch.randint(0, 256, (4096,), dtype=torch.uint8)
     assert assert_round_trip(bucket, bucket.clone(), width=2).size_bytes == 0
 
 
-def test_all_changed_by_one_is_small() -> None:
+def test_steps_of_one_compress_well() -> None:
     base = torch.randn(10_000).to(torch.bfloat16)
     new = (base.view(torch.int16) + 1).view(torch.uint8)
     assert assert_round_trip(base.view(torch.uint8), new, width=2).size_bytes < 1000
 
 
-def test_all_changed_at_random_travels_whole() -> None:
+def test_random_changes_are_transferred_whole() -> None:
     base, new = (torch.randint(0, 256, (10_000,), dtype=torch.uint8) for _ in range(2))
     assert assert_round_trip(base, new, width=2).is_full
 
 
-@pytest.mark.parametrize("place", [0, 1, -1, delta.BLOCK_ELEMENTS - 1, delta.BLOCK_ELEMENTS, 255, 256])
-def test_a_single_change_is_found_in_any_place(place: int) -> None:
+@pytest.mark.parametrize("index", [0, 1, -1, delta.BLOCK_ELEMENTS - 1, delta.BLOCK_ELEMENTS, 255, 256])
+def test_a_single_change_is_reproduced_at_any_index(index: int) -> None:
     base = torch.zeros(2 * (2 * delta.BLOCK_ELEMENTS + 3), dtype=torch.uint8)
     new = base.clone()
-    new.view(torch.int16)[place] = -3
+    new.view(torch.int16)[index] = -3
     assert assert_round_trip(base, new, width=2).size_bytes < 100
 
 
@@ -117,7 +117,7 @@ def test_the_smallest_element_decides_the_width() -> None:
 
 
 def test_versions_of_different_size_have_no_delta() -> None:
-    with pytest.raises(WeightTransferError, match="must have one size, got 8 and 16"):
+    with pytest.raises(WeightTransferError, match="must have the same size, got 8 and 16"):
         delta.encode(torch.zeros(8, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8), width=2)
 
 
@@ -132,7 +132,7 @@ def test_the_wrong_base_is_refused() -> None:
         step.check_base("")
 
 
-def a_small_step() -> tuple[Tensor, delta.BucketDelta, bytes]:
+def make_small_delta() -> tuple[Tensor, delta.BucketDelta, bytes]:
     base = torch.zeros(2000, dtype=torch.uint8)
     new = base.clone()
     new[::50] = 1
@@ -140,7 +140,7 @@ def a_small_step() -> tuple[Tensor, delta.BucketDelta, bytes]:
 
 
 def test_a_flipped_bit_is_refused_before_anything_changes() -> None:
-    base, entry, payload = a_small_step()
+    base, entry, payload = make_small_delta()
     flipped = bytes([payload[0], payload[1] ^ 1]) + payload[2:]
     with pytest.raises(WeightTransferError, match="must arrive as it was sent"):
         delta.apply(entry, flipped, onto=base)
@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_refused_before_anything_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    "lie",
+    "changes",
     [
         {"blocks": []},
         {"blocks": [delta.Block(2**40, 10, 0)]},
@@ -159,17 +159,17 @@ def test_a_flipped_bit_is_refused_before_anything_changes() -> None:
         {"width": 8},
     ],
 )
-def test_a_delta_that_lies_about_itself_is_refused(lie: dict[str, Any]) -> None:
-    base, entry, payload = a_small_step()
-    if "blocks" in lie:
-        lie["blocks"] = [msgspec.structs.replace(block, num_bytes=len(payload)) for block in lie["blocks"]]
+def test_an_inconsistent_delta_is_refused(changes: dict[str, Any]) -> None:
+    base, entry, payload = make_small_delta()
+    if "blocks" in changes:
+        changes["blocks"] = [msgspec.structs.replace(block, num_bytes=len(payload)) for block in changes["blocks"]]
     with pytest.raises(WeightTransferError):
-        delta.apply(msgspec.structs.replace(entry, **lie), payload, onto=base)
+        delta.apply(msgspec.structs.replace(entry, **changes), payload, onto=base)
 
 
-def test_bytes_that_are_no_zstd_are_refused() -> None:
-    base, entry, _ = a_small_step()
+def test_bytes_that_are_not_zstd_are_refused() -> None:
+    base, entry, _ = make_small_delta()
     noise = bytes(entry.size_bytes)
-    lying = msgspec.structs.replace(entry, checksum=xxhash.xxh3_64_intdigest(noise))
+    forged = msgspec.structs.replace(entry, checksum=xxhash.xxh3_64_intdigest(noise))
     with pytest.raises(WeightTransferError, match="must be readable"):
-        delta.apply(lying, noise, onto=base)
+        delta.apply(forged, noise, onto=base)

@@ -10,7 +10,7 @@ def make_buckets(*sizes: int) -> list[torch.Tensor]:
 
 
 class Wire:
-    """Broadcasts that end when they are waited for; what lay in the buffer when one began must still lie there then."""
+    """Broadcasts that end when they are waited for; the contents of a buffer must not change in between."""
 
     def __init__(self, arriving: list[torch.Tensor] | None = None) -> None:
         self.arriving = arriving
@@ -23,7 +23,7 @@ class Wire:
 
         def finish():
             self.events.append(f"end {index}")
-            assert buffer.equal(before), "a lane was written to while it was on its way"
+            assert buffer.equal(before), "a buffer was overwritten during its broadcast"
             if self.arriving:
                 buffer.copy_(self.arriving[index])
             self.sent.append(buffer.clone())
@@ -38,23 +38,23 @@ def test_everything_is_sent_in_order():
     assert wire.events == [f"{word} {index}" for index in range(5) for word in ("begin", "end")]
 
 
-def test_the_next_bucket_is_copied_while_one_is_on_its_way(monkeypatch):
-    buckets, wire, lanes = make_buckets(4, 4, 4), Wire(), DoubleBuffer(CPU)
-    upload = lanes._upload
-    monkeypatch.setattr(lanes, "_upload", lambda b, i: (wire.events.append(f"copy {i}"), upload(b, i)))
-    lanes.send(buckets, wire.start)
+def test_the_next_bucket_is_copied_during_a_broadcast(monkeypatch):
+    buckets, wire, double_buffer = make_buckets(4, 4, 4), Wire(), DoubleBuffer(CPU)
+    upload = double_buffer._upload
+    monkeypatch.setattr(double_buffer, "_upload", lambda b, i: (wire.events.append(f"copy {i}"), upload(b, i)))
+    double_buffer.send(buckets, wire.start)
     assert wire.events[:5] == ["copy 0", "begin 0", "copy 1", "end 0", "begin 1"]
 
 
-def test_what_arrives_is_put_into_its_bucket():
-    wanted, wire = make_buckets(8, 3, 8), Wire(make_buckets(8, 3, 8))
-    buckets = [torch.zeros_like(bucket) for bucket in wanted]
+def test_received_bytes_reach_their_bucket():
+    expected, wire = make_buckets(8, 3, 8), Wire(make_buckets(8, 3, 8))
+    buckets = [torch.zeros_like(bucket) for bucket in expected]
     DoubleBuffer(CPU).receive(buckets, wire.start)
-    assert all(bucket.equal(other) for bucket, other in zip(buckets, wanted, strict=True))
+    assert all(bucket.equal(other) for bucket, other in zip(buckets, expected, strict=True))
 
 
-def test_the_memory_is_two_of_the_largest_bucket_and_is_kept():
-    lanes = DoubleBuffer(CPU)
+def test_the_memory_is_twice_the_largest_bucket_and_is_kept():
+    double_buffer = DoubleBuffer(CPU)
     for sizes in ((8, 3), (5,), ()):
-        lanes.send(make_buckets(*sizes), Wire().start)
-    assert [buffer.numel() for buffer in lanes._buffers] == [8, 8]
+        double_buffer.send(make_buckets(*sizes), Wire().start)
+    assert [buffer.numel() for buffer in double_buffer._buffers] == [8, 8]

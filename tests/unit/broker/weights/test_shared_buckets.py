@@ -1,14 +1,15 @@
-"""Shared buckets: one process writes, another reads; what does not fit is refused before anything is taken."""
+"""Shared buckets are readable by another process, and refused before allocation if memory is short."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights.shared_buckets import SharedBuckets, map_buckets
+from slipstream.broker.weights.shared_buckets import SharedBuckets, free_memory_bytes, map_buckets
 
 READER = """
 import sys
@@ -19,13 +20,13 @@ print(first.tolist(), second.tolist())
 """
 
 
-def test_another_process_reads_what_was_written_and_cannot_change_it() -> None:
+def test_another_process_reads_the_buckets_and_cannot_change_them() -> None:
     buckets = SharedBuckets([5, 0])
     buckets.tensors[0].copy_(torch.arange(5, dtype=torch.uint8))
-    told = subprocess.run(
+    reader = subprocess.run(
         [sys.executable, "-c", READER, *buckets.paths], capture_output=True, text=True, timeout=60, check=True
     )
-    assert told.stdout.strip() == "[99, 1, 2, 3, 4] []"
+    assert reader.stdout.strip() == "[99, 1, 2, 3, 4] []"
     assert buckets.tensors[0].tolist() == [0, 1, 2, 3, 4]
     buckets.close()
 
@@ -40,13 +41,86 @@ def test_closed_buckets_leave_no_descriptor() -> None:
     buckets.close()
 
 
-def test_weights_beyond_the_memory_are_one_clear_error() -> None:
-    with pytest.raises(WeightTransferError, match=r"must fit into this machine's memory to be verified .* available"):
+def test_weights_larger_than_the_memory_are_refused() -> None:
+    with pytest.raises(WeightTransferError, match=r"must fit into memory .* available"):
         SharedBuckets([2**55])
 
 
-def test_buckets_that_are_not_there_or_smaller_are_one_clear_error(tmp_path: Path) -> None:
+def test_missing_or_smaller_buckets_cannot_be_mapped(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(b"abc")
     for name in ("absent", "small"):
-        with pytest.raises(WeightTransferError, match="must be able to map the 1 buckets"):
+        with pytest.raises(WeightTransferError, match="must be able to map the 1 fetched buckets"):
             map_buckets([str(tmp_path / name)], sizes=[4])
+
+
+# --- free memory -----------------------------------------------------------------------------------------------------
+MIB = 2**20
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+V2 = ("memory.max", "memory.current", "")
+
+
+def limit(folder: Path, names: tuple[str, str, str], *, allowed: int | str, used: int, cache: int = 0) -> None:
+    allowed_name, used_name, prefix = names
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / allowed_name).write_text(f"{allowed}\n")
+    (folder / used_name).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{prefix}inactive_file {cache}\n{prefix}active_file {cache}\n")
+
+
+def free(mount: Path, *lines: str) -> int:
+    own = mount.parent / "own"
+    own.write_text("".join(f"{line}\n" for line in lines))
+    return free_memory_bytes(mount=mount, own=own)
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Path:
+    (tmp_path / "cgroup").mkdir()
+    return tmp_path / "cgroup"
+
+
+def test_the_free_memory_is_the_limit_less_the_usage(mount: Path):
+    limit(mount, V2, allowed=100 * MIB, used=60 * MIB)
+    assert free(mount, "0::/") == 40 * MIB
+
+
+def test_the_page_cache_counts_as_free(mount: Path):
+    limit(mount, V2, allowed=100 * MIB, used=60 * MIB, cache=10 * MIB)
+    assert free(mount, "0::/") == 60 * MIB
+
+
+def test_the_tightest_of_nested_groups_counts(mount: Path):
+    limit(mount / "jobs", V2, allowed=50 * MIB, used=20 * MIB)
+    limit(mount / "jobs" / "mine", V2, allowed="max", used=10 * MIB)
+    limit(mount / "jobs" / "others", V2, allowed=MIB, used=0)
+    assert free(mount, "0::/jobs/mine") == 30 * MIB
+
+
+def test_cgroups_v1_are_understood(mount: Path):
+    limit(mount / "memory" / "docker" / "1f", V1, allowed=80 * MIB, used=70 * MIB, cache=5 * MIB)
+    assert free(mount, "5:cpu,cpuacct:/docker/1f", "4:memory:/docker/1f", "0::/") == 20 * MIB
+
+
+def test_a_path_of_the_host_falls_back_to_the_limit_of_the_mount(mount: Path):
+    limit(mount / "memory", V1, allowed=80 * MIB, used=70 * MIB)
+    assert free(mount, "4:memory:/docker/1f") == 10 * MIB
+
+
+def test_usage_above_the_limit_leaves_nothing(mount: Path):
+    limit(mount, V2, allowed=MIB, used=2 * MIB)
+    assert free(mount, "0::/") == 0
+
+
+@pytest.mark.parametrize("lines", [[], ["0::/gone"], ["4:memory:/gone", "0::/"]])
+def test_without_a_limit_the_memory_of_the_machine_counts(
+    mount: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 123 * MIB}))
+    assert free(mount, *lines) == 123 * MIB
+    limit(mount, V2, allowed="max", used=1)
+    assert free(mount, *lines) == 123 * MIB
+    assert free_memory_bytes(mount=mount, own=mount / "absent") == 123 * MIB
+
+
+def test_the_limits_of_this_process_can_be_read():
+    assert 0 < free_memory_bytes() <= psutil.virtual_memory().total

@@ -1,4 +1,4 @@
-"""A snapshot is whole or not there, and is refused with a reason when it is not what it says."""
+"""A snapshot is complete or absent, and refused with a reason if it is damaged."""
 
 import resource
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def read(path: Path) -> list[Tensor]:
     return mapped
 
 
-def test_a_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_snapshot_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     manifest, packed = write(path := tmp_path / snapshot.folder_name(12))
     assert sorted(file.name for file in path.iterdir()) == [
         "bucket-0000.bin",
@@ -41,29 +41,29 @@ def test_a_snapshot_comes_back_bit_for_bit(tmp_path: Path) -> None:
         "manifest.json",
     ]
     assert snapshot.read_manifest(path) == manifest
-    assert all(torch.equal(got, wanted) for got, wanted in zip(read(path), packed, strict=True))
+    assert all(torch.equal(got, expected) for got, expected in zip(read(path), packed, strict=True))
     assert [name for name, _ in flat.unpack(read(path), manifest.slots)] == [slot.name for slot in make_slots()[0]]
 
 
-def test_its_checksum_is_the_one_the_learner_announces(tmp_path: Path) -> None:
+def test_the_checksum_is_that_of_the_announced_buckets(tmp_path: Path) -> None:
     manifest, packed = write(tmp_path / "version-00000012")
     assert manifest.checksum == flat.combine(flat.checksums(packed))
 
 
-def test_empty_buckets_are_kept(tmp_path: Path) -> None:
+def test_empty_buckets_are_supported(tmp_path: Path) -> None:
     empty = [torch.zeros(0, dtype=torch.uint8)]
     sums = flat.checksums(empty)
     snapshot.write(tmp_path / "version-00000001", Manifest(1, flat.combine(sums), [], [0], sums), empty)
     assert [bucket.numel() for bucket in read(tmp_path / "version-00000001")] == [0]
 
 
-def test_writing_to_what_was_read_leaves_the_file_alone(tmp_path: Path) -> None:
+def test_writing_to_a_mapped_bucket_does_not_change_the_file(tmp_path: Path) -> None:
     _, packed = write(path := tmp_path / "version-00000012")
     read(path)[0].zero_()
     assert torch.equal(read(path)[0], packed[0])
 
 
-def test_versions_are_found_and_nothing_else(tmp_path: Path) -> None:
+def test_only_complete_versions_are_listed(tmp_path: Path) -> None:
     assert snapshot.versions(tmp_path / "absent") == []
     for name in ("version-00000012", "version-00000002", ".version-00000013.tmp", "other", "version-3"):
         (tmp_path / name).mkdir()
@@ -71,11 +71,11 @@ def test_versions_are_found_and_nothing_else(tmp_path: Path) -> None:
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("place", [0, 12345, -1])
-def test_a_byte_that_differs_is_refused(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("index", [0, 12345, -1])
+def test_a_changed_byte_is_refused(tmp_path: Path, index: int) -> None:
     write(path := tmp_path / "version-00000012")
     content = bytearray((path / "bucket-0001.bin").read_bytes())
-    content[place] ^= 1
+    content[index] ^= 1
     (path / "bucket-0001.bin").write_bytes(content)
     with pytest.raises(
         WeightTransferError, match=r"bucket 1 of 3 of version 12 must have checksum .* nothing was loaded"
@@ -101,24 +101,24 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
         read(path)
 
 
-def test_a_manifest_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+def test_an_inconsistent_manifest_is_refused(tmp_path: Path) -> None:
     manifest, _ = write(tmp_path / "version-00000012")
-    for wrong in (
+    for inconsistent in (
         msgspec.structs.replace(manifest, checksum="0" * 16),
         msgspec.structs.replace(manifest, checksums=[*manifest.checksums[:-1], 7]),
         msgspec.structs.replace(manifest, bucket_bytes=[1]),
     ):
         with pytest.raises(WeightTransferError, match="it is damaged"):
-            snapshot.parse_manifest(msgspec.json.encode(wrong))
+            snapshot.parse_manifest(msgspec.json.encode(inconsistent))
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": "twelve"}'])
-def test_a_manifest_that_is_none_is_refused(content: bytes) -> None:
+def test_an_undecodable_manifest_is_refused(content: bytes) -> None:
     with pytest.raises(WeightTransferError, match="must be readable"):
         snapshot.parse_manifest(content)
 
 
-def test_another_model_is_refused_by_name() -> None:
+def test_the_snapshot_of_another_model_is_refused() -> None:
     manifest = Manifest.of(make_version(12)[0])
     snapshot.check_layout(manifest, make_slots()[0])
     with pytest.raises(
@@ -136,7 +136,7 @@ def test_another_model_is_refused_by_name() -> None:
 # --- room and crashes ------------------------------------------------------------------------------------------------
 @contextmanager
 def no_file_above(num_bytes: int) -> Iterator[None]:
-    """What a full disk looks like to a writer, for a moment."""
+    """Limit the size of files, which looks like a full disk to a writer."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
     try:
@@ -145,7 +145,7 @@ def no_file_above(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_disk_without_room_is_one_clear_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before, _ = write(path := tmp_path / "version-00000012")
     update, packed = make_version(13)
     with (
@@ -159,14 +159,14 @@ def test_a_disk_without_room_is_one_clear_error_and_leaves_nothing(tmp_path: Pat
     assert snapshot.read_manifest(path) == before
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     update, packed = make_version(13)
     with pytest.raises(WeightTransferError, match=r"must fit into .*file"):
         snapshot.write(tmp_path / "file" / "version-00000013", Manifest.of(update), packed)
 
 
-def test_what_a_killed_writer_left_is_not_a_version_and_is_written_over(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_no_version_and_are_overwritten(tmp_path: Path) -> None:
     left = tmp_path / ".version-00000012.tmp"
     left.mkdir()
     (left / "bucket-0000.bin").write_bytes(b"half")
@@ -176,7 +176,7 @@ def test_what_a_killed_writer_left_is_not_a_version_and_is_written_over(tmp_path
     assert torch.equal(read(tmp_path / "version-00000012")[0], packed[0])
 
 
-def test_a_version_may_be_written_again_with_other_bytes(tmp_path: Path) -> None:
+def test_a_version_can_be_replaced(tmp_path: Path) -> None:
     write(path := tmp_path / "version-00000012")
     update, packed = make_version(12, seed=1)
     snapshot.write(path, Manifest.of(update), packed)

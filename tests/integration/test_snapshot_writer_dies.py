@@ -1,4 +1,4 @@
-"""A learner killed while it writes versions leaves only whole ones, and the next goes on from there."""
+"""A learner killed while it writes versions leaves only complete ones, from which its successor continues."""
 
 import random
 import subprocess
@@ -15,21 +15,21 @@ from tests.unit.broker.weight_versions import make_slots, make_version
 ROOT = Path(__file__).parents[2]
 COLUMNS = 2**17
 NUM_KEPT = 3
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 WRITER = f"""
 import itertools, sys
 from pathlib import Path
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from tests.unit.broker.weight_versions import make_version
-shelf = SnapshotStore(Path(sys.argv[1]), num_kept={NUM_KEPT})
+store = SnapshotStore(Path(sys.argv[1]), num_kept={NUM_KEPT})
 for version in itertools.count(int(sys.argv[2])):
-    shelf.put(*make_version(version, moved=version % 1000, num_columns={COLUMNS}), with_delta=True)
+    store.put(*make_version(version, moved=version % 1000, num_columns={COLUMNS}), with_delta=True)
     print(version, flush=True)
 """
 
 
 def kill_after(folder: Path, *, first: int, num_versions: int, delay_s: float) -> None:
-    """SIGKILL, so long after that many versions were put."""
+    """Kill the writer `delay_s` after it has put `num_versions`."""
     command = [sys.executable, "-c", WRITER, str(folder), str(first)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None
@@ -41,15 +41,13 @@ def kill_after(folder: Path, *, first: int, num_versions: int, delay_s: float) -
 
 
 @pytest.mark.slow
-def test_every_version_is_whole_however_often_the_writer_is_killed(tmp_path: Path) -> None:
+def test_every_version_is_complete_however_often_the_writer_is_killed(tmp_path: Path) -> None:
     folder, chance, first = tmp_path / "weights", random.Random(0), 0
     slots, _ = make_slots(num_columns=COLUMNS)
     for _ in range(5):
         kill_after(folder, first=first, num_versions=2, delay_s=chance.uniform(0, 0.05))
         for version in snapshot.versions(folder)[-NUM_KEPT:]:
-            HostWeights().update_to(
-                SnapshotStore(folder), version, slots=slots, with_deltas=False, timeout_s=PATIENCE_S
-            )
+            HostWeights().update_to(SnapshotStore(folder), version, slots=slots, with_deltas=False, timeout_s=TIMEOUT_S)
         newest = SnapshotStore(folder).newest()
         assert newest is not None
         assert newest >= first + 1
