@@ -93,12 +93,13 @@ class FetchTracker:
 
     def due(self, version: int) -> list[Member]:
         """Members that should fetch this version, once it was broadcast to the others."""
+        now = self._clock()
         return [
             member
             for member in self._members.eligible()
             if not self._members.holds(member, version)
             and member not in self._requests
-            and not self._is_catching_up(member)
+            and not (self._joins_broadcasts(member) and now < self._fetched_at.get(member, -math.inf) + _CATCH_UP_S)
         ]
 
     def request(self, staged: Staged) -> None:
@@ -150,10 +151,6 @@ class FetchTracker:
 
     def _joins_broadcasts(self, member: Member) -> bool:
         return self._members.transport(member) == "collective" and self._members.holds_any(member)
-
-    def _is_catching_up(self, member: Member) -> bool:
-        since_s = self._clock() - self._fetched_at.get(member, -math.inf)
-        return self._joins_broadcasts(member) and since_s < _CATCH_UP_S
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         pinned = {request.update.version for request in self._requests.values()}

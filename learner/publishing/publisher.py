@@ -141,7 +141,10 @@ class Publisher:
                 break
         if self._fetches:
             self._fetches.request(self._require_staged())
-            self._await_first_fetch(self._fetches)
+            # A version that no member holds must not be committed while one is about to hold it.
+            deadline = Deadline(self._config.transfer_timeout_s, what="a generator to fetch", clock=self._clock)
+            while not self.num_holding and self._fetches.is_fetching(self.version) and not deadline.is_over:
+                self.poll(timeout_s=min(_WAIT_STEP_S, deadline.left_s))
         applied = [a for a in [*self._adopted.values(), *self._fetched.values()] if not a.error]
         return Published(
             version=self.version,
@@ -162,12 +165,6 @@ class Publisher:
             return self._members.eligible()
         # A second broadcast of a version would pause all its holders for the sake of one latecomer, which fetches.
         return self._fetches.broadcast_members() if self.num_holding == 0 else []
-
-    def _await_first_fetch(self, fetches: FetchTracker) -> None:
-        """Wait for a member that fetches the version while no member holds it: it must not be committed before."""
-        deadline = Deadline(self._config.transfer_timeout_s, what="a generator to fetch", clock=self._clock)
-        while not self.num_holding and fetches.is_fetching(self.version) and not deadline.is_over:
-            self.poll(timeout_s=min(_WAIT_STEP_S, deadline.left_s))
 
     def _require_staged(self) -> Staged:
         assert self._staged is not None, "set_version() comes first"

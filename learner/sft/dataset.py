@@ -124,7 +124,12 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     # Also the columns of a run's archive and of exported trajectories. These need no tokenizer.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
-        _check_type(schema, "model_mask", _is_list_of(_is_flag), "lists of booleans")
+        _check_type(
+            schema,
+            "model_mask",
+            _is_list_of(lambda kind: pa.types.is_boolean(kind) or pa.types.is_integer(kind)),
+            "lists of booleans",
+        )
         return _Form(["token_ids", "model_mask"], _from_tokens)
     if "messages" in schema.names:
         _check_type(schema, "messages", _is_chat, "lists of records with `role` and `content`")
@@ -222,10 +227,6 @@ def _check_type(schema: pa.Schema, column: str, holds: Any, expected: str) -> No
 
 def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
-
-
-def _is_flag(kind: pa.DataType) -> bool:
-    return pa.types.is_boolean(kind) or pa.types.is_integer(kind)
 
 
 def _is_list_of(holds: Any) -> Any:

@@ -72,16 +72,12 @@ def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_token: int | None =
     mask: list[bool] = []
     for piece, ids in zip(pieces, encoded, strict=True):
         own = [*ids, end_token] if piece.is_model and end_token is not None else ids
-        num_trained = _count_generated(own, tokenizer.eos_token_id) if piece.is_model else 0
+        # Generation ends with the end token: what a template writes behind it is not trained.
+        ends = [count for count, token_id in enumerate(own, start=1) if token_id == tokenizer.eos_token_id]
+        num_trained = (ends[-1] if ends else len(own)) if piece.is_model else 0
         token_ids += own
         mask += [True] * num_trained + [False] * (len(own) - num_trained)
     return Demonstration(np.array(token_ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
-
-
-def _count_generated(token_ids: Sequence[int], end_token: int | None) -> int:
-    """Tokens up to and with the last end token, where generation ends: templates append text behind it."""
-    ends = [count for count, token_id in enumerate(token_ids, start=1) if token_id == end_token]
-    return ends[-1] if ends else len(token_ids)
 
 
 def _render(messages: Sequence[Message], *, tokenizer: Any, opens_turn: bool) -> str:

@@ -75,19 +75,16 @@ class SftRun:
         self._finish()
 
     def _start(self) -> None:
-        if name := self._newest_checkpoint():
+        # Rank 0 alone lists the checkpoints: another rank might see one that was finished meanwhile.
+        newest = msgspec.json.encode(self._checkpoints.names()[-1:]) if self._ranks.is_first else None
+        (found,) = self._ranks.broadcast_bytes([newest] if newest else None)
+        for name in msgspec.json.decode(found):
             self._step = self._saved_step = self._checkpoints.restore(name).step
         log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))
         if self._log:
             self._log.start(step=self._step)
         if self._step == 0 and self._heldout:
             self._add_row({}, heldout_loss=self._sft.loss(self._heldout))
-
-    def _newest_checkpoint(self) -> str | None:
-        # Rank 0 alone lists them: another rank might see one that was finished meanwhile.
-        names = self._checkpoints.names()[-1:] if self._ranks.is_first else []
-        (found,) = self._ranks.broadcast_bytes([msgspec.json.encode(names)] if self._ranks.is_first else None)
-        return next(iter(msgspec.json.decode(found)), None)
 
     def _train_one_step(self) -> None:
         started_at = self._clock()

@@ -94,7 +94,11 @@ class StallDetector:
         if self._cause is None or self._cause.kind != "rewards":
             return False
         payloads = zip(claim.group_ids, self._store.fetch(claim.group_ids), strict=True)
-        unscored = [group_id for group_id, members in payloads if not any(map(_has_reward, members))]
+        unscored = [
+            group_id
+            for group_id, members in payloads
+            if not any(unpack(member).reward.status == "ok" for member in members)
+        ]
         if unscored:
             self._store.reject(claim, group_ids=unscored, reason="no_reward")
         return bool(unscored)
@@ -142,7 +146,3 @@ class StallDetector:
             f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in events[-_EVENTS_SHOWN:]
         ]
         return f" Last events: {' | '.join(shown)}." if shown else ""
-
-
-def _has_reward(payload: bytes) -> bool:
-    return unpack(payload).reward.status == "ok"

@@ -1,4 +1,4 @@
-"""Waits that cannot end, with real processes, store and sockets: one sentence, a code, nothing lost, and a way on."""
+"""Dead ends with real processes, store and sockets: one message, an exit code, nothing lost, and a resume."""
 
 import json
 import re
@@ -27,8 +27,8 @@ SOON = (f"learner.dead_end.after_s={AFTER_S}", "learner.checkpoint.every_steps=1
 BY_HAND = ("broker", "learner", "generators")
 REWARDS = """
 import pathlib
-def answers_when_mended(sample):
-    if not pathlib.Path("mended").exists(): raise RuntimeError("no opinion")
+def succeeds_when_repaired(sample):
+    if not pathlib.Path("repaired").exists(): raise RuntimeError("no opinion")
     return 1.0
 """
 
@@ -53,8 +53,8 @@ def launch(folder: Path, name: str, *overrides: str) -> Run:
     return Run(folder, name, "learner.max_steps=3", *SOON, *overrides)
 
 
-def end_of(run: Run) -> str:
-    """The one sentence with which the launcher ends; as an exit code it is a fault that the user can mend."""
+def final_message(run: Run) -> str:
+    """Last line of the launcher, which exits with the code of an error that the user can fix."""
     with run.ended_at_last():
         assert run.await_end() == 2, run.printed[-3000:]
     *_, last = run.printed.strip().splitlines()
@@ -65,7 +65,7 @@ def end_of(run: Run) -> str:
 
 
 def assert_sound_and_failed(run: Run, *, step: int) -> None:
-    """Nothing is lost, every step that was made is in a checkpoint, and the status says why the run ended."""
+    """Nothing is lost, every step is in a checkpoint, and the run state has the cause."""
     counts, state, books = left_behind(run)
     assert books.is_sound, books
     assert (counts.claimed, state.phase, state.step) == (0, "failed", step)
@@ -84,9 +84,9 @@ def assert_goes_on(folder: Path, name: str, *overrides: str) -> None:
 
 
 @pytest.mark.long
-def test_a_run_without_a_generator_says_so_and_goes_on_with_one(folder: Path) -> None:
+def test_a_run_without_a_generator_fails_and_resumes_with_one(folder: Path) -> None:
     run = launch(folder, "nobody", "generators.count=0")
-    sentence = end_of(run)
+    sentence = final_message(run)
     assert "the evaluation 'before' must come, but no generator is alive" in sentence
     assert "none ever joined" in sentence
     assert f"python -m generators broker.address=ipc://{folder}/nobody.sock" in sentence
@@ -96,23 +96,23 @@ def test_a_run_without_a_generator_says_so_and_goes_on_with_one(folder: Path) ->
 
 
 def test_rewards_that_all_fail_end_the_run_before_it_trains_on_nothing(folder: Path) -> None:
-    rewards = "generators.reward.function=dead_rewards:answers_when_mended"
+    rewards = "generators.reward.function=dead_rewards:succeeds_when_repaired"
     run = launch(folder, "rewards", rewards)
-    sentence = end_of(run)
+    sentence = final_message(run)
     assert re.search(
         r"none of the last \d+ trajectories has a reward, every call of dead_rewards:answers_when", sentence
     )
     assert run.steps == 0
     assert_sound_and_failed(run, step=0)
-    (folder / "mended").touch()
+    (folder / "repaired").touch()
     assert_goes_on(folder, "rewards", rewards)
     summary = runs.summary(folder, "rewards")
     assert summary["accuracy_before"] is not None
 
 
-# --- by hand ---------------------------------------------------------------------------------------------------------
-class Hands:
-    """Roles that somebody starts one by one, as on several machines."""
+# --- manual runs --------------------------------------------------------------------------------------------------------
+class ManualRun:
+    """Roles that are started one by one, as on several machines."""
 
     def __init__(self, folder: Path, name: str, *overrides: str) -> None:
         self._folder = folder
@@ -134,12 +134,12 @@ class Hands:
     def log(self, role: str) -> Path:
         return self._folder / f"{self._name}-{role}.log"
 
-    def said(self, role: str) -> str:
-        """The last line of its log."""
+    def last_line(self, role: str) -> str:
+        """Last line of the log."""
         return self.log(role).read_text().strip().splitlines()[-1]
 
-    def look(self) -> tuple[RunState, dict[str, dict], list[Event]]:
-        """What the store says; of a run that the broker has not opened yet, nothing."""
+    def read_store(self) -> tuple[RunState, dict[str, dict], list[Event]]:
+        """State, roles and events; empty before the broker has opened the run."""
         store = open_run_store(EmbeddedRedis(self.path / "store").url, self._name, timeout_s=10)
         with closing(store), suppress(RunConflictError):
             return store.run_state(), store.roles(), store.events(limit=99)
@@ -151,8 +151,8 @@ class Hands:
         return json.loads(done.stdout)
 
     @contextmanager
-    def ended_at_last(self) -> Iterator["Hands"]:
-        """The broker last: the others say goodbye to it."""
+    def ended_at_last(self) -> Iterator["ManualRun"]:
+        """Stop all, the broker last: the others send it a Bye."""
         try:
             yield self
         finally:
@@ -165,74 +165,72 @@ class Hands:
 
 
 @pytest.mark.long
-def test_weights_that_nobody_adopts_are_a_dead_end_until_a_sound_generator_comes(folder: Path) -> None:
-    with Hands(folder, "probe", "learner.max_steps=3").ended_at_last() as hands:
-        _, learner = hands.start("broker"), hands.start("learner")
-        faulty = hands.start("generators", program=("-c", FAULTY))
-        assert learner.wait(timeout=DEADLINE_S) == 2, hands.log("learner").read_text()[-3000:]
-        said = hands.said("learner")
-        assert "error: the evaluation 'before' must come, but no living generator holds verified weights" in said
-        assert "mine is unsynced" in said
-        assert "must agree with the learner's" in said
-        assert re.search(r"Last events: .*s ago mine: evicted", said), said
+def test_weights_that_no_generator_adopts_are_a_dead_end_until_a_sound_one_joins(folder: Path) -> None:
+    with ManualRun(folder, "probe", "learner.max_steps=3").ended_at_last() as run:
+        _, learner = run.start("broker"), run.start("learner")
+        faulty = run.start("generators", program=("-c", FAULTY))
+        assert learner.wait(timeout=DEADLINE_S) == 2, run.log("learner").read_text()[-3000:]
+        line = run.last_line("learner")
+        assert "error: the evaluation 'before' must come, but no living generator holds verified weights" in line
+        assert "mine is unsynced" in line
+        assert "must agree with the learner's" in line
+        assert re.search(r"Last events: .*s ago mine: evicted", line), line
         faulty.terminate()
         assert faulty.wait(timeout=DEADLINE_S) == 0
-        learner = hands.start("learner", "resume=true")
-        hands.start("generators")
-        assert learner.wait(timeout=DEADLINE_S) == 0, hands.log("learner").read_text()[-3000:]
+        learner = run.start("learner", "resume=true")
+        run.start("generators")
+        assert learner.wait(timeout=DEADLINE_S) == 0, run.log("learner").read_text()[-3000:]
     assert runs.processes_of(folder) == []
 
 
 @pytest.mark.long
-def test_by_hand_the_learner_says_who_died_keeps_its_steps_and_goes_on_with_another(folder: Path) -> None:
+def test_a_manual_run_names_the_dead_generator_keeps_its_steps_and_resumes_with_another(folder: Path) -> None:
     settings = ("learner.max_steps=100000", "broker.peer_timeout_s=3", "weights.publish_every_steps=2")
-    with Hands(folder, "hand", *settings).ended_at_last() as hands:
-        _, learner, generator = [hands.start(role) for role in BY_HAND]
-        metrics = hands.path / "metrics.jsonl"
+    with ManualRun(folder, "hand", *settings).ended_at_last() as run:
+        _, learner, generator = [run.start(role) for role in BY_HAND]
+        metrics = run.path / "metrics.jsonl"
         until(
             lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, timeout_s=DEADLINE_S, what="steps"
         )
         psutil.Process(generator.pid).kill()
-        assert learner.wait(timeout=DEADLINE_S) == 2, hands.log("learner").read_text()[-3000:]
-        said = hands.said("learner")
-        assert re.search(r"error: the 4 groups of step \d+ must come, but no generator is alive", said), said
-        assert "mine has been gone for" in said
-        assert re.search(r"Last events: .*s ago mine: silent for 3 s", said), said
-        state, *_ = hands.look()
+        assert learner.wait(timeout=DEADLINE_S) == 2, run.log("learner").read_text()[-3000:]
+        line = run.last_line("learner")
+        assert re.search(r"error: the 4 groups of step \d+ must come, but no generator is alive", line), line
+        assert "mine has been gone for" in line
+        assert re.search(r"Last events: .*s ago mine: silent for 3 s", line), line
+        state, *_ = run.read_store()
         # Weights of an odd step were not published: they are not those of the version before.
         covered = CheckpointPointer(state.step, (state.step + 1) // 2, f"step-{state.step:08d}")
         assert (state.phase, state.checkpoint) == ("failed", covered)
-        assert hands.status()["detail"] == state.detail
+        assert run.status()["detail"] == state.detail
 
-        learner = hands.start("learner", "resume=true")
-        hands.start("generators")
-        until(lambda: hands.look()[0].step > state.step + 3, timeout_s=DEADLINE_S, what="further steps")
+        learner = run.start("learner", "resume=true")
+        run.start("generators")
+        until(lambda: run.read_store()[0].step > state.step + 3, timeout_s=DEADLINE_S, what="further steps")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert runs.processes_of(folder) == []
 
 
 @pytest.mark.long
-def test_told_to_wait_the_reason_is_shown_until_somebody_comes(folder: Path) -> None:
+def test_under_wait_the_cause_is_shown_until_a_generator_joins(folder: Path) -> None:
     settings = ("learner.max_steps=3", "learner.dead_end.policy=wait")
-    with Hands(folder, "patient", *settings).ended_at_last() as hands:
-        _, learner = hands.start("broker"), hands.start("learner")
+    with ManualRun(folder, "patient", *settings).ended_at_last() as run:
+        _, learner = run.start("broker"), run.start("learner")
         reason = "dead end: no generator is alive"
 
         def is_shown() -> bool:
-            assert learner.poll() is None, hands.log("learner").read_text()[-3000:]
-            is_there = (hands.path / "store" / "redis.sock").exists()
-            return is_there and reason in str(hands.look()[1].get("learner", {}).get("reason"))
+            assert learner.poll() is None, run.log("learner").read_text()[-3000:]
+            is_there = (run.path / "store" / "redis.sock").exists()
+            return is_there and reason in str(run.read_store()[1].get("learner", {}).get("reason"))
 
         until(is_shown, timeout_s=DEADLINE_S, what="the reason")
-        waits = [wait["reason"] for wait in hands.status()["waits"] if wait["waiter"] == "learner"]
+        waits = [wait["reason"] for wait in run.status()["waits"] if wait["waiter"] == "learner"]
         assert any(why.startswith("waiting for the evaluation 'before'") and reason in why for why in waits), waits
-        until(
-            lambda: hands.log("learner").read_text().count("dead_end") > 2, timeout_s=DEADLINE_S, what="lines in a log"
-        )
-        hands.start("generators")
-        assert learner.wait(timeout=DEADLINE_S) == 0, hands.log("learner").read_text()[-3000:]
-        told = [event.text for event in hands.look()[2] if event.role == "learner"]
+        until(lambda: run.log("learner").read_text().count("dead_end") > 2, timeout_s=DEADLINE_S, what="lines in a log")
+        run.start("generators")
+        assert learner.wait(timeout=DEADLINE_S) == 0, run.log("learner").read_text()[-3000:]
+        told = [event.text for event in run.read_store()[2] if event.role == "learner"]
         assert [text.split(":")[0] for text in told][:2] == [
             "dead end, waits for the evaluation 'before'",
             "dead end resolved",
@@ -241,14 +239,14 @@ def test_told_to_wait_the_reason_is_shown_until_somebody_comes(folder: Path) -> 
 
 
 @pytest.mark.long
-def test_told_to_wait_for_rewards_groups_without_any_are_let_go_and_no_step_is_made_of_them(folder: Path) -> None:
-    (folder / "mended").unlink(missing_ok=True)
-    rewards = "generators.reward.function=dead_rewards:answers_when_mended"
+def test_under_wait_groups_without_a_reward_are_rejected_and_not_trained_on(folder: Path) -> None:
+    (folder / "repaired").unlink(missing_ok=True)
+    rewards = "generators.reward.function=dead_rewards:succeeds_when_repaired"
     with launch(folder, "grader", rewards, "learner.dead_end.policy=wait").ended_at_last() as run:
         until(lambda: "dead end: none of the last" in run.printed, timeout_s=DEADLINE_S, what="the cause")
         assert run.launcher.poll() is None
         assert run.steps == 0
-        (folder / "mended").touch()
+        (folder / "repaired").touch()
         assert run.await_end() == 0, run.printed[-3000:]
     assert {row["learner/failed_fraction"] for row in runs.metrics(folder, "grader")} == {0.0}
     counts, _, books = left_behind(run)

@@ -32,7 +32,7 @@ class FakeGenerators:
         self.broadcasts = 0
         self.fails_to_open = False
 
-    def be(self, **members: str) -> None:
+    def set_members(self, **members: str) -> None:
         """name=well|silent|wrong|slow: who is alive from now on, and how each behaves; slow: see `finish_fetching`."""
         self.members = members
         states = [
@@ -126,7 +126,7 @@ def make_publisher(
         clock=clock,
     )
     generators.transports = transports or {}
-    generators.be(**members)
+    generators.set_members(**members)
     return publisher, generators, clock
 
 

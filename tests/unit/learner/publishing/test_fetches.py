@@ -1,4 +1,4 @@
-"""Joiners fetch before they take part in broadcasts; who fetches holds nobody up; who fails is told why."""
+"""Joiners fetch before they take part in broadcasts; a fetch delays no other member; a failed one is evicted."""
 
 from tests.unit.learner.fake_generators import FakeSnapshots, make_publisher, publish
 
@@ -18,7 +18,7 @@ def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
     publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="well")
     publish(publisher, 1)
     publish(publisher, 2)
-    generators.be(g0="well", g1="slow")
+    generators.set_members(g0="well", g1="slow")
     assert publish(publisher, 3).num_members == 1
     assert publish(publisher, 4).num_members == 1
     assert generators.opened_with == [1]
@@ -30,7 +30,7 @@ def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
     assert generators.updates(fetched=True) == [(1, ["g0"]), (3, ["g1"])]
 
 
-def test_a_version_that_only_somebody_slow_will_hold_waits_for_it():
+def test_a_version_that_only_a_slow_member_will_hold_waits_for_it():
     publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="slow")
     started_at = clock.now
     assert publish(publisher, 1).num_members == 0
@@ -40,7 +40,7 @@ def test_a_version_that_only_somebody_slow_will_hold_waits_for_it():
     assert clock.now - started_at < 61
 
 
-def test_who_chose_to_fetch_never_takes_part_in_a_broadcast():
+def test_a_member_with_another_transport_takes_part_in_no_broadcast():
     transports = {"g1": "snapshot", "g2": "delta"}
     publisher, generators, _ = make_publisher(
         snapshots=(snapshots := FakeSnapshots()), transports=transports, g0="well", g1="well", g2="well"
@@ -66,24 +66,24 @@ def test_a_version_that_is_being_fetched_is_kept():
         snapshots=(snapshots := FakeSnapshots()), transports={"g1": "snapshot"}, g0="well", g1="slow"
     )
     publish(publisher, 1)
-    generators.be(g0="well", g1="slow", g2="well")
+    generators.set_members(g0="well", g1="slow", g2="well")
     publish(publisher, 2)
     assert snapshots.added == [(1, False, []), (2, False, [1])]
 
 
-def test_an_order_that_may_be_lost_is_said_again_and_one_that_takes_too_long_ends_with_the_reason():
+def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
     publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well", g1="slow")
     publish(publisher, 1)
     clock.now += 6
     publisher.poll(timeout_s=0)
-    # Not to the other, which may hold a later version by now.
+    # Not to the other member, which may hold a later version by now.
     assert [names for _, names in generators.updates(fetched=True)] == [["g0"], ["g1"], ["g1"]]
     clock.now += 660
     publisher.poll(timeout_s=0)
     assert generators.evicted == [("g1", "evicted: version 1 was not fetched within 660 s")]
 
 
-def test_who_could_not_adopt_what_it_fetched_is_named_and_tried_again_later():
+def test_a_member_that_failed_to_adopt_is_evicted_and_asked_again():
     publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
     assert generators.evicted == [("g1", "evicted: version 1 was not adopted: the probe differs")]
@@ -96,10 +96,10 @@ def test_who_could_not_adopt_what_it_fetched_is_named_and_tried_again_later():
     assert generators.updates(fetched=False) == []
 
 
-def test_who_came_a_version_too_late_fetches_when_no_broadcast_follows_and_the_others_are_left_in_peace():
+def test_a_member_that_fetched_an_outdated_version_fetches_the_next_if_no_broadcast_follows():
     publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well")
     publish(publisher, 1)
-    generators.be(g0="well", g1="slow")
+    generators.set_members(g0="well", g1="slow")
     publisher.synchronize()
     publish(publisher, 2)
     generators.finish_fetching("g1", 1)
@@ -112,7 +112,7 @@ def test_who_came_a_version_too_late_fetches_when_no_broadcast_follows_and_the_o
     assert generators.updates(fetched=True) == [(1, ["g0"]), (1, ["g1"]), (2, ["g1"])]
 
 
-def test_a_version_that_nobody_holds_is_broadcast_to_who_has_just_fetched_the_one_before():
+def test_a_version_that_no_member_holds_is_broadcast_to_one_that_just_fetched():
     publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="slow")
     publish(publisher, 1)
     publish(publisher, 2)
@@ -134,7 +134,7 @@ def test_an_evicted_member_fetches_before_it_takes_part_again():
     assert generators.updates(fetched=True) == [(1, ["g0"]), (2, ["g0"])]
 
 
-def test_a_disk_without_room_leaves_joiners_out_with_the_reason():
+def test_a_full_disk_evicts_the_joiners_with_the_reason():
     publisher, generators, clock = make_publisher(snapshots=(snapshots := FakeSnapshots()), g0="well")
     snapshots.error = "the snapshot of version 1 must fit into /weights"
     assert publish(publisher, 1).num_members == 0
@@ -144,17 +144,17 @@ def test_a_disk_without_room_leaves_joiners_out_with_the_reason():
     assert publisher.synchronize().num_members == 1
 
 
-def test_orders_of_those_who_left_are_forgotten():
+def test_requests_of_members_that_left_are_dropped():
     publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="slow")
     publish(publisher, 1)
-    generators.be()
+    generators.set_members()
     publisher.poll(timeout_s=0)
     clock.now += 700
     publisher.poll(timeout_s=0)
     assert generators.evicted == []
 
 
-def test_an_answer_to_an_order_that_was_replaced_does_not_count():
+def test_an_answer_for_another_version_does_not_count():
     publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="slow")
     publish(publisher, 1)
     generators.finish_fetching("g0", 7)

@@ -1,4 +1,4 @@
-"""A version is committed only when every living generator holds it; who does not answer is left out and tried again."""
+"""A version is committed only when every living generator holds it; one that fails is evicted and tried again."""
 
 import weakref
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ def test_all_living_generators_get_the_version_over_one_group():
     assert not publisher.is_due
 
 
-def test_without_generators_a_version_is_published_to_nobody_and_a_joiner_is_due():
+def test_a_version_without_generators_is_committed_and_a_joiner_is_due():
     publisher, generators, _ = make_publisher()
     assert publish(publisher, 1).num_members == 0
     assert not publisher.is_due
-    generators.be(g0="well")
+    generators.set_members(g0="well")
     assert publisher.is_due
     assert publisher.synchronize().num_members == 1
     assert [m.version for m in generators.sent if isinstance(m, Update)] == [1]
@@ -37,15 +37,15 @@ def test_without_generators_a_version_is_published_to_nobody_and_a_joiner_is_due
 def test_a_new_epoch_is_opened_when_members_change_and_only_then():
     publisher, generators, _ = make_publisher(g0="well")
     publish(publisher, 1)
-    generators.be(g0="well", g1="well")
+    generators.set_members(g0="well", g1="well")
     publish(publisher, 2)
-    generators.be(g1="well")
+    generators.set_members(g1="well")
     publish(publisher, 3)
     publish(publisher, 4)
     assert generators.opened_with == [1, 2, 1]
 
 
-def test_a_silent_member_is_left_out_and_the_others_go_on():
+def test_a_silent_member_is_evicted_and_the_others_get_the_version():
     publisher, generators, clock = make_publisher(g0="well", g1="silent")
     publisher.set_version(stage(1))
     generators.members["g1"] = "silent"
@@ -63,7 +63,7 @@ def test_a_silent_member_is_left_out_and_the_others_go_on():
     assert publisher.is_due
 
 
-def test_a_generator_whose_probe_differs_does_not_count_and_is_tried_again_later():
+def test_a_generator_with_a_failed_probe_is_evicted_and_tried_again():
     publisher, generators, clock = make_publisher(g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
     assert generators.evicted == [("g1", "evicted: version 1 was not adopted: the probe differs")]
@@ -87,21 +87,21 @@ def test_a_version_is_announced_before_and_committed_after_it_is_adopted():
     assert "1 of them hold version 1" in background.describe_members()
 
 
-def test_a_generator_that_joins_after_a_publish_in_the_background_is_looked_after():
+def test_a_generator_that_joins_after_a_publish_in_the_background_gets_the_version():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
     background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
     background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     background.sync_members(timeout_s=5)
-    generators.be(g0="well", g1="well")
+    generators.set_members(g0="well", g1="well")
     background.sync_members(timeout_s=0)
     background.flush()
     assert "2 generators alive, 2 of them hold version 1" in background.describe_members()
     assert background.take_published().num_members == 2
 
 
-def test_a_version_that_waits_is_overtaken_by_the_next_and_the_learner_waits_for_none():
+def test_a_waiting_version_is_replaced_by_the_next_and_publish_never_blocks():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
@@ -124,7 +124,7 @@ def test_a_version_that_waits_is_overtaken_by_the_next_and_the_learner_waits_for
     assert background.take_published().version == 3
 
 
-def test_buckets_on_their_way_are_not_written_over():
+def test_buckets_in_flight_are_not_overwritten():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
@@ -146,14 +146,14 @@ def test_buckets_on_their_way_are_not_written_over():
     assert [float(buckets[0].view(torch.float32)[0]) for buckets in sent] == [1.0, 4.0]
 
 
-def test_a_broadcast_is_broken_off_when_a_member_dies_in_it_and_the_rest_go_on():
+def test_a_broadcast_is_aborted_when_a_member_dies_and_repeated_with_the_others():
     publisher, generators, _ = make_publisher(g0="well", g1="well", is_serial=False)
     is_aborted = Event()
 
     def blocked(buckets, *, timeout_s: float) -> None:
         generators.broadcasts += 1
         if generators.broadcasts == 1:
-            generators.be(g0="well")
+            generators.set_members(g0="well")
             assert is_aborted.wait(20)
             raise WeightTransferError("connection closed by peer")
 
@@ -163,7 +163,7 @@ def test_a_broadcast_is_broken_off_when_a_member_dies_in_it_and_the_rest_go_on()
     assert generators.opened_with == [2, 1]
 
 
-def test_who_fails_again_and_again_is_tried_ever_more_rarely():
+def test_the_backoff_of_a_failing_member_doubles():
     publisher, generators, clock = make_publisher(g0="wrong")
     publish(publisher, 1)
     for backoff_s in (2, 4, 8):
@@ -177,7 +177,7 @@ def test_who_fails_again_and_again_is_tried_ever_more_rarely():
     assert publisher.synchronize().num_members == 1
 
 
-def test_what_goes_wrong_in_the_background_is_raised_in_the_learner():
+def test_an_error_in_the_background_is_raised_in_the_learner():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
@@ -192,8 +192,8 @@ def test_what_goes_wrong_in_the_background_is_raised_in_the_learner():
         background.flush()
 
 
-def test_who_answers_well_after_it_was_given_up_holds_the_version():
-    """A broker that came back in the middle of a publish does not know its generators for a moment."""
+def test_a_late_answer_of_an_evicted_member_counts():
+    """A broker restarted during a publish does not know its generators for a moment."""
     publisher, generators, _ = make_publisher(g0="well", g1="well")
     publish(publisher, 1)
     answer, late = generators.send, []
@@ -203,19 +203,19 @@ def test_who_answers_well_after_it_was_given_up_holds_the_version():
         if isinstance(message, Update):
             late.extend(generators.inbox)
             generators.inbox.clear()
-            generators.be()
+            generators.set_members()
 
     generators.send = answer_late
     assert publish(publisher, 2).num_members == 0
-    generators.be(g0="well", g1="well")
+    generators.set_members(g0="well", g1="well")
     generators.inbox.extend(late)
     publisher.poll(timeout_s=0)
     assert publisher.num_holding == 2
     assert not publisher.is_due
 
 
-def test_weights_are_staged_one_after_the_other():
-    """What is gathered from the shards of other ranks must not be whole on this one all at once."""
+def test_tensors_are_staged_one_at_a_time():
+    """Gathered from shards, all tensors together may not fit on this rank."""
     alive: list[weakref.ref[torch.Tensor]] = []
     most_alive = 0
 
