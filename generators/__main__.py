@@ -1,4 +1,4 @@
-"""python -m generators [--id NAME] [KEY=VALUE]...: start a generator, which gets the settings of the run from the broker.
+"""python -m generators [--id NAME] [KEY=VALUE]...: start a generator; the broker sends it the run's settings.
 
 python -m generators                                                     on the machine of the broker
 python -m generators broker.address=tcp://HOST:5757 broker.token_file=token    on another machine

@@ -226,6 +226,8 @@ class Generator:
                 "waits_for": self._waits_for,
             }
         )
+        # `list` copies in one step: this may run on the client's thread while the loop changes the dict. A lease is
+        # held until its last trajectory is acknowledged, not only until it is generated.
         held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
         reason = f"trajectories are deferred: {outbox.deferral_reason}" if outbox.deferral_reason else self._reason
         return PeerStatus(self._state, self._weight_updates.version, reason, gauges, lease_ids=sorted(held))
@@ -251,6 +253,7 @@ class Generator:
             return
         self._next_load_poll_at = self._clock() + _LOAD_POLL_INTERVAL_S
         self._load = self._engine.current_load()
+        # Not during an update: paused requests look like a full engine.
         if self._state == "ready":
             self._concurrency.observe(self._load, running=len(self._tasks))
 
@@ -292,10 +295,12 @@ class Generator:
     def _on_answered(self, task: asyncio.Task[None]) -> None:
         prompt = self._tasks.pop(task)
         self.wake()
+        # A cancelled task belongs to `_release`, which returns its lease.
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("prompt_failed", prompt=prompt.uid, error=str(error))
         self._return_leases([prompt.lease.id], str(error))
+        # A bad prompt is the dataset's fault and costs one lease; anything else would hit every prompt.
         if isinstance(error, Exception) and not isinstance(error, PromptError):
             self._fail(error)
 
@@ -313,6 +318,7 @@ class Generator:
 
     async def _release(self, reason: str) -> None:
         """Cancel all requests in flight and return their leases."""
+        # Collected first: cancelled tasks remove themselves.
         held = [prompt.lease.id for prompt in self._tasks.values()]
         tasks = list(self._tasks)
         for task in tasks:

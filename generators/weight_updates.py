@@ -111,7 +111,7 @@ class WeightUpdates:
         self._commands.put_nowait(command)
 
     async def run(self) -> None:
-        """Execute commands until cancelled."""
+        """Execute commands in order until cancelled."""
         try:
             while True:
                 command = await self._commands.get()
@@ -123,6 +123,7 @@ class WeightUpdates:
                     await self._apply(command)
         finally:
             self._abandoned.set()
+            # On the fetch thread, which owns the fetcher's socket.
             self._fetch_thread.submit(self._fetcher.close)
             self._fetch_thread.shutdown(wait=False)
 
@@ -173,6 +174,7 @@ class WeightUpdates:
             return None
         if self.version < 0:
             self._set_state("unsynced", f"fetching version {update.version} from the learner")
+        # Only the newest update gets a fresh event: `submit` has cancelled any other for good.
         if update is self._newest:
             self._abandoned = Event()
         fetch = partial(self._fetcher.fetch, update, cancelled=self._abandoned)

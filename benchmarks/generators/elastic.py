@@ -125,7 +125,7 @@ def summarise(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def print_tables(result: dict[str, Any]) -> None:
-    """Print the tables."""
+    """Print phases, start-up times and the outcome of the run."""
     columns = ("generators", "steps", "seconds", "learner waits", "publishing", "tokens/s", "lag", "reward at its end")
     table = Table(*columns, title="one run")
     for each in result["phases"]:

@@ -13,7 +13,6 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 
 GROUP_SIZE = 8
-"""Trajectories per group."""
 MAX_MESSAGE_BYTES = 64 * 2**20
 _NAME = "served"
 _NUM_ROWS = 64

@@ -26,7 +26,7 @@ class Answers(NamedTuple):
     """M answers to each of P prompts, those of one prompt adjacent; tokens after an end token are to be cut."""
 
     token_ids: Tensor
-    """int64[P * M, L]."""
+    """int64[P * M, L], L tokens whether or not a response has ended."""
     logprobs: Tensor
     """float32[P * M, L], under the sampling distribution."""
 

@@ -32,12 +32,12 @@ _CPU = torch.device("cpu")
 
 
 class Point(NamedTuple):
-    """One evaluation."""
+    """Evaluation of a run at one of its steps."""
 
     step: int
     """Fresh batches trained on so far."""
     samples: int
-    """Trajectories generated so far."""
+    """Trajectories generated up to this step."""
     seconds: float
     """Processor time of generation and training so far, without evaluations."""
     accuracy: float
@@ -92,7 +92,7 @@ class LaggingRun:
         self._version = 0
         self._metrics: dict[str, float] = {}
         self.spent = {"generate": 0.0, "train": 0.0}
-        """Processor time, seconds."""
+        """Processor time of each part, seconds."""
         self.diverged = False
         """Whether the run ended early because a loss was not finite."""
         self._update_generator()

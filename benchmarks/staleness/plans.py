@@ -24,17 +24,16 @@ class Plan(NamedTuple):
     """Settings that distinguish one run from another."""
 
     method: str
-    """Key of METHODS."""
+    """One of the keys of METHODS."""
     lag: int
     """Versions that the generator is behind the learner."""
     replay: int
     """Steps on replayed batches after each fresh one."""
     seed: int
-    """Seeds prompts and sampling."""
+    """Seed of prompts and sampling."""
     steps: int
-    """Fresh batches."""
+    """Fresh batches of the run."""
     groups: int
-    """Groups per batch."""
     learning_rate: float
     """For a method with one optimizer update per step; Method.rate scales it for the others."""
 

@@ -164,7 +164,7 @@ def update_weights(weights: HostWeights, files: SnapshotStore | WeightStream, st
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    """Return (seconds, result)."""
+    """Call `action`; returns (seconds, its result)."""
     started_at = time.perf_counter()
     result = action()
     return time.perf_counter() - started_at, result

@@ -27,7 +27,7 @@ MEMBER = Member("generator-0", "1")
 TIMEOUT_S = 60.0
 _START_S = 300.0
 _CANARY_SHAPE = (4, 16)
-"""Sequences, tokens per sequence."""
+"""Number of sequences, and of tokens in each."""
 
 
 def make_module(

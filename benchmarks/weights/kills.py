@@ -46,7 +46,7 @@ console = Console(highlight=False)
 
 
 class GeneratorProcesses:
-    """Generator processes by number."""
+    """Generator processes by number, to be killed and restarted."""
 
     def __init__(self, address: str, *, count: int, logs: Path) -> None:
         self._address = address

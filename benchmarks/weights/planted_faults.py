@@ -91,7 +91,7 @@ class Outcome:
     error: str
     """The generator's answer to the faulty update."""
     caught_by: str
-    """Value of _CHECKS."""
+    """Check that caught it, a value of _CHECKS."""
     is_loaded: bool
     """Whether the engine's weights changed."""
     is_verified: bool
@@ -238,7 +238,6 @@ class PlantedFaults:
         self._updating = self.rig.run(self._begin())
 
     def close(self) -> None:
-        """End the engine."""
         self._updating.cancel()
         self.rig.close()
 
@@ -317,7 +316,7 @@ def _check_behind(error: str) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Plant all faults."""
+    """Plant all faults and print what caught them."""
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         scene = PlantedFaults(Path(folder) / "model")
         try:

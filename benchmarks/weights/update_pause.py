@@ -94,7 +94,6 @@ class Versions:
 
     @property
     def num_bytes(self) -> int:
-        """Size of one version."""
         return sum(tensor.nbytes for _, tensor in self._tensors)
 
 
@@ -224,7 +223,7 @@ async def _until(clock: TokenClock, count: int, *, since: float) -> float:
 
 @asynccontextmanager
 async def _kept_busy(rig: EngineAndLearner, *, num_requests: int) -> AsyncIterator[None]:
-    """Keep `num_requests` requests running."""
+    """Keep `num_requests` requests running during the block."""
 
     async def keep_requesting(slot: int) -> None:
         number = 0

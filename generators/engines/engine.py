@@ -15,7 +15,7 @@ class Completion(Record):
     """
 
     token_ids: list[int]
-    """Includes the end token."""
+    """Tokens of the response, including its end token."""
     logprobs: list[float]
     """One per token, under the distribution sampled from (after temperature, top-p, top-k)."""
     version_spans: list[VersionSpan]
@@ -37,7 +37,7 @@ class EngineLoad(Record):
     num_preempted: int = 0
     """Preemptions since the start; each recomputes a running request."""
     num_open: int = 0
-    """Unanswered requests."""
+    """Requests that are not answered yet."""
     num_steps: int = 0
     """Decoding steps since the start."""
 
@@ -70,10 +70,11 @@ class Engine(Protocol):
         ...
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Pause without aborting requests, receive, verify, load, switch the version, resume. Returns the pause, seconds.
+        """Pause without aborting requests, receive, verify, load, switch the version, resume.
 
-        `fetched` holds the bytes of an update that is not broadcast. Raises WeightTransferError if the previous weights
-        are still loaded (generation continues with them), UnverifiedWeightsError if the new ones are loaded incorrectly.
+        `fetched` holds the bytes of an update that is not broadcast. Returns the pause, seconds. Raises
+        WeightTransferError if the previous weights are still loaded (generation continues with them),
+        UnverifiedWeightsError if the new ones are loaded incorrectly.
         """
         ...
 

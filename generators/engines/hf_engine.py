@@ -110,6 +110,7 @@ class HfBatch:
         self._requests = requests
         self._cache = DynamicCache()
         longest = max(len(request.prompt_token_ids) for request in requests)
+        # Padding on the left: the last column then holds the last token of every row.
         padding = [longest - len(request.prompt_token_ids) for request in requests]
         rows = [[pad_token_id] * n + r.prompt_token_ids for n, r in zip(padding, requests, strict=True)]
         self._input_ids = torch.tensor(rows, device=device)
@@ -135,6 +136,7 @@ class HfBatch:
         self._drop_finished()
 
     def _next_logits(self, model: Any) -> Tensor:
+        # Positions count from each row's first real token, as without the left padding.
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :]
         output = model(
             input_ids=self._input_ids,
@@ -150,6 +152,7 @@ class HfBatch:
         open_rows = [row for row, request in enumerate(self._requests) if not request.completion.done()]
         if len(open_rows) == len(self._requests):
             return
+        # Finished rows leave the cache as well, so that the batch gets cheaper as it empties.
         self._requests = [self._requests[row] for row in open_rows]
         index = torch.tensor(open_rows, dtype=torch.long, device=self._mask.device)
         self._input_ids, self._mask = self._input_ids[index], self._mask[index]
@@ -247,6 +250,7 @@ class HfEngine:
                 await self._decode_batch(batch)
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
+            # The queue fails too: nobody would start decoding for it again.
             self._fail([*batch, *self._queue], f"decoding failed: {type(error).__name__}: {error}")
             self._queue.clear()
 

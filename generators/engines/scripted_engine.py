@@ -45,6 +45,7 @@ class ScriptedEngine:
         length = min(len(script), sampling.max_tokens)
         spans: list[VersionSpan] = []
         for position in range(length):
+            # The version is read per token: an update may arrive during any of the sleeps.
             if not spans or spans[-1].version != self._version:
                 spans.append(VersionSpan(position, self._version))
             await asyncio.sleep(self._config.seconds_per_token)

@@ -54,6 +54,7 @@ class WeightLayout:
             raise WeightTransferError(
                 f"every tensor must belong to a parameter of the model, {unknown[0]} and {len(unknown) - 1} more do not"
             )
+        # Order, because swapped names of equal shape pass every other check.
         for index, (name, expected_name) in enumerate(zip(names, expected, strict=False)):
             if name != expected_name:
                 raise WeightTransferError(

@@ -59,7 +59,6 @@ class RewardWorker(asyncio.Protocol):
         """Whether the reward function is loaded."""
         self.is_closed = False
         self.error = ""
-        """Reason why it closed."""
 
     async def open(self) -> None:
         """Connect to the process; it becomes ready when it reports that the function is loaded."""
@@ -71,6 +70,7 @@ class RewardWorker(asyncio.Protocol):
 
     def submit(self, requests: list[ScoreRequest]) -> None:
         assert self._transport is not None
+        # With requests pending the timer already runs, for the oldest of them.
         if not self.pending:
             self._start_timer(self._timeout_s, "timeout")
         self.pending.extend(requests)
@@ -78,6 +78,7 @@ class RewardWorker(asyncio.Protocol):
 
     def close(self) -> None:
         """Kill the process; unanswered requests stay in `pending`."""
+        # Marks the end as ours: `connection_lost` must not blame the oldest request for it.
         self._is_closing = True
         self._process.kill()
         self._process.wait(_REAP_TIMEOUT_S)
@@ -100,6 +101,7 @@ class RewardWorker(asyncio.Protocol):
                 self.is_ready = True
             elif self.pending:
                 self.pending.popleft().resolve(reward)
+        # The limit starts anew for the next request, which the worker begins with this reply.
         self._stop_timer()
         if self.pending:
             self._start_timer(self._timeout_s, "timeout")
@@ -216,6 +218,7 @@ class RewardPool:
             worker = min(ready, key=lambda worker: len(worker.pending))
             if (capacity := _MAX_PENDING - len(worker.pending)) <= 0:
                 return
+            # Rounded up, and no more than an even share: a full first worker would leave the others idle.
             share = min(capacity, -(-len(self._queue) // len(ready)))
             worker.submit([self._queue.popleft() for _ in range(share)])
 

@@ -39,7 +39,7 @@ class RewardInput(Record):
     stop_reason: str = "stop"
     """`stop` (the model wrote its end token) | `length` | `aborted`."""
     response_token_ids: list[int] = []
-    """Includes the end token."""
+    """Token ids of the response, including its end token."""
     extra_info: dict[str, Any] = {}
     """Further columns of the dataset's row."""
 
@@ -66,6 +66,7 @@ def failed_reward(status: str, detail: str) -> Reward:
 def _checked(value: Any) -> Reward:
     reward = _as_reward(value)
     for name, number in {"total": reward.total, **reward.parts}.items():
+        # One NaN would spread over the whole group through its mean.
         if not math.isfinite(number):
             raise ValueError(f"a reward must be a finite number, got {name}={number}")
     return reward

@@ -26,9 +26,8 @@ class Job(msgspec.Struct):
     """A worker's first frame: its reward function. Example: Job("my_rewards:score", {"strictness": 2})."""
 
     function: str
-    """Dotted path, `module:function`."""
+    """Import path of the reward function, `module:function`."""
     arguments: dict
-    """Keyword arguments to bind."""
 
 
 decode_job = msgspec.msgpack.Decoder(Job).decode
@@ -79,6 +78,7 @@ def main(fd: int) -> None:
             return
         job = decode_job(first)
         function = load_reward(job.function, job.arguments)
+        # Ready: the import above may have taken long, and the time limit of samples must not include it.
         pool.sendall(frame(None))
         for body in bodies:
             pool.sendall(frame(evaluate(function, decode_sample(body))))

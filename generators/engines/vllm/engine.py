@@ -87,6 +87,7 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             stop_token_ids=self._end_token_ids,
+            # 0 = of the sampled token only. Flat lists and one final output save most of vLLM's work per token.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -150,6 +151,7 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
+        # Before the shutdown, after which nothing would wake the open requests.
         llm.output_processor.propagate_error(EngineDeadError())
         await stop_llm(llm)
 
@@ -163,6 +165,7 @@ class VllmEngine:
         try:
             await self._receive_and_load(update, fetched)
         except BaseException:
+            # Resume whatever happened, but report what happened rather than a failed resume.
             with suppress(EngineError):
                 await self._call(llm.resume_generation())
             raise

@@ -66,6 +66,7 @@ def check_environment(required: Mapping[str, str]) -> None:
 
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Start the engine process and wait until the model is loaded. Raises EngineError."""
+    # In a thread, because the constructor blocks; shielded below, because a thread cannot be cancelled.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
     try:
         return await asyncio.wait_for(asyncio.shield(starting), timeout_s)

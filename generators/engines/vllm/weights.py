@@ -44,6 +44,7 @@ VLLM_PROCESSES = ("EngineCore", "VllmWorker")
 
 def register() -> None:
     """Register `BACKEND` in this process; in a process of vLLM's, also tie its life to its parent's."""
+    # vLLM may call the entry point twice in a process, and refuses a name that is taken.
     with suppress(ValueError):
         WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
     if multiprocessing.current_process().name.startswith(VLLM_PROCESSES):
@@ -70,10 +71,10 @@ def _kill_at_parent_exit(sentinel: int) -> None:
 # --- weight updates --------------------------------------------------------------------------------------------------
 @dataclass
 class EpochInfo(WeightTransferInitInfo):
-    """Argument of `init_transfer_engine`."""
+    """Argument of vLLM's `init_transfer_engine`, the same on every worker."""
 
     opening: dict[str, Any]
-    """OpenEpoch as builtins."""
+    """An OpenEpoch as builtins, which vLLM can serialise."""
     rank: int
     """This generator's rank in the weight group; the learner has rank 0."""
 
@@ -83,16 +84,16 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     """Argument of `receive_weights`: the fields of Update that describe the bytes."""
 
     slots: list[Any]
-    """TensorSlots as builtins."""
+    """TensorSlots as builtins, in the order of the model's parameters."""
     bucket_bytes: list[int]
     checksums: list[int]
-    """xxh3-64 of each bucket."""
+    """xxh3-64 of each bucket's bytes."""
     timeout_s: float
-    """Per bucket."""
+    """Limit of one bucket, seconds."""
     fetched_paths: list[str] = field(default_factory=list)
     """Shared memory with fetched buckets; empty = the buckets are broadcast."""
     tied: list[list[str]] = field(default_factory=list)
-    """See WeightLayout.tied."""
+    """Groups of names of one tensor, see WeightLayout.tied."""
     rejection: str = ""
     """Reason why this update must not be loaded whatever arrives; empty = it may be."""
 
@@ -148,6 +149,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             return
         self._is_model_changed = True
         with self._recording_errors():
+            # Taken before the load: a kernel that is the same object afterwards still holds the old weights.
             kernels_before = cpu_kernels(self.model)
             self._check_complete(self._load(received))
             if layer := first_stale_kernel(self.model, kernels_before):
@@ -190,6 +192,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             )
 
     def _verify_loaded(self, tensors: list[tuple[str, Tensor]]) -> None:
+        # A split model holds slices of the tensors; the probe still checks it.
         if self._is_split:
             return
         if name := first_mismatch(self.model, tensors, packing=getattr(self.model, "packed_modules_mapping", {})):
@@ -245,6 +248,7 @@ class TensorParallelReceiver:
                 (slot.name, torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self._device))
                 for slot in slots
             ]
+        # Over the device group, so that on GPUs the copies between workers do not pass through the host.
         for _, tensor in tensors:
             dist.broadcast(tensor, src=group.first_rank, group=group.device_group)
         return tensors
