@@ -1,8 +1,8 @@
-"""Makes a randomly initialised Qwen2 model with a character tokenizer, in transformers format.
+"""Makes a randomly initialized Qwen2 model with a character tokenizer, in transformers format.
 
     python -m slipstream.scripts.init_random_model --layers=4 --width=128 --out=models/digits-random
 
-Heads are 64 wide, embeddings are not tied: any engine that knows Qwen2 loads it.
+Heads are 32 wide and embeddings are not tied: every engine that supports Qwen2 loads it.
 """
 
 import argparse
@@ -25,9 +25,8 @@ from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly
 
 
-# @@ Model folders in transformers format: read with one sentence when something is missing, written whole or not.
 def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer; a folder that was there is replaced."""
+    """Write model and tokenizer in transformers format; replaces an existing folder, completely or not at all."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
@@ -48,21 +47,20 @@ HEAD_WIDTH = 32
 CHARACTERS = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
 VOCABULARY_SIZE = 16
-"""The characters, the two special tokens, and unused ids up to a round number."""
+"""Ids of characters and special tokens, rounded up to a power of two."""
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One id per character.
+    """Build a tokenizer with one id per character. It drops unknown characters silently, so that readers must check.
 
-    Of Qwen2's class, because transformers loads no other for a model of this type, whatever the folder says. It drops
-    characters that are not in the vocabulary without a word: who reads prompts checks that they survive.
+    Of class Qwen2Tokenizer, because transformers loads no other for a model of this type, whatever the folder says.
     """
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
     return Qwen2Tokenizer(vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=EOS)
 
 
 def make_model(*, layers: int, width: int, seed: int, max_length: int = 256) -> Qwen2ForCausalLM:
-    """A float32 model whose weights depend on `seed` alone. Raises ConfigError."""
+    """Build a float32 model whose weights depend on `seed` only. Raises ConfigError."""
     if width % HEAD_WIDTH:
         raise ConfigError(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head, got {width}.")
     config = Qwen2Config(
@@ -86,12 +84,20 @@ def make_model(*, layers: int, width: int, seed: int, max_length: int = 256) -> 
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("models/digits-random"), help="folder to write to")
+    """Parse the command line and write the files."""
+    parser = argparse.ArgumentParser(
+        "python -m slipstream.scripts.init_random_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--layers", type=int, default=4, help="transformer blocks (4)")
+    parser.add_argument(
+        "--width", type=int, default=128, help=f"of the residual stream, a multiple of {HEAD_WIDTH} (128)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("models/digits-random"), help="folder to write (models/digits-random)"
+    )
     options = parser.parse_args(arguments)
     disable_progress_bar()
     model = make_model(layers=options.layers, width=options.width, seed=options.seed)

@@ -16,16 +16,15 @@ import pyarrow.parquet as pq
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly
 
-# @@ Prompt files: Parquet in the verl-compatible form, as `slipstream.broker.dataset` reads them.
 HELDOUT = "heldout.parquet"
-"""Written last: its presence says that both files are whole."""
+"""Written last: its presence implies that both files are complete."""
 TRAIN = "train.parquet"
 
 
 def make_row(
     prompt: str | list[dict[str, str]], *, ground_truth: str, data_source: str, index: int, split: str
 ) -> dict[str, Any]:
-    """One row.
+    """Build one row, in the form that verl and `slipstream.broker.dataset` read.
 
     Example: {"data_source": "digits/reverse", "prompt": "48213=", "reward_model": {"style": "rule",
         "ground_truth": "31284"}, "extra_info": {"index": 17, "split": "train"}}
@@ -39,7 +38,7 @@ def make_row(
 
 
 def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
-    """Write `train.parquet`, then `heldout.parquet`; either exists whole or not at all."""
+    """Write `train.parquet`, then `heldout.parquet`, each completely or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / TRAIN, train)
     _write(folder / HELDOUT, heldout)
@@ -53,19 +52,19 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def reverse(number: int, digits: int) -> tuple[str, str]:
-    """48213 -> ("48213=", "31284"); leading zeros stay."""
+    """Make prompt and answer of a number: 48213 -> ("48213=", "31284"); leading zeros stay."""
     text = f"{number:0{digits}d}"
     return f"{text}=", text[::-1]
 
 
 def addition(number: int) -> tuple[str, str]:
-    """Pair number 0..8099 of the 90 x 90 pairs of two-digit numbers: 2468 -> ("37+48=", "85")."""
+    """Make prompt and answer of pair 0..8099 of the 90 x 90 pairs of two-digit numbers: 2468 -> ("37+48=", "85")."""
     left, right = 10 + number // 90, 10 + number % 90
     return f"{left}+{right}=", str(left + right)
 
 
 def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tuple[str, str]]:
-    """`count` different (prompt, answer) pairs in random order. Raises ConfigError when there are not so many."""
+    """Draw `count` different (prompt, answer) pairs. Raises ConfigError when there are fewer."""
     available = 10**digits if task == "reverse" else 8100
     if count > available:
         raise ConfigError(
@@ -91,14 +90,18 @@ def make_files(folder: Path, *, task: str, digits: int, train_rows: int, heldout
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=["reverse", "addition"], default="reverse")
-    parser.add_argument("--digits", type=int, default=5, help="length of the numbers to reverse")
-    parser.add_argument("--train-rows", type=int, default=20_000)
-    parser.add_argument("--heldout-rows", type=int, default=2_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("data/digits"), help="folder to write to")
+    """Parse the command line and write the files."""
+    parser = argparse.ArgumentParser(
+        "python -m slipstream.scripts.make_digits_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--task", choices=["reverse", "addition"], default="reverse", help="what to learn (reverse)")
+    parser.add_argument("--digits", type=int, default=5, help="length of the numbers to reverse (5)")
+    parser.add_argument("--train-rows", type=int, default=20_000, help="prompts to train on (20000)")
+    parser.add_argument("--heldout-rows", type=int, default=2_000, help="prompts to evaluate on (2000)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of problems (0)")
+    parser.add_argument("--out", type=Path, default=Path("data/digits"), help="folder to write to (data/digits)")
     options = vars(parser.parse_args(arguments))
     make_files(options.pop("out"), **options)
 

@@ -23,11 +23,11 @@ from slipstream.scripts.make_digits_data import make_row, write_pair
 HUB_NAME = "openai/gsm8k"
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
 SPLITS = {"train": "train", "heldout": "test"}
-"""Our name -> GSM8K's."""
+"""Name of a split here -> in GSM8K."""
 
 
 def final_answer(answer: str) -> str:
-    """The number after `####`, without thousands separators. Raises ConfigError."""
+    """Extract the number after `####`, without thousands separators. Raises ConfigError."""
     _, mark, number = answer.rpartition("####")
     if not mark:
         raise ConfigError(f"an answer of GSM8K must end in `#### number`, got `{answer[-40:]}`.")
@@ -35,14 +35,14 @@ def final_answer(answer: str) -> str:
 
 
 def convert(problem: dict[str, Any], *, index: int, split: str) -> dict[str, Any]:
-    """{"question": ..., "answer": ...} -> a row with a chat prompt."""
+    """Convert {"question": ..., "answer": ...} to a row with a chat prompt. Raises ConfigError."""
     prompt = [{"role": "user", "content": f"{problem['question'].strip()} {INSTRUCTION}"}]
     truth = final_answer(problem["answer"])
     return make_row(prompt, ground_truth=truth, data_source=HUB_NAME, index=index, split=split)
 
 
 def read_source(folder: Path, *, split: str) -> list[dict[str, Any]]:
-    """Problems of one split from a local folder. Raises ConfigError."""
+    """Read the problems of one split from a local folder. Raises ConfigError."""
     parquet = sorted(folder.rglob(f"{split}*.parquet"))
     lines = folder / f"{split}.jsonl"
     if parquet:
@@ -57,7 +57,7 @@ def read_source(folder: Path, *, split: str) -> list[dict[str, Any]]:
 
 
 def download(split: str) -> list[dict[str, Any]]:
-    """Problems of one split from the hub, kept in its cache. Raises ConfigError when the hub cannot be reached."""
+    """Fetch the problems of one split from the hub or its cache. Raises ConfigError when the hub cannot be reached."""
     try:
         path = hf_hub_download(HUB_NAME, f"main/{split}-00000-of-00001.parquet", repo_type="dataset")
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
@@ -71,10 +71,14 @@ def download(split: str) -> list[dict[str, Any]]:
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", type=Path, help="folder with the files; without it they come from the hub")
-    parser.add_argument("--out", type=Path, default=Path("data/gsm8k"), help="folder to write to")
+    """Parse the command line and write the files."""
+    parser = argparse.ArgumentParser(
+        "python -m slipstream.scripts.make_gsm8k_data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--source", type=Path, help="folder with the files; by default they come from the hub")
+    parser.add_argument("--out", type=Path, default=Path("data/gsm8k"), help="folder to write to (data/gsm8k)")
     options = parser.parse_args(arguments)
     rows = {
         ours: [

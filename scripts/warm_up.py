@@ -1,11 +1,11 @@
-"""Warms a model up by supervised steps until it is right now and then: a policy that reinforcement can take further.
+"""Warms a model up by supervised steps until it solves some problems, so that reinforcement learning has a signal.
 
     python -m slipstream.scripts.warm_up --model=models/digits-random --data=data/digits --out=models/digits-warm
 
 Training stops as soon as the exact accuracy (whole answer and end token right, sampled at temperature 1) on held-out
-prompts lies in the band; when a step overshoots it, the weights go back to the last evaluation and the steps get
-smaller. The same seed gives the same weights on the same machine, unless it is so slow that the time runs out first:
-then the weights of the last evaluation are taken as they are.
+prompts lies in the band; after a step beyond it, training resumes from the last evaluation with half the learning rate.
+The same seed gives the same weights on the same machine, unless the time runs out first: then the weights of the last
+evaluation are kept, if they solve anything.
 """
 
 import argparse
@@ -29,32 +29,32 @@ from slipstream.scripts.init_random_model import load_model, save_model
 from slipstream.scripts.make_digits_data import HELDOUT, TRAIN
 
 IGNORED = -100
-"""Label of a position that is not learnt from, as transformers has it."""
+"""Label that transformers leaves out of the loss."""
 
 
 class Problem(NamedTuple):
-    """A prompt and the response that is right, end token included, as token ids."""
+    """Token ids of a prompt and of its right response, end token included."""
 
     prompt: list[int]
     response: list[int]
 
 
 class Band(NamedTuple):
-    """The exact accuracy to stop in."""
+    """Range of the exact accuracy in which training stops."""
 
     low: float
     high: float
 
 
 class Budget(NamedTuple):
-    """What a warm-up may take."""
+    """Limits of a warm-up."""
 
     batches: int
     seconds: float
 
 
 def read_problems(path: Path, *, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
-    """Token ids of a prompt file. Raises ConfigError when it is missing or the tokenizer does not know a character."""
+    """Tokenize a prompt file. Raises ConfigError when it is missing or the tokenizer lacks a character."""
     if not path.is_file():
         raise ConfigError(
             f"{path} must be a prompt file, but there is none: make it with slipstream.scripts.make_digits_data."
@@ -66,12 +66,12 @@ def read_problems(path: Path, *, tokenizer: PreTrainedTokenizerBase) -> list[Pro
 def _tokenise(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
     prompt_ids, answer_ids = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
     if tokenizer.decode(prompt_ids + answer_ids) != prompt + answer:
-        raise ConfigError(f"the tokenizer must know every character of `{prompt}{answer}`, but does not give it back.")
+        raise ConfigError(f"the tokenizer must know every character of `{prompt}{answer}`, but lacks some.")
     return Problem(prompt_ids, [*answer_ids, tokenizer.eos_token_id])
 
 
 def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
-    """(token ids, labels), int64 [B, T], padded on the right; prompts and padding are not learnt from."""
+    """Return token ids and labels, int64 [B, T], padded on the right; prompts and padding are labelled IGNORED."""
     length = max(len(prompt) + len(response) for prompt, response in problems)
     ids = torch.full((len(problems), length), pad_id)
     labels = torch.full((len(problems), length), IGNORED)
@@ -83,7 +83,7 @@ def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[Problem]]:
-    """Without end: every problem once in random order, then again."""
+    """Yield batches without end, every problem once per epoch, in random order."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(problems), generator=generator).tolist()
@@ -93,7 +93,7 @@ def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[P
 
 @torch.no_grad()
 def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int) -> float:
-    """Share of responses, sampled at temperature 1, that equal the right one up to and with the end token."""
+    """Share of responses, sampled at temperature 1, that equal the right one, end token included."""
     by_length: dict[int, list[Problem]] = {}
     for problem in problems:
         by_length.setdefault(len(problem.prompt), []).append(problem)
@@ -102,16 +102,16 @@ def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int
 
 
 def guess_accuracy(loss: float, problems: list[Problem]) -> float:
-    """What the loss promises: a response of n tokens is right with probability exp(-n * loss), roughly.
+    """Estimate the exact accuracy: a response of n tokens is right with a probability of about exp(-n * loss).
 
-    Sampling costs as much as several steps, so it starts when there is something to see.
+    Sampling costs as much as several steps, and is therefore postponed until the estimate is promising.
     """
     num_tokens = sum(len(problem.response) for problem in problems) / len(problems)
     return math.exp(-num_tokens * loss)
 
 
 def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch.Generator) -> int:
-    """Problems of one prompt length. A response is followed only as long as the right one is: longer is wrong."""
+    """Count right responses to prompts of one length; none is sampled beyond the length of the right one."""
     longest = max(len(problem.response) for problem in problems)
     ids, cache = torch.tensor([problem.prompt for problem in problems]), None
     written = []
@@ -125,7 +125,10 @@ def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch
 
 
 class WarmUp:
-    """Supervised steps on one model, which can go back to where they were last evaluated."""
+    """Supervised training of one model that can return to the last evaluation.
+
+    Life: (step* -> (save | restore))*.
+    """
 
     def __init__(self, model: PreTrainedModel, *, learning_rate: float) -> None:
         self._model = model
@@ -133,7 +136,7 @@ class WarmUp:
         self._saved = self._state()
 
     def step(self, problems: list[Problem], *, pad_id: int) -> float:
-        """One optimizer update. Returns the loss, nats per token."""
+        """Make one optimizer update; return the loss in nats per token."""
         ids, labels = collate(problems, pad_id=pad_id)
         loss = self._model(input_ids=ids, labels=labels).loss
         self._optimizer.zero_grad()
@@ -142,18 +145,17 @@ class WarmUp:
         self._optimizer.step()
         return float(loss.detach())
 
-    def keep(self) -> None:
-        """Remember weights and optimizer."""
+    def save(self) -> None:
         self._saved = self._state()
 
-    def go_back(self) -> None:
-        """Return to what was kept, with half the learning rate."""
+    def restore(self) -> None:
+        """Return to the saved weights and optimizer, with half the learning rate."""
         weights, optimizer = deepcopy(self._saved)
         self._model.load_state_dict(weights)
         self._optimizer.load_state_dict(optimizer)
         for group in self._optimizer.param_groups:
             group["lr"] /= 2
-        self.keep()
+        self.save()
 
     def _state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return deepcopy(self._model.state_dict()), deepcopy(self._optimizer.state_dict())
@@ -172,9 +174,9 @@ def warm_up(
     budget: Budget,
     seed: int,
 ) -> float:
-    """Train until the accuracy on `heldout` lies in `band`, or the time is over. Returns it.
+    """Train until the accuracy on `heldout` lies in `band` or the budget is spent; return the accuracy.
 
-    Raises ConfigError when the budget is spent and nothing was learnt that a policy could be taken further from.
+    Raises ConfigError when the accuracy is below a quarter of the band then.
     """
     work = WarmUp(model, learning_rate=learning_rate)
     started = time.monotonic()
@@ -188,37 +190,43 @@ def warm_up(
         accuracy = exact_accuracy(model, heldout, seed=seed)
         print(f"batch {number:4d}  loss {loss:.3f}  exact {accuracy:.3f}  {spent:5.1f} s")
         if accuracy > band.high:
-            work.go_back()
+            work.restore()
         else:
-            work.keep()
+            work.save()
             reached = accuracy
         if reached >= band.low or late:
             break
     if reached < band.low / 4:
         raise ConfigError(
             f"the exact accuracy must reach {band.low} within --max-batches ({budget.batches}) and --max-seconds "
-            f"({budget.seconds:.0f}), got {reached:.3f}: allow more, or another --learning-rate."
+            f"({budget.seconds:.0f}), got {reached:.3f}: allow more, or choose another --learning-rate."
         )
     return reached
 
 
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder to start from")
+    """Parse the command line and write the files."""
+    parser = argparse.ArgumentParser(
+        "python -m slipstream.scripts.warm_up",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model to start from")
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and heldout.parquet")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--low", type=float, default=0.26, help="stop at this exact accuracy")
-    parser.add_argument("--high", type=float, default=0.30, help="never above it")
-    parser.add_argument("--evaluation-rows", type=int, default=1024, help="held-out prompts, the last of the file")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--evaluate-every", type=int, default=5, help="batches between two evaluations")
-    parser.add_argument("--max-batches", type=int, default=1000)
-    parser.add_argument("--max-seconds", type=float, default=30.0, help="take what is there after this time")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--low", type=float, default=0.26, help="least exact accuracy to stop at (0.26)")
+    parser.add_argument("--high", type=float, default=0.30, help="greatest exact accuracy to stop at (0.30)")
+    parser.add_argument(
+        "--evaluation-rows", type=int, default=1024, help="held-out prompts, from the end of the file (1024)"
+    )
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW, at the start (3e-3)")
+    parser.add_argument("--batch-size", type=int, default=128, help="problems per step (128)")
+    parser.add_argument("--evaluate-every", type=int, default=5, help="steps between two evaluations (5)")
+    parser.add_argument("--max-batches", type=int, default=1000, help="limit of steps (1000)")
+    parser.add_argument("--max-seconds", type=float, default=120.0, help="limit of the time, seconds (120)")
+    parser.add_argument("--threads", type=int, default=1, help="of torch (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of batches and samples (0)")
     options = parser.parse_args(arguments)
     disable_progress_bar()
     torch.set_num_threads(options.threads)
@@ -227,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model)
-    # Runs are evaluated on the first held-out rows; this takes the last, so that the two stay apart.
+    # From the end, because runs are evaluated on the first rows.
     heldout = read_problems(options.data / HELDOUT, tokenizer=tokenizer)[-options.evaluation_rows :]
     accuracy = warm_up(
         model,

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 
 from slipstream.broker.errors import BrokerError
@@ -203,6 +204,34 @@ def explain(
     from slipstream.launch.explain import explain as explain_part
 
     explain_part(kind, which, run or [])
+
+
+@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder in transformers format, or name on the hub.")],
+    overrides: Overrides = None,
+) -> None:
+    """Measure a model on the held-out prompts of an experiment.
+
+    \b
+    slipstream evaluate runs/digits_cpu/final_model
+    slipstream evaluate models/mine experiment=gsm8k_1gpu evaluation.final_prompts=1000
+    slipstream evaluate runs/mine/final_model generators/engine=hf    without vLLM
+
+    The prompts are those on which a run reports its final accuracy: evaluation.final_prompts rows of
+    data.heldout_path, after the first evaluation.monitor_prompts.
+    """
+    from slipstream.configs.load import load
+    from slipstream.launch.evaluate import evaluate as measure
+
+    settings = load(overrides or [])
+    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, path=model))
+    for purpose, score in measure(settings).items():
+        failed = f", {score.num_failed} without a reward" if score.num_failed else ""
+        print(
+            f"{purpose:<8} accuracy {score.accuracy:.3f}, mean reward {score.reward_mean:.3f}, "
+            f"{score.num_prompts} prompts{failed}"
+        )
 
 
 @app.command()

@@ -98,17 +98,22 @@ def _report(run: RunConfig, folder: RunFolder, *, program: str) -> None:
     table = Table(show_header=False, box=None)
     for label, key in _REPORTED.items():
         value = summary[key]
-        table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
+        table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
     console.print(table)
+    next_commands = {
+        f"{program} run name={run.name}-sync buffer.staleness.max_lag=0": "the synchronous oracle",
+        f"{program} run name={run.name}-two generators.count=2": "two generators",
+        f"{program} evaluate {folder.final_model}": "measure the final model again",
+        f"{program} config --arithmetic experiment=gsm8k_1gpu": "the sizes of a GPU run",
+    }
+    width = max(map(len, next_commands))
     console.print(
         f"curve        {curve}",
         f"final model  {folder.final_model}",
         f"all figures  {folder.summary}",
         "",
         "Next:",
-        f"  {program} run name={run.name}-sync buffer.staleness.max_lag=0   # the synchronous oracle",
-        f"  {program} run name={run.name}-two generators.count=2            # two generators",
-        f"  {program} config --arithmetic experiment=gsm8k_1gpu             # the sizes of a GPU run",
+        *(f"  {command:<{width}}   # {comment}" for command, comment in next_commands.items()),
         sep="\n",
         highlight=False,
         soft_wrap=True,

@@ -1,5 +1,6 @@
 """The whole pipeline with real vLLM, DeepSpeed and Redis on a CPU."""
 
+import re
 import signal
 import subprocess
 import time
@@ -29,8 +30,13 @@ def own_port(folder: Path, offset: int) -> str:
     return f"broker.address=ipc://{folder}/broker-{offset}.sock"
 
 
-def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path):
-    printed = runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", own_port(folder, 0), timeout_s=400)
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> str:
+    """The output of a run of 40 steps, `learns`."""
+    return runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", own_port(folder, 0), timeout_s=400)
+
+
+def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, printed: str):
     rows = runs.metrics(folder, "learns")
     rewards = [row["learner/reward_mean"] for row in rows]
     summary = runs.summary(folder, "learns")
@@ -43,6 +49,15 @@ def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path):
     for product in ("curve.png", "final_model/config.json", "config.yaml", "versions.json", "logs/learner.log"):
         assert (folder / "runs" / "learns" / product).exists()
     assert runs.processes_of(folder) == []
+
+
+@pytest.mark.usefixtures("printed")
+def test_the_final_model_measures_as_the_run_reported_it(folder: Path):
+    model = "runs/learns/final_model"
+    told = runs.train(folder, "evaluate", model, "generators/engine=hf", *SMALL)
+    greedy = re.search(r"greedy +accuracy ([0-9.]+), .* 64 prompts", told)
+    # Engines that round differently may decide a tie differently: one answer of 64.
+    assert float(greedy[1]) == pytest.approx(runs.summary(folder, "learns")["accuracy_greedy"], abs=1.5 / 64)
 
 
 def test_a_used_name_is_refused_and_the_default_takes_the_next_number(folder: Path):

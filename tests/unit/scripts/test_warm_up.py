@@ -86,7 +86,7 @@ def test_going_back_restores_the_weights_and_halves_the_rate() -> None:
     before = model.lm_head.weight.detach().clone()
     work.step([Problem([5, 6], [7, 1])], pad_id=0)
     assert not torch.equal(before, model.lm_head.weight)
-    work.go_back()
+    work.restore()
     assert torch.equal(before, model.lm_head.weight)
     assert work._optimizer.param_groups[0]["lr"] == 0.05
 

@@ -10,7 +10,20 @@ from slipstream import cli
 from slipstream.configs.load import groups, leaves, load, to_plain
 from tests.e2e.runs import ROOT
 
-COMMANDS = ["run", "sft", "prepare", "config", "status", "scale", "drain", "data", "explain", "plot", "compare"]
+COMMANDS = [
+    "run",
+    "sft",
+    "prepare",
+    "config",
+    "status",
+    "scale",
+    "drain",
+    "data",
+    "explain",
+    "evaluate",
+    "plot",
+    "compare",
+]
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -36,7 +49,7 @@ def test_every_command_has_help_with_its_usage(command: str, capsys: pytest.Capt
     assert f"Usage: slipstream {command}" in told
 
 
-@pytest.mark.parametrize("command", ["run", "sft", "prepare", "config"])
+@pytest.mark.parametrize("command", ["run", "sft", "prepare", "config", "evaluate"])
 def test_commands_with_overrides_name_settings_and_where_all_are(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
