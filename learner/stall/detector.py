@@ -119,15 +119,14 @@ class StallDetector:
             raise DeadEndError(
                 f"{self._goal} must come, but {cause}; then continue with resume=true.{self._last_events()}"
             )
-        before, self._cause = self._cause, cause
-        if cause and (before is None or before.kind != cause.kind):
-            self._warn(cause)
-            self._record(f"dead end, waits for {self._goal}: {cause.problem}")
-        elif cause:
-            self._cause = before
-        elif before:
+        if cause is None and self._cause:
+            self._cause = None
             log.info("dead_end_resolved", goal=self._goal)
             self._record("dead end resolved")
+        elif cause and (self._cause is None or self._cause.kind != cause.kind):
+            self._cause = cause
+            self._warn(cause)
+            self._record(f"dead end, waits for {self._goal}: {cause.problem}")
 
     def _warn(self, cause: StallCause) -> None:
         log.warning("dead_end", goal=self._goal, cause=cause.problem, remedy=cause.remedy)

@@ -6,14 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from slipstream.buffer.errors import RunConflictError
-from slipstream.buffer.records import CheckpointPointer, Event, RunState
+from slipstream.buffer.records import CheckpointPointer, RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from tests.e2e import runs
@@ -100,7 +99,7 @@ def test_rewards_that_all_fail_end_the_run_before_it_trains_on_nothing(folder: P
     run = launch(folder, "rewards", rewards)
     sentence = final_message(run)
     assert re.search(
-        r"none of the last \d+ trajectories has a reward, every call of dead_rewards:answers_when", sentence
+        r"none of the last \d+ trajectories has a reward, every call of dead_rewards:succeeds_when", sentence
     )
     assert run.steps == 0
     assert_sound_and_failed(run, step=0)
@@ -110,7 +109,7 @@ def test_rewards_that_all_fail_end_the_run_before_it_trains_on_nothing(folder: P
     assert summary["accuracy_before"] is not None
 
 
-# --- manual runs --------------------------------------------------------------------------------------------------------
+# --- manual runs -----------------------------------------------------------------------------------------------------
 class ManualRun:
     """Roles that are started one by one, as on several machines."""
 
@@ -138,12 +137,9 @@ class ManualRun:
         """Last line of the log."""
         return self.log(role).read_text().strip().splitlines()[-1]
 
-    def read_store(self) -> tuple[RunState, dict[str, dict], list[Event]]:
-        """State, roles and events; empty before the broker has opened the run."""
-        store = open_run_store(EmbeddedRedis(self.path / "store").url, self._name, timeout_s=10)
-        with closing(store), suppress(RunConflictError):
-            return store.run_state(), store.roles(), store.events(limit=99)
-        return RunState(self._name, "starting", 0, 0, 0), {}, []
+    def state(self) -> RunState:
+        with closing(open_run_store(EmbeddedRedis(self.path / "store").url, self._name, timeout_s=10)) as store:
+            return store.run_state()
 
     def status(self) -> dict:
         command = [sys.executable, str(runs.ROOT / "run_async.py"), "status", "--json", f"name={self._name}"]
@@ -198,7 +194,7 @@ def test_a_manual_run_names_the_dead_generator_keeps_its_steps_and_resumes_with_
         assert re.search(r"error: the 4 groups of step \d+ must come, but no generator is alive", line), line
         assert "mine has been gone for" in line
         assert re.search(r"Last events: .*s ago mine: silent for 3 s", line), line
-        state, *_ = run.read_store()
+        state = run.state()
         # Weights of an odd step were not published: they are not those of the version before.
         covered = CheckpointPointer(state.step, (state.step + 1) // 2, f"step-{state.step:08d}")
         assert (state.phase, state.checkpoint) == ("failed", covered)
@@ -206,35 +202,9 @@ def test_a_manual_run_names_the_dead_generator_keeps_its_steps_and_resumes_with_
 
         learner = run.start("learner", "resume=true")
         run.start("generators")
-        until(lambda: run.read_store()[0].step > state.step + 3, timeout_s=DEADLINE_S, what="further steps")
+        until(lambda: run.state().step > state.step + 3, timeout_s=DEADLINE_S, what="further steps")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert runs.processes_of(folder) == []
-
-
-@pytest.mark.long
-def test_under_wait_the_cause_is_shown_until_a_generator_joins(folder: Path) -> None:
-    settings = ("learner.max_steps=3", "learner.dead_end.policy=wait")
-    with ManualRun(folder, "patient", *settings).ended_at_last() as run:
-        _, learner = run.start("broker"), run.start("learner")
-        reason = "dead end: no generator is alive"
-
-        def is_shown() -> bool:
-            assert learner.poll() is None, run.log("learner").read_text()[-3000:]
-            is_there = (run.path / "store" / "redis.sock").exists()
-            return is_there and reason in str(run.read_store()[1].get("learner", {}).get("reason"))
-
-        until(is_shown, timeout_s=DEADLINE_S, what="the reason")
-        waits = [wait["reason"] for wait in run.status()["waits"] if wait["waiter"] == "learner"]
-        assert any(why.startswith("waiting for the evaluation 'before'") and reason in why for why in waits), waits
-        until(lambda: run.log("learner").read_text().count("dead_end") > 2, timeout_s=DEADLINE_S, what="lines in a log")
-        run.start("generators")
-        assert learner.wait(timeout=DEADLINE_S) == 0, run.log("learner").read_text()[-3000:]
-        told = [event.text for event in run.read_store()[2] if event.role == "learner"]
-        assert [text.split(":")[0] for text in told][:2] == [
-            "dead end, waits for the evaluation 'before'",
-            "dead end resolved",
-        ]
     assert runs.processes_of(folder) == []
 
 
