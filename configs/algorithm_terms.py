@@ -55,7 +55,7 @@ class DistillationConfig(Config):
 
 
 class AdaptiveKlConfig(Config):
-    """A coefficient that keeps the measured KL at a target, `controllers.adaptive_kl_coefficient`."""
+    """A coefficient that keeps the measured KL at a target, `kl.adaptive_coefficient`."""
 
     target: Annotated[float, Meta(gt=0)]
     """Target of the KL, mean over the tokens of a step, nats."""

@@ -1,4 +1,4 @@
-"""Tables of advantages, policy losses and token masks for docs/algorithms.md, generated from the records and their functions."""
+"""Tables of advantages, policy losses and token masks for docs/algorithms.md, from the records and their functions."""
 
 import inspect
 import re

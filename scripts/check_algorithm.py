@@ -1,8 +1,8 @@
-"""`python -m slipstream.scripts.check_algorithm policy_loss my_module:my_loss [beta=0.1 ...]`: check a function to train with.
+"""Checks a function to train with: `python -m slipstream.scripts.check_algorithm KIND module:function [name=value ...]`.
 
-Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs the checks that the built-in functions pass; a property
-that some sound methods lack is shown as a note. Exit codes: 0 when every required property holds, 1 when one does not,
-2 for a function that cannot be loaded.
+Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs the checks that the built-in functions pass; a
+property that some sound methods lack is shown as a note. Exit codes: 0 when every required property holds, 1 when one
+does not, 2 for a function that cannot be loaded.
 """
 
 import argparse
@@ -32,11 +32,11 @@ class Finding:
     """One property. Example: Finding("finite", holds=True, is_required=True)."""
 
     name: str
-    """Property, as shown."""
+    """Name of the property, as shown."""
     holds: bool
     """Whether the function has it."""
     is_required: bool
-    """Whether training needs it."""
+    """Whether training needs the property."""
 
 
 def main(arguments: list[str]) -> None:

@@ -4,9 +4,9 @@ Each function returns the weight of a token in each of the B sequences of one op
 sum over tokens of weight * token loss. Weights come from counts over the whole update, all microbatches and all ranks,
 so any split of the update into microbatches has the same gradient. Sequences without a loss token do not count.
 
-`AggregationInputs.num_tokens` is the denominator. Counted before rejection, rejected tokens still count, the others keep
-their weight, and the step shrinks with the loss. Counted after it (`rejection.num_kept`), the weights of the rest add up
-as if nothing else had been there.
+`AggregationInputs.num_tokens` is the denominator. Counted before rejection, rejected tokens still count, the others
+keep their weight, and the step shrinks with the loss. Counted after it (`rejection.num_kept`), the weights of the rest
+add up as if nothing else had been there.
 """
 
 from collections.abc import Callable

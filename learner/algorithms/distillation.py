@@ -81,6 +81,7 @@ def generalised_jsd(
 
 def _closed(logprobs: Float[Tensor, "N K"], *, renormalise: bool) -> Float[Tensor, "N C"]:
     """Log-probabilities that add up to 1: with one for the rest (kept off 0 by a rounding error), or without it."""
+    # Wide before the subtraction: 1 - sum of half-precision probabilities is all rounding.
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
     if renormalise:
         return wide.log_softmax(-1)

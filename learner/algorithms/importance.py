@@ -58,6 +58,7 @@ Bound = float | Float[Tensor, "N"]
 
 def bounded(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """clamp(x, -20, 20); not finite becomes 0."""
+    # Replaced first, because a clamp lets NaN through.
     finite = torch.where(log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
     return finite.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
@@ -133,6 +134,7 @@ def truncate(weights: Float[Tensor, "N"], *, high: Bound, low: Bound | None = No
 
     Source: Ionides 2008; Retrace, arXiv:1606.02647; per token and for language models, Yao et al. 2025.
     """
+    # Two clamps, because the bounds may be tensors of one bound per token.
     capped = weights.detach().clamp(max=high)
     return capped if low is None else capped.clamp(min=low)
 

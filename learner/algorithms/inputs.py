@@ -1,7 +1,8 @@
 """Input records of the algorithm functions: all that a function may look at, beside its settings.
 
-A user's own function gets the same record as the built-in ones. Tensors are not to be changed in place. Log-probabilities
-are in nats and named by the policy that gives them: generator (which sampled the token), learner, reference.
+A user's own function gets the same record as the built-in ones. Tensors must not be changed in place.
+Log-probabilities are in nats and named by the policy that gives them: generator (which sampled the token), learner,
+reference.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ class AdvantageInputs:
     """
 
     rewards: Float[Tensor, "B"]
-    """float64, after `algorithm.reward`."""
+    """float64, after the shaping of `algorithm.reward`."""
     groups: Int[Tensor, "B"]
     """Group of each trajectory, numbered from 0 without gaps."""
     lengths: Int[Tensor, "B"]
@@ -45,7 +46,7 @@ class AdvantageInputs:
     """Named addends of the reward, float64[B]; NaN where a trajectory lacks one."""
 
     sequences: Int[Tensor, "N"]
-    """Trajectory of each token."""
+    """Trajectory of each token, 0 <= trajectory < B."""
     turns: Int[Tensor, "N"]
     """Turn of the trajectory, from 0."""
     positions: Int[Tensor, "N"]
@@ -55,7 +56,7 @@ class AdvantageInputs:
     token_rewards: Float[Tensor, "N"]
     """float64: the trajectory's reward at its last token, minus each token's KL where that is charged in the reward."""
     generator_logprobs: Float[Tensor, "N"]
-    """float32."""
+    """float32, of the distribution each token was sampled from."""
     learner_logprobs: Float[Tensor, "N"] | None = None
     """float32, at the start of the step; None unless the settings ask for them."""
     collisions: Float[Tensor, "N"] | None = None
@@ -69,7 +70,7 @@ class AdvantageInputs:
 
     @property
     def num_sequences(self) -> int:
-        """B."""
+        """Number of trajectories, B."""
         return len(self.rewards)
 
 
@@ -84,13 +85,13 @@ class LossInputs:
     log_ratio: Float[Tensor, "N"]
     """log(pi_learner / pi_proximal), float32 within +-20. The only one with a gradient: that of log pi_learner."""
     advantages: Float[Tensor, "N"]
-    """float32."""
+    """float32, whitened or not, as `algorithm.advantage` returns them."""
     learner_logprobs: Float[Tensor, "N"]
-    """float32, without gradient."""
+    """float32 values alone: formulas differentiate `log_ratio`."""
     sequences: Int[Tensor, "N"]
     """Trajectory of each token, numbered from 0 without gaps."""
     num_sequences: int
-    """Trajectories in the microbatch."""
+    """Number of trajectories in the microbatch."""
     is_selected: Bool[Tensor, "N"] | None = None
     """Tokens that the loss's own selector picked among all of the update; None where it has none."""
 
@@ -118,9 +119,9 @@ class MaskInputs:
     log_ratio: Float[Tensor, "N"]
     """log(pi_learner / pi_generator), float32 within +-20."""
     advantages: Float[Tensor, "N"]
-    """float32."""
+    """float32, as in `LossInputs`."""
     learner_logprobs: Float[Tensor, "N"]
-    """float32."""
+    """float32, of the sampled tokens."""
     sequences: Int[Tensor, "N"]
     """Trajectory of each token; numbers may be missing."""
     num_sequences: int
@@ -138,7 +139,7 @@ class RatioInputs:
     log_ratio: Float[Tensor, "N"]
     """log(pi_numerator / pi_denominator), float32 within +-20."""
     sequences: Int[Tensor, "N"]
-    """Trajectory of each token."""
+    """Trajectory of each token; numbers may be missing."""
     num_sequences: int
     """One more than the largest possible number."""
 
@@ -150,7 +151,7 @@ class KlInputs:
     learner_logprobs: Float[Tensor, "N"]
     """With gradient where the estimate is a loss."""
     reference_logprobs: Float[Tensor, "N"]
-    """Without gradient."""
+    """The reference policy's, without gradient."""
     generator_logprobs: Float[Tensor, "N"] | None = None
     """Without gradient; None where the learner itself is taken to have sampled."""
 
@@ -162,6 +163,6 @@ class AggregationInputs:
     num_tokens: Int[Tensor, "B"]
     """Tokens that the denominator counts; `correction.denominator` decides whether rejected ones are among them."""
     groups: Int[Tensor, "B"]
-    """Group of each trajectory."""
+    """Group of each trajectory, as claimed."""
     length: int
     """The constant of `seq_mean_token_sum_norm`, tokens."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, and what else is read off logits, in at least float32.
+"""Log-probabilities of chosen tokens, and other numbers per token, from logits, in at least float32.
 
 More than `chunk_elements` logits are worked on in chunks of tokens, recomputed in the backward pass, so that the
 float32 copies of one chunk are alive at a time, not a second copy of all logits.
@@ -18,10 +18,10 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Requested:
-    """What is read off the distribution at each token, besides the log-probability of its target."""
+    """Numbers per token that are computed from its distribution, besides the log-probability of its target."""
 
     entropy: bool = False
-    """Entropy of the distribution."""
+    """Entropy of the distribution, nats."""
     differentiate_entropy: bool = False
     """Whether the entropy carries a gradient."""
     collision: bool = False
@@ -29,7 +29,7 @@ class Requested:
 
 
 LOGPROBS = Requested()
-"""Nothing else."""
+"""Log-probabilities of the targets alone."""
 
 
 def measure_tokens(
@@ -42,7 +42,7 @@ def measure_tokens(
     reference_logits: Float[Tensor, "N V"] | None = None,
     chunk_elements: int = _CHUNK_ELEMENTS,
 ) -> dict[str, Tensor]:
-    """Of p = softmax(logits / temperature), name -> one number per token, and only what was asked for.
+    """Name -> one number per token, of p = softmax(logits / temperature), and only those requested.
 
     logprobs             log p(target)
     entropies            -sum_v p_v log p_v, nats                     if requested.entropy

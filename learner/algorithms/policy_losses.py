@@ -1,8 +1,8 @@
 """Policy losses: one number per token, negated so that lower is better; nothing is averaged here.
 
 The proximal policy of `LossInputs.log_ratio` is called anchor where it may be the generator's own. The gradient of the
-log-ratio is that of log pi_learner, so a formula with sg(weight) * log pi_learner is written with the log-ratio instead:
-another value, the same gradient (sg: without gradient).
+log-ratio is that of log pi_learner, so a formula with sg(weight) * log pi_learner is written with the log-ratio
+instead: another value, the same gradient (sg: without gradient).
 """
 
 import torch

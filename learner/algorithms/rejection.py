@@ -1,8 +1,8 @@
 """Rejection: tokens that stay in an update, from the drift between learner and generator policy.
 
-x_t = log pi_learner - log pi_generator, the `log_ratio` of the inputs; one that is not finite counts as 0. Each function
-returns one Bool per token, equal over a sequence unless `over` is "token"; several are combined by `&`. `num_kept` counts
-the rest, for baselines and denominators that are to be taken after rejection.
+x_t = log pi_learner - log pi_generator, the `log_ratio` of the inputs; one that is not finite counts as 0. Each
+function returns one Bool per token, equal over a sequence unless `over` is "token"; several are combined by `&`.
+`num_kept` counts the rest, for baselines and denominators that are to be taken after rejection.
 
 A statistic is taken over "token" (each by itself), or over the sequence as "sum", "mean" or, of k2 and k3, "max": of a
 ratio, which has a bound on either side, that is `veto`. Bounds may be given per token, as `importance.bound_by_lag`

@@ -1,4 +1,4 @@
-"""Segments: sums, means, extremes and deviations over values that belong together, groups of rewards or tokens of sequences.
+"""Segments: sums, means, extremes and deviations over groups of rewards or tokens of sequences.
 
 `segments` names the segment of each value, 0 <= segment < num_segments; sizes may differ, and an empty segment has sum,
 mean and extremes 0. Values may stand in any order, except for `to_rows`. Standard deviations are the population's
@@ -27,12 +27,12 @@ def own_sizes(segments: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
 
 
 def sums(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments: int) -> Float[Tensor, "S"]:
-    """Sum of each segment."""
+    """Sum of the values of each segment."""
     return values.new_zeros(num_segments).index_add(0, segments, values)
 
 
 def means(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments: int) -> Float[Tensor, "S"]:
-    """Mean of each segment."""
+    """Mean of the values of each segment."""
     totals = sums(values, segments, num_segments=num_segments)
     return totals / sizes(segments, num_segments=num_segments).clamp(min=1)
 
@@ -102,12 +102,13 @@ def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequ
 
 
 def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """The inverse of `to_rows`."""
+    """Values in their order from rows; the inverse of `to_rows`."""
     return rows[sequences, indices_in_rows(sequences, num_sequences=len(rows))]
 
 
 def indices_in_rows(sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "N"]:
     """Number of values of the same sequence that stand before each value."""
+    # A stable sort puts the values of a sequence side by side in their order: rank minus the sequence's start.
     order = torch.argsort(sequences, stable=True)
     lengths = sizes(sequences, num_segments=num_sequences)
     starts = lengths.cumsum(0) - lengths

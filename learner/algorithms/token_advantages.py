@@ -31,6 +31,7 @@ def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"
     Summed by doubling: after the step with `shift`, each entry holds the sum of the next 2 * shift rewards.
     """
     rows = segments.to_rows(inputs.token_rewards, inputs.sequences, num_sequences=inputs.num_sequences)
+    # log2(length) steps over whole rows; a scan from the right would take one step per token.
     shift = 1
     while shift < rows.shape[1]:
         rows[:, :-shift] += gamma**shift * rows[:, shift:]
@@ -39,7 +40,7 @@ def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"
 
 
 def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: float) -> Float[Tensor, "N"]:
-    """Rewards to come minus the baseline of least variance, per group and position, over the members with a token there.
+    """Rewards to come minus the baseline of least variance, per group and position, over members with a token there.
 
     norm_t = 1 - 2 * pi_t + sum_v pi_v^2, the squared norm of a token's gradient with respect to its logits
     W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w the importance weights where they are known
@@ -49,7 +50,8 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     tokens after it. With `per_turn` it is the t-th of the turn, so that a long first turn does not either. A token at a
     position that no other member has reached has advantage 0.
 
-    Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy; squared weights as its off-policy form.
+    Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy; squared weights as its off-policy
+    form.
     Differs: epsilon is added to each W, not to their sum, so that where no member could have done otherwise (W = 0) B
     is the mean, and equal returns give advantage 0. The authors' form for agents is without `per_turn`.
     """
@@ -61,6 +63,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     energy = segments.from_rows(rows.cumsum(1), inputs.sequences) + epsilon
     cells = _cells(inputs, per_turn=per_turn)
     num_cells = segments.count(cells)
+    # The lowest return is subtracted before the mean, so that equal returns give exactly 0.
     lowest = segments.minima(returns, cells, num_segments=num_cells)
     weighted = segments.sums(energy * (returns - lowest[cells]), cells, num_segments=num_cells)
     baseline = (lowest + weighted / segments.sums(energy, cells, num_segments=num_cells))[cells]
@@ -97,8 +100,8 @@ def gae(
 
     With epsilon, advantages are whitened over all tokens afterwards.
 
-    Source: GAE, arXiv:1506.02438, eq. 16; two lambdas are the decoupled GAE of VAPO, arXiv:2504.05118, and `length_adaptive`
-    is its alpha, section 4.2.
+    Source: GAE, arXiv:1506.02438, eq. 16; two lambdas are the decoupled GAE of VAPO, arXiv:2504.05118, and
+    `length_adaptive` is its alpha, section 4.2.
     """
     policy_lam = lam if length_adaptive is None else length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive)
     advantages = generalised_advantages(inputs, gamma=gamma, lam=policy_lam)
@@ -119,7 +122,7 @@ def generalised_advantages(
 
 
 def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[Tensor, "B"]:
-    """GAE's lambda for the policy, such that the weights lambda^k of the errors add up to alpha times the length in tokens.
+    """GAE's lambda for the policy, such that the weights lambda^k of the errors add up to alpha times the length.
 
     lambda = 1 - 1 / (alpha * length), no less than 0
 

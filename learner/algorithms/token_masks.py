@@ -1,8 +1,8 @@
 """Token masks: tokens of an update that keep their gradient, decided from all of them at once and without gradient.
 
-`MaskInputs` holds every token of an optimizer update, of all microbatches and ranks in one order, so the result does not
-depend on the split. True = kept, except for `kl_cov_mask`. Tokens that the correction has rejected (`is_counted` false)
-have no share in means and counts; their own entry does not matter.
+`MaskInputs` holds every token of an optimizer update, of all microbatches and ranks in one order, so the result does
+not depend on the split. True = kept, except for `kl_cov_mask`. Tokens that the correction has rejected (`is_counted`
+false) have no share in means and counts; their own entry does not matter.
 """
 
 import torch
@@ -37,8 +37,8 @@ def opsm_mask(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
 
     dropped: A < 0 and mean_t log(pi_generator / pi_learner) > delta
 
-    The mean is over all tokens of the sequence, rejected ones included, and of generator / learner, so that the mismatch
-    of the engines counts too.
+    The mean is over all tokens of the sequence, rejected ones included, and of generator / learner, so that the
+    mismatch of the engines counts too.
     Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
     """
     drift = -segments.means(inputs.log_ratio, inputs.sequences, num_segments=inputs.num_sequences)

@@ -1,8 +1,9 @@
 """Batch: the groups claimed for one step as columns, one entry per trajectory and one per token that is trained on.
 
 All that needs no gradient is computed on whole columns, the same on every rank, so that no split into microbatches or
-ranks can change it. Columns fill up in the order of the fields: the trajectories' own (`build_batch`), outputs of models
-(`microbatch.recompute`), inputs of the loss (`Objective.prepare`); a column that the settings do not need stays None.
+ranks can change it. Columns fill up in the order of the fields: the trajectories' own (`build_batch`), outputs of
+models (`microbatch.recompute`), inputs of the loss (`Objective.prepare`); a column that the settings do not need stays
+None.
 """
 
 import dataclasses
@@ -25,7 +26,6 @@ class _Columns:
         return self._map(lambda column: column[indices])
 
     def to(self, device: torch.device) -> Self:
-        """The same on `device`."""
         return self._map(lambda column: column.to(device, non_blocking=True))
 
     def replace(self, **columns: Any) -> Self:
@@ -43,7 +43,7 @@ class Trajectories(_Columns):
     """One entry per claimed trajectory, B of them, in the order claimed: members of a group lie side by side."""
 
     groups: Int[Tensor, "B"]
-    """Claimed group, from 0."""
+    """Index of the claimed group, from 0."""
     updates: Int[Tensor, "B"]
     """Optimizer update of the step, from 0."""
     rewards: Float[Tensor, "B"]
@@ -69,7 +69,7 @@ class Tokens(_Columns):
     """One entry per token that is trained on, N of them, trajectory after trajectory."""
 
     sequences: Int[Tensor, "N"]
-    """Trajectory, from 0."""
+    """Index of the trajectory, from 0."""
     turns: Int[Tensor, "N"]
     """Run of model-written tokens of the trajectory, from 0."""
     positions: Int[Tensor, "N"]
@@ -84,11 +84,11 @@ class Tokens(_Columns):
     start_logprobs: Float[Tensor, "N"] | None = None
     """float32, the learner's at the start of the step."""
     reference_logprobs: Float[Tensor, "N"] | None = None
-    """float32, the reference policy's."""
+    """float32, the reference policy's, where the KL needs them."""
     current_logprobs: Float[Tensor, "N"] | None = None
     """float32, the learner's at the start of the optimizer update."""
     teacher_logprobs: Float[Tensor, "N"] | None = None
-    """float32, the teacher's."""
+    """float32, the teacher's, where distillation needs them."""
     collisions: Float[Tensor, "N"] | None = None
     """Chance that two draws from the learner's distribution are equal: sum of squared probabilities."""
     values: Float[Tensor, "N"] | None = None
@@ -97,7 +97,7 @@ class Tokens(_Columns):
     rewards: Float[Tensor, "N"] | None = None
     """float64: the trajectory's shaped reward at its last token, minus the price of each token's KL."""
     advantages: Float[Tensor, "N"] | None = None
-    """float32."""
+    """float32, 0 for trajectories that do not count in a baseline."""
     returns: Float[Tensor, "N"] | None = None
     """float32, the critic's target for the state before it."""
     correction_weights: Float[Tensor, "N"] | None = None
@@ -118,22 +118,18 @@ class Tokens(_Columns):
 
 @dataclass(frozen=True)
 class Batch:
-    """Both tables, and the names of the reward's parts."""
+    """Both tables: B entries of trajectories and N of tokens."""
 
     trajectories: Trajectories
-    """B entries."""
     tokens: Tokens
-    """N entries."""
     part_names: tuple[str, ...] = ()
-    """K names, sorted."""
+    """The K names of reward parts, sorted."""
 
     @property
     def num_trajectories(self) -> int:
-        """B."""
         return len(self.trajectories.groups)
 
     def to(self, device: torch.device) -> "Batch":
-        """The same on `device`."""
         return self.replace(trajectories=self.trajectories.to(device), tokens=self.tokens.to(device))
 
     def replace(self, **parts: Any) -> "Batch":

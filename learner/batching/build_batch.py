@@ -1,8 +1,7 @@
-"""Admission: fetched groups -> the batch as columns, and the samples of each optimizer update.
+"""Batch building: fetched groups -> the batch as columns, and the samples of each optimizer update.
 
-A trajectory whose reward function did not answer leaves the loss and its group's baseline; a token that is too old
-leaves the loss only. A greedy answer is never in the loss: its reward is the baseline of some estimators, and counts in
-no mean.
+A trajectory whose reward function failed leaves the loss and its group's baseline; a token that is too old leaves the
+loss only. A greedy answer is never in the loss: its reward is the baseline of some advantages, and counts in no mean.
 """
 
 from collections.abc import Sequence
@@ -20,20 +19,29 @@ from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import BatchError
 
 _UNKNOWN_LAG = 1 << 20
-"""Of another run's tokens: their versions are not this run's, and they count as older than anything of its own."""
+"""Lag of another run's tokens: their versions are not this run's, so they count as older than any of its own."""
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltBatch:
-    """What a step works on. The same on every rank."""
+    """Everything a step works on; equal on every rank."""
 
     batch: Batch
-    """What the trajectories say."""
+    """Columns that follow from the trajectories alone."""
     updates: list[list[Sample]]
     """Samples of each optimizer update."""
     metrics: dict[str, float]
-    """`learner/...`, about the claimed batch."""
+    """`learner/...` of the claimed batch."""
+
+
+class _Member(NamedTuple):
+    """A trajectory, the index of its group, and its tokens that are trained on."""
+
+    group: int
+    trajectory: Trajectory
+    trained: np.ndarray
+    lags: np.ndarray
 
 
 def build_batch(
@@ -48,68 +56,55 @@ def build_batch(
     masks_truncated: bool = False,
     num_mixed: int = 0,
 ) -> BuiltBatch:
-    """Deal groups out to `num_updates` updates and lay them out. Raises BatchError.
+    """Distribute groups over `num_updates` updates and lay out their columns. Raises BatchError.
 
-    One of `max_lags` (None = no bound) and one of `weights` for each group. `has_baseline`: whether a greedy answer may
-    be among the members of a group (`generators.baseline`). `masks_truncated`: responses cut off at the longest length
-    leave the loss and stay in the baseline. `num_mixed`: so many groups at the end are of another run.
+    `max_lags` (None = no bound) and `weights` have one entry per group. `has_baseline`: whether a greedy answer may be
+    among the members of a group (`generators.baseline`). `masks_truncated`: responses cut off at the longest length
+    leave the loss and stay in the baseline. `num_mixed`: groups at the end that are another run's.
     """
-    members = [(index, member) for index, group in enumerate(groups) for member in group]
-    for _, member in members:
-        _check(member, vocab_size=vocab_size, has_baseline=has_baseline)
-    trained = [
-        trained_tokens(
-            member, learner_version=learner_version, max_lag=max_lags[index], masks_truncated=masks_truncated
-        )
-        for index, member in members
-    ]
-    starts = [0, *accumulate(map(len, trained))]
-    samples = [
-        Sample(member.token_ids, indices, start, group_id=member.group_id, temperature=member.sampling.temperature)
-        for (_, member), indices, start in zip(members, trained, starts, strict=False)
-    ]
-    update_of = _updates(len(groups), num_updates=num_updates)
-    own = len(groups) - num_mixed
-    lags = [
-        _lags(member, indices, learner_version=learner_version) if index < own else np.full(len(indices), _UNKNOWN_LAG)
-        for (index, member), indices in zip(members, trained, strict=True)
-    ]
-    batch = _lay_out(members, trained, lags, update_of=update_of, weights=weights)
-    updates = [
-        [sample for sample, (index, _) in zip(samples, members, strict=True) if update_of[index] == update]
-        for update in range(num_updates)
-    ]
-    num_stale = sum(
-        _num_stale(member, learner_version=learner_version, max_lag=max_lags[index])
-        for index, member in members
-        if not member.is_greedy
-    )
-    is_sampled = torch.tensor([not member.is_greedy for _, member in members], dtype=torch.bool)
+    members, num_stale = [], 0
+    for index, group in enumerate(groups):
+        is_own = index < len(groups) - num_mixed
+        for trajectory in group:
+            _check(trajectory, vocab_size=vocab_size, has_baseline=has_baseline)
+            max_lag = max_lags[index]
+            trained = trained_tokens(
+                trajectory, learner_version=learner_version, max_lag=max_lag, masks_truncated=masks_truncated
+            )
+            lags = np.maximum(0, learner_version - trajectory.token_versions()[trained])
+            members.append(_Member(index, trajectory, trained, lags if is_own else np.full_like(lags, _UNKNOWN_LAG)))
+            stale = _stale(trajectory, learner_version=learner_version, max_lag=max_lag)
+            num_stale += 0 if stale is None or trajectory.is_greedy else int(stale.sum())
+    # In turn, so that no update gets all the reused and mixed groups, which come last.
+    update_of = np.arange(len(groups)) % num_updates
+    batch = _lay_out(members, update_of=update_of, weights=weights)
+    updates: list[list[Sample]] = [[] for _ in range(num_updates)]
+    starts = accumulate((len(member.trained) for member in members), initial=0)
+    for (index, trajectory, trained, _), start in zip(members, starts, strict=False):
+        temperature = trajectory.sampling.temperature
+        sample = Sample(trajectory.token_ids, trained, start, group_id=trajectory.group_id, temperature=temperature)
+        updates[update_of[index]].append(sample)
+    is_sampled = torch.tensor([not member.trajectory.is_greedy for member in members], dtype=torch.bool)
     return BuiltBatch(batch, updates, _metrics(batch.trajectories, is_sampled=is_sampled, num_stale=num_stale))
 
 
 def trained_tokens(
     trajectory: Trajectory, *, learner_version: int, max_lag: int | None, masks_truncated: bool = False
 ) -> np.ndarray:
-    """int64[W]: indices of the tokens trained on. Nothing predicts token 0, so it never is."""
+    """int64[W]: indices of the tokens that are trained on. Nothing predicts token 0, so it never is."""
     is_masked = masks_truncated and trajectory.stop_reason == "length"
     if trajectory.reward.status != "ok" or trajectory.is_greedy or is_masked:
         return _NO_TOKENS
-    mask = trajectory.model_mask
-    if max_lag is not None and _has_stale(trajectory, learner_version=learner_version, max_lag=max_lag):
-        mask = mask & ~stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
+    mask, stale = trajectory.model_mask, _stale(trajectory, learner_version=learner_version, max_lag=max_lag)
+    mask = mask if stale is None else mask & ~stale
     return np.flatnonzero(mask[1:]) + 1
 
 
-def _has_stale(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> bool:
-    """Cheap to ask: most trajectories have one span, and it is young."""
-    return any(learner_version - span.version > max_lag for span in trajectory.version_spans)
-
-
-def _num_stale(trajectory: Trajectory, *, learner_version: int, max_lag: int | None) -> int:
-    if max_lag is None or not _has_stale(trajectory, learner_version=learner_version, max_lag=max_lag):
-        return 0
-    return int(stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag).sum())
+def _stale(trajectory: Trajectory, *, learner_version: int, max_lag: int | None) -> np.ndarray | None:
+    """bool[T]: model-written tokens that are too old; None where none is, as in most trajectories."""
+    if max_lag is None or all(learner_version - span.version <= max_lag for span in trajectory.version_spans):
+        return None
+    return stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
 
 
 def _check(trajectory: Trajectory, *, vocab_size: int, has_baseline: bool) -> None:
@@ -127,22 +122,9 @@ def _check(trajectory: Trajectory, *, vocab_size: int, has_baseline: bool) -> No
         )
 
 
-def _updates(num_groups: int, *, num_updates: int) -> np.ndarray:
-    """int64[G]: which optimizer update each group belongs to. Dealt out in turn, so that no update gets all the reused
-    and mixed groups, which come last."""
-    return np.arange(num_groups) % num_updates
-
-
-def _lay_out(
-    members: Sequence[tuple[int, Trajectory]],
-    trained: Sequence[np.ndarray],
-    lags: Sequence[np.ndarray],
-    *,
-    update_of: np.ndarray,
-    weights: Sequence[float],
-) -> Batch:
-    trajectories = [member for _, member in members]
-    groups = np.array([index for index, _ in members], dtype=np.int64)
+def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequence[float]) -> Batch:
+    trajectories = [member.trajectory for member in members]
+    groups = np.array([member.group for member in members], dtype=np.int64)
     names = tuple(sorted({name for trajectory in trajectories for name in trajectory.reward.parts}))
     columns = Trajectories(
         groups=torch.from_numpy(groups),
@@ -153,72 +135,60 @@ def _lay_out(
         is_correct=torch.tensor([t.reward.is_correct for t in trajectories], dtype=torch.bool),
         is_member=torch.tensor([t.reward.status == "ok" and not t.is_greedy for t in trajectories], dtype=torch.bool),
         lengths=torch.tensor([int(t.model_mask.sum()) for t in trajectories], dtype=torch.int64),
-        num_trained=torch.tensor([len(indices) for indices in trained], dtype=torch.int64),
+        num_trained=torch.tensor([len(member.trained) for member in members], dtype=torch.int64),
         draw_weights=_wide([weights[index] for index in groups]),
     )
-    return Batch(columns, _tokens(trajectories, trained, lags), names)
+    return Batch(columns, _tokens(members), names)
 
 
-def _greedy_rewards(members: Sequence[tuple[int, Trajectory]]) -> Tensor:
-    """float64[B]: of each one's group; a reward function that failed gave none. Raises BatchError."""
+def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
+    """float64[B]: reward of the greedy answer of each member's group, NaN without one. Raises BatchError for two."""
     greedy: dict[int, Trajectory] = {}
-    for index, member in members:
-        if member.is_greedy and index in greedy:
-            raise BatchError(f"a group must have one greedy answer at most, got {greedy[index].id} and {member.id}.")
-        if member.is_greedy:
-            greedy[index] = member
-    known = {index: member.reward.total for index, member in greedy.items() if member.reward.status == "ok"}
-    return _wide([known.get(index, float("nan")) for index, _ in members])
+    for index, trajectory, _, _ in members:
+        if trajectory.is_greedy and index in greedy:
+            raise BatchError(
+                f"a group must have one greedy answer at most, got {greedy[index].id} and {trajectory.id}."
+            )
+        if trajectory.is_greedy:
+            greedy[index] = trajectory
+    rewards = {index: found.reward.total for index, found in greedy.items() if found.reward.status == "ok"}
+    return _wide([rewards.get(member.group, float("nan")) for member in members])
 
 
-def _lags(trajectory: Trajectory, indices: np.ndarray, *, learner_version: int) -> np.ndarray:
-    """int64[W]: of the tokens that are trained on."""
-    return np.maximum(0, learner_version - trajectory.token_versions()[indices])
-
-
-def _tokens(trajectories: Sequence[Trajectory], trained: Sequence[np.ndarray], lags: Sequence[np.ndarray]) -> Tokens:
-    indices = _indices(trajectories, trained)
+def _tokens(members: Sequence[_Member]) -> Tokens:
+    logprobs = [member.trajectory.generator_logprobs[member.trained] for member in members]
     return Tokens(
-        sequences=torch.from_numpy(indices.sequences),
-        turns=torch.from_numpy(indices.turns),
-        positions=torch.from_numpy(indices.positions),
-        positions_in_turn=torch.from_numpy(indices.positions_in_turn),
-        lags=_joined(list(lags), np.int64),
-        generator_logprobs=_joined(
-            [t.generator_logprobs[own] for t, own in zip(trajectories, trained, strict=True)], np.float32
-        ),
+        **_positions(members),
+        lags=_joined([member.lags for member in members], np.int64),
+        generator_logprobs=_joined(logprobs, np.float32),
     )
 
 
-class _Positions(NamedTuple):
-    """Columns of the same names, int64[N]."""
+def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
+    """Columns of `Tokens` that say where each trained token lies among those the model wrote, int64[N].
 
-    sequences: np.ndarray
-    turns: np.ndarray
-    positions: np.ndarray
-    positions_in_turn: np.ndarray
-
-
-def _indices(trajectories: Sequence[Trajectory], trained: Sequence[np.ndarray]) -> _Positions:
-    """Where in what the model wrote the trained tokens stand; of all trajectories at once, laid end to end."""
-    sequences = np.repeat(np.arange(len(trained)), [len(own) for own in trained])
+    Found for all trajectories at once, laid end to end: cumulative sums over the whole batch, minus those at the start
+    of the own trajectory.
+    """
+    sequences = np.repeat(np.arange(len(members)), [len(member.trained) for member in members])
     if not len(sequences):
-        return _Positions(sequences, sequences, sequences, sequences)
-    masks = [trajectory.model_mask for trajectory in trajectories]
+        return dict.fromkeys(("sequences", "turns", "positions", "positions_in_turn"), torch.from_numpy(sequences))
+    masks = [member.trajectory.model_mask for member in members]
     starts = np.cumsum([0, *map(len, masks[:-1])])
-    at = np.concatenate([own + start for own, start in zip(trained, starts, strict=True)])
+    at = np.concatenate([member.trained + start for member, start in zip(members, starts, strict=True)])
     mask = np.concatenate(masks)
     before = np.roll(mask, 1)
     before[starts] = False
     begins = mask & ~before
     written, turns = mask.cumsum(), begins.cumsum()
     first_of_turn = written[begins]
-    return _Positions(
-        sequences,
-        turns[at] - (turns - begins)[starts][sequences] - 1,
-        written[at] - (written - mask)[starts][sequences] - 1,
-        written[at] - first_of_turn[turns[at] - 1],
-    )
+    columns = {
+        "sequences": sequences,
+        "turns": turns[at] - (turns - begins)[starts][sequences] - 1,
+        "positions": written[at] - (written - mask)[starts][sequences] - 1,
+        "positions_in_turn": written[at] - first_of_turn[turns[at] - 1],
+    }
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> Tensor:
@@ -230,7 +200,7 @@ def _wide(values: list[float] | list[list[float]]) -> Tensor:
 
 
 def _metrics(trajectories: Trajectories, *, is_sampled: Tensor, num_stale: int) -> dict[str, float]:
-    """Greedy answers are in none of these."""
+    """Metrics of the sampled answers; greedy ones count in none of them."""
     answered, num_sampled = trajectories.rewards[trajectories.is_member], int(is_sampled.sum())
     return {
         "learner/trajectories": float(num_sampled),

@@ -1,4 +1,4 @@
-"""Collation: samples of an optimizer update -> microbatches of tensors, packed and shared out over ranks."""
+"""Collation: samples of an optimizer update -> microbatches of tensors, packed and distributed over ranks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,17 +14,16 @@ from slipstream.learner.batching.packing import (
     Row,
     bundle_by_prompt,
     bundle_singly,
+    distribute,
     pack,
     row_length,
-    share_out,
 )
 
-# @@ Canvas: the arrays of one microbatch while bundles of samples are drawn into its rows.
 _PADDING = -1
 
 
 class Canvas:
-    """R empty rows of L tokens. `draw_row` fills one, `finish` gives the microbatch.
+    """Arrays of one microbatch, R empty rows of L tokens. `draw_row` fills one, `finish` returns the microbatch.
 
     A segment is a run of tokens that see each other; a branch also sees its parent segment, the shared prompt.
     """
@@ -61,6 +60,7 @@ class Canvas:
 
     def _draw_bundle(self, row: int, column: int, bundle: Bundle) -> int:
         shared = bundle.num_shared
+        # The shared prompt lies in the row once; each branch continues its positions, not the row's.
         trunk = self._next_segment()
         self._put(row, column, bundle.samples[0].token_ids[:shared], 0, segment=trunk, parent=trunk)
         trunk_end = column = column + shared
@@ -68,6 +68,7 @@ class Canvas:
             own = sample.token_ids[shared : sample.num_inputs]
             self._put(row, column, own, shared, segment=self._next_segment(), parent=trunk)
             sources = sample.trained - 1 + column - shared
+            # The first token of a branch is predicted by the last one of the prompt, which other branches may follow.
             sources[sample.trained == shared] = trunk_end - 1
             self._samples.append(sample)
             self._sources.append(sources + row * self._length)
@@ -87,6 +88,7 @@ class Canvas:
 
     def _mask(self) -> Tensor:
         segments, parents = torch.from_numpy(self._segments), torch.from_numpy(self._parents)
+        # Padding is a segment of its own: a row without any visible token would be NaN in softmax.
         sees = (segments[:, :, None] == segments[:, None, :]) | (parents[:, :, None] == segments[:, None, :])
         return sees.tril_()[:, None]
 
@@ -101,16 +103,16 @@ class Canvas:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How sequences lie in a microbatch.
+    """Arrangement of sequences in a microbatch.
 
     `shared_rows`: rows of about the longest sequence, each prompt once, an explicit mask; for SDPA and eager attention.
     `one_row`: a single row of whole sequences, no mask; for attention kernels that are told where sequences begin.
     """
 
     kind: Literal["shared_rows", "one_row"]
-    """Which."""
+    """One of the two above."""
     microbatch_tokens: int
-    """Most input tokens of a forward pass, padding included."""
+    """Largest number of input tokens of a forward pass, padding included."""
     row_tokens: int = 64
     """Rows of `shared_rows` are filled up to this or the longest sequence; attention costs its square."""
 
@@ -119,19 +121,26 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     """This rank's share of an optimizer update.
 
     All ranks must pass the same samples; each gets equally many microbatches (some of them empty), because collective
-    operations run in every one. Samples without a loss token are left out.
+    operations run in every one. Samples without a trained token are left out.
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
-    shares = share_out(_bundle(trained, layout, row_tokens=row_tokens), num_ranks=num_ranks)
-    packed = [_pack(share, layout, row_tokens=row_tokens) for share in shares]
+    if layout.kind == "one_row":
+        bundles, row_tokens = bundle_singly(trained), layout.microbatch_tokens
+    else:
+        bundles = bundle_by_prompt(trained, max_tokens=row_tokens)
+    # Every rank packs every rank's share, to know how many microbatches the others have.
+    packed = [
+        pack(share, row_tokens=row_tokens, microbatch_tokens=layout.microbatch_tokens)
+        for share in distribute(bundles, num_ranks=num_ranks)
+    ]
     microbatches = [_draw(rows, layout) for rows in packed[rank]]
     missing = max(map(len, packed)) - len(microbatches)
     return microbatches + [plain_microbatch(np.zeros((1, 1), dtype=np.int64))] * missing
 
 
 def plain_microbatch(token_ids: np.ndarray) -> Microbatch:
-    """One sequence per row, int[R, L]; wants every token but the first of each row, at temperature 1."""
+    """One sequence per row, int[R, L], of which every token but the first is predicted, at temperature 1."""
     num_rows, length = token_ids.shape
     flat = np.arange(num_rows * length).reshape(num_rows, length)
     num_trained = num_rows * (length - 1)
@@ -144,17 +153,6 @@ def plain_microbatch(token_ids: np.ndarray) -> Microbatch:
         temperatures=torch.ones(num_trained),
         indices=torch.arange(num_trained),
     )
-
-
-def _bundle(samples: Sequence[Sample], layout: Layout, *, row_tokens: int) -> list[Bundle]:
-    if layout.kind == "one_row":
-        return bundle_singly(samples)
-    return bundle_by_prompt(samples, max_tokens=row_tokens)
-
-
-def _pack(bundles: Sequence[Bundle], layout: Layout, *, row_tokens: int) -> list[list[Row]]:
-    limit = layout.microbatch_tokens if layout.kind == "one_row" else row_tokens
-    return pack(bundles, row_tokens=limit, microbatch_tokens=layout.microbatch_tokens)
 
 
 def _draw(rows: list[Row], layout: Layout) -> Microbatch:

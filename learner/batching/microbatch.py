@@ -1,4 +1,4 @@
-"""Microbatch: samples on their way into a forward pass, the tensors they become, and forward passes over a whole step."""
+"""Microbatch: samples, the tensors of one forward pass that they become, and forward passes over a whole step."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Sample:
     """
 
     token_ids: np.ndarray
-    """int[T], prompt then response."""
+    """int[T], the prompt's tokens, then the response's."""
     trained: np.ndarray
     """int64[W], rising indices of the tokens that are trained on; never 0, which nothing predicts. May be empty."""
     first_index: int
@@ -62,17 +62,16 @@ class Microbatch:
     targets: Int[Tensor, "N"]
     """Ids of the trained tokens."""
     temperatures: Float[Tensor, "N"]
-    """Divisor of the logits."""
+    """Divisor of the logits of each trained token."""
     indices: Int[Tensor, "N"]
     """Index of each trained token in the columns of `Tokens`."""
 
     @property
     def num_tokens(self) -> int:
-        """Input tokens, padding included."""
+        """Number of input tokens, padding included."""
         return self.token_ids.numel()
 
     def to(self, device: torch.device) -> "Microbatch":
-        """The same on `device`."""
         if self.token_ids.device == device:
             return self
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -90,8 +89,8 @@ def recompute(
 ) -> dict[str, Tensor]:
     """Forward passes over a whole step: `names` of their outputs -> columns of the batch, float32[N]. Collective.
 
-    All ranks must hold equally many microbatches. Together they hold each token at most once: the sum over ranks puts the
-    columns together, and a token that no rank holds is 0.
+    All ranks must hold equally many microbatches. Together they hold each token at most once: the sum over ranks puts
+    the columns together, and a token that no rank holds is 0.
     """
     columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
     for microbatch in microbatches:

@@ -1,4 +1,4 @@
-"""Packing: which samples share a row, which rows share a microbatch, which rank gets what.
+"""Packing: assigns samples to rows, rows to microbatches, and both to ranks.
 
 Everything here is deterministic and a function of lengths alone, so every rank can compute every rank's share.
 """
@@ -16,18 +16,17 @@ Row = list["Bundle"]
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Samples that begin with the same `num_shared` tokens, which are in the row once."""
+    """At least one sample; all begin with the same `num_shared` tokens, which are in the row once."""
 
     samples: tuple[Sample, ...]
-    """At least one."""
     num_shared: int
-    """Length of the common beginning; 0 = nothing is shared."""
+    """Length of the common prefix; 0 = nothing is shared."""
     num_tokens: int
     """Input tokens: the shared ones and every sample's own."""
 
 
 def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bundle]:
-    """Put samples of one group together, so that their prompt is computed once.
+    """Bundle the samples of one group, so that their prompt is computed once.
 
     A bundle that would be longer than `max_tokens` is split; a single sample never is.
     """
@@ -42,8 +41,8 @@ def bundle_singly(samples: Sequence[Sample]) -> list[Bundle]:
     return [Bundle((sample,), 0, sample.num_inputs) for sample in samples]
 
 
-def share_out(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle]]:
-    """One list per rank, about equal in tokens: the longest bundle goes to the least loaded rank, and so on."""
+def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle]]:
+    """One list per rank, about equal in tokens: each bundle, the longest first, goes to the least loaded rank."""
     shares: list[list[Bundle]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for bundle in _longest_first(bundles):
@@ -59,6 +58,7 @@ def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) 
     A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included; what is longer by
     itself gets a row, or a microbatch, of its own.
     """
+    # Rows of similar length share a microbatch, because each row is padded to the longest, its first.
     microbatches: list[list[Row]] = []
     for row in sorted(_fill_rows(bundles, row_tokens=row_tokens), key=row_length, reverse=True):
         if not microbatches or (len(microbatches[-1]) + 1) * row_length(microbatches[-1][0]) > microbatch_tokens:
@@ -68,7 +68,7 @@ def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) 
 
 
 def row_length(row: Row) -> int:
-    """Tokens in a row."""
+    """Number of tokens in a row."""
     return sum(bundle.num_tokens for bundle in row)
 
 
@@ -88,11 +88,12 @@ def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
 
 
 def _num_common(group: list[Sample]) -> int:
-    """Tokens all samples begin with, as far as none of them is trained."""
-    untrained = min(int(sample.trained[0]) for sample in group)
-    first = group[0].token_ids[:untrained]
-    others = (sample.token_ids[:untrained] for sample in group[1:])
-    return untrained if all(np.array_equal(first, other) for other in others) else 0
+    """Length of the prefix that all samples share and none is trained on; 0 unless they share it whole."""
+    # A trained token has a loss in each sample, so the shared prefix ends before the first of them.
+    num_untrained = min(int(sample.trained[0]) for sample in group)
+    first = group[0].token_ids[:num_untrained]
+    others = (sample.token_ids[:num_untrained] for sample in group[1:])
+    return num_untrained if all(np.array_equal(first, other) for other in others) else 0
 
 
 def _fill_rows(bundles: Sequence[Bundle], *, row_tokens: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""GradientSimilarity: how much each gradient points where the one before it pointed.
+"""GradientSimilarity: the cosine between consecutive gradients.
 
 Where learning is stable, consecutive gradients are nearly orthogonal; under staleness they stay aligned for many steps
 before a run collapses.
@@ -17,38 +17,40 @@ from torch import Tensor
 from slipstream.learner.ranks import Ranks
 
 _MAX_ENTRIES = 2**20
-_MAX_UNTOLD = 1024
+_MAX_UNREPORTED = 1024
 
 
 class GradientSimilarity:
-    """Looks at the gradients an optimizer uses. Life: (the optimizer steps -> end_update)* -> report, and so on.
+    """Records the gradients an optimizer uses. Life: (the optimizer steps -> end_update)* -> report, again and again.
 
-    It keeps the same random entries of each gradient, all of a short one, and so costs a few MB however large the model
+    It keeps the same random entries of each gradient, all of a short one, so it costs a few MB however large the model
     is. Ranks may hold pieces of the gradients or copies of all of them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int, max_entries: int = _MAX_ENTRIES) -> None:
-        """`max_entries`: kept of what the optimizer is given at once on this rank."""
+        """`max_entries`: entries kept of the gradients that the optimizer is given at once on this rank."""
         self._seed = seed
         self._max_entries = max_entries
         self._indices: list[list[Tensor]] = []
-        self._before: list[Tensor] = []
-        self._square_before = torch.zeros(())
+        self._previous: list[Tensor] = []
+        self._previous_square = torch.zeros(())
         self._spare: list[Tensor] = []
-        self._now: list[Tensor] = []
-        self._products: deque[Tensor] = deque(maxlen=_MAX_UNTOLD)  # who never asks for a report shall not pay for it
-        optimizer.register_step_pre_hook(self._look)
+        self._current: list[Tensor] = []
+        # Bounded, because a caller that never asks for a report must not pay for it in memory.
+        self._products: deque[Tensor] = deque(maxlen=_MAX_UNREPORTED)
+        optimizer.register_step_pre_hook(self._record)
 
     def end_update(self) -> None:
-        """Whatever the optimizer has used since the last call was one gradient, in pieces or whole."""
-        square = _product(self._now, self._now)
-        if self._before and self._now:
-            self._products.append(torch.stack([_product(self._now, self._before), square, self._square_before]))
-        self._spare, self._before, self._now = self._before, self._now, []
-        self._square_before = square
+        """Everything the optimizer has used since the last call was one gradient, in pieces or whole."""
+        square = _product(self._current, self._current)
+        if self._previous and self._current:
+            products = [_product(self._current, self._previous), square, self._previous_square]
+            self._products.append(torch.stack(products))
+        self._spare, self._previous, self._current = self._previous, self._current, []
+        self._previous_square = square
 
     def report(self, ranks: Ranks) -> dict[str, float]:
-        """The mean cosine over the updates since the last report; nothing where none had one before it. Collective."""
+        """Mean cosine over the updates since the last report; empty where none had a predecessor. Collective."""
         if not self._products:
             return {}
         sums = ranks.sum(torch.stack(list(self._products)).double()).tolist()
@@ -57,32 +59,32 @@ class GradientSimilarity:
         return {"learner/grad_cosine": sum(cosines) / len(cosines)} if cosines else {}
 
     @torch.no_grad()
-    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _record(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Runs before each step of the optimizer: with ZeRO-3 one for each group of pieces."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         total = sum(parameter.numel() for parameter in parameters)
         if total <= self._max_entries:
             self._keep([_gradient(parameter).flatten().float() for parameter in parameters])
             return
-        if len(self._indices) == len(self._now):
-            self._indices.append(self._choose(parameters, total=total))
-        indices = self._indices[len(self._now)]
-        chosen = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
-        # Products of samples must add up as those of all entries do, however large the pieces and the ranks' shares.
-        self._keep(chosen).mul_(math.sqrt(total / sum(len(index) for index in indices)))
+        if len(self._indices) == len(self._current):
+            self._indices.append(self._draw_indices(parameters, total=total))
+        indices = self._indices[len(self._current)]
+        sampled = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
+        # Scaled, because products of samples must add up like those of all entries, whatever the size of the pieces.
+        self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
-        """In memory that the gradient before the last one has left: a fresh copy would cost more than all the rest."""
-        index = len(self._now)
-        self._now.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
-        return self._now[index]
+        """Copy into the memory that the gradient before the previous one has left: a fresh copy would cost most."""
+        index = len(self._current)
+        self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
+        return self._current[index]
 
-    def _choose(self, parameters: list[Tensor], *, total: int) -> list[Tensor]:
-        """Which entries of each are kept."""
+    def _draw_indices(self, parameters: list[Tensor], *, total: int) -> list[Tensor]:
+        """Random entries of each parameter, the same in every update."""
         generator = torch.Generator().manual_seed(self._seed + len(self._indices))
-        indices = torch.randint(total, (self._max_entries,), generator=generator).unique()
+        drawn = torch.randint(total, (self._max_entries,), generator=generator).unique()
         ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)
-        parts = indices.tensor_split(torch.searchsorted(indices, ends)[:-1])
+        parts = drawn.tensor_split(torch.searchsorted(drawn, ends)[:-1])
         starts = [0, *ends[:-1].tolist()]
         return [
             (part - start).to(parameter.device)

@@ -1,4 +1,4 @@
-"""Diagnostics: what a step tells about itself, as a whole and by lag; docs/metrics.md says more of each number."""
+"""Metrics of a training step, overall and by lag, with their healthy ranges; docs/metrics.md describes each."""
 
 from dataclasses import dataclass
 
@@ -41,22 +41,22 @@ TOKEN_METRICS = {
     "entropy": "mean entropy at the sampled tokens, nats",
     "reference_kl": "KL(learner || reference policy), by the configured estimator; 0 without a reference",
 }
-"""Name -> what it is: of all tokens `learner/<name>`, and of those of some lag `learner/by_lag/<lag>/<name>`. What
-there is no token, or no trajectory, to tell of is missing; `learner/tokens` and `learner/reference_kl` are 0 then."""
+"""Name -> description, of all tokens as `learner/<name>` and of those of one lag as `learner/by_lag/<lag>/<name>`. A
+metric without a token, or a trajectory, is missing; only `learner/tokens` and `learner/reference_kl` are 0 then."""
 
 BY_LAG = "learner/by_lag/<lag>/<name>"
 
 METRICS = {
-    "learner/loss": "what was minimised, mean over the step's optimizer updates",
+    "learner/loss": "minimised loss, mean over the step's optimizer updates",
     "learner/grad_norm": "global gradient norm before clipping, mean over updates",
     "learner/grad_cosine": "cosine of a gradient with that of the update before, mean over updates",
-    "learner/learning_rate": "of the last update",
+    "learner/learning_rate": "learning rate of the last update",
     "learner/updates": "optimizer updates made in this step; an update without a trainable token is left out",
     "learner/computed_tokens": "input tokens of forward passes with gradient, padding included",
     "learner/trajectories": "trajectories claimed",
     **{f"learner/{name}": meaning for name, meaning in TOKEN_METRICS.items()},
-    BY_LAG: "any of those above, of the tokens of that lag; trajectories by their oldest token",
-    "learner/kl_coefficient": "what a nat of that costs",
+    BY_LAG: "any token metric, of the tokens of that lag; trajectories by their oldest token",
+    "learner/kl_coefficient": "price of one nat of the reference KL per token",
     "learner/learning_rate_scale": "factor of the learning rate for this step's effective sample size",
     "learner/reward_mean": "mean reward of trajectories whose reward function answered",
     "learner/advantage_mean": "mean advantage of the tokens to be trained on",
@@ -65,28 +65,28 @@ METRICS = {
     "learner/stale_fraction": "share of model-written tokens masked because they are older than max_lag",
     "learner/failed_fraction": "share of trajectories masked because their reward function did not answer",
 }
-"""Key -> what it is. Everything `Trainer.step` returns is in here, BY_LAG for all of its kind."""
+"""Key -> description of everything that `Trainer.step` returns; BY_LAG stands for all keys of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Where a metric is when all is well, ends included. Example: Range(low=0.3, advice="lower max_lag")"""
+    """Healthy values of a metric, ends included. Example: Range(low=0.3, advice="lower max_lag")"""
 
     low: float | None = None
-    """None: as low as it likes."""
+    """Lower end; None = unbounded."""
     high: float | None = None
-    """None: as high as it likes."""
+    """Upper end; None = unbounded."""
     advice: str = ""
-    """What it means when it is not, and what to do."""
+    """Meaning of a value outside, and the remedy."""
     patience: int = 1
-    """Steps in a row outside that are a reason to worry."""
+    """Consecutive steps outside after which an alert is raised."""
     only_stale: bool = False
-    """Whether steps without a stale token do not count."""
+    """Whether steps without a stale token are skipped."""
     of_median: bool = False
     """Whether the ends are multiples of the metric's median over the steps before."""
 
     def holds(self, value: float) -> bool:
-        """Whether it is in here; what is not a number is not."""
+        """Whether the value lies in the range; NaN does not."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Range:
 
 _TOO_OLD = "the data is too old for the learner: lower buffer.staleness.max_lag or the learning rate"
 _UNLIKE = "tokens of the newest weights differ: the engine computes other probabilities than the learner"
-_CORRECTED = "correction weights carry the update: lower buffer.staleness.max_lag or algorithm.correction.high"
+_CORRECTED = "correction weights dominate the update: lower buffer.staleness.max_lag or algorithm.correction.high"
 
 RANGES = {
     "learner/mismatch_k1": Range(-0.1, 0.1, _TOO_OLD),
@@ -111,7 +111,9 @@ RANGES = {
     "learner/chi2": Range(high=1.0, advice=_TOO_OLD),
     "learner/weight_mean": Range(0.5, 2.0, _CORRECTED),
     "learner/weight_std": Range(high=1.0, advice=_CORRECTED),
-    "learner/ratio_mean": Range(0.5, 2.0, "the policy runs away within a step: lower the learning rate or the updates"),
+    "learner/ratio_mean": Range(
+        0.5, 2.0, "the policy moves too far within a step: lower the learning rate or the updates"
+    ),
     "learner/kept_fraction": Range(low=0.5, advice="the correction rejects most of the data: widen its bounds"),
     "learner/kept_trajectories_fraction": Range(low=0.5, advice="the correction rejects most trajectories: widen it"),
     "learner/idle_fraction": Range(high=0.5, advice="the policy loss clips most of the data: lower the learning rate"),
@@ -126,14 +128,14 @@ RANGES = {
     "learner/failed_fraction": Range(high=0.1, advice="a reward function raises or hangs"),
     "learner/stale_fraction": Range(high=0.5, advice="most tokens are too old to train on: " + _TOO_OLD),
     "learner/advantage_zero_fraction": Range(
-        high=0.95, advice="hardly a group teaches: prompts are too easy or too hard, see buffer.filter", patience=5
+        high=0.95, advice="few groups have a gradient: prompts are too easy or too hard, see buffer.filter", patience=5
     ),
 }
-"""Key -> its healthy range; docs/metrics.md shows the same. Who leaves it is reported by `slipstream.learner.metrics.alerts`."""
+"""Key -> healthy range, as in docs/metrics.md; `learner.metrics.alerts` reports a metric that leaves it."""
 
 
 class StepMetrics:
-    """What losses saw. `add` on every rank, then `report` on every rank."""
+    """Statistics of a step's losses. Life: `add` on every rank, then `report` on every rank."""
 
     def __init__(self) -> None:
         self._counts = no_counts()
@@ -141,14 +143,14 @@ class StepMetrics:
         self._computed_tokens = torch.zeros((), dtype=torch.float64)
 
     def count_forward(self, num_tokens: int) -> None:
-        """A forward pass with gradient read that many tokens."""
+        """Count the input tokens of a forward pass with gradient."""
         self._computed_tokens += num_tokens
 
     @torch.no_grad()
-    def add(self, facts: TokenStats, *, loss: Tensor) -> None:
-        """Take in one microbatch, possibly of no token, and the part of the loss that it made."""
-        # Sums stay on the device: to read them here would wait for the forward pass.
-        self._counts = self._counts.merge(count_tokens(facts))
+    def add(self, stats: TokenStats, *, loss: Tensor) -> None:
+        """Add one microbatch, possibly without tokens, and its share of the loss."""
+        # Sums stay on the device, because reading them here would wait for the forward pass.
+        self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
 
     def report(self, ranks: Ranks, *, num_updates: int) -> dict[str, float]:

@@ -1,7 +1,8 @@
-"""Token statistics: what is counted of every token and trajectory, by lag, and the numbers that follow from the counts.
+"""Token statistics: sums over tokens and trajectories by lag, and the metrics that follow from them.
 
-Counts add up over microbatches, updates and ranks; a ratio is formed once, from the sums. A token is counted at its own
-lag, a trajectory at that of its oldest token.
+Sums add up over microbatches, updates and ranks; a ratio is formed once, from the sums, because a mean of means would
+weigh tokens by the microbatch they were packed into. A token is counted at its own lag, a trajectory at that of its
+oldest token.
 """
 
 import math
@@ -18,7 +19,7 @@ from slipstream.learner.algorithms import importance, segments
 from slipstream.learner.ranks import Ranks
 
 LAG_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16+": 16}
-"""Name -> smallest lag, versions. What bucket 0 shows is the engines' difference alone."""
+"""Name -> smallest lag, versions. Bucket 0 shows the difference between the engines alone."""
 _LOWEST_EDGE, _EDGE_GROWTH, _NUM_BINS = 1e-6, 1.12, 150
 """Bin i of the histogram ends at _LOWEST_EDGE * _EDGE_GROWTH^i nats; the last ends beyond what a clamp lets through."""
 _LOG_2 = math.log(2.0)
@@ -26,49 +27,49 @@ _LOG_2 = math.log(2.0)
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """What a loss saw of N tokens of whole trajectories, without gradient."""
+    """Columns of the N tokens of one loss, whole trajectories, without gradient."""
 
     log_ratio: Float[Tensor, "N"]
-    """log(pi_learner / pi_proximal)."""
+    """log(pi_learner / pi_proximal), nats."""
     learner_logprobs: Float[Tensor, "N"]
-    """At the start of the step where they are known, else as the loss is formed."""
+    """The learner's at the start of the step where they are known, else those of the loss."""
     generator_logprobs: Float[Tensor, "N"]
-    """What they were sampled with."""
+    """Log-probabilities of the distribution they were sampled from."""
     weights: Float[Tensor, "N"]
-    """The correction's."""
+    """Importance weights of the correction."""
     is_bounded: Bool[Tensor, "N"]
     """Whether a bound of the correction changed the weight."""
     is_kept: Bool[Tensor, "N"]
     """Whether they are in the loss."""
     is_idle: Bool[Tensor, "N"]
-    """Whether the policy loss took their gradient away."""
+    """Whether the policy loss removed their gradient."""
     entropies: Float[Tensor, "N"]
-    """Nats."""
+    """Entropy of the distribution at each token, nats."""
     reference_kl: Float[Tensor, "N"]
-    """Nats."""
+    """Estimated KL from the reference policy, nats."""
     lags: Int[Tensor, "N"]
-    """Versions, not below 0."""
+    """Lag of each token in versions, not below 0."""
     sequences: Int[Tensor, "N"]
-    """Which trajectory each belongs to, from 0 on; each of them has a token."""
+    """Trajectory of each token, from 0 without gaps."""
     num_sequences: int
-    """Trajectories."""
+    """Number of trajectories."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What was counted, each a table with a column per bucket of lags."""
+    """Sums and maxima, each a table with a column per bucket of lags."""
 
     tokens: Float[Tensor, "K L"]
     """Sums over tokens, rows as in TOKEN_SUMS."""
     trajectories: Float[Tensor, "K L"]
     """Sums over trajectories, rows as in TRAJECTORY_SUMS."""
     histogram: Float[Tensor, "E L"]
-    """Tokens by |log(pi_learner / pi_generator)|, a row per bin."""
+    """Number of tokens by |log(pi_learner / pi_generator)|, a row per bin."""
     maxima: Float[Tensor, "M L"]
-    """Largest over tokens, rows as in MAXIMA; -inf of none."""
+    """Largest value over tokens, rows as in MAXIMA; -inf without tokens."""
 
     def merge(self, other: "Counts") -> "Counts":
-        """Of both together, on the device of the other."""
+        """Add another's counts, on the other's device."""
         mine = self._map(lambda table: table.to(other.tokens.device))
         return Counts(
             mine.tokens + other.tokens,
@@ -78,17 +79,16 @@ class Counts:
         )
 
     def over(self, ranks: Ranks) -> "Counts":
-        """Of all ranks together; collective."""
+        """Sum over all ranks; collective."""
         return Counts(
             ranks.sum(self.tokens), ranks.sum(self.trajectories), ranks.sum(self.histogram), ranks.max(self.maxima)
         )
 
     def bucket(self, index: int) -> "Counts":
-        """Of one bucket of lags alone."""
+        """The counts of one bucket of lags alone."""
         return self._map(lambda table: table[:, index : index + 1])
 
     def to_cpu(self) -> "Counts":
-        """The same, read from the device."""
         return self._map(Tensor.cpu)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Counts":
@@ -104,13 +104,13 @@ MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
 
 
 def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
-    """Which of LAG_BUCKETS each lag falls into."""
+    """Index in LAG_BUCKETS of the bucket of each lag."""
     starts = torch.tensor(list(LAG_BUCKETS.values()), device=lags.device)
     return torch.bucketize(lags, starts, right=True) - 1
 
 
 def no_counts() -> Counts:
-    """Of no token."""
+    """The counts of zero tokens."""
     sizes = (len(TOKEN_SUMS), len(TRAJECTORY_SUMS), _NUM_BINS, len(MAXIMA))
     tokens, trajectories, histogram, maxima = (
         torch.zeros(size, len(LAG_BUCKETS), dtype=torch.float64) for size in sizes
@@ -118,34 +118,34 @@ def no_counts() -> Counts:
     return Counts(tokens, trajectories, histogram, maxima - math.inf)
 
 
-def count_tokens(facts: TokenStats) -> Counts:
-    """Of one microbatch, possibly of no token."""
+def count_tokens(stats: TokenStats) -> Counts:
+    """The counts of one microbatch, possibly without tokens."""
     # Double: exp(x) - 1 - x of a numerical difference would be all rounding in float32.
-    mismatch = importance.token_log_ratio(facts.learner_logprobs.double(), facts.generator_logprobs.double())
-    gap = _probability_gap(facts)
-    buckets = lag_buckets(facts.lags)
+    mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
+    gap = _probability_gap(stats)
+    buckets = lag_buckets(stats.lags)
     return Counts(
-        tokens=_sum_by(buckets, _token_columns(facts, mismatch=mismatch, gap=gap)),
-        trajectories=_sum_by(_oldest_buckets(facts), _trajectory_columns(facts, mismatch=mismatch)),
+        tokens=_sum_by(buckets, _token_columns(stats, mismatch=mismatch, gap=gap)),
+        trajectories=_sum_by(_oldest_buckets(stats), _trajectory_columns(stats, mismatch=mismatch)),
         histogram=_histogram(mismatch.abs(), buckets),
         maxima=_maxima_by(
-            buckets, [facts.log_ratio.double().exp(), facts.weights, -facts.weights, mismatch.abs(), gap]
+            buckets, [stats.log_ratio.double().exp(), stats.weights, -stats.weights, mismatch.abs(), gap]
         ),
     )
 
 
-def _token_columns(facts: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[Tensor]:
+def _token_columns(stats: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[Tensor]:
     """In the order of TOKEN_SUMS."""
-    log_ratio, weights, drift = facts.log_ratio.double(), facts.weights.double(), mismatch.exp()
+    log_ratio, weights, drift = stats.log_ratio.double(), stats.weights.double(), mismatch.exp()
     return [
         torch.ones_like(mismatch),
         log_ratio.exp(),
         log_ratio.abs() > _LOG_2,
-        facts.is_idle,
-        facts.is_kept,
+        stats.is_idle,
+        stats.is_kept,
         weights,
         weights.square(),
-        facts.is_bounded,
+        stats.is_bounded,
         -mismatch,
         mismatch.expm1() - mismatch,
         mismatch.abs(),
@@ -153,17 +153,17 @@ def _token_columns(facts: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[
         drift,
         drift.square(),
         gap,
-        importance.nonfinite(facts.learner_logprobs, facts.generator_logprobs),
-        facts.entropies,
-        facts.reference_kl,
+        importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs),
+        stats.entropies,
+        stats.reference_kl,
     ]
 
 
-def _trajectory_columns(facts: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
+def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
     """In the order of TRAJECTORY_SUMS."""
 
     def totals(values: Tensor) -> Tensor:
-        return segments.sums(values.double(), facts.sequences, num_segments=facts.num_sequences)
+        return segments.sums(values.double(), stats.sequences, num_segments=stats.num_sequences)
 
     lengths, total = totals(torch.ones_like(mismatch)), totals(mismatch)
     drift = importance.bounded(total).exp()
@@ -172,19 +172,19 @@ def _trajectory_columns(facts: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
         drift,
         drift.square(),
         (-total / lengths).exp(),
-        totals(facts.is_kept) > 0,
-        totals(facts.is_idle) == lengths,
+        totals(stats.is_kept) > 0,
+        totals(stats.is_idle) == lengths,
     ]
 
 
-def _oldest_buckets(facts: TokenStats) -> Tensor:
-    return lag_buckets(segments.maxima(facts.lags, facts.sequences, num_segments=facts.num_sequences))
+def _oldest_buckets(stats: TokenStats) -> Tensor:
+    return lag_buckets(segments.maxima(stats.lags, stats.sequences, num_segments=stats.num_sequences))
 
 
-def _probability_gap(facts: TokenStats) -> Tensor:
-    """|pi_learner - pi_generator|; 0 where one of them is not known."""
-    learner, generator = (x.double().clamp(max=0.0).exp() for x in (facts.learner_logprobs, facts.generator_logprobs))
-    unknown = importance.nonfinite(facts.learner_logprobs, facts.generator_logprobs)
+def _probability_gap(stats: TokenStats) -> Tensor:
+    """|pi_learner - pi_generator|; 0 where one of them is not finite."""
+    learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
+    unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
     return torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
 
 
@@ -208,7 +208,7 @@ def _histogram(distances: Tensor, buckets: Tensor) -> Tensor:
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 def describe(counts: Counts) -> dict[str, float]:
-    """Name -> number, of all buckets together; without what nothing was counted for."""
+    """Name -> metric over all buckets; a metric without a token, or a trajectory, is missing."""
     described: dict[str, float] = {}
     if counts.tokens[0].any():
         tokens = dict(zip(TOKEN_SUMS, counts.tokens.sum(1).tolist(), strict=True))
@@ -223,7 +223,7 @@ def describe(counts: Counts) -> dict[str, float]:
 
 
 def describe_by_lag(counts: Counts) -> dict[str, float]:
-    """`<bucket>/<name>` -> number."""
+    """`<bucket>/<name>` -> metric of the tokens of that bucket."""
     cells = {bucket: describe(counts.bucket(index)) for index, bucket in enumerate(LAG_BUCKETS)}
     return {f"{bucket}/{name}": value for bucket, cell in cells.items() for name, value in cell.items()}
 
@@ -271,7 +271,7 @@ def _describe_trajectories(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _quantiles(histogram: list[float], *, largest: float) -> dict[str, float]:
-    """Upper end of the bin that the quantile falls into."""
+    """Upper edges of the bins that hold the quantiles."""
     reached = list(accumulate(histogram))
     indices = {percent: bisect_left(reached, percent / 100 * reached[-1]) for percent in (50, 99)}
     return {f"mismatch_p{p}": min(_LOWEST_EDGE * _EDGE_GROWTH**index, largest) for p, index in indices.items()}

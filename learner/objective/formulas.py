@@ -26,6 +26,7 @@ def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
 def bind(name: str, record: Formula) -> Callable[[Any], Any]:
     """The function `name` (`module.function` of learner/algorithms) with the fields of the record that it takes."""
     function = find(name)
+    # By signature: a record with a selector holds the settings of two functions, and each takes its own.
     taken = inspect.signature(function).parameters
     return partial(function, **{field: getattr(record, field) for field in record.__struct_fields__ if field in taken})
 

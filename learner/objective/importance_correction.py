@@ -37,6 +37,7 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, lags: Tensor, config: 
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
     if config.normalise:
+        # A long trajectory holds one weight many times; the mean of trajectories counts it once.
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
         weights = importance.normalise(weights, mean=counted.mean())
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))

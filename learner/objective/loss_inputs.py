@@ -35,6 +35,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     )
     if not config.correction.rebaseline:
         return batch
+    # A trajectory without trained tokens, such as a truncated one, was not rejected: its reward stays in the baseline.
     is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
     is_left = batch.trajectories.is_member & ~is_rejected
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
@@ -55,6 +56,7 @@ def fill_advantages(
         if not config.is_per_token:
             advantages = advantages[inputs.sequences]
         if not config.has_own_baseline:
+            # Exactly 0 for a lone member, which no formula can be relied on to give after whitening.
             advantages = advantages * (segments.own_sizes(inputs.groups) > 1)[inputs.sequences]
     is_filled = batch.per_token(batch.trajectories.is_member)
     return batch.with_tokens(
@@ -66,6 +68,7 @@ def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageIn
     trajectories, tokens = members.trajectories, members.tokens
     return AdvantageInputs(
         rewards=trajectories.rewards,
+        # Numbered anew, because a group whose rewards all failed leaves a gap.
         groups=torch.unique(trajectories.groups, return_inverse=True)[1],
         lengths=trajectories.lengths,
         num_trained=trajectories.num_trained,

@@ -6,8 +6,8 @@ Per token, with sg = no gradient, w = correction(pi_proximal / pi_generator):
            - entropy_coefficient * entropy + positive_nll_coefficient * [right] * (-log pi_learner)
            + distillation.coefficient * divergence(learner, teacher)
 
-`algorithm.proximal` chooses pi_proximal. Tokens that are not kept have no loss; those that a mask does not trust have no
-policy loss.
+`algorithm.proximal` chooses pi_proximal. Tokens that are not kept have no loss; those that a mask does not trust have
+no policy loss.
 """
 
 import torch
@@ -57,6 +57,7 @@ class Objective:
     def prepare(self, batch: Batch) -> Batch:
         """Fill the columns from `rewards` on, whatever the loss needs without a gradient. Raises BatchError."""
         config = self._config
+        # The correction comes first, because what it rejects may leave the baselines of the advantages.
         batch = loss_inputs.correct_batch(batch, config=config)
         batch = shape_rewards(batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens)
         batch = loss_inputs.fill_advantages(batch, self._advantage, config=config.advantage, state=self.state.advantage)
@@ -91,11 +92,13 @@ class Objective:
         `measured`: output of the forward pass, by name.
         """
         learner = measured["logprobs"]
+        # Numbered anew: a microbatch holds a few trajectories, and sums over them must not be as long as the batch.
         numbers, sequences = torch.unique(tokens.sequences, return_inverse=True)
         tokens = tokens.replace(sequences=sequences)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
         is_trusted = torch.ones_like(correction.is_kept) if tokens.is_trusted is None else tokens.is_trusted
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
+        # 0 * log_ratio, because ranks call backward together and a loss without a counted token needs a graph too.
         policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
         if is_counted.any():
             # The others have no loss, and no share in the ratio of their sequence.
@@ -103,12 +106,14 @@ class Objective:
             losses = self._policy_loss(counted)
             self._check_shape(losses, counted)
             policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
+            # A second evaluation, on a leaf: the graph of the first must stay whole for the backward pass.
             leaf = counted.log_ratio.detach().requires_grad_()
             with torch.enable_grad():
                 again = self._policy_loss(counted.with_log_ratio(leaf))
             is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * policy_losses + self._regularisers(tokens, measured, divergence)
+        # A sum: the weights have the denominator of the whole update, so the losses of all microbatches add up to it.
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner).sum()
@@ -158,13 +163,18 @@ class Objective:
             alpha = importance.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
+            # With one update per step these are the values at its start: the ratio is 1, its gradient that of log pi.
             return learner_logprobs
         return tokens.start_logprobs
 
     def _correction(
         self, tokens: Tokens, anchor: Tensor, learner_logprobs: Tensor, *, num_sequences: int
     ) -> Correction:
-        """The correction of the whole batch where it is known, else from the update's own values."""
+        """The correction of the whole batch where it is known, else from the update's own values.
+
+        Rejections measure the learner's distance from the generator even where the proximal policy lies between the
+        two: an interpolated one would soften them.
+        """
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
         drift, distance = (

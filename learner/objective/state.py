@@ -10,10 +10,10 @@ class ObjectiveState:
     kl_coefficient: float | None = None
     """Current value of an adaptive KL coefficient; None before the first step, and where it is fixed."""
     advantage: dict[str, float] = field(default_factory=dict)
-    """`AdvantageInputs.state`."""
+    """Numbers that the advantage function keeps, `AdvantageInputs.state`."""
 
     def save(self) -> dict[str, float]:
-        """All numbers by name."""
+        """Return all numbers by name."""
         return self.advantage | ({} if self.kl_coefficient is None else {"kl_coefficient": self.kl_coefficient})
 
     def restore(self, saved: dict[str, float]) -> None:

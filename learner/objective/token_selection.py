@@ -1,7 +1,7 @@
-"""Token selection: tokens picked among all of an optimizer update by how far the learner has moved since they were made.
+"""Token selection: tokens picked among all of an optimizer update by the learner's distance from their generator.
 
-It takes the learner's log-probabilities of all tokens of the update as it begins, so any split into microbatches or ranks
-picks the same tokens.
+It takes the learner's log-probabilities of all tokens of the update as it begins, so any split into microbatches or
+ranks picks the same tokens.
 """
 
 from collections.abc import Callable, Sequence

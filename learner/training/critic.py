@@ -155,7 +155,10 @@ SETTING = "algorithm.critic.optimizer"
 
 
 class Critic:
-    """The value model and its optimizer. Life: (fill_values -> learn)*, once each in a step. Every method is collective."""
+    """The value model and its optimizer; every method is collective.
+
+    Life: (fill_values -> learn)*, once each in a step.
+    """
 
     def __init__(
         self, config: CriticConfig, *, engine: TrainEngine[ValueModel], ranks: Ranks, total_updates: int
@@ -165,7 +168,7 @@ class Critic:
         self._ranks = ranks
         self._total_updates = total_updates
         self.engine = engine
-        """Holds parameters and optimizer."""
+        """Holds the critic's parameters and optimizer."""
         self.num_updates = 0
         """Optimizer updates made so far; restored from a checkpoint."""
 
@@ -194,6 +197,7 @@ class Critic:
         losses, is_clipped = clipped_value_loss(
             values, known(tokens.returns), known(tokens.values), clip=self._config.clip
         )
+        # Weights and rejections are the policy's, so that both learn from the same tokens, with one denominator.
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()
         metrics.add(loss, is_clipped, is_kept)

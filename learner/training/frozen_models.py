@@ -19,7 +19,7 @@ class AuxInputs(NamedTuple):
     """Outputs of the frozen models that a forward pass of the learner takes, or that go beside its outputs."""
 
     arguments: dict[str, Tensor]
-    """Arguments of that pass."""
+    """Keyword arguments of that forward pass."""
     outputs: dict[str, Tensor]
     """Numbers per token beside its own."""
 

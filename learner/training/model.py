@@ -24,7 +24,7 @@ FLASH = "flash_attention_2"
 
 
 class Policy(nn.Module):
-    """What a training engine runs: float32 master weights, matrix products in `compute_dtype`."""
+    """The module that a training engine runs: float32 master weights, matrix products in `compute_dtype`."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Policy(nn.Module):
         candidates: Tensor | None = None,
         reference_logits: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """`logprobs` of the predicted tokens, float32[N], and what else is asked for: see `measure_tokens`."""
+        """`logprobs` of the trained tokens, float32[N], and the requested numbers: see `measure_tokens`."""
         return measure_tokens(
             self.logits(microbatch),
             microbatch.targets,
@@ -65,7 +65,7 @@ class Policy(nn.Module):
         )
 
     def logits(self, microbatch: Microbatch) -> Tensor:
-        """Logits of the predicted tokens, [N, V]."""
+        """Logits that predict the trained tokens, [N, V]."""
         is_one_row = len(microbatch.token_ids) == 1
         kept = microbatch.sources if is_one_row else 0
         output = read(self.causal_lm, microbatch, compute_dtype=self._compute_dtype, logits_to_keep=kept)
@@ -78,7 +78,7 @@ class Policy(nn.Module):
 
 
 def read(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **asked: Any) -> Any:
-    """What a transformers model makes of all of a microbatch's tokens."""
+    """Forward pass of a transformers model over all tokens of a microbatch; `asked` are further arguments."""
     is_mixed = compute_dtype != torch.float32
     with torch.autocast(microbatch.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
         return module(

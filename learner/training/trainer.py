@@ -49,7 +49,7 @@ class Trainer:
         frozen_models: FrozenModels,
         critic: Critic | None = None,
     ) -> None:
-        """`frozen_models` hold the initial policy when `algorithm.kl.coefficient` > 0, and a teacher if one is configured.
+        """`frozen_models` hold the initial policy when `algorithm.kl.coefficient` > 0, and the configured teacher.
 
         `critic` is there exactly when `algorithm.advantage` needs one.
         """
@@ -58,7 +58,7 @@ class Trainer:
         self._frozen_models = frozen_models
         self._layout = _choose_layout(engine.model, microbatch_tokens=run.learner.tokens_per_microbatch)
         self.engine = engine
-        """Holds parameters and optimizer."""
+        """Holds the policy's parameters and optimizer."""
         self.objective = objective
         self.critic = critic
         self.reference = frozen_models.reference
@@ -96,9 +96,11 @@ class Trainer:
                 found.append(self._update(batch, index, microbatches, metrics=metrics, step=step, scale=scale))
         norms = [norm for norm in found if norm is not None]
         reported = metrics.report(self._ranks, num_updates=len(found))
+        # After the updates: the new reference is the learner that this step has made.
         self._frozen_models.refresh_reference(self.engine, step=step)
         kl_coefficient = self.objective.kl_coefficient
         if norms:
+            # A step that was only measured has not moved the KL, and must not move its coefficient.
             self.objective.end_step(
                 reference_kl=reported["learner/reference_kl"], num_trajectories=batch.num_trajectories
             )
@@ -141,6 +143,7 @@ class Trainer:
         """Fill the columns that take forward passes of their own."""
         config = self._run.algorithm
         if config.needs_start_logprobs:
+            # The collisions come with the same pass, which the advantage's score norms are made of.
             requested = Requested(collision=config.advantage.needs_collisions)
             names = ["logprobs", "collisions"] if requested.collision else ["logprobs"]
             forward = partial(self.engine.forward, requested=requested)
@@ -163,6 +166,7 @@ class Trainer:
             batch = batch.with_tokens(current_logprobs=current["logprobs"])
             batch = self.objective.select_tokens(batch, update=index, seed=self._run.seed + self.num_updates)
         losses = []
+        # One graph at a time: its backward pass frees it before the next microbatch is read.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
                 aux = self._frozen_models.aux_inputs(microbatch)

@@ -221,7 +221,7 @@ def test_a_share_rounded_above_one_raises_nothing():
     assert importance.ess_learning_rate_scale(1.0000001, floor=0.0) == 1.0
 
 
-# --- a proximal policy between generator and learner --------------------------------------------------------------------
+# --- a proximal policy between generator and learner -----------------------------------------------------------------
 GENERATOR, LEARNER = torch.tensor([0.2, 0.5, 0.9]).log(), torch.tensor([0.8, 0.4, 0.9]).log()
 
 

@@ -8,7 +8,7 @@ from slipstream.learner.errors import BatchError
 from tests.unit.learner.builders import GREEDY, VOCABULARY, make_groups, make_response
 
 
-def admitted(groups, **overrides):
+def built(groups, **overrides):
     settings = {
         "learner_version": 5,
         "max_lags": [2] * len(groups),
@@ -28,7 +28,7 @@ def test_columns_lie_group_by_group_and_token_by_token():
         [make_response(0, 0, reward=1.0, version=5), make_response(0, 1, reward=3.0, version=3, response=(5, 1))],
         [make_response(1, 0, reward=70.0, version=4)],
     ]
-    batch = admitted(groups, weights=[1.0, 0.25]).batch
+    batch = built(groups, weights=[1.0, 0.25]).batch
     assert batch.trajectories.groups.tolist() == [0, 0, 1]
     assert batch.trajectories.rewards.tolist() == [1, 3, 70]
     assert batch.trajectories.num_trained.tolist() == batch.trajectories.lengths.tolist() == [4, 2, 4]
@@ -39,10 +39,10 @@ def test_columns_lie_group_by_group_and_token_by_token():
 
 
 def test_samples_know_their_places_in_the_columns():
-    updates = admitted(make_groups(num_groups=4, version=5), num_updates=2).updates
+    updates = built(make_groups(num_groups=4, version=5), num_updates=2).updates
     indices = np.concatenate([sample.indices for samples in updates for sample in samples])
     assert sorted(indices.tolist()) == list(range(len(indices)))
-    batch = admitted(make_groups(num_groups=4, version=5), num_updates=2).batch
+    batch = built(make_groups(num_groups=4, version=5), num_updates=2).batch
     for update, samples in enumerate(updates):
         own = batch.tokens.sequences[np.concatenate([sample.indices for sample in samples])]
         assert set(batch.trajectories.updates[own].tolist()) == {update}
@@ -50,7 +50,7 @@ def test_samples_know_their_places_in_the_columns():
 
 def test_turns_are_counted_by_runs_of_model_written_tokens():
     mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
-    batch = admitted([[fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 5)])]]).batch
+    batch = built([[fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 5)])]]).batch
     assert batch.tokens.turns.tolist() == [0, 0, 1, 1, 1]
     assert batch.tokens.positions.tolist() == [0, 1, 2, 3, 4]
     assert batch.tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 2]
@@ -65,7 +65,7 @@ def test_turns_and_positions_are_each_trajectorys_own():
         ],
         [fresh(0, prompt=(4,), response=(2, 1))],
     ]
-    tokens = admitted(groups).batch.tokens
+    tokens = built(groups).batch.tokens
     # Nothing predicts the first token of a trajectory, so it is counted and not there.
     assert tokens.sequences.tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert tokens.turns.tolist() == [0, 0, 1, 0, 1, 0, 0]
@@ -75,7 +75,7 @@ def test_turns_and_positions_are_each_trajectorys_own():
 
 def test_positions_count_the_tokens_that_are_too_old_as_well():
     mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
-    batch = admitted([[fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 0), VersionSpan(6, 5)])]]).batch
+    batch = built([[fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 0), VersionSpan(6, 5)])]]).batch
     assert batch.tokens.turns.tolist() == [1, 1]
     assert batch.tokens.positions.tolist() == [3, 4]
     assert batch.tokens.positions_in_turn.tolist() == [1, 2]
@@ -85,7 +85,7 @@ def test_parts_of_rewards_are_columns_by_name():
     both = fresh(0, reward=0.0)
     both = msgspec.structs.replace(both, reward=Reward(total=3.0, parts={"format": 1.0, "answer": 2.0}))
     one = msgspec.structs.replace(fresh(1), reward=Reward(total=1.0, parts={"format": 1.0}))
-    batch = admitted([[both, one]]).batch
+    batch = built([[both, one]]).batch
     assert batch.part_names == ("answer", "format")
     assert batch.trajectories.parts[0].tolist() == [2.0, 1.0]
     assert np.isnan(batch.trajectories.parts[1, 0].item())
@@ -94,7 +94,7 @@ def test_parts_of_rewards_are_columns_by_name():
 def test_a_failed_reward_leaves_the_loss_and_the_baseline():
     failed = fresh(2)
     failed = msgspec.structs.replace(failed, reward=Reward(total=0.0, status="timeout"))
-    result = admitted([[fresh(0, reward=4.0), fresh(1, reward=2.0), failed]])
+    result = built([[fresh(0, reward=4.0), fresh(1, reward=2.0), failed]])
     (samples,) = result.updates
     assert result.batch.trajectories.is_member.tolist() == [True, True, False]
     assert [len(s.trained) for s in samples] == [4, 4, 0]
@@ -104,7 +104,7 @@ def test_a_failed_reward_leaves_the_loss_and_the_baseline():
 
 def test_stale_tokens_leave_the_loss_and_stay_in_the_baseline():
     old = fresh(0, reward=4.0, version_spans=[VersionSpan(4, 2), VersionSpan(6, 3)])
-    result = admitted([[old, fresh(1, reward=2.0)]])
+    result = built([[old, fresh(1, reward=2.0)]])
     (samples,) = result.updates
     assert samples[0].trained.tolist() == [6, 7]
     assert result.batch.trajectories.is_member.all()
@@ -112,18 +112,18 @@ def test_stale_tokens_leave_the_loss_and_stay_in_the_baseline():
 
 
 def test_tokens_newer_than_the_learner_are_trained_on():
-    (samples,) = admitted([[fresh(0, version_spans=[VersionSpan(4, 9)])]]).updates
+    (samples,) = built([[fresh(0, version_spans=[VersionSpan(4, 9)])]]).updates
     assert len(samples[0].trained) == 4
 
 
 def test_the_first_token_is_never_trained():
     whole = fresh(0, model_mask=np.ones(8, dtype=bool), version_spans=[VersionSpan(0, 5)])
-    (samples,) = admitted([[whole]]).updates
+    (samples,) = built([[whole]]).updates
     assert samples[0].trained.tolist() == list(range(1, 8))
 
 
 def test_groups_are_dealt_out_to_the_updates():
-    result = admitted(make_groups(num_groups=6, group_size=2, version=5), num_updates=3)
+    result = built(make_groups(num_groups=6, group_size=2, version=5), num_updates=3)
     assert [[s.group_id for s in update] for update in result.updates] == [
         ["0", "0", "3", "3"],
         ["1", "1", "4", "4"],
@@ -133,7 +133,7 @@ def test_groups_are_dealt_out_to_the_updates():
 
 
 def test_tokens_of_another_run_are_older_than_any_of_this_one():
-    batch = admitted([[fresh(0)], [make_response(1, 0, version=100)]], max_lags=[2, None], num_mixed=1).batch
+    batch = built([[fresh(0)], [make_response(1, 0, version=100)]], max_lags=[2, None], num_mixed=1).batch
     assert batch.tokens.lags[:4].tolist() == [0] * 4
     assert batch.trajectories.num_trained.tolist() == [4, 4]
     assert (batch.tokens.lags[4:] > 1000).all()
@@ -141,17 +141,17 @@ def test_tokens_of_another_run_are_older_than_any_of_this_one():
 
 def test_a_token_outside_the_vocabulary_is_refused_by_name():
     with pytest.raises(BatchError, match=f"token ids must be < {VOCABULARY}, .* got {VOCABULARY} in 0-0-0"):
-        admitted([[fresh(0, response=(VOCABULARY, 1))]])
+        built([[fresh(0, response=(VOCABULARY, 1))]])
 
 
 def test_a_greedy_trajectory_is_refused_where_no_baseline_was_asked_for():
     with pytest.raises(BatchError, match=r"temperature > 0.*generators\.baseline=greedy"):
-        admitted([[fresh(0, sampling=GREEDY)]])
+        built([[fresh(0, sampling=GREEDY)]])
 
 
 def test_a_temperature_below_zero_is_always_refused():
     with pytest.raises(BatchError, match="temperature > 0"):
-        admitted([[fresh(0, sampling=msgspec.structs.replace(GREEDY, temperature=-1.0))]], has_baseline=True)
+        built([[fresh(0, sampling=msgspec.structs.replace(GREEDY, temperature=-1.0))]], has_baseline=True)
 
 
 def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
@@ -159,8 +159,8 @@ def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
         [fresh(0, reward=4.0), fresh(1, reward=2.0), fresh(2, reward=70.0, sampling=GREEDY)],
         [make_response(1, index, version=5, reward=1.0) for index in range(2)],
     ]
-    result = admitted(groups, has_baseline=True)
-    trajectories, without = result.batch.trajectories, admitted([groups[0][:2], groups[1]])
+    result = built(groups, has_baseline=True)
+    trajectories, without = result.batch.trajectories, built([groups[0][:2], groups[1]])
     assert trajectories.greedy_rewards.tolist()[:3] == [70.0] * 3
     assert trajectories.greedy_rewards[3:].isnan().all()
     assert trajectories.is_member.tolist() == [True, True, False, True, True]
@@ -172,31 +172,31 @@ def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
 
 def test_a_greedy_answer_that_is_too_old_is_no_stale_token():
     groups = [[fresh(0), fresh(1, sampling=GREEDY, version_spans=[VersionSpan(4, 0)])]]
-    assert admitted(groups, has_baseline=True).metrics["learner/stale_fraction"] == 0.0
+    assert built(groups, has_baseline=True).metrics["learner/stale_fraction"] == 0.0
 
 
 def test_a_greedy_answer_without_a_reward_is_no_baseline():
     failed = msgspec.structs.replace(fresh(1, sampling=GREEDY), reward=Reward(total=0.0, status="timeout"))
-    result = admitted([[fresh(0), failed]], has_baseline=True)
+    result = built([[fresh(0), failed]], has_baseline=True)
     assert result.batch.trajectories.greedy_rewards.isnan().all()
     assert result.metrics["learner/failed_fraction"] == 0.0
 
 
 def test_a_group_has_one_baseline_at_most():
     with pytest.raises(BatchError, match="one greedy answer at most, got 0-0-1 and 0-0-2"):
-        admitted([[fresh(0), fresh(1, sampling=GREEDY), fresh(2, sampling=GREEDY)]], has_baseline=True)
+        built([[fresh(0), fresh(1, sampling=GREEDY), fresh(2, sampling=GREEDY)]], has_baseline=True)
 
 
 def test_a_group_that_is_used_again_may_have_a_bound_of_its_own():
     old = [[make_response(0, index, version=0) for index in range(2)] for _ in range(3)]
-    result = admitted(old, max_lags=[2, 5, None])
+    result = built(old, max_lags=[2, 5, None])
     assert [len(s.trained) for s in result.updates[0]] == [0, 0, 4, 4, 4, 4]
     assert result.metrics["learner/stale_fraction"] == pytest.approx(1 / 3)
 
 
 def test_a_truncated_answer_may_leave_the_loss_and_stays_in_the_baseline():
     groups = [[fresh(0, stop_reason="length"), fresh(1)]]
-    assert [len(s.trained) for s in admitted(groups).updates[0]] == [4, 4]
-    result = admitted(groups, masks_truncated=True)
+    assert [len(s.trained) for s in built(groups).updates[0]] == [4, 4]
+    result = built(groups, masks_truncated=True)
     assert [len(s.trained) for s in result.updates[0]] == [0, 4]
     assert result.batch.trajectories.is_member.all()

@@ -3,7 +3,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.learner.batching.packing import bundle_by_prompt, bundle_singly, pack, row_length, share_out
+from slipstream.learner.batching.packing import bundle_by_prompt, bundle_singly, distribute, pack, row_length
 from tests.unit.learner.builders import make_groups, make_response, make_sample
 
 
@@ -40,7 +40,7 @@ def test_different_beginnings_are_not_shared():
 
 def test_the_longest_bundle_goes_to_the_least_loaded_rank():
     samples = [make_sample(make_response(i, 0, prompt=(4,), response=(5,) * n)) for i, n in enumerate((9, 5, 4, 3, 1))]
-    loads = [sum(b.num_tokens for b in share) for share in share_out(bundle_singly(samples), num_ranks=2)]
+    loads = [sum(b.num_tokens for b in share) for share in distribute(bundle_singly(samples), num_ranks=2)]
     assert sorted(loads) == [10, 12]
 
 
@@ -49,7 +49,7 @@ def test_the_longest_bundle_goes_to_the_least_loaded_rank():
 def test_packing_keeps_every_sample_once_and_its_budgets(seed, row, budget, ranks):
     samples = samples_of(make_groups(num_groups=5, seed=seed))
     bundles = bundle_by_prompt(samples, max_tokens=row)
-    shares = share_out(bundles, num_ranks=ranks)
+    shares = distribute(bundles, num_ranks=ranks)
     packed = [pack(share, row_tokens=row, microbatch_tokens=budget) for share in shares]
     microbatches = list(itertools.chain(*packed))
     assert ids(b for m in microbatches for r in m for b in r) == sorted(map(identity, samples))

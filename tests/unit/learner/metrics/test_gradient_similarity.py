@@ -14,7 +14,7 @@ class Scene:
     def __init__(self, *sizes: int, **settings) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.0)
-        self.memory = GradientSimilarity(self.optimizer, seed=0, **settings)
+        self.similarity = GradientSimilarity(self.optimizer, seed=0, **settings)
 
     def use(self, *gradients: torch.Tensor | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -23,10 +23,10 @@ class Scene:
 
     def update(self, *gradients: torch.Tensor | None) -> None:
         self.use(*gradients)
-        self.memory.end_update()
+        self.similarity.end_update()
 
     def cosine(self, ranks=None) -> float | None:
-        return self.memory.report(ranks or make_alone()).get("learner/grad_cosine")
+        return self.similarity.report(ranks or make_alone()).get("learner/grad_cosine")
 
 
 class TwoRanks:
@@ -82,7 +82,7 @@ def test_pieces_that_the_optimizer_is_given_one_by_one_are_one_gradient():
         whole.update(gradient)
         pieces.use(gradient[:2])
         pieces.use(gradient[2:])
-        pieces.memory.end_update()
+        pieces.similarity.end_update()
     assert pieces.cosine() == pytest.approx(whole.cosine())
 
 
@@ -108,7 +108,7 @@ def test_of_a_long_gradient_the_same_few_entries_are_kept():
     for gradients in (first, second):
         scene.update(*gradients)
         whole.update(*gradients)
-    assert sum(part.numel() for part in scene.memory._before) <= 5_000
+    assert sum(part.numel() for part in scene.similarity._previous) <= 5_000
     assert scene.cosine() == pytest.approx(whole.cosine(), abs=0.03)
     scene.update(*second)
     assert scene.cosine() == pytest.approx(1.0)
