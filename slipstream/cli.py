@@ -107,7 +107,7 @@ def sft(overrides: Overrides = None) -> None:
 
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
 def prepare(overrides: Overrides = None) -> None:
-    """Make the data and models that a run needs and lacks, as `run` does."""
+    """Make the data and models that a run lacks, as `run` does."""
     from slipstream.configs.load import load
     from slipstream.launch.preflight import prepare as make_missing
 
@@ -118,8 +118,10 @@ def prepare(overrides: Overrides = None) -> None:
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
 def config(
     overrides: Overrides = None,
-    sources: Annotated[bool, typer.Option(help="Name the file or override that sets each value.")] = False,
-    arithmetic: Annotated[bool, typer.Option(help="Print derived sizes: tokens, microbatches, devices.")] = False,
+    sources: Annotated[bool, typer.Option("--sources", help="Name the file or override that sets each value.")] = False,
+    arithmetic: Annotated[
+        bool, typer.Option("--arithmetic", help="Print derived sizes: tokens, microbatches, devices.")
+    ] = False,
 ) -> None:
     """Print the resolved configuration of a run."""
     from slipstream.scripts.print_config import main as print_config
@@ -232,6 +234,28 @@ def evaluate(
             f"{purpose:<8} accuracy {score.accuracy:.3f}, mean reward {score.reward_mean:.3f}, "
             f"{score.num_prompts} prompts{failed}"
         )
+
+
+@app.command()
+def check(
+    kind: Annotated[Literal["advantage", "policy_loss"], typer.Argument(help="What the function computes.")],
+    function: Annotated[str, typer.Argument(metavar="module:function", help="Where it is.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Arguments that it takes by keyword.")
+    ] = None,
+) -> None:
+    """Check an advantage or policy loss of your own.
+
+    \b
+    slipstream check policy_loss my_module:my_loss beta=0.1
+
+    Runs the checks that the built-in functions pass; docs/algorithms.md describes what such a function gets and returns.
+
+    Exit codes: 0, 1 when a required property does not hold, 2 for a function that cannot be loaded.
+    """
+    from slipstream.scripts.check_algorithm import main as check_algorithm
+
+    check_algorithm([kind, function, *(arguments or [])])
 
 
 @app.command()

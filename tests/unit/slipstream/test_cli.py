@@ -21,6 +21,7 @@ COMMANDS = [
     "data",
     "explain",
     "evaluate",
+    "check",
     "plot",
     "compare",
 ]
