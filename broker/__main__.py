@@ -1,12 +1,12 @@
-"""python -m broker [KEY=VALUE]...: start the broker, and keep the embedded store when no launcher does.
+"""python -m broker [KEY=VALUE]...: start the broker and, without a launcher, the embedded store.
 
 python -m broker experiment=digits_cpu name=mine                         on this machine
-python -m broker name=mine broker.address=tcp://0.0.0.0:5757 broker.token_file=token    for generators elsewhere
+python -m broker name=mine broker.token_file=token                       peers must present the token
 
 Most used settings; those of the learner must be the same:
   experiment=PRESET, name=NAME  the run; resume=true continues it
-  broker.address=ADDRESS        where generators and learner connect, such as tcp://127.0.0.1:5757
-  broker.token_file=FILE        secret of the run; needed to listen beyond this machine
+  broker.address=ADDRESS        loopback or ipc:// endpoint that peers connect to, such as tcp://127.0.0.1:5757
+  broker.token_file=FILE        secret that peers must present to join
   buffer/store=embedded         or redis, with buffer.store.url=redis://HOST:PORT/0
   buffer.staleness.max_lag=4    versions that a trajectory may be old
   data.train_path=FILE          prompts, in Parquet
@@ -45,7 +45,7 @@ from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
 _ANSWER_TIMEOUT_S = 3.0
-"""For one answer of the store: while the broker waits for it, no peer is heard."""
+"""Timeout of one store operation, seconds: while the broker waits for it, no peer is served."""
 
 log = structlog.get_logger(__name__)
 
@@ -62,19 +62,19 @@ def main(overrides: list[str]) -> None:
     channel = ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes)
     folder = RunFolder(run)
     folder.open()
-    keeper = _keeper(run, folder)
+    supervisor = _make_supervisor(run, folder)
     try:
-        if keeper:
-            keeper.start()
-        _serve(run, folder, channel, keeper, token=token, train=train, heldout=heldout)
+        if supervisor:
+            supervisor.start()
+        _serve(run, folder, channel, supervisor, token=token, train=train, heldout=heldout)
     finally:
         channel.close()
-        if keeper:
-            keeper.stop()
+        if supervisor:
+            supervisor.stop()
 
 
-def _keeper(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
-    """Of the embedded store, when nobody else keeps it."""
+def _make_supervisor(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
+    """Supervisor of the embedded store; None if the launcher runs it or the store is external."""
     store = run.buffer.store
     if has_launcher() or not isinstance(store, EmbeddedRedisConfig):
         return None
@@ -86,7 +86,7 @@ def _serve(
     run: RunConfig,
     folder: RunFolder,
     channel: ZmqServerChannel,
-    keeper: RedisSupervisor | None,
+    supervisor: RedisSupervisor | None,
     *,
     token: str,
     train: Dataset,
@@ -95,7 +95,7 @@ def _serve(
     config_json = msgspec.json.encode(run).decode()
     url = store_url(run, folder.path)
     state = _open_run(run, url, config_json=config_json, num_rows=len(train))
-    # Without patience: the peers must be answered, that the store is away if need be.
+    # Without retries: during an outage peers must be answered that the store is unavailable.
     store = open_run_store(
         url,
         run.name,
@@ -119,16 +119,16 @@ def _serve(
     with closing(store), _archiving(run, folder, url):
         while not stopping.is_set():
             router.step(timeout_s=0.2)
-            for sentence in keeper.poll() if keeper else ():
+            for sentence in supervisor.poll() if supervisor else ():
                 log.warning(sentence)
-        # A launcher starts it again, or ends the generators itself.
+        # A launcher restarts the broker, or ends the generators itself.
         if not has_launcher():
             router.drain_all(reason="the broker stops")
     log.info("stopped")
 
 
 def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: int) -> RunState:
-    """Begin the run, or take it up. Raises RunConflictError when it is over."""
+    """Begin or continue the run. Raises RunConflictError if it is finished."""
     timeout_s = run.buffer.retry_timeout_s
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
         state = store.open_run(
@@ -143,14 +143,14 @@ def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: int) -> R
     if state.phase == "finished" and not run.resume:
         raise RunConflictError(
             f"run {run.name!r} must not be finished, got {state.step} steps and a summary in {RunFolder(run).path}: "
-            "choose another with name=..., or train on with resume=true and a larger learner.max_steps."
+            "choose another with name=..., or continue it with resume=true and a larger learner.max_steps."
         )
     return state
 
 
 @contextmanager
 def _archiving(run: RunConfig, folder: RunFolder, store_url: str) -> Iterator[None]:
-    """Have groups that are over archived meanwhile; what is left at the end waits in the store for the next broker."""
+    """Archive finished groups during the block; the rest stays in the store for the next broker."""
     if not run.buffer.archive.enabled:
         yield
         return

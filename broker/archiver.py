@@ -1,10 +1,11 @@
-"""Archiver: groups that are over, and the steps that trained on them, from the store into the archive.
+"""Archiver: moves finished groups, and the steps that trained on them, from the store into the archive.
 
 Consumes: finished groups of the store, oldest first; its step ledger.
 Produces: shards and a ledger in the archive's folder; room in the store; the gauges of the role `archiver`.
-Waits for: enough of them for a shard, at most `flush_s`.
+Waits for: enough groups for a shard, at most `flush_s`.
 Woken by: its own clock, every second.
-Invariant: the store forgets a group only after the archive has it, durably; the archive takes a group once.
+Invariant: the store forgets a group only after the archive holds it durably; the archive takes a group once. A step is
+in the archive's ledger only if a checkpoint covers it and the archive holds all of its groups.
 """
 
 import os
@@ -35,30 +36,39 @@ _SAMPLED_GROUPS = 8
 _MAX_SHARD_BYTES = 256 * 2**20
 """Encoded trajectories of one shard, which are in memory while it is written; a shard of long ones has fewer groups."""
 _ROLE = "archiver"
-"""Its name among the roles of the run."""
 _TICK_S = 1.0
-"""Between two looks at the store."""
 
 log = structlog.get_logger(__name__)
 
 
-class CommittedSteps(Protocol):
-    """What it needs of a store."""
+class ArchiverStore(Protocol):
+    """The operations of Store that an archiver uses."""
 
-    def run_state(self) -> RunState:
-        """See `Store.run_state`."""
-        ...
+    def run_state(self) -> RunState: ...
 
-    def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        """See `Store.ledger`."""
-        ...
+    def ledger(self, *, first_step: int = 1) -> list[StepEntry]: ...
+
+    def counts(self) -> StoreCounts: ...
+
+    def finished(self, *, limit: int) -> list[FinishedGroup]: ...
+
+    def forget(self, group_ids: list[str]) -> int: ...
+
+    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class StepArchiver:
-    """Life: (look -> note_archived* -> write)*. Belongs to one thread."""
+    """Copies the step ledger, each step after the groups it trained on. Belongs to one thread.
 
-    def __init__(self, store: CommittedSteps, folder: Path, shards: ShardWriter) -> None:
-        """`shards` writes to the same archive. Raises ArchiveError when its ledger is damaged, OSError."""
+    A step may wait long for its last group: one that can be trained on again stays in the store.
+
+    Life: (poll -> mark_archived* -> write)*.
+    """
+
+    def __init__(self, store: ArchiverStore, folder: Path, shards: ShardWriter) -> None:
+        """`shards` writes to the same archive. Raises ArchiveError if its ledger is damaged, OSError."""
         self._store = store
         self._shards = shards
         self._ledger = LedgerWriter(folder)
@@ -71,77 +81,53 @@ class StepArchiver:
         """Newest step in the archive's ledger; 0 before the first."""
         return self._ledger.last_step
 
-    def look(self) -> None:
-        """See which steps a checkpoint covers by now. Raises StoreUnavailableError."""
+    def poll(self) -> None:
+        """Read which steps a checkpoint covers by now. Raises StoreUnavailableError."""
         pointer = self._store.run_state().checkpoint
         step = pointer.step if pointer else 0
         if self._covered is None or step < self._covered:
-            # At the start; or the store came back from its disk without its last seconds: compare all there is.
+            # The first call, or the store has lost its last seconds in a crash: compare the complete ledger.
             self._pending, self._awaited = [], set()
-            self._take(self._ledger.lacks(self._entries(first_step=1, last_step=step)))
+            self._add(self._ledger.lacks(self._entries(first_step=1, last_step=step)))
         elif step > self._covered:
-            self._take(self._entries(first_step=self._covered + 1, last_step=step))
+            self._add(self._entries(first_step=self._covered + 1, last_step=step))
         self._covered = step
 
-    def note_archived(self, group_ids: Iterable[str]) -> None:
-        """The archive has these."""
+    def mark_archived(self, group_ids: Iterable[str]) -> None:
         self._awaited.difference_update(group_ids)
 
     def write(self) -> None:
-        """Enter the steps, in order, whose groups are all archived. Raises OSError, and can be called again then."""
-        whole = list(takewhile(lambda entry: self._awaited.isdisjoint(entry.group_ids), self._pending))
-        if whole:
-            self._ledger.append(whole)
-            del self._pending[: len(whole)]
-            log.info("archived_steps", first=whole[0].step, last=whole[-1].step)
+        """Append the steps, in order, whose groups are all archived. Raises OSError, and may be called again then."""
+        # In order, so that `last_step` means that all steps up to it are archived.
+        complete = list(takewhile(lambda entry: self._awaited.isdisjoint(entry.group_ids), self._pending))
+        if complete:
+            self._ledger.append(complete)
+            del self._pending[: len(complete)]
+            log.info("archived_steps", first=complete[0].step, last=complete[-1].step)
 
     def _entries(self, *, first_step: int, last_step: int) -> list[StepEntry]:
         return [entry for entry in self._store.ledger(first_step=first_step) if entry.step <= last_step]
 
-    def _take(self, entries: list[StepEntry]) -> None:
+    def _add(self, entries: list[StepEntry]) -> None:
         if entries:
             groups = {group for entry in entries for group in entry.group_ids}
             self._awaited |= groups - self._shards.groups_since(entries[0].step)
             self._pending += entries
 
 
-class FinishedGroups(CommittedSteps, Protocol):
-    """What an archiver needs of a store."""
-
-    def counts(self) -> StoreCounts:
-        """See `Store.counts`."""
-        ...
-
-    def finished(self, *, limit: int) -> list[FinishedGroup]:
-        """See `Store.finished`."""
-        ...
-
-    def forget(self, group_ids: list[str]) -> int:
-        """See `Store.forget`."""
-        ...
-
-    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
-        """See `Store.report_role`."""
-        ...
-
-    def close(self) -> None:
-        """See `Store.close`."""
-        ...
-
-
 OpenWriter = Callable[[Path], ShardWriter]
-"""Archive's folder -> its writer."""
+"""Folder of the archive -> its writer."""
 
 
 class Archiver:
-    """Moves finished groups when a shard is full, or the oldest has waited long enough. Belongs to one thread.
+    """Writes a shard once it is full, or its oldest group has waited `flush_s`. Belongs to one thread.
 
-    Life: step, again and again -> flush -> close.
+    Life: step* -> flush -> close.
     """
 
     def __init__(
         self,
-        store: FinishedGroups,
+        store: ArchiverStore,
         folder: Path,
         config: ArchiveConfig,
         *,
@@ -149,7 +135,7 @@ class Archiver:
         clock: Clock = time.monotonic,
         open_writer: OpenWriter = ShardWriter,
     ) -> None:
-        """`folder` is the archive's. Raises ArchiveError when somebody else writes there, OSError."""
+        """`folder`: of the archive. Raises ArchiveError if another process writes there, OSError."""
         self._store = store
         self._config = config
         self._max_shard_bytes = max_shard_bytes
@@ -162,7 +148,7 @@ class Archiver:
             self.close()
             raise
         self.num_groups = 0
-        """Archived by this archiver."""
+        """Groups archived by this archiver."""
 
     @property
     def last_step(self) -> int:
@@ -170,18 +156,18 @@ class Archiver:
         return self._steps.last_step
 
     def step(self) -> int:
-        """Archive one shard if it is due; returns the groups taken from the store. Raises StoreUnavailableError, OSError.
+        """Archive one shard if it is due; returns the number of groups taken from the store.
 
-        After a failure nothing is lost: the next step begins where this one did.
+        Raises StoreUnavailableError, OSError. Nothing is lost then: the next call starts where this one did.
         """
-        self._steps.look()
+        self._steps.poll()
         num_groups = self._move() if self._is_due() else 0
         self._steps.write()
         return num_groups
 
     def flush(self) -> int:
-        """Archive all that is over now; returns the groups taken from the store. Raises as `step` does."""
-        self._steps.look()
+        """Archive all finished groups now; returns the number of groups taken from the store. Raises like `step`."""
+        self._steps.poll()
         num_groups = 0
         while moved := self._move():
             num_groups += moved
@@ -189,7 +175,7 @@ class Archiver:
         return num_groups
 
     def close(self) -> None:
-        """Let others write to the archive. The store stays open."""
+        """Release the archive to other writers. The store stays open."""
         self._writer.close()
 
     def _is_due(self) -> bool:
@@ -204,19 +190,19 @@ class Archiver:
 
     def _move(self) -> int:
         groups = self._peek()
-        # Written before, by this archiver or one that died before the store forgot them.
+        # Some may be in the archive already: an archiver died, or the store failed, before it forgot them.
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and (shard := self._writer.write(new)):
             log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
         if groups:
-            self._steps.note_archived(group.id for group in groups)
+            self._steps.mark_archived(group.id for group in groups)
             self._store.forget([group.id for group in groups])
         self._waiting_since = None
         self.num_groups += len(new)
         return len(groups)
 
     def _peek(self) -> list[FinishedGroup]:
-        """As many as fill a shard, in groups or in bytes."""
+        """Read as many finished groups as fill a shard, by number or by bytes."""
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
         fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)
@@ -225,33 +211,32 @@ class Archiver:
 
 
 class ArchiverStatus(Record):
-    """What an archiver says of itself. Example: ArchiverStatus(state="archiving", groups=2048, last_step=64)."""
+    """Gauges of the archiver. Example: ArchiverStatus(state="archiving", groups=2048, last_step=64)."""
 
     state: Literal["starting", "archiving", "stuck", "gone"] = "starting"
-    """stuck: it cannot archive, and tries again; see the reason."""
+    """stuck: it cannot archive and keeps trying; see `reason`."""
     groups: int = 0
-    """Archived since it started."""
+    """Groups archived since it started."""
     last_step: int = 0
     """Newest step in the archive's ledger."""
     reason: str = ""
-    """What keeps it from archiving; empty while nothing does."""
+    """Error that prevents archiving; empty without one."""
     waits_for: WaitsFor = ""
-    """What it needs to go on."""
 
 
 class ArchiverThread:
-    """An Archiver on a thread and a store connection of its own; tries again, and says why, when either side fails."""
+    """An Archiver with its own thread and store connection; it retries after errors and reports them as its status."""
 
     def __init__(
         self,
-        connect: Callable[[], FinishedGroups],
+        connect: Callable[[], ArchiverStore],
         folder: Path,
         config: ArchiveConfig,
         *,
         tick_s: float = _TICK_S,
         open_writer: OpenWriter = ShardWriter,
     ) -> None:
-        """`connect` opens the store; it is called on the thread, and again after a failure."""
+        """`connect` opens the store; it is called on the thread, and again after every error."""
         self._connect = connect
         self._folder = folder
         self._config = config
@@ -262,17 +247,16 @@ class ArchiverThread:
         self._thread = threading.Thread(target=self._run, name="archiver", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def status(self) -> ArchiverStatus:
-        """How it goes; from any thread. The store has it too, as the gauges of the role `archiver`."""
+        """Return the current status, from any thread; the store has it as the gauges of the role `archiver`."""
         return self._status
 
     def stop(self, *, timeout_s: float) -> bool:
-        """Archive what is over, then end; blocks at most `timeout_s`. Returns whether it has ended.
+        """Archive what is finished, then end; blocks at most `timeout_s`. Returns whether it has ended.
 
-        What it did not get to stays in the store, for the next archiver.
+        Groups that it did not get to stay in the store for the next archiver.
         """
         self._stopping.set()
         self._thread.join(timeout=timeout_s)
@@ -284,42 +268,42 @@ class ArchiverThread:
                 return
 
     def _attempt(self) -> bool:
-        """Archive until told to stop: True; False after a failure."""
+        """Archive until stopped; False after an error."""
         try:
             with closing(self._connect()) as store:
-                return self._archive_to_the_end(store)
-        except (ReplayBufferError, OSError) as fault:
-            self._say(fault)
+                return self._archive_until_stopped(store)
+        except (ReplayBufferError, OSError) as error:
+            self._record_error(error)
             return False
 
-    def _archive_to_the_end(self, store: FinishedGroups) -> bool:
+    def _archive_until_stopped(self, store: ArchiverStore) -> bool:
         try:
             with closing(self._open(store)) as archiver:
                 self._archive(archiver, store)
             return True
-        except (ReplayBufferError, OSError) as fault:
-            self._say(fault)
-            # The store may well be alive: it is the disk that is full, or another archiver that writes.
+        except (ReplayBufferError, OSError) as error:
+            self._record_error(error)
+            # The store may work all the same: the disk is full, or another archiver writes to the folder.
             self._report(store)
             return False
 
-    def _open(self, store: FinishedGroups) -> Archiver:
+    def _open(self, store: ArchiverStore) -> Archiver:
         return Archiver(store, self._folder, self._config, open_writer=self._open_writer)
 
-    def _archive(self, archiver: Archiver, store: FinishedGroups) -> None:
+    def _archive(self, archiver: Archiver, store: ArchiverStore) -> None:
         while not self._stopping.is_set():
             moved = archiver.step()
-            self._note(archiver, state="archiving")
+            self._record_progress(archiver, state="archiving")
             self._report(store)
             if not moved:
                 self._stopping.wait(self._tick_s)
         archiver.flush()
-        self._note(archiver, state="gone")
+        self._record_progress(archiver, state="gone")
         self._report(store)
 
-    def _note(self, archiver: Archiver, *, state: Literal["archiving", "gone"]) -> None:
+    def _record_progress(self, archiver: Archiver, *, state: Literal["archiving", "gone"]) -> None:
         if self._status.reason:
-            log.info("archiving_again")
+            log.info("archiving_resumed")
         self._status = ArchiverStatus(
             state=state,
             groups=self._status.groups + archiver.num_groups,
@@ -327,13 +311,13 @@ class ArchiverThread:
         )
         archiver.num_groups = 0
 
-    def _say(self, fault: Exception) -> None:
-        reason = str(fault)
+    def _record_error(self, error: Exception) -> None:
+        reason = str(error)
         if reason != self._status.reason:
             log.warning("not_archiving", reason=reason, folder=str(self._folder))
-        waits_for: WaitsFor = "disk" if isinstance(fault, OSError) else "store"
+        waits_for: WaitsFor = "disk" if isinstance(error, OSError) else "store"
         self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason, waits_for=waits_for)
 
-    def _report(self, store: FinishedGroups) -> None:
+    def _report(self, store: ArchiverStore) -> None:
         where = {"host": socket.gethostname(), "pid": os.getpid()}
         store.report_role(_ROLE, {"role": _ROLE, **where} | msgspec.structs.asdict(self._status))

@@ -1,7 +1,7 @@
-"""Dataset: the prompts of a Parquet file, checked when it is opened.
+"""Dataset: the prompts of a Parquet file, validated when it is opened.
 
-The form is verl's: columns `data_source`, `prompt` (plain text or chat messages), `reward_model.ground_truth`, and
-optionally `extra_info`.
+The schema is verl's: columns `data_source`, `prompt` (plain text or chat messages), `reward_model.ground_truth` and,
+optionally, `extra_info`.
 """
 
 from collections.abc import Iterator
@@ -23,22 +23,22 @@ class Row(Record):
     """
 
     uid: str
-    """File name and place in the file: stable over runs, unique within one."""
+    """File name and row number: stable over runs, unique within one."""
     prompt: str | list[dict[str, Any]]
     """Plain text, or chat messages with `role` and `content`."""
     ground_truth: str
-    """What the reward function compares with."""
+    """Reference answer for the reward function."""
     data_source: str
     """Kind of task."""
     extra_info: dict[str, Any] = {}
-    """Whatever else the row held."""
+    """Remaining columns of the row."""
 
 
 class Dataset:
     """The rows of one file, held in memory as Arrow columns. Loads without torch."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open and check the file. Raises ConfigError naming the file and what is wrong with it."""
+        """Open and validate the file. Raises ConfigError, naming the file and its first problem."""
         self._path = Path(path)
         self._table = _read(self._path)
         _check_columns(self._table.schema, self._path)
@@ -51,7 +51,7 @@ class Dataset:
         return (self.row(index) for index in range(len(self)))
 
     def row(self, index: int) -> Row:
-        """Row `index`, from 0 to len - 1. Raises IndexError beyond."""
+        """Return row `index`, from 0 to len - 1. Raises IndexError otherwise."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self._path} has rows 0 to {len(self) - 1}, got {index}")
         values = self._table.slice(index, 1).to_pylist()[0]
@@ -76,11 +76,11 @@ def _read(path: Path) -> pa.Table:
 def _check_columns(schema: pa.Schema, path: Path) -> None:
     rules = {"data_source": (_is_text, "text"), "prompt": (_is_prompt, "text or a list of chat messages")}
     rules["reward_model"] = (_has_truth, "a record with a text `ground_truth`")
-    for column, (holds, wanted) in rules.items():
+    for column, (is_valid, expected) in rules.items():
         if column not in schema.names:
             raise ConfigError(f"{path} must have the column `{column}`, but has only {', '.join(schema.names)}.")
-        if not holds(schema.field(column).type):
-            raise ConfigError(f"{path}: column `{column}` must be {wanted}, got {schema.field(column).type}.")
+        if not is_valid(schema.field(column).type):
+            raise ConfigError(f"{path}: column `{column}` must be {expected}, got {schema.field(column).type}.")
     if "extra_info" in schema.names and not _is_record_or_empty(schema.field("extra_info").type):
         raise ConfigError(f"{path}: column `extra_info` must be a record, got {schema.field('extra_info').type}.")
 

@@ -164,7 +164,7 @@ class Prompts(Message):
 
     prompts: list[Prompt]
     reason: str = ""
-    """Why there are none: `pacing: ...`, `capacity: ...`, `store_unavailable`, ...; empty if there are some."""
+    """Reason if there are none: `pacing: ...`, `capacity: ...`, `store_unavailable`, ...; else empty."""
 
 
 class Put(Message):

@@ -157,7 +157,7 @@ def make_reports() -> dict[str, tuple[float, dict[str, Any]]]:
         "launcher": (0.1, {"role": "launcher", "state": "ready", "restarts": {"generator-0": 2}}),
         "generator-0": (0.5, busy),
         "generator-1": (90.0, make_gauges(version=1)),
-        "generator-2": (300.0, {"role": "generator", "state": "gone", "reason": "said bye"}),
+        "generator-2": (300.0, {"role": "generator", "state": "gone", "reason": "left"}),
     }
 
 

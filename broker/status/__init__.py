@@ -1,1 +1,1 @@
-"""Status of a run: gauges of roles, who waits for whom, the terminal views."""
+"""Status of a run: gauges of the roles, which role blocks which, the terminal views."""

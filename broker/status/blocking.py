@@ -1,4 +1,4 @@
-"""Waits: who waits for whom in a run, and why, told from the roles' own reasons and from who is missing."""
+"""Blocking: which roles of a run wait for which others, derived from their own reports and from missing roles."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ from slipstream.broker.status.role_status import RoleStatus
 from slipstream.buffer.records import RunState
 from slipstream.buffer.trajectory import Record
 
+_ALL = "all roles"
 _GENERATORS, _LEARNER, _BROKER, _STORE, _DISK = "the generators", "the learner", "the broker", "the store", "the disk"
-_AWAITED: dict[str, str] = {
+_BLOCKED_ON: dict[str, str] = {
     "groups": _GENERATORS,
     "evaluation": _GENERATORS,
     "weights": _LEARNER,
@@ -16,61 +17,64 @@ _AWAITED: dict[str, str] = {
     "store": _STORE,
     "disk": _DISK,
 }
-"""WaitsFor -> who could end the wait."""
-_OVER = ("finished", "failed")
+"""WaitsFor -> the side that can end the wait."""
+_ENDED_PHASES = ("finished", "failed")
 
 
 class Wait(Record):
-    """One side waits for another.
+    """A role that waits for another.
 
-    Example: Wait(waiter="learner", blocked_on="the generators", reason="waiting for the 32 groups of step 13: 5 are ready")
+    Example: Wait("learner", blocked_on="the generators", reason="waiting for the 32 groups of step 13: 5 are ready")
     """
 
     waiter: str
-    """A role's name, or all of a kind."""
+    """A role's name, or all roles of a kind."""
     blocked_on: str
-    """Who could end the wait."""
+    """The side that can end the wait."""
     reason: str
-    """What is missing, in words."""
+    """Text for the terminal."""
 
 
 def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str) -> list[Wait]:
-    """Those for the dead first; none when the run is over. `admission_reason`: why no prompt is admitted now."""
-    if state.phase in _OVER:
+    """Return the waits, those for dead roles first; none once the run has ended.
+
+    `admission_reason`: reason why no prompt is admitted now; empty if some are.
+    """
+    if state.phase in _ENDED_PHASES:
         return []
     own = list(filter(None, map(_own_wait, roles)))
-    return [*_for_the_missing(roles), *_for_admission(roles, own, admission_reason), *own]
+    return [*_for_missing_roles(roles), *_for_admission(roles, own, admission_reason), *own]
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
-    """Why the learner's wait will not end by itself, from what the roles told last; empty when it may."""
+    """Return why the learner's wait will not end by itself, as it last reported; empty if it may."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
 
-def _for_the_missing(roles: list[RoleStatus]) -> list[Wait]:
+def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
     waits = []
     broker = next((role for role in roles if role.role == "broker"), None)
     if broker is None or not broker.is_alive:
-        waits.append(Wait("everybody", _BROKER, _absence("broker", broker)))
-        # What is known of the others is as old as the broker's last report.
+        waits.append(Wait(_ALL, _BROKER, _describe_absence("broker", broker)))
+        # Everything known about the other roles is as old as the broker's last report.
         return waits
     learner = next((role for role in roles if role.role == "learner"), None)
     if learner is None or not learner.is_alive:
-        waits.append(Wait(_GENERATORS, _LEARNER, _absence("learner", learner)))
+        waits.append(Wait(_GENERATORS, _LEARNER, _describe_absence("learner", learner)))
     if not any(role.role == "generator" and role.is_alive for role in roles):
         waits.append(Wait(_LEARNER, _GENERATORS, "no generator is alive: start one with `python -m generators`"))
     return waits
 
 
 def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    """Generators with room are told why they get no prompts only after a while."""
-    told = {wait.waiter for wait in own}
+    # A generator with free slots learns only after a while why it gets no prompts: until then it reports no wait.
+    reported = {wait.waiter for wait in own}
     with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
-    is_known = not with_room or any(role.name in told for role in with_room)
+    is_known = not with_room or any(role.name in reported for role in with_room)
     return [] if is_known or not reason else [Wait(_GENERATORS, _LEARNER, reason)]
 
 
-def _absence(name: str, role: RoleStatus | None) -> str:
+def _describe_absence(name: str, role: RoleStatus | None) -> str:
     if role is None:
         return f"no {name} has joined yet"
     word = "gone" if role.liveness == "gone" else "silent"
@@ -78,6 +82,5 @@ def _absence(name: str, role: RoleStatus | None) -> str:
 
 
 def _own_wait(role: RoleStatus) -> Wait | None:
-    """What a living role says it waits for."""
-    for_whom = _AWAITED.get(role.waits_for)
-    return Wait(role.name, for_whom, role.reason) if role.is_alive and for_whom else None
+    blocked_on = _BLOCKED_ON.get(role.waits_for)
+    return Wait(role.name, blocked_on, role.reason) if role.is_alive and blocked_on else None

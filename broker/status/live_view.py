@@ -1,4 +1,4 @@
-"""LiveView: what a person sees while a run is going: a live panel on a terminal, plain lines elsewhere."""
+"""LiveView: progress of a run, as a live panel on a terminal and as plain lines elsewhere."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ _SPARK_WIDTH = 48
 
 
 class LiveView:
-    """Shows snapshots. Use inside `with view.shown():`."""
+    """Shows snapshots of a run, inside `with view.shown():`."""
 
     def __init__(self, run: RunConfig, *, console: Console) -> None:
         self._run = run
@@ -32,7 +32,7 @@ class LiveView:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Take the terminal while the block runs."""
+        """Use the terminal for the duration of the block."""
         if not self._console.is_terminal:
             yield
             return
@@ -42,13 +42,13 @@ class LiveView:
         self._live = None
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Draw a snapshot, or print a line per new step."""
+        """Draw a snapshot, or print one line per new step."""
         if self._live:
             self._live.update(self._panel(snapshot))
             return
         for row in snapshot.new_rows:
             self._console.print(
-                line(row, snapshot, max_steps=self._run.learner.max_steps), highlight=False, soft_wrap=True
+                step_line(row, snapshot, max_steps=self._run.learner.max_steps), highlight=False, soft_wrap=True
             )
         self._show_dead_end(dead_end_cause(snapshot.roles))
         if not snapshot.rows and snapshot.describe_waits() != self._last_wait:
@@ -56,7 +56,7 @@ class LiveView:
             self._console.print(f"{snapshot.state.phase}: {self._last_wait}", highlight=False, soft_wrap=True)
 
     def print_line(self, sentence: str) -> None:
-        """One line above the panel."""
+        """Print one line above the panel."""
         self._console.print(sentence, highlight=False, soft_wrap=True)
 
     def _show_dead_end(self, cause: str) -> None:
@@ -95,12 +95,12 @@ class LiveView:
 
 
 def _dead_end(cause: str) -> list[Text]:
-    """Whole, however long: it says what to do."""
+    # Never truncated: the text ends with the remedy.
     return [Text(f"dead end: {cause}", style="bold red")] if cause else []
 
 
-def line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> str:
-    """One step as one plain line."""
+def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> str:
+    """Format one step as a plain line."""
     return (
         f"step {row['step']:>4}/{max_steps}  {duration(row['time_s']):>6}  reward {row['learner/reward_mean']:.3f}  "
         f"accuracy {_accuracy(snapshot)}  "
@@ -111,7 +111,7 @@ def line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> str:
 
 
 def sparkline(values: list[float], *, low: float, high: float) -> str:
-    """A row of bars, one per value, newest right."""
+    """Format values as a row of bars, newest on the right."""
     span = max(high - low, 1e-9)
     levels = (min(max((value - low) / span, 0.0), 1.0) for value in values[-_SPARK_WIDTH:])
     return "".join(_BARS[round(level * (len(_BARS) - 1))] for level in levels)
@@ -133,8 +133,8 @@ def _numbers(snapshot: RunSnapshot) -> Table:
 
 
 def _groups(counts: StoreCounts) -> str:
-    places = {place: getattr(counts, place) for place in ("leased", "ready", "claimed", "used")}
-    return ", ".join(f"{number} {place}" for place, number in (places | counts.outcomes).items())
+    states = {state: getattr(counts, state) for state in ("leased", "ready", "claimed", "used")}
+    return ", ".join(f"{number} {state}" for state, number in (states | counts.outcomes).items())
 
 
 def _lag_line(row: dict[str, Any]) -> Text:
@@ -172,7 +172,7 @@ def _share(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`7s`, `1m05s`, `3h20m`."""
+    """Format a duration: `7s`, `1m05s`, `3h20m`."""
     minutes, rest = divmod(int(seconds), 60)
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02d}m"

@@ -1,4 +1,4 @@
-"""Monitor: one look at a run, taken from the store alone."""
+"""Monitor: polls the state of a run from its store alone."""
 
 import time
 from typing import Any
@@ -12,20 +12,18 @@ _RECENT_STEPS = 20
 
 
 class RunSnapshot(Record):
-    """The run as it is now."""
+    """State of a run at one moment."""
 
     state: RunState
-    """Phase, step, version."""
     counts: StoreCounts
-    """Where the groups are."""
     roles: dict[str, dict[str, Any]]
-    """Newest gauges by role."""
+    """Newest gauges by the name of the role."""
     rows: list[dict[str, Any]]
     """Metrics rows, oldest first."""
     new_rows: list[dict[str, Any]]
-    """Those that came since the previous snapshot."""
+    """Rows added since the previous snapshot."""
     eta_s: float | None
-    """Seconds to `max_steps` at the present pace; None before the second step."""
+    """Seconds to `max_steps` at the current pace; None before the second step."""
 
     @property
     def last(self) -> dict[str, Any]:
@@ -33,16 +31,16 @@ class RunSnapshot(Record):
         return self.rows[-1] if self.rows else {}
 
     def newest(self, key: str) -> float | None:
-        """The newest value of a metric that not every row has."""
+        """Return the newest value of a metric that not every row has; None without one."""
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
     @property
     def living_generators(self) -> set[str]:
-        """Names of those that the broker knows."""
+        """Names of the generators that have not left."""
         return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
 
     def describe_waits(self) -> str:
-        """One sentence: which side waits for the other."""
+        """Return one line that names the waiting roles and their reasons."""
         waiting = [
             f"{name}: {g.get('reason')}"
             for name, g in sorted(self.roles.items())
@@ -52,7 +50,7 @@ class RunSnapshot(Record):
 
 
 class Monitor:
-    """Takes snapshots; keeps the rows it has read."""
+    """Takes snapshots of a run, and keeps the metrics rows it has read."""
 
     def __init__(self, store: Store, run: RunConfig, *, clock: Clock = time.monotonic) -> None:
         self._store = store
@@ -62,7 +60,7 @@ class Monitor:
         self._last = 0
 
     def poll(self) -> RunSnapshot:
-        """Read everything once. Raises StoreUnavailableError."""
+        """Take a snapshot. Raises StoreUnavailableError."""
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows.extend(new.rows)
@@ -76,7 +74,7 @@ class Monitor:
         )
 
     def _eta_s(self) -> float | None:
-        recent = _since_rolled_back(self._rows[-_RECENT_STEPS:])
+        recent = _since_rollback(self._rows[-_RECENT_STEPS:])
         if len(recent) < 2:
             return None
         first, last = recent[0], recent[-1]
@@ -84,10 +82,10 @@ class Monitor:
         return pace * (self._run.learner.max_steps - last["step"])
 
 
-def _since_rolled_back(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest rows of which each is a later step than the one before: after a resume, steps come again."""
-    begins = [at for at in range(1, len(rows)) if rows[at]["step"] <= rows[at - 1]["step"]]
-    return rows[begins[-1] if begins else 0 :]
+def _since_rollback(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the newest rows with increasing steps: after a rollback the same steps are trained again."""
+    starts = [i for i in range(1, len(rows)) if rows[i]["step"] <= rows[i - 1]["step"]]
+    return rows[starts[-1] if starts else 0 :]
 
 
 def _is_alive(gauges: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""RoleStatus: how one role of a run is, from what was last reported of it."""
+"""RoleStatus: status of one role of a run, from its last report."""
 
 from typing import Any, Literal
 
@@ -6,22 +6,21 @@ from slipstream.buffer.trajectory import Record
 from slipstream.configs.run import RunConfig
 
 Liveness = Literal["alive", "silent", "gone"]
-"""Reported of lately | not reported of for `broker.peer_timeout_s`: dead, or it cannot reach the store | has left."""
+"""Reported recently | no report for `broker.peer_timeout_s`: dead, or cut off from the store | has left."""
 
 Roles = dict[str, dict[str, Any]]
-"""Newest gauges by name, as the store gives them."""
+"""Newest gauges by the name of the role, as the store returns them."""
 
 LAUNCHER = "launcher"
 """Name of the launcher among the roles."""
 
-
 WaitsFor = Literal["", "groups", "evaluation", "weights", "transfer", "prompts", "store", "disk"]
-"""What a role says of itself in the gauge `waits_for`: nothing | groups to train on | answers of an evaluation | that
-weights are published | that they arrive | prompts | room in the store, or the store itself | room on the disk."""
+"""Gauge `waits_for` of a role: nothing | groups to train on | answers of an evaluation | the publication of weights |
+their transfer | prompts | room in the store, or the store itself | room on the disk."""
 
 
 class RoleStatus(Record):
-    """One role.
+    """Status of one role.
 
     Example: RoleStatus(name="generator-0", role="generator", liveness="alive", state="ready", report_age_s=0.4,
         progress_age_s=0.4, reason="", host="node-3", pid=4711, version=12, version_lag=1, tokens_per_s=5210.0,
@@ -29,48 +28,47 @@ class RoleStatus(Record):
     """
 
     name: str
-    """Unique in the run."""
+    """Name, unique in the run."""
     role: str
-    """generator, learner, broker, archiver, launcher."""
+    """generator | learner | broker | archiver | launcher."""
     liveness: Liveness
-    """Whether it lives, as far as the store can tell."""
     state: str
-    """What it said of itself last."""
+    """State as last reported."""
     report_age_s: float
-    """Since it was last reported of, seconds."""
+    """Seconds since the last report."""
     progress_age_s: float | None
-    """Since it last got any further, seconds; None for a role that has no such number."""
+    """Seconds since its last progress; None for a role without a progress counter."""
     reason: str
-    """What it does, or what it waits for; of one that is gone: why."""
+    """Current activity or cause of the wait; for a role that is gone, why it left."""
     waits_for: str = ""
-    """See WaitsFor; empty when it does something, and of one that does not say."""
+    """WaitsFor; empty if it works or does not report it."""
     host: str | None = None
-    """Where it runs; None when it does not say."""
+    """Host name; None if not reported."""
     pid: int | None = None
-    """Its process there."""
+    """Process id on that host."""
     version: int | None = None
-    """Policy version it holds; None before the first, and for roles without one."""
+    """Policy version it holds; None before the first and for roles without weights."""
     version_lag: int | None = None
-    """Of a generator: versions announced since that one."""
+    """Generators: versions announced since that one."""
     tokens_per_s: float | None = None
-    """Generated, or trained on."""
+    """Tokens generated, or trained on, per second."""
     running: int | None = None
-    """Of a generator: trajectories under way."""
+    """Generators: trajectories in progress."""
     capacity: int | None = None
-    """Of a generator: trajectories it runs together at most."""
+    """Generators: maximum number of concurrent trajectories."""
     rewards_failed: int | None = None
-    """Of a generator: its trajectories whose reward function did not answer."""
+    """Generators: trajectories whose reward function failed."""
     restarts: int | None = None
-    """By the launcher; None where it looks after no such role."""
+    """Restarts by the launcher; None if it does not run this role."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it was reported of lately."""
+        """Whether its last report is recent."""
         return self.liveness == "alive"
 
 
 def role_statuses(roles: Roles, *, run: RunConfig, now: float, announced_version: int) -> list[RoleStatus]:
-    """Every role that ever reported: roles of one process first, then generators, by name."""
+    """Return the status of every role that ever reported: single roles first, then generators, by name."""
     restarts = roles.get(LAUNCHER, {}).get("restarts", {})
     statuses = [
         _role_status(name, gauges, run=run, now=now, announced_version=announced_version, restarts=restarts.get(name))
@@ -86,7 +84,7 @@ def _role_status(
     progressed_at = gauges.get("progressed_at")
     version = _version(gauges)
     is_generator = gauges.get("role") == "generator"
-    is_here = gauges.get("state") != "gone"
+    has_not_left = gauges.get("state") != "gone"
     return RoleStatus(
         name=name,
         role=str(gauges.get("role", "")),
@@ -95,14 +93,14 @@ def _role_status(
         report_age_s=age_s,
         progress_age_s=None if progressed_at is None else max(0.0, now - progressed_at),
         reason=str(gauges.get("reason", "")),
-        waits_for=str(gauges.get("waits_for", "")) if is_here else "",
+        waits_for=str(gauges.get("waits_for", "")) if has_not_left else "",
         host=gauges.get("host"),
         pid=gauges.get("pid"),
         version=version,
         version_lag=announced_version - version if is_generator and version is not None else None,
         tokens_per_s=_number(gauges, "tokens_per_s"),
         running=_count(gauges, "running"),
-        capacity=_capacity(gauges, run) if is_generator and is_here else None,
+        capacity=_capacity(gauges, run) if is_generator and has_not_left else None,
         rewards_failed=_count(gauges, "rewards_failed"),
         restarts=restarts,
     )
@@ -115,12 +113,12 @@ def _liveness(gauges: dict[str, Any], *, age_s: float, timeout_s: float) -> Live
 
 
 def _capacity(gauges: dict[str, Any], run: RunConfig) -> int:
-    """Its own where it tells it, else what the run's settings give each."""
+    # Reported by the generator once its engine has started; until then, the limit in the settings.
     return _count(gauges, "max_concurrency") or run.generators.max_concurrency
 
 
 def _number(gauges: dict[str, Any], name: str) -> float | None:
-    """What peers say of themselves may be anything plain."""
+    # Gauges are values sent by peers: any plain type is possible.
     value = gauges.get(name)
     return value if isinstance(value, int | float) else None
 
@@ -131,6 +129,6 @@ def _count(gauges: dict[str, Any], name: str) -> int | None:
 
 
 def _version(gauges: dict[str, Any]) -> int | None:
-    """-1 is how a peer says that it holds none yet."""
+    # A peer without a version reports -1.
     version = gauges.get("version", -1)
     return version if version >= 0 else None

@@ -1,4 +1,4 @@
-"""RunStatus: where a run stands, from one look at its store: what `run_async.py status` shows."""
+"""RunStatus: the complete status of a run, read from its store; `slipstream status` shows it."""
 
 import time
 from collections.abc import Sequence
@@ -15,84 +15,80 @@ from slipstream.buffer.trajectory import Record
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
-_EVENTS_SHOWN = 8
+_NUM_EVENTS = 8
 _RECENT_STEPS = 20
-"""Over which the learner's waiting is told."""
+"""Steps over which the learner's wait fraction is measured."""
 
 
 class StatusEvent(Record):
-    """Something that went wrong. Example: StatusEvent(age_s=12.5, role="generator-1", text="died (signal SIGKILL)")."""
+    """A recorded problem. Example: StatusEvent(age_s=12.5, role="generator-1", text="died (signal SIGKILL)")."""
 
     age_s: float
-    """Since then, seconds."""
+    """Seconds since the event."""
     role: str
-    """Whom it befell."""
     text: str
-    """What happened."""
 
 
 class Admission(Record):
-    """How many training prompts may be out. Example: Admission(admitted=96, limit=96, reason="pacing: ...")."""
+    """State of the admission of training prompts. Example: Admission(admitted=96, limit=96, reason="pacing: ...")."""
 
     admitted: int
-    """Prompts ever leased for the first time, less those handed back to the budget."""
+    """Prompts ever leased for the first time, less those whose budget was returned."""
     limit: int
-    """What pacing allows in all, by what the learner has consumed."""
+    """Total that pacing allows, given what the learner has consumed."""
     reason: str
-    """Why no more is admitted now; empty when more may be."""
+    """Reason why no more are admitted now; empty if more may be."""
 
 
 class RunStatus(Record):
-    """The run as its store tells it now. Times are ages in seconds, by the store's clock."""
+    """Status of a run. Times are ages in seconds by the store's clock."""
 
     run: str
-    """Its name."""
+    """Name of the run."""
     phase: str
-    """starting, training, finishing, finished, failed."""
+    """starting | training | finishing | finished | failed."""
     detail: str
-    """Why the phase is what it is."""
+    """Cause of the phase; empty if it has none."""
     step: int
-    """Steps committed."""
+    """Number of committed steps."""
     max_steps: int
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     version: int
-    """Newest policy version that all generators adopted and verified."""
+    """Newest committed policy version: verified by all generators that were well then."""
     announced_version: int
-    """Newest policy version the learner has made."""
+    """Newest policy version announced by the learner."""
     checkpoint: CheckpointPointer | None
-    """What a resumed run starts from."""
+    """Checkpoint that a resumed run starts from."""
     progress_age_s: float | None
-    """Since the newest step was committed; None before the first."""
+    """Seconds since the newest step was committed; None before the first."""
     eta_s: float | None
-    """Until `max_steps` at the present pace; None before the second step."""
+    """Seconds to `max_steps` at the current pace; None before the second step."""
     roles: list[RoleStatus]
     """Every role that ever reported."""
     waits: list[Wait]
-    """Who waits for whom, and why."""
     learner_wait_fraction: float | None
     """Share of the learner's time spent waiting for groups, last 20 steps; None before the first."""
     generators_target: int | None
-    """How many the launcher keeps; None without one."""
+    """Number of generators that the launcher keeps running; None without a launcher."""
     generators_busy_fraction: float | None
-    """Trajectories under way / what the living generators can run together; None without any."""
+    """Trajectories in progress / capacity of the living generators; None without any."""
     admission: Admission
-    """What pacing and the store's capacity let out."""
     counts: StoreCounts
-    """Where every group and trajectory is, and how it ended."""
+    """States and outcomes of all groups and trajectories."""
     ready_by_lag: dict[int, int]
     """Versions behind `announced_version` -> number of ready groups whose oldest token is that old."""
     length_bias: float
-    """Mean length of what was trained on / of what arrived."""
+    """Mean length of the trajectories trained on / of those that arrived."""
     waste_fraction: float
-    """Share of the generated tokens that arrived and were let go without a step."""
+    """Share of the arrived tokens that were discarded without being trained on."""
     last_row: dict[str, Any]
-    """Newest metrics row; docs/metrics.md says what each is."""
+    """Newest metrics row, see docs/metrics.md; empty before the first step."""
     events: list[StatusEvent]
-    """What went wrong last, newest last."""
+    """Latest problems, newest last."""
 
 
 class StatusReader:
-    """Reads the status of one run, again and again. Raises StoreUnavailableError when the store does not answer."""
+    """Reads the status of one run repeatedly."""
 
     def __init__(self, store: Store, run: RunConfig, *, clock: Clock = time.monotonic) -> None:
         self._store = store
@@ -100,20 +96,20 @@ class StatusReader:
         self._monitor = Monitor(store, run, clock=clock)
 
     def read(self) -> RunStatus:
-        """Look once; nothing in the store changes."""
+        """Read the current status, without changing the store. Raises StoreUnavailableError."""
         return make_status(
             self._monitor.poll(),
             run=self._run,
             now=self._store.now(),
             ready_versions=self._store.ready_versions(),
-            events=self._store.events(limit=_EVENTS_SHOWN),
+            events=self._store.events(limit=_NUM_EVENTS),
         )
 
 
 def make_status(
     snapshot: RunSnapshot, *, run: RunConfig, now: float, ready_versions: dict[int, int], events: list[Event]
 ) -> RunStatus:
-    """The status of what was read at `now`, seconds of the store's clock."""
+    """Build the status from a snapshot taken at `now`, seconds of the store's clock."""
     state, counts = snapshot.state, snapshot.counts
     roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
     admission = Admission(
@@ -152,14 +148,14 @@ def _by_lag(ready_versions: dict[int, int], *, version: int) -> dict[int, int]:
 
 
 def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Share of the learner's time that it waited for groups in the steps of these rows; None without any."""
+    """Return the share of the learner's time spent waiting for groups in these rows; None without any."""
     waited = sum(row["learner/wait_s"] for row in rows)
     worked = sum(row["learner/train_s"] + row["learner/publish_s"] for row in rows)
     return waited / (waited + worked) if waited + worked else None
 
 
 def busy_fraction(roles: Sequence[RoleStatus]) -> float | None:
-    """Trajectories under way / what the living generators can run together; None without any."""
+    """Return trajectories in progress / capacity of the living generators; None without any."""
     living = [role for role in roles if role.is_alive and role.capacity]
     capacity = sum(role.capacity or 0 for role in living)
     return sum(role.running or 0 for role in living) / capacity if capacity else None

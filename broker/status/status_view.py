@@ -1,4 +1,4 @@
-"""The status of a run as one screen of text."""
+"""Renders the status of a run as one screen of text."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from slipstream.broker.status.run_status import RunStatus, StatusEvent
 from slipstream.runtime.console import add_row, make_table, printable
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
-_MOST_GONE = 4
-"""Of roles that have left, the newest few are shown."""
+_MAX_GONE = 4
+"""Number of roles shown that have left, newest first."""
 _NOTHING = "-"
-_PLACES = ("leased", "returned", "open", "ready", "claimed", "used", "reusable", "unarchived")
+_GROUP_STATES = ("leased", "returned", "open", "ready", "claimed", "used", "reusable", "unarchived")
 
 
 def draw_status(status: RunStatus) -> RenderableType:
-    """Everything, top down: the run, its roles, its waits, its groups, its errors."""
+    """Render the run, its roles, waits, groups and errors, from top to bottom."""
     return Group(
         _heading(status),
         _facts(_run_facts(status)),
@@ -68,9 +68,8 @@ def _step(status: RunStatus) -> str:
 
 
 def _version(status: RunStatus) -> str:
-    """Committed: every generator that was alive and well then has verified it."""
-    is_on_its_way = status.announced_version > status.version
-    return f"{status.version} committed" + f", {status.announced_version} on its way" * is_on_its_way
+    is_publishing = status.announced_version > status.version
+    return f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing
 
 
 def _last_step(row: dict[str, Any]) -> str:
@@ -86,17 +85,17 @@ def _last_step(row: dict[str, Any]) -> str:
 # --- roles -----------------------------------------------------------------------------------------------------------
 def _roles(status: RunStatus) -> RenderableType:
     if not status.roles:
-        return Text("nobody has reported yet")
+        return Text("no role has reported yet")
     numbers = ("version", "lag", "tokens/s", "running", "progress", "restarts", "heard")
     table = make_table("role", "where", *numbers, "state", numbers=numbers)
     gone = sorted((role for role in status.roles if role.liveness == "gone"), key=lambda role: role.report_age_s)
     waiting = {wait.waiter for wait in status.waits}
     for role in status.roles:
-        if role not in gone[_MOST_GONE:]:
+        if role not in gone[_MAX_GONE:]:
             add_row(table, *_role_cells(role, is_waiting=role.name in waiting))
             table.rows[-1].style = _STYLES[role.liveness]
-    num_left_out = max(0, len(gone) - _MOST_GONE)
-    return Group(table, Text(f"and {num_left_out} more that are gone", style="dim")) if num_left_out else table
+    num_hidden = max(0, len(gone) - _MAX_GONE)
+    return Group(table, Text(f"and {num_hidden} more that are gone", style="dim")) if num_hidden else table
 
 
 def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
@@ -115,7 +114,7 @@ def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
 
 
 def _state(role: RoleStatus, *, is_waiting: bool) -> str:
-    """With what it does; what it waits for stands among the waits."""
+    # The reason of a wait is shown among the waits already.
     state = f"SILENT, was {role.state}" if role.liveness == "silent" else role.state
     return f"{state}: {role.reason}" if role.reason and not is_waiting else state
 
@@ -130,11 +129,11 @@ def _waits(status: RunStatus) -> RenderableType:
     if status.learner_wait_fraction is not None:
         shares.append(f"the learner waited {status.learner_wait_fraction:.0%} of its last steps")
     if status.generators_busy_fraction is not None:
-        shares.append(f"the generators run {status.generators_busy_fraction:.0%} of what they can together")
+        shares.append(f"the generators run at {status.generators_busy_fraction:.0%} of their capacity")
     if status.generators_target is not None:
         alive = sum(role.role == "generator" and role.is_alive for role in status.roles)
-        shares.append(f"the launcher keeps {status.generators_target} generators, {alive} are alive")
-    lines = [_wait_line(wait) for wait in status.waits] or [Text("nobody", style="green")]
+        shares.append(f"{alive} of {status.generators_target} generators are alive")
+    lines = [_wait_line(wait) for wait in status.waits] or [Text("none", style="green")]
     return Group(*lines, Text("; ".join(shares), style="dim")) if shares else Group(*lines)
 
 
@@ -146,22 +145,22 @@ def _wait_line(wait: Wait) -> Text:
 def _buffer_facts(status: RunStatus) -> dict[str, str]:
     counts, admission = status.counts, status.admission
     return {
-        "admitted": f"{admission.admitted} of {admission.limit} prompts; {admission.reason or 'more may be'}",
-        "groups": ", ".join(f"{getattr(counts, place)} {place}" for place in _PLACES),
+        "admitted": f"{admission.admitted} of {admission.limit} prompts; {admission.reason or 'more may be admitted'}",
+        "groups": ", ".join(f"{getattr(counts, state)} {state}" for state in _GROUP_STATES),
         "ready by lag": ", ".join(f"lag {lag}: {count}" for lag, count in status.ready_by_lag.items()) or "none",
-        "over": _tally(counts.outcomes),
-        "why": _tally(counts.reasons),
-        "filtered": f"{counts.filtered} of {counts.filtered + counts.became_ready} complete groups taught nothing "
+        "over": _format_counts(counts.outcomes),
+        "why": _format_counts(counts.reasons),
+        "filtered": f"{counts.filtered} of {counts.filtered + counts.became_ready} complete groups carried no signal "
         f"({counts.filtered_fraction:.1%})",
         "trajectories": f"{counts.accepted} accepted, {counts.duplicates} duplicates, {counts.superseded} superseded",
-        "rewards": f"{sum(role.rewards_failed or 0 for role in status.roles)} failed, of generators that are here",
-        "refused": _tally(counts.refused),
+        "rewards": f"{sum(role.rewards_failed or 0 for role in status.roles)} failed, of connected generators",
+        "refused": _format_counts(counts.refused),
         "tokens": f"length bias {status.length_bias:.3f}, {status.waste_fraction:.1%} wasted",
         "stored": f"{counts.payload_bytes / 2**20:.1f} MiB of trajectories",
     }
 
 
-def _tally(counts: dict[str, int]) -> str:
+def _format_counts(counts: dict[str, int]) -> str:
     largest_first = sorted(counts.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{count} {name}" for name, count in largest_first) or "none"
 

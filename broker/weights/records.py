@@ -7,7 +7,7 @@ import msgspec
 from slipstream.buffer.trajectory import Record
 
 WeightTransport = Literal["collective", "snapshot", "delta", "memory"]
-"""How new weights reach a generator; see configs/weights.py."""
+"""Transport of new weights to a generator; see configs/broker.py."""
 
 
 class TensorSlot(msgspec.Struct, frozen=True, array_like=True):

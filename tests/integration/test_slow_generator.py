@@ -1,4 +1,4 @@
-"""Generators of different speed in one run: router, generators and a learner that only counts, in simulated time."""
+"""Generators of unequal throughput with a real router and a learner that only counts, in simulated time."""
 
 import asyncio
 from collections import Counter, deque
@@ -37,20 +37,20 @@ FAST, SLOW = 0.1, 1.0
 
 
 class SimulatedPeer:
-    """A role's link, and what it received."""
+    """A role's client and the messages it received."""
 
     def __init__(self, hub: MemoryBroker, role: str, name: str, loop: SimulatedLoop) -> None:
         self.member = Member(name, "1")
         self.board = StatusBoard()
         self.received: deque[Message] = deque()
         hello = Hello(role, name, "1", "here", 1)
-        self.link = BrokerClient(
+        self.client = BrokerClient(
             hub.client(), hello=hello, status=self.board, on_message=self.received.append, clock=loop.time
         )
 
 
 class SimulatedRun:
-    """A generator for each of `speeds` (name -> seconds per token), and a learner that takes no time for a step."""
+    """A generator for each of `speeds` (name -> seconds per token), and a learner whose steps take no time."""
 
     def __init__(self, folder: Path, speeds: dict[str, float], *, max_lag: int, max_concurrency: int) -> None:
         self.loop = SimulatedLoop()
@@ -88,12 +88,12 @@ class SimulatedRun:
             generator_id=peer.member.peer_id,
         )
         parts = {"engine": engine, "agent": agent, "rewards": pool}
-        generator = Generator(run=self.run, member=peer.member, client=peer.link, clock=self.loop.time, **parts)
+        generator = Generator(run=self.run, member=peer.member, client=peer.client, clock=self.loop.time, **parts)
         peer.board.set_source(generator.status)
         return generator
 
     def play(self) -> float:
-        """Seconds per step after the warm-up."""
+        """Run all steps; returns seconds per step after the warm-up."""
         simulate(self._play(), loop=self.loop)
         return (self.committed_at[-1] - self.committed_at[WARM_UP]) / (len(self.committed_at) - 1 - WARM_UP)
 
@@ -112,10 +112,10 @@ class SimulatedRun:
 
     async def _tick(self) -> None:
         while True:
-            self.learner.link.step(timeout_s=0)
+            self.learner.client.step(timeout_s=0)
             self.router.step(timeout_s=0)
             for peer, generator in zip(self.peers, self.generators, strict=True):
-                peer.link.step(timeout_s=0)
+                peer.client.step(timeout_s=0)
                 while peer.received:
                     generator.receive(peer.received.popleft())
                 generator.wake()
@@ -123,7 +123,7 @@ class SimulatedRun:
             await asyncio.sleep(TICK_S)
 
     async def _turn(self) -> None:
-        """Until everybody has had a turn."""
+        """Run until every task has had a turn."""
         self._ticked.clear()
         await self._ticked.wait()
 
@@ -138,13 +138,13 @@ class SimulatedRun:
         self.committed_at.append(self.loop.time())
 
     async def _publish(self, version: int) -> None:
-        """Everybody adopts it, and only then is it committed."""
+        """Announce a version, wait until every generator has applied it, and commit it."""
         members = [peer.member for peer in self.peers]
-        while self.learner.link.welcome is None or any(g.status().state == "starting" for g in self.generators):
+        while self.learner.client.welcome is None or any(g.status().state == "starting" for g in self.generators):
             await self._turn()
         self.store.announce_version(version)
         update = make_update(members[0], version, [-1.0, -1.0])
-        self.learner.link.send(msgspec.structs.replace(update, members=members))
+        self.learner.client.send(msgspec.structs.replace(update, members=members))
         adopted: set[Member] = set()
         while len(adopted) < len(members):
             await self._turn()
@@ -156,15 +156,15 @@ class SimulatedRun:
 
 
 @pytest.mark.parametrize(("max_lag", "max_concurrency"), [(0, 4), (0, 16), (1, 64), (4, 16)])
-def test_a_generator_ten_times_slower_holds_no_batch(tmp_path: Path, max_lag: int, max_concurrency: int):
+def test_a_generator_ten_times_slower_holds_up_no_batch(tmp_path: Path, max_lag: int, max_concurrency: int):
     settings = {"max_lag": max_lag, "max_concurrency": max_concurrency}
     alone = SimulatedRun(tmp_path, {"fast": FAST}, **settings)
     both = SimulatedRun(tmp_path, {"slow": SLOW, "fast": FAST}, **settings)
-    # Two turns: of the one that learns that the other is done.
+    # Two turns: the second observes the end of the first.
     assert both.play() <= alone.play() + 2 * TICK_S
 
 
-def test_a_slow_generator_does_what_the_fast_one_cannot_keep_up_with(tmp_path: Path):
+def test_a_slow_generator_takes_the_work_beyond_the_fast_ones_capacity(tmp_path: Path):
     settings = {"max_lag": 4, "max_concurrency": 4}
     alone = SimulatedRun(tmp_path, {"fast": FAST}, **settings)
     both = SimulatedRun(tmp_path, {"slow": SLOW, "fast": FAST}, **settings)
@@ -172,7 +172,7 @@ def test_a_slow_generator_does_what_the_fast_one_cannot_keep_up_with(tmp_path: P
     assert both.made_by["slow"] > 0.05 * both.made_by["fast"]
 
 
-def test_two_of_a_kind_share_the_work_and_need_half_the_time(tmp_path: Path):
+def test_two_equal_generators_halve_the_time(tmp_path: Path):
     settings = {"max_lag": 0, "max_concurrency": 4}
     alone = SimulatedRun(tmp_path, {"first": FAST}, **settings)
     both = SimulatedRun(tmp_path, {"first": FAST, "second": FAST}, **settings)

@@ -1,4 +1,4 @@
-"""`python run_async.py status` on a real store: with living and dead roles, and when the store itself is gone."""
+"""`slipstream status` on a real store, with living and dead roles, and without a store."""
 
 import json
 import os
@@ -29,7 +29,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture
 def config() -> Iterator[RunConfig]:
-    # A short path: the store's socket lies in the run folder.
+    # A short path: the length of a socket's path is limited.
     folder = Path(tempfile.mkdtemp(prefix="slip-"))
     # Longer than any start of a Python process takes on a busy machine.
     yield make_run(name="mine", runs_dir=str(folder), broker={"peer_timeout_s": 300.0})
@@ -38,7 +38,7 @@ def config() -> Iterator[RunConfig]:
 
 @pytest.fixture
 def store(server: EmbeddedRedis, config: RunConfig) -> Iterator[RedisStore]:
-    """A run in training, of whose three roles the generator was last heard of an hour ago."""
+    """A run in training with three roles, the generator silent for an hour."""
     clock = FakeClock(time.time() - 3600)
     filled = RedisStore(connect(server.url), "mine", clock=clock)
     open_run(filled, config_json=msgspec.json.encode(config).decode())
@@ -60,7 +60,7 @@ def status(config: RunConfig, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 @pytest.mark.usefixtures("store")
-def test_the_screen_shows_who_is_silent(config):
+def test_the_screen_shows_silent_roles(config):
     done = status(config)
     assert done.returncode == 0, done.stderr
     silent = next(line for line in done.stdout.splitlines() if line.split()[:1] == ["generator-0"])
@@ -73,21 +73,21 @@ def test_the_screen_shows_who_is_silent(config):
 
 @pytest.mark.usefixtures("store")
 def test_json_is_one_object(config):
-    told = json.loads(status(config, "--json").stdout)
-    assert (told["run"], told["phase"], told["ready_by_lag"]) == ("mine", "training", {"0": 3})
-    assert {role["name"]: role["liveness"] for role in told["roles"]} == {
+    reported = json.loads(status(config, "--json").stdout)
+    assert (reported["run"], reported["phase"], reported["ready_by_lag"]) == ("mine", "training", {"0": 3})
+    assert {role["name"]: role["liveness"] for role in reported["roles"]} == {
         "broker": "alive", "learner": "alive", "generator-0": "silent",
     }  # fmt: skip
 
 
-def test_a_look_changes_nothing(config, store):
+def test_reading_the_status_changes_nothing(config, store):
     before = store.counts(), store.run_state(), store.roles()
     status(config)
     assert (store.counts(), store.run_state(), store.roles()) == before
 
 
-def test_a_store_that_takes_no_writes_is_read(config, store):
-    # As one whose machine has become a replica in a failover.
+def test_a_read_only_store_is_read(config, store):
+    # As after a failover that made its machine a replica.
     store._client.replicaof("127.0.0.1", 1)
     try:
         done = status(config)
@@ -114,7 +114,7 @@ def test_a_store_without_the_run_is_one_sentence(config, server):
 
 
 @pytest.mark.usefixtures("server")
-def test_of_a_run_that_has_ended_the_summary_is_named(config, server):
+def test_the_summary_of_a_finished_run_is_named(config, server):
     server.stop()
     RunFolder(config).write_summary({"steps": 4})
     done = status(config)
@@ -123,7 +123,7 @@ def test_of_a_run_that_has_ended_the_summary_is_named(config, server):
     assert "summary.json" in done.stderr
 
 
-def test_a_watch_shows_what_changes_and_ends_well_at_ctrl_c(config, store):
+def test_a_watch_shows_changes_and_ends_cleanly_at_ctrl_c(config, store):
     command = [sys.executable, "run_async.py", "status", "--watch", f"runs_dir={config.runs_dir}"]
     terminal, inside = os.openpty()
     watch = subprocess.Popen(command, cwd=ROOT, stdin=inside, stdout=inside, stderr=inside, start_new_session=True)
@@ -141,7 +141,7 @@ def test_a_watch_shows_what_changes_and_ends_well_at_ctrl_c(config, store):
 
 
 def wait_for_text(terminal: int, text: str) -> None:
-    """Read what the terminal shows until `text` is there. Blocks at most for pytest's own timeout."""
+    """Read the terminal until `text` appears. Blocks at most for pytest's own timeout."""
     shown = b""
     while text.encode() not in shown:
         shown += os.read(terminal, 65536)

@@ -1,4 +1,4 @@
-"""The archiver against a store of a few lines: what is written when, and what a failure costs."""
+"""The archiver writes shards and steps when they are due and loses nothing by errors of store or disk."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +21,8 @@ from tests.unit.buffer.archive.test_ledger import make_step
 CONFIG = ArchiveConfig(groups_per_shard=3, flush_s=30.0)
 
 
-class FinishedOnly:
-    """A store of finished groups and steps alone; what is asked of it while `broken` names it fails."""
+class FakeStore:
+    """A store of finished groups and steps only; the operation named by `broken` fails."""
 
     def __init__(self) -> None:
         self.groups: list[FinishedGroup] = []
@@ -32,14 +32,14 @@ class FinishedOnly:
         self.events: list[str] = []
         memory = MemoryStore()
         memory.open_run("run", config_json="{}", num_rows=1, seed=0)
-        self._nothing = memory.counts()
+        self._empty_counts = memory.counts()
         self._state = memory.run_state()
 
     def finish(self, *group_ids: int, members: int = 2) -> None:
         self.groups += [make_finished(str(group_id), members=members) for group_id in group_ids]
 
     def train(self, step: int, *group_ids: int, is_over: bool = True, fence: int = 0) -> None:
-        """A step on these groups, which a checkpoint covers."""
+        """Commit a step on these groups and a checkpoint that covers it."""
         self.steps = [entry for entry in self.steps if entry.step < step]
         self.steps.append(make_step(step, *map(str, group_ids), fence=fence))
         self.checkpoint = CheckpointPointer(step, step, f"step-{step}")
@@ -53,34 +53,34 @@ class FinishedOnly:
         return [entry for entry in self.steps if entry.step >= first_step]
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
-        self._answer("report_role")
+        self._record("report_role")
 
     def counts(self) -> StoreCounts:
-        self._answer("counts")
-        return msgspec.structs.replace(self._nothing, unarchived=len(self.groups))
+        self._record("counts")
+        return msgspec.structs.replace(self._empty_counts, unarchived=len(self.groups))
 
     def finished(self, *, limit: int) -> list[FinishedGroup]:
-        self._answer("finished")
+        self._record("finished")
         return self.groups[:limit]
 
     def forget(self, group_ids: list[str]) -> int:
-        self._answer("forget")
+        self._record("forget")
         before = len(self.groups)
         self.groups = [group for group in self.groups if group.id not in group_ids]
         return before - len(self.groups)
 
     def close(self) -> None:
-        self._answer("close")
+        self._record("close")
 
-    def _answer(self, operation: str) -> None:
+    def _record(self, operation: str) -> None:
         self.events.append(operation)
         if self.broken == operation:
             raise StoreUnavailableError("the store does not answer")
 
 
 @pytest.fixture
-def store() -> FinishedOnly:
-    return FinishedOnly()
+def store() -> FakeStore:
+    return FakeStore()
 
 
 @pytest.fixture
@@ -89,14 +89,14 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def archiver(store: FinishedOnly, clock: FakeClock, tmp_path: Path) -> Iterator[Archiver]:
+def archiver(store: FakeStore, clock: FakeClock, tmp_path: Path) -> Iterator[Archiver]:
     made = Archiver(store, tmp_path, CONFIG, clock=clock)
     yield made
     made.close()
 
 
 def shards_in(folder: Path) -> list[list[str]]:
-    """The groups of each shard."""
+    """Group ids of each shard."""
     archive = Archive(folder)
     ids = iter([stored.trajectory.group_id for stored in archive.read()])
     return [list(dict.fromkeys(next(ids) for _ in range(shard.rows))) for shard in archive.shards]
@@ -112,7 +112,7 @@ def test_a_shard_is_written_when_enough_groups_wait(archiver, store, tmp_path):
     assert [group.id for group in store.groups] == ["3"]
 
 
-def test_a_group_waits_no_longer_than_it_may(archiver, store, clock, tmp_path):
+def test_a_group_waits_at_most_flush_s(archiver, store, clock, tmp_path):
     store.finish(0)
     assert archiver.step() == 0
     clock.now = 29.0
@@ -121,7 +121,7 @@ def test_a_group_waits_no_longer_than_it_may(archiver, store, clock, tmp_path):
     clock.now = 30.0
     assert archiver.step() == 2
     store.finish(2)
-    assert archiver.step() == 0, "the time begins anew with the first group after a shard"
+    assert archiver.step() == 0, "the time restarts with the first group after a shard"
     clock.now = 60.0
     assert archiver.step() == 1
     assert shards_in(tmp_path) == [["0", "1"], ["2"]]
@@ -134,7 +134,7 @@ def test_a_shard_of_large_groups_has_fewer_of_them(store, tmp_path):
     assert archiver.step() == 1
 
 
-def test_at_the_end_everything_is_archived(archiver, store, tmp_path):
+def test_a_flush_archives_everything(archiver, store, tmp_path):
     store.finish(*range(5))
     assert archiver.flush() == 5
     assert shards_in(tmp_path) == [["0", "1", "2"], ["3", "4"]]
@@ -142,7 +142,7 @@ def test_at_the_end_everything_is_archived(archiver, store, tmp_path):
 
 
 @pytest.mark.parametrize("operation", ["counts", "finished", "forget"])
-def test_a_store_that_fails_costs_nothing(archiver, store, tmp_path, operation):
+def test_a_store_that_fails_costs_empty_counts(archiver, store, tmp_path, operation):
     store.finish(0, 1, 2)
     store.broken = operation
     with pytest.raises(StoreUnavailableError):
@@ -154,7 +154,7 @@ def test_a_store_that_fails_costs_nothing(archiver, store, tmp_path, operation):
     assert store.groups == []
 
 
-def test_groups_that_come_again_after_a_crash_are_forgotten_not_archived_again(archiver, store, clock, tmp_path):
+def test_groups_archived_before_a_crash_are_forgotten_and_not_archived_again(archiver, store, clock, tmp_path):
     store.finish(0, 1, 2)
     store.broken = "forget"
     with pytest.raises(StoreUnavailableError):
@@ -167,7 +167,7 @@ def test_groups_that_come_again_after_a_crash_are_forgotten_not_archived_again(a
     assert shards_in(tmp_path) == [["0", "1", "2"], ["3"]]
 
 
-def test_a_full_disk_costs_nothing(archiver, store, tmp_path):
+def test_a_full_disk_costs_empty_counts(archiver, store, tmp_path):
     store.finish(0, 1, 2)
     (tmp_path / "shard-00000001.parquet.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
@@ -178,7 +178,7 @@ def test_a_full_disk_costs_nothing(archiver, store, tmp_path):
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Of the archive's ledger."""
+    """Steps in the archive's ledger."""
     return [entry.step for entry in Archive(folder).steps()]
 
 
@@ -193,7 +193,7 @@ def test_a_step_is_in_the_ledger_once_all_of_its_groups_are_archived(archiver, s
     assert Archive(tmp_path).check().is_sound
 
 
-def test_steps_are_entered_in_order_also_when_a_group_is_kept_to_be_trained_on_again(archiver, store, tmp_path):
+def test_steps_are_written_in_order_even_if_a_group_is_kept_for_reuse(archiver, store, tmp_path):
     store.train(1, 0, is_over=False)
     store.train(2, 1)
     archiver.flush()
@@ -203,7 +203,7 @@ def test_steps_are_entered_in_order_also_when_a_group_is_kept_to_be_trained_on_a
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_an_archiver_that_starts_again_goes_on_with_the_ledger(archiver, store, clock, tmp_path):
+def test_a_restarted_archiver_continues_the_ledger(archiver, store, clock, tmp_path):
     store.train(1, 0)
     archiver.flush()
     store.train(2, 1, 2)
@@ -218,7 +218,7 @@ def test_an_archiver_that_starts_again_goes_on_with_the_ledger(archiver, store, 
     assert Archive(tmp_path).check().is_sound
 
 
-def test_steps_that_a_store_has_lost_and_done_anew_are_entered_anew(archiver, store, tmp_path):
+def test_steps_lost_by_the_store_and_repeated_are_written_again(archiver, store, tmp_path):
     for step in (1, 2, 3):
         store.train(step, step)
     archiver.flush()
@@ -229,7 +229,7 @@ def test_steps_that_a_store_has_lost_and_done_anew_are_entered_anew(archiver, st
     assert Archive(tmp_path).steps() == store.steps
 
 
-def test_a_full_disk_keeps_a_step_for_later(archiver, store, tmp_path):
+def test_a_step_is_written_later_after_a_full_disk(archiver, store, tmp_path):
     store.train(1, 0)
     (tmp_path / "ledger.jsonl").unlink()
     (tmp_path / "ledger.jsonl").symlink_to("/dev/full")

@@ -1,4 +1,4 @@
-"""The dataset: rows as they are leased out, and one sentence for every file that will not do."""
+"""The dataset reads rows as they were written and refuses invalid files with one sentence."""
 
 import subprocess
 import sys
@@ -53,7 +53,7 @@ def test_extra_info_may_be_absent(tmp_path: Path) -> None:
     assert Dataset(write(tmp_path, [without])).row(0).extra_info == {}
 
 
-def test_iteration_gives_every_row_under_its_own_uid(tmp_path: Path) -> None:
+def test_iteration_yields_every_row_under_its_own_uid(tmp_path: Path) -> None:
     dataset = Dataset(write(tmp_path, [ROW, ROW, ROW]))
     assert len(dataset) == 3
     assert [row.uid for row in dataset] == ["train/00000", "train/00001", "train/00002"]
@@ -75,7 +75,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["data_source", "prompt", "reward_model"])
-def test_a_missing_column_is_named_beside_those_there_are(tmp_path: Path, column: str) -> None:
+def test_a_missing_column_is_named_beside_the_existing_ones(tmp_path: Path, column: str) -> None:
     message = refusal(write(tmp_path, [{key: value for key, value in ROW.items() if key != column}]))
     assert f"the column `{column}`" in message
     assert "extra_info" in message

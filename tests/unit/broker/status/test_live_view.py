@@ -47,7 +47,7 @@ def show(*, is_terminal: bool) -> str:
     return output.getvalue()
 
 
-def test_plain_lines_come_once_per_step():
+def test_each_step_is_one_plain_line():
     lines = [line for line in show(is_terminal=False).splitlines() if line.startswith("step")]
     assert len(lines) == 3
     assert "reward 0.500" in lines[2]
@@ -55,7 +55,7 @@ def test_plain_lines_come_once_per_step():
     assert "1m05s" in lines[2]
 
 
-def test_the_panel_shows_progress_lag_roles_and_who_waits():
+def test_the_panel_shows_progress_lag_roles_and_waits():
     panel = show(is_terminal=True)
     for part in ("step 0/4", "1: 50%  2: 50%", "generator-0", "pacing", "1,000 generated"):
         assert part in panel
@@ -66,7 +66,7 @@ def test_a_sparkline_spans_its_range():
     assert sparkline([0.5], low=0.5, high=0.5) == "▁"
 
 
-def test_the_eta_is_the_recent_pace_times_what_is_left():
+def test_the_eta_is_the_recent_pace_times_the_remaining_steps():
     monitor, store = make_monitor()
     assert monitor.poll().eta_s is None
     for step in (1, 2, 3):
@@ -74,7 +74,7 @@ def test_the_eta_is_the_recent_pace_times_what_is_left():
     assert monitor.poll().eta_s == 2.0
 
 
-def test_after_a_roll_back_the_eta_is_the_pace_of_the_steps_that_came_since():
+def test_after_a_rollback_the_eta_is_the_pace_of_the_steps_since():
     monitor, store = make_monitor()
     for step, time_s in ((1, 100.0), (2, 200.0), (3, 300.0), (1, 100.0)):
         store.append_metrics({"step": step, "time_s": time_s})
@@ -83,16 +83,16 @@ def test_after_a_roll_back_the_eta_is_the_pace_of_the_steps_that_came_since():
     assert monitor.poll().eta_s == 10.0
 
 
-def test_rows_are_new_once_though_the_store_has_let_go_of_older_ones():
+def test_rows_are_new_once_even_if_the_store_has_dropped_older_ones():
     monitor, store = make_monitor()
     for step in range(1, 1003):
         store.append_metrics({"step": step, "time_s": 1.0 * step})
     assert len(monitor.poll().new_rows) == 1000
     assert monitor.poll().new_rows == []
     store.append_metrics({"step": 1003, "time_s": 1003.0})
-    looked = monitor.poll()
-    assert looked.new_rows == [{"step": 1003, "time_s": 1003.0}]
-    assert [row["step"] for row in looked.rows] == list(range(3, 1004))
+    snapshot = monitor.poll()
+    assert snapshot.new_rows == [{"step": 1003, "time_s": 1003.0}]
+    assert [row["step"] for row in snapshot.rows] == list(range(3, 1004))
 
 
 def show_dead_end(*, is_terminal: bool) -> str:
@@ -109,7 +109,7 @@ def show_dead_end(*, is_terminal: bool) -> str:
     return output.getvalue()
 
 
-def test_a_dead_end_is_one_line_also_in_mid_run():
+def test_a_dead_end_is_printed_once():
     lines = show_dead_end(is_terminal=False).splitlines()
     assert lines.count("dead end: no generator is alive: start one") == 1
 

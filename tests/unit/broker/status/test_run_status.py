@@ -1,4 +1,4 @@
-"""What a snapshot of a run says about its roles, and who waits for whom."""
+"""Status of a run: its roles, their waits, admission and events."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def role(status, name):
 
 
 # --- roles -----------------------------------------------------------------------------------------------------------
-def test_a_role_not_reported_of_for_the_peer_timeout_is_silent_since_then():
+def test_a_role_without_a_report_for_the_peer_timeout_is_silent():
     status = status_of()
     alive = {each.name: each.liveness for each in status.roles}
     assert (alive["generator-0"], alive["generator-1"], alive["generator-2"]) == ("alive", "silent", "gone")
@@ -21,39 +21,39 @@ def test_a_role_not_reported_of_for_the_peer_timeout_is_silent_since_then():
 
 
 @pytest.mark.parametrize(("age_s", "liveness"), [(8.0, "alive"), (8.01, "silent")])
-def test_the_peer_timeout_is_the_runs(age_s, liveness):
+def test_the_peer_timeout_comes_from_the_run(age_s, liveness):
     assert role(status_of({"generator-0": (age_s, make_gauges())}), "generator-0").liveness == liveness
 
 
-def test_a_generator_tells_its_version_lag_speed_capacity_and_restarts():
+def test_a_generator_has_version_lag_throughput_capacity_and_restarts():
     first = role(status_of(), "generator-0")
     assert (first.version, first.version_lag, first.tokens_per_s) == (2, 1, 5210.25)
     assert (first.running, first.capacity, first.restarts) == (32, 64, 2)
     assert (first.host, first.pid, first.progress_age_s) == ("node", 7, 0.5)
 
 
-def test_a_capacity_of_its_own_wins_over_the_settings():
+def test_a_reported_capacity_takes_precedence_over_the_settings():
     assert role(status_of({"g": (0, make_gauges(max_concurrency=16))}), "g").capacity == 16
 
 
-def test_only_generators_lag_and_a_peer_without_weights_has_no_version():
+def test_only_generators_have_a_lag_and_a_peer_without_weights_has_no_version():
     status = status_of({"learner": make_reports()["learner"], "g": (0, make_gauges(version=-1))})
     assert role(status, "learner").version_lag is None
     assert (role(status, "g").version, role(status, "g").version_lag) == (None, None)
 
 
-def test_generators_come_last_by_name():
+def test_generators_are_last_and_sorted_by_name():
     names = [each.name for each in status_of().roles]
     assert names == ["broker", "launcher", "learner", "generator-0", "generator-1", "generator-2"]
 
 
-def test_what_a_peer_says_of_itself_may_be_nonsense():
-    odd = role(status_of({"g": (0, make_gauges(tokens_per_s="fast", running=None, max_concurrency="many"))}), "g")
-    assert (odd.tokens_per_s, odd.running, odd.capacity) == (None, None, 64)
+def test_gauges_of_unexpected_types_are_ignored():
+    status = role(status_of({"g": (0, make_gauges(tokens_per_s="fast", running=None, max_concurrency="many"))}), "g")
+    assert (status.tokens_per_s, status.running, status.capacity) == (None, None, 64)
 
 
 # --- waits -----------------------------------------------------------------------------------------------------------
-def test_a_paced_generator_waits_for_the_learner_and_a_training_learner_for_nobody():
+def test_a_paced_generator_waits_for_the_learner_and_a_training_learner_does_not_wait():
     assert status_of().waits == [Wait("generator-0", "the learner", "pacing: wait")]
 
 
@@ -73,12 +73,12 @@ def test_a_learner_short_of_groups_waits_for_the_generators():
     assert Wait("learner", "the generators", reason) in status_of(reported).waits
 
 
-def test_everybody_waits_for_a_silent_broker():
+def test_all_roles_wait_for_a_silent_broker():
     reported = make_reports() | {"broker": (43.0, make_reports()["broker"][1])}
-    assert status_of(reported).waits[0] == Wait("everybody", "the broker", "the broker has been silent for 43 s")
+    assert status_of(reported).waits[0] == Wait("all roles", "the broker", "the broker has been silent for 43 s")
 
 
-def test_who_is_dead_or_missing_is_waited_for():
+def test_dead_and_missing_roles_are_waited_for():
     reported = make_reports()
     reported["learner"] = (20.0, reported["learner"][1])
     del reported["generator-0"]
@@ -86,44 +86,44 @@ def test_who_is_dead_or_missing_is_waited_for():
         ("the generators", "the learner"),
         ("the learner", "the generators"),
     ]
-    assert status_of({}).waits == [Wait("everybody", "the broker", "no broker has joined yet")]
+    assert status_of({}).waits == [Wait("all roles", "the broker", "no broker has joined yet")]
 
 
-def test_whoever_is_kept_by_the_store_waits_for_it():
-    put_off = {
+def test_roles_blocked_by_the_store_wait_for_it():
+    deferring = {
         "role": "broker",
         "state": "ready",
-        "reason": "trajectories are put off: store_full",
+        "reason": "trajectories are deferred: store_full",
         "waits_for": "store",
     }
     waiting = {"role": "learner", "state": "ready", "reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
-    waits = status_of(make_reports() | {"broker": (0, put_off), "learner": (0, waiting)}).waits
+    waits = status_of(make_reports() | {"broker": (0, deferring), "learner": (0, waiting)}).waits
     assert {wait.waiter for wait in waits if wait.blocked_on == "the store"} == {"broker", "learner"}
 
 
-def test_nobody_waits_when_the_run_is_over():
+def test_no_role_waits_once_the_run_has_ended():
     assert status_of({}, phase="finished").waits == []
 
 
 # --- the rest --------------------------------------------------------------------------------------------------------
-def test_the_queue_is_counted_by_lag_freshest_first():
+def test_ready_groups_are_counted_by_lag():
     assert list(status_of(ready_versions={0: 1, 3: 5, 2: 4}).ready_by_lag.items()) == [(0, 5), (1, 4), (3, 1)]
 
 
-def test_events_are_told_by_age():
+def test_events_have_their_age():
     (event,) = status_of(events=[Event(990.0, "generator-1", "died")]).events
     assert (event.age_s, event.role, event.text) == (10.0, "generator-1", "died")
 
 
-def test_both_sides_waiting_is_measured():
+def test_wait_and_busy_fractions_are_measured():
     status = status_of(rows=(STATUS_ROW, STATUS_ROW))
     assert status.learner_wait_fraction == pytest.approx(0.25)
-    assert status.generators_busy_fraction == 0.5, "of the one that lives"
+    assert status.generators_busy_fraction == 0.5, "of the only living generator"
     assert status_of({}).learner_wait_fraction is None
     assert status_of({}).generators_busy_fraction is None
 
 
-def test_admission_says_why_no_more_prompts_are_let_out():
+def test_admission_has_the_reason_why_no_prompts_are_admitted():
     assert status_of().admission.reason == ""
     assert status_of(phase="finishing").admission.reason == "the run is finishing"
     lagging = make_run(buffer={"staleness": {"max_lag": 1}})
