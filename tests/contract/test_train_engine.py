@@ -1,4 +1,4 @@
-"""What every TrainEngine does: plain torch, and DeepSpeed at each ZeRO stage, on one CPU rank."""
+"""Contract of every TrainEngine: plain torch, and DeepSpeed at each ZeRO stage, on one CPU rank."""
 
 import itertools
 
@@ -64,7 +64,7 @@ def largest_difference(first, second):
 
 @every_engine
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_three_steps_make_the_same_losses_and_weights(tmp_path, engine, settings):
+def test_three_steps_give_the_losses_and_weights_of_plain_torch(tmp_path, engine, settings):
     def train(config):
         learner = {"engine": config} | settings.get("learner", {})
         trainer = make_trainer(make_run(make_model(tmp_path), **(settings | {"learner": learner})))
@@ -78,7 +78,7 @@ def test_three_steps_make_the_same_losses_and_weights(tmp_path, engine, settings
 
 
 @every_engine
-def test_gradients_of_microbatches_add_up_until_the_step(tmp_path, engine):
+def test_gradients_accumulate_until_the_step(tmp_path, engine):
     one, split = make_engine(tmp_path, engine), make_engine(tmp_path, engine)
     microbatches = make_microbatches()
     assert len(microbatches) > 1
@@ -92,7 +92,7 @@ def test_gradients_of_microbatches_add_up_until_the_step(tmp_path, engine):
 
 
 @every_engine
-def test_a_step_forgets_its_gradients(tmp_path, engine):
+def test_a_step_clears_the_gradients(tmp_path, engine):
     engine = make_engine(tmp_path, engine)
     norms = []
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_a_step_forgets_its_gradients(tmp_path, engine):
 
 
 @every_engine
-def test_the_norm_returned_is_the_one_before_clipping(tmp_path, engine):
+def test_the_returned_norm_is_before_clipping(tmp_path, engine):
     loose, tight = make_engine(tmp_path, engine, max_grad_norm=1e9), make_engine(tmp_path, engine, max_grad_norm=1e-3)
     norms = []
     for each in (loose, tight):
@@ -112,7 +112,7 @@ def test_the_norm_returned_is_the_one_before_clipping(tmp_path, engine):
 
 
 @every_engine
-def test_the_cosine_of_consecutive_gradients_is_that_of_the_whole_ones(tmp_path, engine):
+def test_the_cosine_of_consecutive_gradients_is_that_of_full_gradients(tmp_path, engine):
     def gradient(twin, seed):
         accumulate(twin, make_microbatches(seed))
         gradients = [parameter.grad.flatten().clone() for parameter in twin.model.parameters()]
@@ -133,7 +133,7 @@ def test_the_cosine_of_consecutive_gradients_is_that_of_the_whole_ones(tmp_path,
 
 
 @every_engine
-def test_the_step_uses_the_learning_rate_it_is_given(tmp_path, engine):
+def test_the_step_uses_the_given_learning_rate(tmp_path, engine):
     engine = make_engine(tmp_path, engine, learning_rate=123.0)
     before = copied(engine)
     accumulate(engine, make_microbatches())
@@ -143,7 +143,7 @@ def test_the_step_uses_the_learning_rate_it_is_given(tmp_path, engine):
 
 
 @every_engine
-def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, engine):
+def test_a_gradient_that_is_not_finite_changes_no_weight(tmp_path, engine):
     engine = make_engine(tmp_path, engine)
     before = copied(engine)
     accumulate(engine, make_microbatches(), factor=float("inf"))
@@ -154,7 +154,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(tmp_path, engine):
 
 @every_engine
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_gathered_parameters_are_the_checkpoints_and_name_the_head(tmp_path, engine, is_tied):
+def test_gathered_parameters_have_the_checkpoints_names_and_include_the_head(tmp_path, engine, is_tied):
     engine = make_engine(tmp_path, engine, is_tied=is_tied)
     gathered = copied(engine)
     twin = make_engine(tmp_path, TorchEngineConfig(), is_tied=is_tied)
@@ -165,7 +165,7 @@ def test_gathered_parameters_are_the_checkpoints_and_name_the_head(tmp_path, eng
 
 
 @every_engine
-def test_a_forward_pass_without_gradient_leaves_no_trace(tmp_path, engine):
+def test_a_forward_pass_without_gradient_does_not_change_the_next_step(tmp_path, engine):
     used, fresh = make_engine(tmp_path, engine), make_engine(tmp_path, engine)
     canary = torch.randint(0, 39, (2, 8)).numpy()
     before = canary_logprobs(used, canary)
@@ -176,7 +176,7 @@ def test_a_forward_pass_without_gradient_leaves_no_trace(tmp_path, engine):
 
 
 @every_engine
-def test_the_saved_state_goes_on_bit_for_bit(tmp_path, engine):
+def test_training_continues_bit_for_bit_from_the_saved_state(tmp_path, engine):
     first, second = make_engine(tmp_path, engine), make_engine(tmp_path, engine)
     accumulate(first, make_microbatches())
     first.step(learning_rate=1e-3)

@@ -1,4 +1,4 @@
-"""A generator whose engine runs out of room runs less together, and everybody can see it."""
+"""A generator whose engine runs out of room lowers its concurrency, visibly in its status."""
 
 import asyncio
 from pathlib import Path
@@ -14,15 +14,15 @@ from tests.integration.test_broker_and_generator import CANARY, FakeEngine, Scen
 
 
 class CrowdedEngine(FakeEngine):
-    """Says of itself what the test wants, and answers only while its gate is open."""
+    """Reports the load set by the test, and answers only while its gate is open."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedEngineConfig())
-        self.crowd = EngineLoad()
+        self.reported = EngineLoad()
         self.gate = asyncio.Event()
 
     def current_load(self) -> EngineLoad:
-        return self.crowd
+        return self.reported
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
         await self.gate.wait()
@@ -37,35 +37,35 @@ def scene(tmp_path: Path) -> Scene:
     return opened
 
 
-def test_the_limit_follows_the_engine_and_is_the_capacity_that_status_shows(scene: Scene):
+def test_the_limit_follows_the_engine_and_is_the_capacity_in_the_status(scene: Scene):
     def capacity() -> int | None:
         roles = scene.store.roles()
         statuses = role_statuses(roles, run=scene.run, now=scene.store.now(), announced_version=0)
         return next(status.capacity for status in statuses if status.role == "generator")
 
-    def seen() -> tuple[float, ...]:
-        gauges = scene.generator.status().gauges
-        return tuple(gauges[name] for name in ("running", "max_concurrency", "kv_usage", "preemptions"))
+    def gauges() -> tuple[float, ...]:
+        status = scene.generator.status()
+        return tuple(status.gauges[name] for name in ("running", "max_concurrency", "kv_usage", "preemptions"))
 
     async def script() -> None:
         member = scene.peer.member
         await scene.turn()
-        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
-        scene.order(make_update(member, 0, CANARY))
+        scene.send(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
+        scene.send(make_update(member, 0, CANARY))
         await scene.turn(40)
-        assert seen() == (8, 8, 0.0, 0)
+        assert gauges() == (8, 8, 0.0, 0)
         assert capacity() == 8
-        scene.engine.crowd = EngineLoad(kv_usage=0.9512, num_preempted=3)
+        scene.engine.reported = EngineLoad(kv_usage=0.9512, num_preempted=3)
         await scene.turn(50)
-        assert seen() == (8, 6, 0.951, 3), "8 * 3/4; what runs goes on"
+        assert gauges() == (8, 6, 0.951, 3), "8 * 3/4; running requests continue"
         assert capacity() == 6
         scene.store.open_evaluation("e", purpose="greedy", version=0, rows=list(range(10)))
         scene.engine.gate.set()
         await scene.turn(1)
         scene.engine.gate.clear()
         await scene.turn(50)
-        # Room for 6 is three rows, room for 3 one more, and for 2 another.
-        assert seen() == (5, 6, 0.951, 3)
+        # Room for 6 admits three rows, room for 3 one more, room for 2 another.
+        assert gauges() == (5, 6, 0.951, 3)
         scene.engine.gate.set()
 
     play(scene, script)

@@ -1,4 +1,4 @@
-"""Router and generator role over the in-memory wire: leases become trajectories, updates are adopted and probed."""
+"""Router and generator over the in-memory transport: leases become trajectories, updates are applied and probed."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,11 +28,11 @@ from tests.contract.stores import AnyStore, make_memory_store, open_run
 from tests.tiny_model import make_tokenizer
 
 CANARY = [-1.0, -2.0]
-"""What the fake engine computes for any canary."""
+"""Log-probabilities of the fake engine for any canary."""
 
 
 class FakeEngine(ScriptedEngine):
-    """Scripted, but with log-probabilities of its own, so that a probe can fail."""
+    """Scripted, with log-probabilities of its own, so that a probe can fail."""
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         return CANARY
@@ -49,7 +49,7 @@ class Scene:
         generators: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """`buffer`, `generators`: settings beside `max_lag=1` and `max_concurrency=8`; `settings`: of other roles."""
+        """`buffer` and `generators` are merged into `max_lag=1` and `max_concurrency=8`."""
         self.clock, hub = TurnClock(), MemoryBroker()
         self.run = make_run(
             buffer={"staleness": {"max_lag": 1}} | (buffer or {}),
@@ -80,10 +80,10 @@ class Scene:
             for _ in range(10):
                 await asyncio.sleep(0)
 
-    def order(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self.learner.link.send(message)
 
-    def heard(self, kind: type) -> list:
+    def received(self, kind: type) -> list:
         return [message for message in self.learner.received if isinstance(message, kind)]
 
 
@@ -148,7 +148,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def play(scene: Scene, script) -> None:
-    """Run the generator and the script on one loop; the generator is drained at the end."""
+    """Run the generator beside the script on one event loop, then drain it."""
 
     async def both() -> None:
         running = asyncio.create_task(scene.generator.run())
@@ -165,26 +165,26 @@ def test_nothing_is_leased_before_weights_are_verified_and_then_groups_become_re
         await scene.turn()
         assert scene.store.counts().admitted == 0
         member = scene.peer.member
-        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
-        scene.order(make_update(member, 0, CANARY))
+        scene.send(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
+        scene.send(make_update(member, 0, CANARY))
         await scene.turn()
-        assert [opened.error for opened in scene.heard(EpochOpened)] == [""]
-        assert [(adopted.version, adopted.error) for adopted in scene.heard(UpdateApplied)] == [(0, "")]
+        assert [opened.error for opened in scene.received(EpochOpened)] == [""]
+        assert [(adopted.version, adopted.error) for adopted in scene.received(UpdateApplied)] == [(0, "")]
         assert scene.store.counts().ready == 4
         assert scene.store.counts().accepted == 8
 
     play(scene, script)
 
 
-def test_weights_that_fail_the_probe_stop_the_work_and_the_reason_is_told(scene: Scene):
+def test_weights_that_fail_the_probe_stop_the_generator_and_report_the_reason(scene: Scene):
     async def script() -> None:
         member = scene.peer.member
         await scene.turn()
-        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
+        scene.send(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
         wrong = [value - 0.5 for value in CANARY]
-        scene.order(make_update(member, 0, wrong))
+        scene.send(make_update(member, 0, wrong))
         await scene.turn()
-        (adopted,) = scene.heard(UpdateApplied)
+        (adopted,) = scene.received(UpdateApplied)
         assert "must agree with the learner's" in adopted.error
         assert scene.generator.status().state == "unsynced"
         assert scene.store.counts().admitted == 0
@@ -192,12 +192,12 @@ def test_weights_that_fail_the_probe_stop_the_work_and_the_reason_is_told(scene:
     play(scene, script)
 
 
-def test_a_drained_generator_hands_its_leases_back(scene: Scene):
+def test_a_drained_generator_returns_its_leases(scene: Scene):
     async def script() -> None:
         member = scene.peer.member
         await scene.turn()
-        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
-        scene.order(make_update(member, 0, CANARY))
+        scene.send(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
+        scene.send(make_update(member, 0, CANARY))
         await scene.turn()
 
     play(scene, script)
@@ -205,7 +205,7 @@ def test_a_drained_generator_hands_its_leases_back(scene: Scene):
 
 
 class InterruptedEngine(FakeEngine):
-    """During `moment` (start | probe) the generator is told to drain."""
+    """Drains the generator during `moment`: start | probe."""
 
     def __init__(self, moment: str) -> None:
         super().__init__(ScriptedEngineConfig())
@@ -218,7 +218,7 @@ class InterruptedEngine(FakeEngine):
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         if self._moment == "probe":
-            # Until the loop that serves sleeps: it must not see the drain before the adoption is over.
+            # Until the serving loop sleeps: it must not see the drain before the update completes.
             for _ in range(5):
                 await asyncio.sleep(0)
             self.drain("stop signal")
@@ -226,7 +226,7 @@ class InterruptedEngine(FakeEngine):
 
 
 @pytest.mark.parametrize("moment", ["start", "probe"])
-def test_a_drain_is_obeyed_whatever_comes_to_its_end_after_it(scene: Scene, moment: str):
+def test_a_drain_is_final_whatever_completes_after_it(scene: Scene, moment: str):
     scene.engine = InterruptedEngine(moment)
     scene.generator = make_generator(scene)
     scene.engine.drain = scene.generator.drain
@@ -234,8 +234,8 @@ def test_a_drain_is_obeyed_whatever_comes_to_its_end_after_it(scene: Scene, mome
     async def live() -> None:
         running = asyncio.create_task(scene.generator.run())
         await scene.turn()
-        scene.order(OpenEpoch(1, [scene.peer.member], "127.0.0.1", 1, 1.0))
-        scene.order(make_update(scene.peer.member, 0, CANARY))
+        scene.send(OpenEpoch(1, [scene.peer.member], "127.0.0.1", 1, 1.0))
+        scene.send(make_update(scene.peer.member, 0, CANARY))
         await scene.turn()
         await asyncio.wait_for(running, 5)
 
@@ -244,21 +244,21 @@ def test_a_drain_is_obeyed_whatever_comes_to_its_end_after_it(scene: Scene, mome
 
 
 class LoadingEngine(FakeEngine):
-    """Never done with loading."""
+    """Loads forever."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedEngineConfig())
-        self.is_given_up = False
+        self.is_cancelled = False
 
     async def start(self) -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            self.is_given_up = True
+            self.is_cancelled = True
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
-def test_a_generator_that_is_told_to_go_while_it_loads_does_not_wait_for_the_model(scene: Scene, is_refused: bool):
+def test_a_drain_or_refusal_does_not_wait_for_the_model_to_load(scene: Scene, is_refused: bool):
     scene.engine = LoadingEngine()
     scene.generator = make_generator(scene)
 
@@ -273,20 +273,4 @@ def test_a_generator_that_is_told_to_go_while_it_loads_does_not_wait_for_the_mod
             asyncio.run(live())
     else:
         asyncio.run(live())
-    assert scene.engine.is_given_up
-
-
-def test_an_order_that_is_said_again_is_answered_again_and_carried_out_once(scene: Scene):
-    async def script() -> None:
-        member = scene.peer.member
-        await scene.turn()
-        scene.order(OpenEpoch(1, [member], "127.0.0.1", 1, 1.0))
-        await scene.turn()
-        update = make_update(member, 0, CANARY)
-        for _ in range(2):
-            scene.order(update)
-            await scene.turn()
-        assert [(adopted.version, adopted.error) for adopted in scene.heard(UpdateApplied)] == [(0, ""), (0, "")]
-        assert scene.generator.status().gauges["updates"] == 1
-
-    play(scene, script)
+    assert scene.engine.is_cancelled

@@ -1,4 +1,4 @@
-"""Through broker and generator: groups that teach nothing never reach the learner, and groups have a baseline."""
+"""Group filters and greedy baselines through router and generator, with both stores."""
 
 from pathlib import Path
 
@@ -19,11 +19,11 @@ HERE = "tests.integration.test_dynamic_sampling"
 STORES = pytest.mark.parametrize("make_store", [make_memory_store, make_redis_store], ids=["memory", "redis"])
 AFTER_S = 20.0
 WINDOW = 4
-"""Groups that pacing lets out beyond what was consumed: (max_lag + 1) * groups_per_step."""
+"""Groups that pacing admits beyond those consumed: (max_lag + 1) * groups_per_step."""
 
 
 def mixed(sample) -> Reward:
-    """Even rows teach nothing; of the others the first token decides."""
+    """Even rows give no signal (all members right); in the others the first token decides."""
     is_right = int(sample.ground_truth) % 2 == 0 or sample.response_token_ids[0] % 2 == 0
     return Reward(total=float(is_right), is_correct=is_right)
 
@@ -33,14 +33,14 @@ def hopeless(sample) -> Reward:
 
 
 async def begin(scene: Scene) -> None:
-    """The generator adopts version 0."""
+    """Bring version 0 into the generator."""
     await scene.turn()
-    scene.order(OpenEpoch(1, [scene.peer.member], "127.0.0.1", 1, 1.0))
-    scene.order(make_update(scene.peer.member, 0, CANARY))
+    scene.send(OpenEpoch(1, [scene.peer.member], "127.0.0.1", 1, 1.0))
+    scene.send(make_update(scene.peer.member, 0, CANARY))
 
 
 async def train(scene: Scene, *, step: int) -> list[list[Trajectory]]:
-    """Wait for a batch, use it, publish; returns its groups."""
+    """Claim a batch, commit it, publish the next version; returns the batch's groups."""
     version, claim = step - 1, None
     for _ in range(200):
         await scene.turn(times=1)
@@ -52,23 +52,21 @@ async def train(scene: Scene, *, step: int) -> list[list[Trajectory]]:
     payloads = scene.store.fetch(claim.group_ids)
     scene.store.commit(claim, make_entry(claim, payloads, version=version, seed=3, config_hash="hash"))
     scene.store.announce_version(step)
-    scene.order(make_update(scene.peer.member, step, CANARY))
+    scene.send(make_update(scene.peer.member, step, CANARY))
     await scene.turn()
     scene.store.commit_version(step)
     return [[unpack(payload) for payload in group] for group in payloads]
 
 
 def assert_paced(scene: Scene) -> None:
-    """However many groups were rejected, never more are out than pacing allows."""
+    """Check that rejected groups never let more groups out than pacing allows."""
     counts, state = scene.store.counts(), scene.store.run_state()
     assert counts.leased + counts.returned + counts.ready + counts.claimed <= WINDOW
     assert counts.admitted <= state.consumed + WINDOW
 
 
 @STORES
-def test_every_claimed_group_teaches_something_and_another_prompt_comes_for_each_that_does_not(
-    tmp_path: Path, make_store
-):
+def test_groups_without_signal_are_replaced_and_never_claimed(tmp_path: Path, make_store):
     scene = Scene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", buffer={"filter": {"kind": "zero_signal"}})
     scene.store.open_evaluation("e", purpose="sampled", version=0, rows=list(range(0, 10, 2)))
 
@@ -84,13 +82,13 @@ def test_every_claimed_group_teaches_something_and_another_prompt_comes_for_each
     assert (result.is_complete, result.accuracy) == (True, 1.0), "evaluations are not filtered"
     assert counts.filtered >= 4
     assert counts.reasons == {"rejected: zero_signal": counts.filtered}
-    assert (counts.became_ready, counts.used) == (8, 8), "as many as the run trains on, and none beyond"
+    assert (counts.became_ready, counts.used) == (8, 8), "exactly as many as the run trains on"
     assert counts.waste_fraction > 0.2
     assert scene.store.audit().is_sound
 
 
 @STORES
-def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_that_says_so(tmp_path: Path, make_store):
+def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_path: Path, make_store):
     accuracy = {"kind": "accuracy"}
     learner = {"dead_end": {"after_s": AFTER_S}}
     scene = Scene(
@@ -113,17 +111,17 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_that_says_so(tmp_path
     play(scene, script)
     cause = causes[-1]
     assert cause is not None, scene.store.counts()
-    assert len(causes) > AFTER_S - 3, "not before its time"
+    assert len(causes) > AFTER_S - 3, "not before the limit"
     assert cause.kind == "filtered"
     assert "rejected: too_hard" in cause.problem
     counts = scene.store.counts()
     assert (counts.ready, counts.filtered_fraction) == (0, 1.0)
-    assert counts.filtered > 50, "it went on trying"
+    assert counts.filtered > 50, "it kept trying"
     assert scene.store.audit().is_sound
 
 
 @STORES
-def test_a_greedy_answer_comes_with_every_group_and_is_its_baseline(tmp_path: Path, make_store):
+def test_every_group_has_a_greedy_member_as_its_baseline(tmp_path: Path, make_store):
     scene = Scene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", generators={"baseline": "greedy"})
 
     async def script() -> None:
@@ -133,16 +131,16 @@ def test_a_greedy_answer_comes_with_every_group_and_is_its_baseline(tmp_path: Pa
             assert [[member.is_greedy for member in group] for group in groups] == [[False, False, True]] * 2
             assert all(group[2].sampling.top_k == -1 for group in groups)
             assert all(len({member.attempt for member in group}) == 1 for group in groups), "under the same lease"
-            assert_column(groups, version=step - 1)
+            assert_baselines(groups, version=step - 1)
 
     play(scene, script)
     counts = scene.store.counts()
     assert (counts.accepted % 3, counts.refused, scene.store.audit().is_sound) == (0, {}, True)
 
 
-def assert_column(groups: list[list[Trajectory]], *, version: int) -> None:
-    """The learner sees each group's baseline beside its sampled members, and trains on those alone."""
-    admitted = build_batch(
+def assert_baselines(groups: list[list[Trajectory]], *, version: int) -> None:
+    """Check that the learner gets each group's baseline and trains only on the sampled members."""
+    built = build_batch(
         groups,
         learner_version=version,
         max_lags=[1, 1],
@@ -151,8 +149,8 @@ def assert_column(groups: list[list[Trajectory]], *, version: int) -> None:
         vocab_size=99,
         has_baseline=True,
     )
-    trajectories = admitted.batch.trajectories
+    trajectories = built.batch.trajectories
     assert trajectories.greedy_rewards.tolist() == [group[2].reward.total for group in groups for _ in group]
     assert trajectories.is_member.tolist() == [True, True, False] * 2
     assert (trajectories.num_trained > 0).tolist() == [True, True, False] * 2
-    assert admitted.metrics["learner/trajectories"] == 4
+    assert built.metrics["learner/trajectories"] == 4

@@ -1,4 +1,4 @@
-"""A generator is told to stop in mid-work, with a real store, sockets and processes; its engine alone is scripted."""
+"""A generator gets SIGTERM during work, with a real store, sockets and processes and a scripted engine."""
 
 import subprocess
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def started(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
-    """Broker, learner and one slow generator, as by hand."""
+    """Start broker, learner and one slow generator."""
     address = f"broker.address=ipc://{folder}/{NAME}.sock"
     settings = (*SMALL, address, f"name={NAME}", "learner.max_steps=100000", "generators.engine.seconds_per_token=0.5")
     roles = [
@@ -42,37 +42,37 @@ def started(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
 
 
 @contextmanager
-def looking(folder: Path) -> Iterator[Store]:
+def opened_store(folder: Path) -> Iterator[Store]:
     with open_run_store(folder / "runs" / NAME, timeout_s=COMMAND_TIMEOUT_S) as store:
         yield store
 
 
 def is_at_work(folder: Path) -> bool:
     try:
-        with looking(folder) as store:
+        with opened_store(folder) as store:
             return store.roles().get("first", {}).get("running", 0) > 0 and store.run_state().step > 0
     except (ReplayBufferError, ConfigError):
-        # The broker has not begun the run yet.
+        # The broker has not created the run yet.
         return False
 
 
-def in_places(counts: StoreCounts) -> int:
+def num_groups(counts: StoreCounts) -> int:
     return counts.returned + counts.ready + counts.claimed + counts.used + sum(counts.outcomes.values())
 
 
-def test_sigterm_in_mid_work_gives_the_leases_back_and_says_goodbye(folder: Path):
+def test_sigterm_during_work_returns_the_leases_and_sends_bye(folder: Path):
     with started(folder) as (_, _, generator):
         until(lambda: is_at_work(folder), timeout_s=120, what="a generator at work")
         generator.terminate()
         assert generator.wait(timeout=30) == 0
-        with looking(folder) as store:
-            until(lambda: store.roles()["first"]["state"] == "gone", timeout_s=20, what="a goodbye")
+        with opened_store(folder) as store:
+            until(lambda: store.roles()["first"]["state"] == "gone", timeout_s=20, what="a Bye")
             counts = store.counts()
             assert counts.leased == 0
             assert counts.returned > 0
-            assert counts.admitted == in_places(counts)
-            # A goodbye is none, silence and lapsed leases are. It may have left inside a broadcast: then it is evicted.
-            # The learner may find the scripted answers strange.
+            assert counts.admitted == num_groups(counts)
+            # A Bye is no event, unlike silence and lapsed leases. A generator that left during a broadcast is evicted;
+            # the learner may raise alerts about the scripted responses.
             texts = [event.text for event in store.events(limit=9) if event.role != "learner"]
             assert [text for text in texts if not text.startswith("evicted: ")] == []
     assert runs.processes_of(folder) == []

@@ -1,4 +1,4 @@
-"""WeightUpdates: each command is executed once and answered, superseded ones are skipped, unprobed weights are not verified."""
+"""WeightUpdates: commands are executed once and answered, superseded ones skipped, unprobed weights not verified."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

@@ -18,7 +18,7 @@ from tests.tiny_model import make_tokenizer
 
 
 class RecordingEngine(ScriptedEngine):
-    """Answers 31284 and remembers what it was asked."""
+    """Answers 31284 and records its requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[list[int], Sampling, str]] = []
@@ -29,7 +29,7 @@ class RecordingEngine(ScriptedEngine):
 
 
 class RecordingScorer:
-    """Gives one reward to all and remembers the samples."""
+    """Gives one reward to all samples and records them."""
 
     def __init__(self) -> None:
         self.samples: list[RewardInput] = []
@@ -59,7 +59,7 @@ def answer(prompt: Prompt, index: int = 1, **run: object) -> tuple[Trajectory, R
     return asyncio.run(make_agent(engine, scorer, **run).answer(prompt, index)), engine, scorer
 
 
-def test_a_trajectory_holds_exactly_what_was_asked_and_sampled():
+def test_a_trajectory_holds_prompt_and_completion_unchanged():
     trajectory, engine, _ = answer(make_prompt())
     assert trajectory.token_ids.tolist() == [*engine.requests[0][0], 5, 3, 4, 10, 6, 1]
     assert trajectory.model_mask.tolist() == [False] * 6 + [True] * 6
@@ -79,7 +79,7 @@ def test_the_trajectory_packs():
     assert trajectory.generator_logprobs.dtype == np.float32
 
 
-def test_the_reward_function_sees_text_and_row():
+def test_the_reward_function_gets_text_and_row():
     _, _, scorer = answer(make_prompt(extra_info={"index": 7}))
     (sample,) = scorer.samples
     assert (sample.response, sample.ground_truth, sample.stop_reason) == ("31284", "31284", "stop")
@@ -87,7 +87,7 @@ def test_the_reward_function_sees_text_and_row():
 
 
 @pytest.mark.parametrize(("purpose", "temperature"), [("train", 0.7), ("sampled", 1.0), ("greedy", 0.0)])
-def test_the_purpose_decides_the_temperature(purpose: str, temperature: float):
+def test_the_purpose_sets_the_temperature(purpose: str, temperature: float):
     run = {"generators": {"sampling": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 6}}}
     trajectory, engine, _ = answer(make_prompt(purpose=purpose), **run)
     assert trajectory.sampling == engine.requests[0][1]
@@ -98,7 +98,7 @@ def test_the_purpose_decides_the_temperature(purpose: str, temperature: float):
     )
 
 
-def test_the_last_member_of_a_group_is_its_greedy_baseline_where_there_is_one():
+def test_the_last_member_of_a_group_is_its_greedy_baseline_if_configured():
     sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 6}
     run = {"generators": {"sampling": sampling, "group_size": 2, "baseline": "greedy"}}
     sampled, *_ = answer(make_prompt(), 1, **run)
@@ -111,7 +111,7 @@ def test_the_last_member_of_a_group_is_its_greedy_baseline_where_there_is_one():
     assert header.is_greedy
 
 
-def test_every_request_has_a_seed_of_its_own():
+def test_every_request_has_its_own_seed():
     def seeds(run_seed: int) -> set[int]:
         return {
             request_seed(run_seed, group_id=str(group), attempt=attempt, index=index)

@@ -23,24 +23,24 @@ def draw(logits: Tensor, sampling: Sampling, num_draws: int = 4000) -> tuple[Ten
     return sample(logits.repeat(num_draws, 1), [sampling] * num_draws, uniforms)
 
 
-def test_tokens_come_as_often_as_their_probability_says():
+def test_token_frequencies_match_their_probabilities():
     tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling())
     assert (torch.bincount(tokens, minlength=3) / 4000).tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-3)
     assert logprobs.exp().tolist() == pytest.approx([[0.5, 0.3, 0.2][token] for token in tokens.tolist()], abs=1e-6)
 
 
-def test_the_log_probability_is_that_after_temperature():
+def test_the_log_probability_includes_the_temperature():
     _, logprobs = draw(logits_of(0.5, 0.25, 0.25), make_sampling(0.5), num_draws=1)
     assert logprobs.item() == pytest.approx(math.log(0.25 / (0.25 + 0.0625 + 0.0625)), abs=1e-6)
 
 
-def test_top_k_leaves_the_likeliest():
+def test_top_k_keeps_the_likeliest_tokens():
     tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_k=2))
     assert set(tokens.tolist()) == {0, 1}
     assert logprobs[0].item() == pytest.approx(math.log(0.5 / 0.8), abs=1e-6)
 
 
-def test_top_p_leaves_the_smallest_set_that_holds_the_mass():
+def test_top_p_keeps_the_smallest_set_that_holds_the_mass():
     assert set(draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_p=0.6))[0].tolist()) == {0, 1}
     assert set(draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_p=0.4))[0].tolist()) == {0}
 
@@ -51,7 +51,7 @@ def test_temperature_zero_is_greedy_and_reports_the_unfiltered_log_probability()
     assert logprobs[0].item() == pytest.approx(math.log(0.5), abs=1e-6)
 
 
-def test_greedy_and_random_rows_go_together():
+def test_greedy_and_random_rows_mix_in_a_batch():
     logits = logits_of(0.3, 0.5, 0.2).repeat(2, 1)
     tokens, logprobs = sample(logits, [make_sampling(0.0), make_sampling(2.0)], torch.tensor([0.99, 0.99]).double())
     assert tokens.tolist() == [1, 2]
@@ -67,7 +67,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
     assert logprobs.isfinite().all()
 
 
-def test_a_request_draws_the_same_numbers_whatever_else_is_going_on():
+def test_random_numbers_of_a_request_depend_on_its_seed_alone():
     torch.manual_seed(1)
     first = draw_uniforms(make_sampling(seed=3))
     torch.manual_seed(2)

@@ -1,4 +1,4 @@
-"""Reward functions that behave well and badly; worker processes import them by name."""
+"""Well and badly behaved reward functions, imported by name in worker processes."""
 
 import math
 import os
@@ -12,12 +12,12 @@ NOT_A_FUNCTION = 3
 
 
 def by_response(sample: RewardInput) -> Any:
-    """Does what the response says."""
+    """Executes the response as a command."""
     match sample.response.split():
         case ["sleep", seconds]:
             time.sleep(float(seconds))
         case ["spin"]:
-            # Holds the interpreter: nothing inside the process could stop this.
+            # Holds the interpreter lock: nothing inside the process could stop it.
             sum(range(10**12))
         case ["raise", word]:
             raise ValueError(f"no good:\n{word}")
@@ -39,20 +39,20 @@ def by_response(sample: RewardInput) -> Any:
 
 
 def with_arguments(sample: RewardInput, *, bonus: float) -> float:
-    """A number that shows its argument."""
+    """Returns a number that depends on its argument."""
     return 0.25 + bonus
 
 
 def as_dict(sample: RewardInput) -> dict[str, Any]:
-    """The fields of a Reward."""
+    """Returns the fields of a Reward."""
     return {"total": 0.75, "parts": {"a": 0.5, "b": 0.25}, "is_correct": True}
 
 
 def as_unknown_dict(sample: RewardInput) -> dict[str, Any]:
-    """A field that Reward does not have."""
+    """Returns a field that Reward does not have."""
     return {"score": 1.0}
 
 
 def as_bad_part(sample: RewardInput) -> dict[str, Any]:
-    """One part is not finite."""
+    """Returns a part that is not finite."""
     return {"total": 0.75, "parts": {"a": math.inf}}

@@ -9,7 +9,7 @@ PARTS = ("q_proj", "k_proj", "v_proj")
 
 
 class Packed(nn.Module):
-    """As an engine holds an attention and a head: three projections in one, and a vocabulary padded to four rows."""
+    """Storage of an engine: three projections packed into one, a vocabulary padded to four rows."""
 
     def __init__(self, sent: list[tuple[str, Tensor]]) -> None:
         super().__init__()
@@ -30,32 +30,32 @@ def sent() -> list[tuple[str, Tensor]]:
     return [*projections, ("norm.weight", torch.randn(4)), ("head.weight", torch.randn(3, 4))]
 
 
-def test_a_model_that_holds_all_of_it_is_alike(sent: list[tuple[str, Tensor]]):
+def test_a_model_that_holds_all_tensors_has_no_mismatch(sent: list[tuple[str, Tensor]]):
     assert first_mismatch(Packed(sent), sent, packing=PACKING) == ""
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_one_element_that_differs_is_found_in_any_of_them(place: int, sent: list[tuple[str, Tensor]]):
+@pytest.mark.parametrize("index", range(5))
+def test_one_changed_element_is_found_in_any_tensor(index: int, sent: list[tuple[str, Tensor]]):
     model = Packed(sent)
-    name, tensor = sent[place]
+    name, tensor = sent[index]
     other = tensor.clone()
     other.view(-1)[-1] += 1e-3
-    assert first_mismatch(model, [*sent[:place], (name, other), *sent[place + 1 :]], packing=PACKING) == name
+    assert first_mismatch(model, [*sent[:index], (name, other), *sent[index + 1 :]], packing=PACKING) == name
 
 
-def test_a_value_that_is_no_number_is_never_alike(sent: list[tuple[str, Tensor]]):
+def test_nan_is_always_a_mismatch(sent: list[tuple[str, Tensor]]):
     sent[3][1][0] = torch.nan
     assert first_mismatch(Packed(sent), sent, packing=PACKING) == "norm.weight"
 
 
-def test_what_is_stored_in_another_form_is_passed_over(sent: list[tuple[str, Tensor]]):
+def test_repacked_tensors_are_not_compared(sent: list[tuple[str, Tensor]]):
     model = Packed(sent)
     model.attention.qkv_proj.weight.data = torch.empty(0)
     model.head.weight.data = torch.empty(0)
     assert first_mismatch(model, sent, packing=PACKING) == ""
 
 
-def test_a_kernel_that_was_not_made_anew_is_found(sent: list[tuple[str, Tensor]]):
+def test_a_stale_kernel_is_found(sent: list[tuple[str, Tensor]]):
     model = Packed(sent)
     layers = [model.attention.qkv_proj, model.head]
     for layer in layers:

@@ -1,0 +1,67 @@
+import pytest
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
+
+SAMPLES = "tests.unit.generators.rewards.samples"
+SAMPLE = RewardInput(prompt="48213=", response="31284", ground_truth="31284")
+
+
+def run_sample(name: str, response: str = "") -> Reward:
+    sample = RewardInput(prompt="48213=", response=response, ground_truth="31284")
+    return evaluate(load_reward(f"{SAMPLES}:{name}", {}), sample)
+
+
+def test_a_number_is_a_reward():
+    assert run_sample("by_response") == Reward(total=0.5)
+
+
+def test_a_reward_of_one_counts_as_correct():
+    function = load_reward(f"{SAMPLES}:with_arguments", {"bonus": 0.75})
+    assert evaluate(function, SAMPLE) == Reward(total=1.0, is_correct=True)
+
+
+def test_a_dict_with_the_fields_of_a_reward_is_a_reward():
+    assert run_sample("as_dict") == Reward(total=0.75, parts={"a": 0.5, "b": 0.25}, is_correct=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "words"),
+    [
+        ("by_response", "nan", "finite"),
+        ("as_bad_part", "", "finite number, got a=inf"),
+        ("by_response", "text", "got str"),
+        ("as_unknown_dict", "", "score"),
+        ("by_response", "raise now", "ValueError: no good: now"),
+    ],
+)
+def test_an_invalid_reward_is_an_error_with_one_line_of_detail(name: str, response: str, words: str):
+    reward = run_sample(name, response)
+    assert reward.status == "error"
+    assert words in reward.detail
+    assert "\n" not in reward.detail
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("position_match", "module:function"),
+        ("no_such_module:f", "no module 'no_such_module'"),
+        (f"{SAMPLES}:by_respons", "Did you mean 'by_response'?"),
+        (f"{SAMPLES}:NOT_A_FUNCTION", "it is a int"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_a_config_error_with_its_key(path: str, words: str):
+    with pytest.raises(ConfigError, match=r"generators\.reward\.function") as caught:
+        load_reward(path, {})
+    assert words in str(caught.value)
+
+
+def test_arguments_must_fit_the_function():
+    with pytest.raises(
+        ConfigError, match=r"generators\.reward\.arguments must fit .* missing a required argument: 'bonus'"
+    ):
+        load_reward(f"{SAMPLES}:with_arguments", {})
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'size'"):
+        load_reward(f"{SAMPLES}:by_response", {"size": 3})
