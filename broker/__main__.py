@@ -12,6 +12,7 @@ Most used settings; those of the learner must be the same:
   data.train_path=FILE          prompts, in Parquet
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
+Outside a checkout the module is called slipstream.broker.
 """
 
 import sys

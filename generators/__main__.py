@@ -11,6 +11,7 @@ Most used settings:
   weights.transport=TRANSPORT   how this generator gets weights, in place of the run's choice
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
+Outside a checkout the module is called slipstream.generators.
 """
 
 import asyncio

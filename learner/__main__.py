@@ -14,6 +14,7 @@ Most used settings; those of the broker must be the same:
   sft.train_path=FILE           demonstrations, in Parquet, for mode=sft
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
+Outside a checkout the module is called slipstream.learner.
 """
 
 import os

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from slipstream import cli
-from slipstream.configs.load import groups, leaves, load, to_plain
+from slipstream.configs.schema import groups, settings
 from tests.e2e.runs import ROOT
 
 COMMANDS = [
@@ -59,9 +59,16 @@ def test_commands_with_overrides_name_settings_and_where_all_are(
     assert "docs/settings.md" in told
 
 
+def named_settings(text: str) -> set[str]:
+    return set(re.findall(r"\b([a-z][a-z_./]*)=", text))
+
+
+def known_settings() -> set[str]:
+    return {setting.key for setting in settings()} | set(groups())
+
+
 def test_the_settings_named_in_the_help_exist() -> None:
-    known = {key for key, _ in leaves(to_plain(load([])))} | set(groups())
-    assert set(re.findall(r"\b([a-z][a-z_./]*)=", cli.SETTINGS)) <= known
+    assert named_settings(cli.SETTINGS) <= known_settings()
     assert set(groups()["experiment"]) <= set(re.findall(r"\w+", cli.SETTINGS))
 
 
@@ -114,6 +121,18 @@ def test_it_starts_without_torch(arguments: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("role", ["broker", "generators", "learner", "buffer"])
+def test_every_role_has_help_with_settings_that_exist(role: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", role, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"python -m {role}" in done.stdout
+    if role != "buffer":
+        assert "docs/settings.md" in done.stdout
+        assert named_settings(done.stdout) <= known_settings()
 
 
 @pytest.mark.parametrize("program", [["run_async.py"], ["-m", "slipstream"]])
