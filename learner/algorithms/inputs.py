@@ -21,7 +21,7 @@ def known(column: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The B trajectories of a step that count in a baseline, and the N of their tokens that are trained on.
+    """The B trajectories of a step that count in a baseline, at least one, and their N tokens that are trained on.
 
     Tokens lie trajectory after trajectory, in order; tokens of tools are not among them. Trajectories whose reward
     function failed are not here, so a group may have any number of members.

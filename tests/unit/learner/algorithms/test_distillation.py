@@ -100,12 +100,6 @@ def test_equal_policies_have_no_loss_and_no_gradient(divergence, size, renormali
     assert gradient(loss, logits).abs().max() < 1e-12
 
 
-def test_a_sum_over_the_top_ids_alone_would_have_had_a_gradient():
-    logits, logprobs = learner()
-    teacher = logprobs.detach()[:2]
-    assert gradient((teacher.exp() * (teacher - logprobs[:2])).sum(), logits).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_divergences_are_never_negative(divergence, renormalise):
@@ -169,25 +163,6 @@ def test_half_precision_is_widened_before_the_rest_is_taken(divergence):
     loss = divergence(ours, theirs, renormalise=False)
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(divergence(ours.double(), theirs.double(), renormalise=False).item(), abs=1e-5)
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_float32_over_the_whole_vocabulary_is_exact_to_rounding(divergence):
-    torch.manual_seed(0)
-    logits, theirs = 2 * torch.randn(2, 50, 1000)
-    logits.requires_grad_()
-    ours = logits.log_softmax(-1)
-    closed = divergence(ours, theirs.log_softmax(-1), renormalise=False)
-    known = divergence(ours, theirs.log_softmax(-1), renormalise=True)
-    assert torch.allclose(closed, known, atol=1e-4)
-    assert torch.allclose(gradient(closed, logits), gradient(known, logits), atol=1e-4)
-
-
-def test_no_tokens_have_no_loss():
-    none = torch.zeros(0)
-    assert teacher_advantages(none, none, bound=1.0).shape == sampled_k3(none, none, max_loss=1.0).shape == (0,)
-    for divergence in DIVERGENCES:
-        assert divergence(torch.zeros(0, 3), torch.zeros(0, 3), renormalise=False).shape == (0,)
 
 
 @pytest.mark.parametrize("renormalise", [False, True])

@@ -83,22 +83,12 @@ def test_no_tokens_have_no_weights(level):
     assert level(*NO_TOKENS, num_sequences=2).shape == (0,)
 
 
-@pytest.mark.parametrize("level", LEVELS.values())
-def test_a_sequence_of_one_token_weighs_its_ratio(level):
-    assert level(torch.tensor([0.7]), torch.tensor([0]), num_sequences=1).item() == pytest.approx(math.exp(0.7))
-
-
 def test_the_product_of_many_ratios_is_clamped_and_their_mean_is_not():
     log_ratio, sequences = torch.full((1000,), math.log(1.1)), torch.zeros(1000, dtype=torch.int64)
     product = LEVELS["sequence"](log_ratio, sequences, num_sequences=1)
     mean = LEVELS["geometric"](log_ratio, sequences, num_sequences=1)
     assert product.tolist() == pytest.approx([math.exp(20)] * 1000)
     assert mean.tolist() == pytest.approx([1.1] * 1000, rel=1e-4)
-
-
-def test_a_sequence_taken_twice_in_a_row_keeps_its_geometric_weight():
-    twice = LEVELS["geometric"](LOG_RATIO[:2].repeat(2), torch.zeros(4, dtype=torch.int64), num_sequences=1)
-    assert twice.tolist() == pytest.approx([6**0.5] * 4)
 
 
 def test_another_sequence_changes_no_weight():

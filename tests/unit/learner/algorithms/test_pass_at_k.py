@@ -76,15 +76,6 @@ def test_the_lead_may_be_divided_by_the_deviation():
     assert torch.allclose(scaled, pass_at_k_best(rewards, groups, epsilon=1e-12))
 
 
-def test_the_lead_ignores_a_shift_and_follows_the_scale():
-    rewards, groups = ragged()
-    assert torch.allclose(pass_at_k_best(3 * rewards - 5, groups), 3 * pass_at_k_best(rewards, groups), atol=1e-12)
-
-
-def test_rewards_below_zero_are_no_special_case():
-    assert pass_at_k_best(wide(-5, -2, -9), whole(0, 0, 0)).tolist() == [0, 3, 0]
-
-
 @pytest.mark.parametrize("size", range(1, 8))
 def test_the_analytic_form_is_the_mean_over_all_subsets(size):
     for k in range(1, size + 1):
@@ -92,12 +83,6 @@ def test_the_analytic_form_is_the_mean_over_all_subsets(size):
             correct = [i < num_correct for i in range(size)]
             values = pass_at_k_analytic(torch.tensor(correct), torch.zeros(size, dtype=torch.int64), k=k)
             assert values.tolist() == pytest.approx(enumerated(correct, k), abs=1e-6)
-
-
-def test_the_analytic_form_sums_to_zero():
-    rewards, groups = ragged()
-    values = pass_at_k_analytic(rewards > 0.5, groups, k=3).double()
-    assert torch.zeros(4).double().index_add(0, groups, values).abs().max() < 1e-6
 
 
 def test_pass_at_one_is_grpo():

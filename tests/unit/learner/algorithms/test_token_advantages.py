@@ -306,19 +306,3 @@ def test_rho_bar_decides_which_policys_values_vtrace_keeps_and_c_bar_does_not(rh
     values = world.values(rho_bar)
     targets = world.expected_targets(values, rho_bar=rho_bar, c_bar=c_bar)
     assert targets == pytest.approx(values, abs=1e-12)
-
-
-@pytest.mark.parametrize("c_bar", [0.1, 1.0])
-def test_vtrace_reaches_its_fixed_point_from_anywhere(c_bar):
-    world = World()
-    values = dict.fromkeys(world.rewards, 5.0)
-    for _ in range(200):
-        values = world.expected_targets(values, rho_bar=1.0, c_bar=c_bar)
-    assert values == pytest.approx(world.values(1.0), abs=1e-6)
-
-
-def test_without_truncation_one_step_of_vtrace_is_the_value_of_the_learner():
-    world = World()
-    nothing = dict.fromkeys(world.rewards, 0.0)
-    targets = world.expected_targets(nothing, rho_bar=1e6, c_bar=1e6)
-    assert targets == pytest.approx(world.values(1e6), abs=1e-12)

@@ -22,21 +22,6 @@ def test_without_a_clip_it_is_half_the_squared_error():
     assert not clipped.any()
 
 
-def test_a_clip_that_is_never_reached_changes_nothing():
-    torch.manual_seed(0)
-    values, returns, before = torch.randn(3, 50, dtype=torch.float64)
-    wide_open, clipped = clipped_value_loss(values, returns, before, clip=100.0)
-    assert torch.allclose(wide_open, clipped_value_loss(values, returns, before, clip=None)[0])
-    assert not clipped.any()
-
-
-def test_the_loss_is_never_below_the_plain_one():
-    torch.manual_seed(0)
-    values, returns, before = torch.randn(3, 50, dtype=torch.float64)
-    plain, _ = clipped_value_loss(values, returns, before, clip=None)
-    assert (clipped_value_loss(values, returns, before, clip=0.1)[0] >= plain).all()
-
-
 def test_exactly_the_clipped_tokens_have_no_gradient():
     torch.manual_seed(0)
     values, returns, before = torch.randn(3, 200, dtype=torch.float64)
@@ -65,16 +50,6 @@ def test_only_the_critic_learns():
     assert before.grad is None
 
 
-def test_any_split_has_the_same_gradient():
-    torch.manual_seed(0)
-    values, returns, before = torch.randn(3, 12)
-    values.requires_grad_()
-    (whole,) = torch.autograd.grad(clipped_value_loss(values, returns, before, clip=0.2)[0].sum(), values)
-    for part in (slice(0, 5), slice(5, 12)):
-        loss, _ = clipped_value_loss(values[part], returns[part], before[part], clip=0.2)
-        assert torch.autograd.grad(loss.sum(), values)[0][part].equal(whole[part])
-
-
 def test_explained_variance_by_hand():
     returns = wide(1, 2, 3)
     assert explained_variance(returns, returns) == 1
@@ -88,8 +63,3 @@ def test_returns_that_do_not_vary_have_no_variance_to_explain():
     assert explained_variance(wide(1, 2, 3), torch.full((3,), 0.1, dtype=torch.float64)) == 0
     assert explained_variance(wide(1), wide(4)) == 0
     assert explained_variance(wide(), wide()) == 0
-
-
-def test_no_tokens_have_no_loss():
-    loss, clipped = clipped_value_loss(wide(), wide(), wide(), clip=0.5)
-    assert loss.shape == clipped.shape == (0,)
