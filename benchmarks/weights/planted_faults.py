@@ -182,7 +182,7 @@ FAULTS = [
         sent=lambda new, _: _exchanged(new, _MATRIX, _OTHER_MATRIX),
     ),
     Fault(
-        "the tied head is sent as it was before",
+        "the tied head is sent with its previous values",
         "ties: equal bytes under all names",
         sent=lambda new, old: [(name, old[name] if name == _HEAD else tensor) for name, tensor in new],
     ),
@@ -198,9 +198,9 @@ FAULTS = [
         is_loaded=True,
         worker=_load_another,
     ),
-    Fault("the engine's loader breaks off", "the engine's loader", is_loaded=True, worker=_fail_halfway),
-    Fault("one bit flips on the way", "checksum of the bucket", transit=_flip_bit),
-    Fault("a bucket of the version before arrives", "checksum of the bucket", transit=_send_old_bucket),
+    Fault("the engine's loader fails halfway", "the engine's loader", is_loaded=True, worker=_fail_halfway),
+    Fault("one bit flips in transit", "checksum of the bucket", transit=_flip_bit),
+    Fault("a bucket of the previous version arrives", "checksum of the bucket", transit=_send_old_bucket),
     Fault(
         "weights travel in another dtype than the engine's",
         "layout: dtype",

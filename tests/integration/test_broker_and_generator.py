@@ -169,7 +169,7 @@ def test_nothing_is_leased_before_weights_are_verified_and_then_groups_become_re
         scene.send(make_update(member, 0, CANARY))
         await scene.turn()
         assert [opened.error for opened in scene.received(EpochOpened)] == [""]
-        assert [(adopted.version, adopted.error) for adopted in scene.received(UpdateApplied)] == [(0, "")]
+        assert [(applied.version, applied.error) for applied in scene.received(UpdateApplied)] == [(0, "")]
         assert scene.store.counts().ready == 4
         assert scene.store.counts().accepted == 8
 
@@ -184,8 +184,8 @@ def test_weights_that_fail_the_probe_stop_the_generator_and_report_the_reason(sc
         wrong = [value - 0.5 for value in CANARY]
         scene.send(make_update(member, 0, wrong))
         await scene.turn()
-        (adopted,) = scene.received(UpdateApplied)
-        assert "must agree with the learner's" in adopted.error
+        (applied,) = scene.received(UpdateApplied)
+        assert "must agree with the learner's" in applied.error
         assert scene.generator.status().state == "unsynced"
         assert scene.store.counts().admitted == 0
 

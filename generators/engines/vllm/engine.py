@@ -143,7 +143,7 @@ class VllmEngine:
     async def check_health(self) -> None:
         """Raise EngineDiedError if the engine process is gone, or has requests and makes no step."""
         if self._running.errored:
-            raise EngineDiedError("vLLM's engine process died: look at the log above")
+            raise EngineDiedError("vLLM's engine process died: see the log above")
         self._watchdog.check(read_load(self._running), is_paused=self._is_updating)
 
     async def stop(self) -> None:
@@ -258,7 +258,7 @@ class VllmEngine:
                     return final
                 self._to_restart.remove(request_id)
         except EngineDeadError as error:
-            raise EngineDiedError("vLLM's engine process died: look at the log above") from error
+            raise EngineDiedError("vLLM's engine process died: see the log above") from error
         except EngineError:
             raise
         except Exception as error:

@@ -74,7 +74,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
         await _abandon(starting)
         raise EngineDiedError(
             f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), it did not: "
-            "look at the log above, or raise the limit"
+            "see the log above, or raise the limit"
         ) from error
     except asyncio.CancelledError:
         await _abandon(starting)

@@ -31,7 +31,7 @@ class StepWatchdog:
         elif self._clock() - self._progressed_at > self._limit_s:
             raise EngineDiedError(
                 f"the engine must make a step within generators.engine.stall_timeout_s ({self._limit_s:g} s) while "
-                f"requests are open, made none with {load.num_open} of them: look at the log above, or raise the limit"
+                f"requests are open, made none with {load.num_open} of them: see the log above, or raise the limit"
             )
 
 
