@@ -1,4 +1,4 @@
-"""Both twins of the store, on a clock the test moves, and the checks that hold for any store at any moment."""
+"""Both stores, and the checks that hold for any store at any time."""
 
 import atexit
 import itertools

@@ -1,4 +1,4 @@
-"""What every store does: one list of tests for the in-memory twin and for Redis."""
+"""Every store, one list of tests: the run, leases, trajectories, claims, steps, evaluations, groups that are over."""
 
 import threading
 
@@ -6,7 +6,7 @@ import pytest
 
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import RunConflictError, StaleFenceError
-from slipstream.buffer.records import CheckpointPointer, Insertion, Lease, MetricsRows
+from slipstream.buffer.records import CheckpointPointer, Insertion, Lease
 from slipstream.buffer.sampling import NotReady, SamplingRules, row_of
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.buffer import UniformConfig
@@ -39,51 +39,49 @@ def refused(reason: str) -> Insertion:
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
-def test_a_store_without_a_run_says_so(fresh_store):
-    for use in (fresh_store.run_state, fresh_store.run_config_json, fresh_store.counts, fresh_store.reap):
+def test_operations_on_a_run_that_was_not_opened_are_refused(fresh_store):
+    operations = [
+        fresh_store.run_state,
+        fresh_store.run_config_json,
+        fresh_store.counts,
+        fresh_store.reap,
+        lambda: lease(fresh_store),
+        lambda: fresh_store.insert([make_packed("0", 0)]),
+        lambda: fresh_store.record_event("learner", "evicted"),
+    ]
+    for operation in operations:
         with pytest.raises(RunConflictError, match="must be opened"):
-            use()
-    with pytest.raises(RunConflictError, match="must be opened"):
-        lease(fresh_store)
-    with pytest.raises(RunConflictError, match="must be opened"):
-        fresh_store.insert([make_packed("0", 0)])
+            operation()
+    assert fresh_store.events(limit=9) == []
 
 
-def test_a_new_run_starts_at_step_and_version_zero(fresh_store):
+def test_a_run_starts_at_zero_and_is_found_again_where_it_stands(fresh_store):
     state = open_run(fresh_store).run_state()
     assert (state.phase, state.step, state.version, state.announced_version) == ("starting", 0, 0, 0)
-
-
-def test_opening_the_same_run_again_finds_it_where_it_stands(store):
-    store.set_phase("training", detail="first batch")
-    store.commit_version(4)
-    open_run(store)
-    state = store.run_state()
+    fresh_store.set_phase("training", detail="first batch")
+    fresh_store.commit_version(4)
+    state = open_run(fresh_store).run_state()
     assert (state.phase, state.detail, state.version) == ("training", "first batch", 4)
 
 
-def test_a_changed_config_is_refused_by_the_name_of_its_first_key(fresh_store):
-    open_run(fresh_store, config_json='{"learner": {"groups_per_step": 8}, "seed": 1}')
-    with pytest.raises(RunConflictError, match=r"learner\.groups_per_step must stay 8 .* got 16"):
-        open_run(fresh_store, config_json='{"learner": {"groups_per_step": 16}, "seed": 1}')
-    with pytest.raises(RunConflictError, match="num_rows must stay 7"):
-        open_run(fresh_store, config_json='{"learner": {"groups_per_step": 8}, "seed": 1}', num_rows=8)
-
-
-def test_how_a_run_ends_may_change_when_it_is_resumed(fresh_store):
-    open_run(fresh_store, config_json='{"learner": {"max_steps": 10, "stop": null}, "resume": false}')
-    longer = '{"learner": {"max_steps": 20, "stop": {"accuracy_greedy": 0.9}}, "resume": true}'
+def test_a_run_keeps_its_settings_but_for_how_it_ends(fresh_store):
+    opened = '{"learner": {"groups_per_step": 8, "max_steps": 10}, "resume": false}'
+    open_run(fresh_store, config_json=opened)
+    for changes, key in (
+        ({"config_json": opened.replace("8", "16")}, r"learner\.groups_per_step"),
+        ({"num_rows": 8}, "num_rows"),
+    ):
+        with pytest.raises(RunConflictError, match=f"{key} must stay"):
+            open_run(fresh_store, **{"config_json": opened} | changes)
+    longer = opened.replace("10", "20").replace("false", "true")
     open_run(fresh_store, config_json=longer)
     assert fresh_store.run_config_json() == longer
 
 
-def test_another_runs_name_is_refused(store):
-    with pytest.raises(RunConflictError, match="was opened for run"):
+def test_another_run_and_an_unknown_phase_are_refused(store):
+    with pytest.raises(RunConflictError, match="somebody-else"):
         store.open_run("somebody-else", config_json="{}", num_rows=NUM_ROWS, seed=SEED)
-
-
-def test_an_unknown_phase_is_refused(store):
-    with pytest.raises(ValueError, match="phase must be one of"):
+    with pytest.raises(ValueError, match="phase"):
         store.set_phase("resting")
 
 
@@ -98,7 +96,7 @@ def test_versions_only_grow_and_a_committed_one_is_announced(store):
     assert (store.run_state().version, store.run_state().announced_version) == (5, 5)
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+# --- leases ----------------------------------------------------------------------------------------------------------
 def test_leases_follow_the_seeded_permutation_of_rows(store):
     leases = lease(store, 2 * NUM_ROWS)
     assert [each.ordinal for each in leases] == list(range(2 * NUM_ROWS))
@@ -112,77 +110,48 @@ def test_leases_follow_the_seeded_permutation_of_rows(store):
 def test_admission_stops_at_the_limit(store):
     asked = {"owner": "g", "max_groups": 10, "group_size": GROUP_SIZE, "lease_s": 60.0}
     assert len(store.lease(admission_limit=3, **asked)) == 3
-    assert store.lease(admission_limit=3, **asked) == []
+    assert store.lease(admission_limit=3, **asked) == lease(store, 0) == lease(store, -1) == []
     assert [each.ordinal for each in store.lease(admission_limit=4, **asked)] == [3]
     assert store.counts().admitted == 4
 
 
-@pytest.mark.parametrize("room", [0, -1])
-def test_no_room_gets_no_prompts(store, room):
-    store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
-    assert lease(store, room) == []
-
-
 def test_a_returned_prompt_is_leased_again_before_new_ones(store):
     first, second = lease(store, 2)
+    store.insert([answer(second, 0)])
     assert store.return_leases(lease_ids=[second.id, first.id, "99-0", "nonsense", second.id], reason="drain") == 2
     again = lease(store, 3, owner="generator-1")
     assert [(each.id, each.ordinal, each.attempt) for each in again] == [("0-1", 0, 1), ("1-1", 1, 1), ("2-0", 2, 0)]
+    assert again[1].indices == [1], "it keeps the members it has"
     assert store.counts().admitted == 3
+    assert store.return_leases(lease_ids=[first.id], reason="drain") == 0, "the lease of before"
+    assert store.counts().leased == 3
+    assert store.insert([answer(again[1], 1)]) == [READY]
 
 
-def test_returning_an_old_lease_does_not_touch_the_new_one(store):
-    (old,) = lease(store)
-    store.return_leases(lease_ids=[old.id], reason="drain")
-    lease(store)
-    assert store.return_leases(lease_ids=[old.id], reason="drain") == 0
-    assert store.counts().leased == 1
-
-
-def test_nobody_returns_the_leases_of_another(store):
-    (held,) = lease(store)
-    assert store.return_leases(lease_ids=[held.id], reason="drain", owner="stranger") == 0
-    assert store.counts().leased == 1
-    assert store.return_leases(lease_ids=[held.id], reason="drain", owner="generator-0") == 1
-
-
-def test_everything_an_owner_holds_comes_back(store):
-    lease(store, 3, owner="a")
+def test_an_owner_returns_its_own_leases_alone(store):
+    held, *_ = lease(store, 3, owner="a")
     lease(store, 2, owner="b")
-    assert store.return_leases_of(owner="a", reason="gone") == 3
+    assert store.return_leases(lease_ids=[held.id], reason="drain", owner="stranger") == 0
+    assert store.return_leases(lease_ids=[held.id], reason="drain", owner="a") == 1
+    assert store.return_leases_of(owner="a", reason="gone") == 2
     assert store.return_leases_of(owner="a", reason="gone") == 0
     assert (store.counts().leased, store.counts().returned) == (2, 3)
 
 
-def test_a_returned_prompt_keeps_the_members_it_has(store):
-    (first,) = lease(store)
-    assert store.insert([answer(first, 0)]) == [INSERTED]
-    store.return_leases(lease_ids=[first.id], reason="drain")
-    (second,) = lease(store)
-    assert (second.id, second.indices) == ("0-1", [1])
-    assert store.insert([answer(second, 1)]) == [READY]
-
-
-def test_a_lapsed_lease_is_reaped_and_a_renewed_one_is_not(store, clock):
-    (lapsed,) = lease(store, 1, owner="dead", lease_s=10)
-    (kept,) = lease(store, 1, owner="alive", lease_s=10)
-    clock.now += 9
-    assert store.renew_leases(owner="alive", lease_s=10, lease_ids=[kept.id]) == 1
-    assert store.reap() == []
-    clock.now += 1
-    assert store.reap() == ["lease 0-0 of dead lapsed: its prompt will be leased again"]
-    assert store.counts().leased == 1
-    assert store.renew_leases(owner="dead", lease_s=10, lease_ids=[lapsed.id]) == 0
-
-
-def test_only_the_leases_named_are_renewed(store, clock):
+def test_leases_lapse_unless_their_owner_renews_them_by_name(store, clock):
     kept, lost = lease(store, 2, lease_s=10)
     (foreign,) = lease(store, 1, owner="other", lease_s=10)
-    clock.now += 5
+    clock.now += 9
     named = [kept.id, kept.id, foreign.id, "77-0"]
     assert store.renew_leases(owner="generator-0", lease_s=10, lease_ids=named) == 1
-    clock.now += 5
-    assert [line.split()[1] for line in store.reap()] == [lost.id, foreign.id]
+    assert store.reap() == []
+    clock.now += 1
+    assert store.reap() == [
+        f"lease {lost.id} of generator-0 lapsed: its prompt will be leased again",
+        f"lease {foreign.id} of other lapsed: its prompt will be leased again",
+    ]
+    assert store.counts().leased == 1
+    assert store.renew_leases(owner="other", lease_s=10, lease_ids=[foreign.id]) == 0
 
 
 def test_a_prompt_that_lapses_too_often_goes_to_quarantine_with_its_members(store, clock):
@@ -196,7 +165,7 @@ def test_a_prompt_that_lapses_too_often_goes_to_quarantine_with_its_members(stor
     counts = store.counts()
     assert (counts.outcomes, counts.outcome_members) == ({"quarantined": 1}, {"quarantined": 1})
     assert (counts.open, counts.returned) == (0, 0)
-    assert counts.admitted == 0, "its budget is given back"
+    assert counts.admitted == 0, "its admission is given back"
     assert store.insert([answer(each, 1)]) == [SUPERSEDED]
     assert lease(store)[0].ordinal == 1
 
@@ -205,10 +174,9 @@ def test_training_prompts_are_leased_only_before_the_finish(store):
     store.open_evaluation("e", purpose="greedy", version=0, rows=[0, 1, 2])
     store.set_phase("finishing")
     assert [each.group_id for each in lease(store, 2)] == ["e:0", "e:1"]
-    store.set_phase("failed")
-    assert lease(store, 2) == []
-    store.set_phase("finished")
-    assert lease(store, 2) == []
+    for phase in ("failed", "finished"):
+        store.set_phase(phase)
+        assert lease(store, 2) == []
     store.set_phase("training")
     assert [each.group_id for each in lease(store, 2)] == ["e:2", "0"]
 
@@ -221,21 +189,16 @@ def test_a_group_is_ready_when_its_last_member_arrives(store):
     assert (counts.ready, counts.open, counts.leased, counts.accepted) == (1, 0, 0, 2)
 
 
-def test_a_repeat_is_acknowledged_once_and_counted(store):
+def test_a_repeat_is_acknowledged_and_other_content_under_its_id_is_a_conflict(store):
     (each,) = lease(store)
     assert store.insert([answer(each, 0)]) == [INSERTED]
     assert store.insert([answer(each, 0), answer(each, 0)]) == [DUPLICATE, DUPLICATE]
-    assert (store.counts().duplicates, store.counts().accepted) == (2, 1)
-
-
-def test_the_same_id_with_other_content_is_a_conflict(store):
-    (each,) = lease(store)
-    store.insert([answer(each, 0)])
     assert store.insert([answer(each, 0, reward=Reward(total=0.75))]) == [refused("content_conflict")]
-    assert store.counts().refused == {}, "counted when it is put into quarantine"
+    assert (store.counts().duplicates, store.counts().accepted) == (2, 1)
+    assert store.counts().refused == {}, "counted when it goes to quarantine"
 
 
-def test_a_place_taken_by_another_attempt_supersedes(store, clock):
+def test_an_answer_for_a_taken_index_is_superseded(store, clock):
     (first,) = lease(store, lease_s=1)
     clock.now += 2
     store.reap()
@@ -246,24 +209,18 @@ def test_a_place_taken_by_another_attempt_supersedes(store, clock):
     assert store.counts().superseded == 2
 
 
-def test_a_late_answer_completes_a_prompt_that_waits_to_be_leased_again(store, clock):
-    (first,) = lease(store, lease_s=1)
-    clock.now += 2
-    store.reap()
-    assert store.counts().returned == 1
-    fill(store, first)
-    assert (store.counts().returned, store.counts().ready) == (0, 1)
-    assert lease(store)[0].ordinal == 1
-
-
-def test_a_late_answer_ends_the_new_owners_lease(store, clock):
+@pytest.mark.parametrize("is_leased_again", [False, True])
+def test_a_late_answer_completes_its_group_and_ends_the_new_lease(store, clock, is_leased_again):
     (first,) = lease(store, owner="slow", lease_s=1)
     clock.now += 2
     store.reap()
-    (second,) = lease(store, owner="quick")
+    second = lease(store, owner="quick") if is_leased_again else []
+    assert store.counts().returned == (not is_leased_again)
     fill(store, first)
-    assert store.renew_leases(owner="quick", lease_s=1, lease_ids=[second.id]) == 0
-    assert store.counts().leased == 0
+    assert store.renew_leases(owner="quick", lease_s=1, lease_ids=[each.id for each in second]) == 0
+    counts = store.counts()
+    assert (counts.leased, counts.returned, counts.ready) == (0, 0, 1)
+    assert lease(store)[0].ordinal == 1
 
 
 @pytest.mark.parametrize("group_id", ["1", "007x", "-1", "99999999999999999999", "e:0", ""])
@@ -272,66 +229,46 @@ def test_a_group_never_leased_is_refused(store, group_id):
     assert store.insert([make_packed(group_id, 0)]) == [refused("unknown_group")]
 
 
-def test_another_group_size_than_leased_is_refused(store):
-    lease(store)
+def test_an_answer_that_does_not_fit_its_lease_is_refused(store):
+    (each,) = lease(store)
     assert store.insert([make_packed("0", 0, group_size=3)]) == [refused("group_size")]
     assert store.insert([make_packed("0", 2, group_size=2)]) == [refused("group_size")]
-
-
-def test_an_answer_to_a_lease_nobody_was_given_is_refused(store):
-    lease(store)
     assert store.insert([make_packed("0", 0, attempt=1)]) == [refused("unknown_lease")]
+    future = answer(each, 0, version_spans=[VersionSpan(6, 0), VersionSpan(9, 1)])
+    assert store.insert([future]) == [refused("future_version")]
+    store.announce_version(1)
+    assert store.insert([future]) == [INSERTED]
     store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
     lease(store)
     stray = make_packed("e:0", 0, purpose="greedy", group_size=1, attempt=1)
     assert store.insert([stray]) == [refused("unknown_lease")]
 
 
-def test_of_many_trajectories_each_has_its_own_answer(store):
-    leases = lease(store, count=70)
+def test_of_many_trajectories_each_has_its_own_outcome_in_order(store):
+    leases = lease(store, 150)
     whole = [answer(each, index) for each in leases for index in range(GROUP_SIZE)]
-    answers = store.insert([*whole, make_packed("70", 0), whole[0]])
-    assert [insertion.outcome for insertion in answers[:-2]] == ["inserted"] * 2 * len(leases)
-    assert [insertion.group_is_ready for insertion in answers[:4]] == [False, True, False, True]
-    assert [insertion.outcome for insertion in answers[-2:]] == ["refused", "duplicate"]
-    assert (store.counts().ready, store.counts().accepted) == (70, 140)
-
-
-def test_tokens_of_a_version_not_announced_are_refused(store):
-    (each,) = lease(store)
-    from_the_future = answer(each, 0, version_spans=[VersionSpan(6, 0), VersionSpan(9, 1)])
-    assert store.insert([from_the_future]) == [refused("future_version")]
-    store.announce_version(1)
-    assert store.insert([from_the_future]) == [INSERTED]
+    insertions = store.insert([*whole, make_packed("150", 0), whole[0]])
+    assert insertions == [INSERTED, READY] * 150 + [refused("unknown_group"), DUPLICATE]
+    assert (store.counts().ready, store.counts().accepted) == (150, 300)
 
 
 @pytest.mark.parametrize("stage", ["claimed", "used", "retired"])
-def test_another_attempts_answer_for_a_group_past_ready_is_superseded(store, stage):
+def test_answers_for_a_group_past_ready_do_not_change_it(store, stage):
     (group_id,) = make_ready(store, 1)
     taken = claim(store, 1, 1)
     if stage != "claimed":
         commit(store, taken)
     if stage == "retired":
         assert checkpoint(store, 1) == 1
+        assert store.insert([make_packed(group_id, 0)]) == [SUPERSEDED], "a very late repeat"
+        counts = store.counts()
+        assert (counts.open, counts.unarchived, counts.outcomes) == (0, 0, {"retired": 1})
+        assert store.finished(limit=9) == [], "without an archive it is deleted"
     assert store.insert([make_packed(group_id, 0, attempt=1)]) == [SUPERSEDED]
     assert store.counts().accepted == GROUP_SIZE
 
 
-def test_a_very_late_repeat_does_not_raise_a_retired_group(store):
-    (group_id,) = make_ready(store, 1)
-    commit(store, claim(store, 1, 1))
-    checkpoint(store, 1)
-    assert store.insert([make_packed(group_id, 0)]) == [SUPERSEDED]
-    assert (store.counts().open, store.counts().outcomes) == (0, {"retired": 1})
-
-
-def test_many_trajectories_are_answered_in_order(store):
-    leases = lease(store, 150)
-    insertions = store.insert([answer(each, index) for each in leases for index in range(GROUP_SIZE)])
-    assert insertions == [INSERTED, READY] * 150
-
-
-def test_refused_frames_are_kept_short_few_and_counted(store):
+def test_rejected_frames_are_kept_short_few_and_counted(store):
     for number in range(260):
         store.quarantine("malformed", bytes([number % 256]) * 5000)
     frames = store.quarantined_frames()
@@ -340,31 +277,25 @@ def test_refused_frames_are_kept_short_few_and_counted(store):
     assert store.counts().refused == {"malformed": 260}
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------
-def test_a_claim_is_whole_or_none(store):
-    make_ready(store, 3)
+# --- claims ----------------------------------------------------------------------------------------------------------
+def test_fifo_claims_the_groups_that_were_ready_first_all_or_none(store):
+    for each in reversed(lease(store, 3)):
+        fill(store, each)
     assert store.claim(step=1, version=0, num_groups=4, rules=OLDEST_FIRST, lease_s=60) == NotReady(
         "3 of 4 groups are ready", ready_needed=4
     )
     assert store.counts().ready == 3
-    assert claim(store, 1, 3).group_ids == ["0", "1", "2"]
+    assert claim(store, 1, 2).group_ids == ["2", "1"]
+    assert claim(store, 2, 1).group_ids == ["0"], "two steps may be claimed at once"
 
 
-def test_fifo_takes_the_groups_that_were_ready_first(store):
-    first, second, third = lease(store, 3)
-    for each in (third, first, second):
-        fill(store, each)
-    assert claim(store, 1, 2).group_ids == ["2", "0"]
-    assert claim(store, 2, 1).group_ids == ["1"]
-
-
-def test_uniform_draws_the_same_groups_from_the_same_seed_and_step(store):
+def test_uniform_takes_the_same_groups_for_the_same_seed_and_step(store):
     make_ready(store, 12)
-    drawn = claim(store, 4, 5, rules=SamplingRules(UniformConfig()))
-    assert drawn.group_ids == ["8", "5", "9", "10", "3"], "fixed by seed 3, step 4, 12 ready"
+    taken = claim(store, 4, 5, rules=SamplingRules(UniformConfig()))
+    assert taken.group_ids == ["8", "5", "9", "10", "3"], "fixed by seed 3, step 4, 12 ready"
 
 
-def test_fetch_gives_each_groups_members_by_index(store):
+def test_fetch_returns_each_groups_members_by_index(store):
     (each,) = lease(store)
     store.insert([answer(each, 1), answer(each, 0)])
     make_ready(store, 40)
@@ -372,29 +303,20 @@ def test_fetch_gives_each_groups_members_by_index(store):
     assert len(groups) == 41
     members = [unpack(payload) for payload in groups[0]]
     assert [(member.group_id, member.index) for member in members] == [("0", 0), ("0", 1)]
-
-
-def test_fetching_what_is_gone_says_so(store):
-    with pytest.raises(StaleFenceError, match="group 5 must be stored"):
-        store.fetch(["5"])
-
-
-def test_a_commit_moves_groups_and_the_runs_step(store):
-    make_ready(store, 2)
-    taken = claim(store, 1, 2)
-    store.renew_claim(taken, lease_s=5)
-    commit(store, taken)
-    counts = store.counts()
-    assert (counts.claimed, counts.used, store.run_state().step) == (0, 2, 1)
-    commit(store, taken)
-    assert store.counts() == counts, "a repeated commit changes nothing"
+    with pytest.raises(StaleFenceError, match="group 77"):
+        store.fetch(["0", "77"])
 
 
 def test_a_lapsed_claim_is_fenced_off_and_its_groups_come_back_in_order(store, clock):
     make_ready(store, 3)
     old = claim(store, 1, 2, lease_s=10)
-    clock.now += 10
+    clock.now += 9
+    store.renew_claim(old, lease_s=10)
+    clock.now += 9
+    assert store.reap() == [], "renewed"
+    clock.now += 1
     assert store.reap() == ["claim of step 1 lapsed: 2 groups are ready again"]
+    assert store.wait_ready(num_groups=3, timeout_s=0)
     for act in (lambda each: commit(store, each), lambda each: store.renew_claim(each, lease_s=1)):
         with pytest.raises(StaleFenceError, match="step 1 with fence 1"):
             act(old)
@@ -403,16 +325,6 @@ def test_a_lapsed_claim_is_fenced_off_and_its_groups_come_back_in_order(store, c
     with pytest.raises(StaleFenceError):
         commit(store, old)
     commit(store, new)
-
-
-def test_a_renewed_claim_does_not_lapse(store, clock):
-    make_ready(store, 1)
-    taken = claim(store, 1, 1, lease_s=10)
-    clock.now += 9
-    store.renew_claim(taken, lease_s=10)
-    clock.now += 9
-    assert store.reap() == []
-    commit(store, taken)
 
 
 def test_asking_again_for_a_step_takes_its_earlier_claim_back(store):
@@ -426,27 +338,66 @@ def test_asking_again_for_a_step_takes_its_earlier_claim_back(store):
     assert store.counts().claimed == 2
 
 
-def test_two_steps_may_be_claimed_at_once(store):
-    make_ready(store, 4)
-    first, second = claim(store, 1, 2), claim(store, 2, 2)
-    commit(store, first)
-    commit(store, second)
-    assert store.counts().used == 4
-
-
-def test_a_group_that_kills_its_learner_goes_to_quarantine(store, clock):
+@pytest.mark.parametrize("ending", ["lapse", "roll back"])
+def test_a_group_that_ends_every_learner_goes_to_quarantine(store, clock, ending):
     make_ready(store, 2)
     for _ in range(MAX_ATTEMPTS):
         claim(store, 1, 1, lease_s=1)
         clock.now += 2
-        events = store.reap()
-    assert events == ["claim of step 1 lapsed: 0 groups are ready again, put into quarantine (claim_attempts): 0"]
+        events = store.reap() if ending == "lapse" else store.roll_back(to_step=0, to_version=0)
+    if ending == "lapse":
+        assert events == ["claim of step 1 lapsed: 0 groups are ready again, put into quarantine (claim_attempts): 0"]
     counts = store.counts()
+    assert counts.reasons == {"quarantined: claim_attempts": 1}
     assert (counts.outcome_members, counts.ready, counts.admitted) == ({"quarantined": GROUP_SIZE}, 1, 1)
     assert claim(store, 1, 1).group_ids == ["1"]
 
 
-def test_retire_covers_steps_up_to_the_checkpoint(store):
+def test_a_rejected_group_leaves_the_claim_and_gives_its_admission_back(store):
+    first, second, third = make_ready(store, 3)
+    taken = claim(store, 1, 2)
+    assert store.reject(taken, group_ids=[first, first, third], reason="unfit") == 1
+    counts = store.counts()
+    assert (counts.claimed, counts.ready, counts.admitted) == (1, 1, 2)
+    assert counts.reasons == {"rejected: unfit": 1}
+    again = claim(store, 1, 2)
+    assert again.group_ids == [second, third]
+    with pytest.raises(StaleFenceError):
+        store.reject(taken, group_ids=[second], reason="unfit")
+    assert store.audit().rejected == GROUP_SIZE
+
+
+def test_a_waiter_is_woken_by_the_group_it_waits_for(store):
+    first, second = lease(store, 2)
+    fill(store, first)
+    assert store.wait_ready(num_groups=1, timeout_s=0)
+    for timeout_s in (0, 0.03, 0.0009):
+        assert not store.wait_ready(num_groups=2, timeout_s=timeout_s), "the deadline holds"
+    answers: list[bool] = []
+    waiter = threading.Thread(target=lambda: answers.append(store.wait_ready(num_groups=2, timeout_s=20)))
+    waiter.start()
+    fill(store, second)
+    waiter.join(timeout=10)
+    assert answers == [True]
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+def test_a_commit_moves_groups_and_the_runs_step_one_after_the_other(store):
+    make_ready(store, 3)
+    taken, ahead = claim(store, 1, 2), claim(store, 2, 1)
+    with pytest.raises(StaleFenceError, match="got step 2 after step 0"):
+        commit(store, ahead)
+    commit(store, taken)
+    counts = store.counts()
+    assert (counts.claimed, counts.used, store.run_state().step) == (1, 2, 1)
+    commit(store, taken)
+    assert store.counts() == counts, "a repeated commit changes nothing"
+    commit(store, ahead)
+    with pytest.raises(StaleFenceError, match="got step 2 with step 2 the last one committed"):
+        claim(store, 2, 1)
+
+
+def test_a_checkpoint_retires_the_steps_it_covers(store):
     make_ready(store, 3)
     for step in (1, 2, 3):
         commit(store, claim(store, step, 1))
@@ -459,81 +410,52 @@ def test_retire_covers_steps_up_to_the_checkpoint(store):
     assert len(store.fetch(["2"])[0]) == GROUP_SIZE
 
 
-def test_a_roll_back_returns_what_no_checkpoint_covers(store):
+def test_a_roll_back_goes_to_the_checkpoint_and_returns_what_it_does_not_cover(store):
     make_ready(store, 5)
+    assert store.run_state().checkpoint is None
+    entries = []
     for step in (1, 2, 3):
-        commit(store, claim(store, step, 1))
+        taken = claim(store, step, 1)
+        commit(store, taken)
+        entries.append(entry_of(taken))
     claim(store, 4, 1)
     store.commit_version(3)
+    with pytest.raises(StaleFenceError, match=r"got step 4 .* with step 3 the last one committed"):
+        checkpoint(store, 4)
     checkpoint(store, 1)
+    assert (store.ledger(), store.ledger(first_step=3)) == (entries, entries[2:])
     assert store.roll_back(to_step=1, to_version=1) == 3
     state = store.run_state()
     assert (state.step, state.version, state.announced_version) == (1, 1, 3)
+    assert state.checkpoint == CheckpointPointer(1, 1, "step-00000001")
+    assert store.ledger() == entries[:1]
+    assert store.audit().is_sound
     assert store.roll_back(to_step=1, to_version=1) == 0, "called twice"
     assert claim(store, 2, 4).group_ids == ["1", "2", "3", "4"], "in the order of the first time"
 
 
-def test_a_commit_after_a_roll_back_is_stale(store):
-    make_ready(store, 1)
-    taken = claim(store, 1, 1)
-    commit(store, taken)
-    store.roll_back(to_step=0, to_version=0)
-    with pytest.raises(StaleFenceError):
-        commit(store, taken)
-
-
-def test_only_the_learner_that_went_on_declares_checkpoints(store):
+def test_after_a_roll_back_the_learner_of_before_neither_commits_nor_checkpoints(store):
     make_ready(store, 3)
     taken = claim(store, 1, 1)
     commit(store, taken)
     store.roll_back(to_step=0, to_version=0)
+    start = CheckpointPointer(0, 0, "step-00000000")
+    with pytest.raises(StaleFenceError):
+        store.checkpoint(start, fence=taken.fence)
+    store.checkpoint(start, fence=store.run_state().fence)
+    assert store.run_state().checkpoint == start, "a checkpoint needs no step after a roll back"
+    with pytest.raises(StaleFenceError):
+        commit(store, taken)
     commit(store, claim(store, 1, 1))
     pointer = CheckpointPointer(1, 1, "step-00000001")
-    with pytest.raises(StaleFenceError, match="another learner has gone on"):
+    with pytest.raises(StaleFenceError, match="another learner"):
         store.checkpoint(pointer, fence=taken.fence)
-    assert store.run_state().checkpoint is None
+    assert store.run_state().checkpoint == start
     assert store.counts().used == 1, "not retired either"
     assert store.checkpoint(pointer, fence=store.run_state().fence) == 1
 
 
-def test_after_a_roll_back_a_checkpoint_needs_no_step(store):
-    before = store.run_state().fence
-    store.roll_back(to_step=0, to_version=0)
-    pointer = CheckpointPointer(0, 0, "step-00000000")
-    with pytest.raises(StaleFenceError):
-        store.checkpoint(pointer, fence=before)
-    store.checkpoint(pointer, fence=store.run_state().fence)
-    assert store.run_state().checkpoint == pointer
-
-
-def test_a_waiter_is_woken_by_the_group_it_waits_for(store):
-    first, second = lease(store, 2)
-    fill(store, first)
-    answers: list[bool] = []
-    waiter = threading.Thread(target=lambda: answers.append(store.wait_ready(num_groups=2, timeout_s=20)))
-    waiter.start()
-    fill(store, second)
-    waiter.join(timeout=10)
-    assert answers == [True]
-
-
-def test_a_waiter_gives_up_at_its_deadline(store):
-    make_ready(store, 1)
-    assert store.wait_ready(num_groups=1, timeout_s=0)
-    assert not store.wait_ready(num_groups=2, timeout_s=0)
-    assert not store.wait_ready(num_groups=2, timeout_s=0.03)
-    assert not store.wait_ready(num_groups=2, timeout_s=0.0009)
-
-
-def test_groups_given_back_wake_a_waiter(store, clock):
-    make_ready(store, 1)
-    claim(store, 1, 1, lease_s=1)
-    clock.now += 1
-    store.reap()
-    assert store.wait_ready(num_groups=1, timeout_s=0)
-
-
-# --- evaluation ------------------------------------------------------------------------------------------------------
+# --- evaluations -----------------------------------------------------------------------------------------------------
 def test_evaluation_rows_are_leased_first_and_counted_once(store):
     store.announce_version(4)
     store.open_evaluation("at-4", purpose="sampled", version=4, rows=[9, 5, 9])
@@ -553,7 +475,7 @@ def test_evaluation_rows_are_leased_first_and_counted_once(store):
     assert (counts.accepted, counts.duplicates, counts.leased) == (0, 0, 1), "evaluations leave the buffer alone"
 
 
-def test_an_evaluation_never_opened_is_none_and_its_answers_are_refused(store):
+def test_answers_to_no_row_of_an_evaluation_are_refused(store):
     assert store.evaluation("nobody") is None
     store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
     stray = [
@@ -564,9 +486,11 @@ def test_an_evaluation_never_opened_is_none_and_its_answers_are_refused(store):
         make_packed("e:0", 0, purpose="train", group_size=1),
     ]
     assert store.insert(stray) == [refused("unknown_group")] * 5
+    store.open_evaluation("of nothing", purpose="greedy", version=0, rows=[])
+    assert store.evaluation("of nothing").is_complete
 
 
-def test_a_lapsed_evaluation_row_is_asked_again_without_limit(store, clock):
+def test_a_lapsed_evaluation_row_is_leased_again_without_limit(store, clock):
     store.open_evaluation("e", purpose="greedy", version=0, rows=[3])
     for attempt in range(MAX_ATTEMPTS + 2):
         (each,) = lease(store, lease_s=1)
@@ -578,115 +502,17 @@ def test_a_lapsed_evaluation_row_is_asked_again_without_limit(store, clock):
     assert store.counts().outcomes == {}
 
 
-def test_an_evaluation_of_nothing_is_complete(store):
-    store.open_evaluation("e", purpose="greedy", version=0, rows=[])
-    assert store.evaluation("e").is_complete
-
-
-# --- watching --------------------------------------------------------------------------------------------------------
-def test_roles_show_their_newest_gauges_and_when(store, clock):
-    store.report_role("learner-0", {"step": 1, "loss": 0.5, "waits_for": "ready groups"})
-    clock.now = 1234.5
-    store.report_role("learner-0", {"step": 2, "nested": {"lags": [0, 1]}})
-    assert store.roles() == {"learner-0": {"step": 2, "nested": {"lags": [0, 1]}, "reported_at": 1234.5}}
-
-
-def test_a_run_without_steps_has_no_metrics(store):
-    assert store.metrics() == MetricsRows(0, [])
-
-
-def test_metrics_are_counted_from_the_first_ever_appended(store):
-    for step in range(1003):
-        store.append_metrics({"step": step})
-    assert (store.metrics().last, len(store.metrics().rows)) == (1003, 1000)
-    assert store.metrics(after=1001) == MetricsRows(1003, [{"step": 1001}, {"step": 1002}])
-    assert store.metrics(after=2).rows[0] == {"step": 3}
-    assert store.metrics(after=1003) == MetricsRows(1003, [])
-    assert store.metrics(after=5000) == MetricsRows(1003, [])
-
-
-# --- the ledger and the end of a group ---------------------------------------------------------------------------
-
-
-def test_the_ledger_grows_with_commits_and_goes_back_with_a_roll_back(store):
-    make_ready(store, 3)
-    entries = []
-    for step in (1, 2, 3):
-        taken = claim(store, step, 1)
-        commit(store, taken)
-        entries.append(entry_of(taken))
-    assert store.ledger() == entries
-    assert store.ledger(first_step=3) == entries[2:]
-    store.roll_back(to_step=1, to_version=1)
-    assert store.ledger() == entries[:1]
-    assert store.audit().is_sound
-
-
-def test_steps_are_committed_one_after_the_other(store):
-    make_ready(store, 2)
-    ahead = claim(store, 2, 1)
-    with pytest.raises(StaleFenceError, match="got step 2 after step 0"):
-        commit(store, ahead)
-    commit(store, claim(store, 1, 1))
-    commit(store, ahead)
-    with pytest.raises(StaleFenceError, match="got step 2 with step 2 the last one committed"):
-        claim(store, 2, 1)
-
-
-def test_a_checkpoint_is_what_a_resumed_run_starts_from(store):
-    make_ready(store, 2)
-    assert store.run_state().checkpoint is None
-    commit(store, claim(store, 1, 1))
-    checkpoint(store, 1)
-    commit(store, claim(store, 2, 1))
-    assert store.run_state().checkpoint == CheckpointPointer(1, 1, "step-00000001")
-    with pytest.raises(StaleFenceError, match=r"got step 3 .* with step 2 the last one committed"):
-        checkpoint(store, 3)
-    store.roll_back(to_step=1, to_version=1)
-    assert store.run_state().checkpoint == CheckpointPointer(1, 1, "step-00000001")
-
-
-def test_a_rejected_group_leaves_the_claim_and_gives_its_admission_back(store):
-    first, second, third = make_ready(store, 3)
-    taken = claim(store, 1, 2)
-    assert store.reject(taken, group_ids=[first, first, third], reason="unfit") == 1
-    counts = store.counts()
-    assert (counts.claimed, counts.ready, counts.admitted) == (1, 1, 2)
-    assert counts.reasons == {"rejected: unfit": 1}
-    again = claim(store, 1, 2)
-    assert again.group_ids == [second, third]
-    with pytest.raises(StaleFenceError):
-        store.reject(taken, group_ids=[second], reason="unfit")
-    assert store.audit().rejected == GROUP_SIZE
-
-
-def test_a_learner_that_dies_with_every_claim_of_a_group_is_spared_it(store):
-    make_ready(store, 1)
-    for _ in range(MAX_ATTEMPTS):
-        claim(store, 1, 1)
-        store.roll_back(to_step=0, to_version=0)
-    assert store.counts().reasons == {"quarantined: claim_attempts": 1}
-
-
-def test_without_an_archive_nothing_is_kept_of_a_group_that_is_over(store):
-    make_ready(store, 1)
-    commit(store, claim(store, 1, 1))
-    checkpoint(store, 1)
-    assert store.finished(limit=9) == []
-    assert store.counts().unarchived == 0
-
-
+# --- groups that are over --------------------------------------------------------------------------------------------
 def test_with_an_archive_a_group_stays_until_it_is_forgotten(fresh_store):
     store = open_run(fresh_store, keeps_finished=True)
-    used, refused_one = lease(store, 2)
+    used, unfit = lease(store, 2)
     fill(store, used)
-    fill(store, refused_one)
-    taken = claim(store, 1, 2)
-    store.reject(taken, group_ids=[refused_one.group_id], reason="unfit")
+    fill(store, unfit)
+    store.reject(claim(store, 1, 2), group_ids=[unfit.group_id], reason="unfit")
     commit(store, claim(store, 1, 1))
     checkpoint(store, 1)
     first, second = store.finished(limit=9)
-    assert (first.id, first.outcome, first.reason, first.steps) == (refused_one.group_id, "rejected", "unfit", [])
+    assert (first.id, first.outcome, first.reason, first.steps) == (unfit.group_id, "rejected", "unfit", [])
     assert (second.id, second.outcome, second.steps) == (used.group_id, "retired", [1])
     assert second.payloads == [answer(used, index)[1] for index in range(GROUP_SIZE)]
     assert store.insert([answer(used)]) == [DUPLICATE]

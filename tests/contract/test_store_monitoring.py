@@ -1,0 +1,109 @@
+"""Every store: reports of roles, events, metrics, requests, the queue by age."""
+
+from slipstream.buffer.records import ROLES_KEPT, Event, MetricsRows
+from slipstream.buffer.trajectory import VersionSpan
+from tests.contract.stores import answer, claim, commit, lease, make_ready
+
+
+# --- roles -----------------------------------------------------------------------------------------------------------
+def test_roles_show_their_newest_gauges_and_the_time(store, clock):
+    store.report_role("learner-0", {"step": 1, "loss": 0.5, "waits_for": "ready groups"})
+    clock.now = 1234.5
+    store.report_role("learner-0", {"step": 2, "nested": {"lags": [0, 1]}})
+    assert store.roles() == {"learner-0": {"step": 2, "nested": {"lags": [0, 1]}, "reported_at": 1234.5}}
+
+
+def test_a_role_progresses_when_its_totals_grow_and_not_when_it_only_reports(store, clock):
+    store.report_role("broker", {"state": "ready", "peers": 3})
+    store.report_role("learner", {"state": "ready", "tokens": 100.0})
+    clock.now += 5
+    store.report_role("learner", {"state": "ready", "tokens": 100.0, "reason": "waiting"})
+    role = store.roles()["learner"]
+    assert (role["progressed_at"], role["reported_at"]) == (1000.0, 1005.0)
+    clock.now += 1
+    store.report_role("learner", {"state": "ready", "tokens": 101.0})
+    assert store.roles()["learner"]["progressed_at"] == 1006.0
+    assert "progressed_at" not in store.roles()["broker"], "it has no totals"
+
+
+def test_joining_again_and_leaving_are_no_progress(store, clock):
+    working = {"version": 3, "tokens": 7.0}
+    for gauges in (working, {"version": -1}, working, {"state": "gone", "reason": "silent"}):
+        store.report_role("generator-0", gauges)
+        clock.now += 1
+    assert store.roles()["generator-0"] == {
+        "state": "gone", "reason": "silent", "reported_at": 1003.0, "progressed_at": 1000.0,
+    }  # fmt: skip
+
+
+def test_above_the_cap_the_role_that_is_silent_for_longest_is_forgotten(store, clock):
+    for role_id, gauges in (("early", {"tokens": 1.0}), ("learner", {}), ("late", {})):
+        store.report_role(role_id, gauges)
+        clock.now += 1
+    for number in range(ROLES_KEPT - 2):
+        clock.now += 1
+        store.report_role(f"generator-{number}", {})
+        store.report_role("learner", {})
+    assert len(store.roles()) == ROLES_KEPT
+    assert "early" not in store.roles()
+    assert {"learner", "late", "generator-0"} <= store.roles().keys()
+    store.report_role("one-more", {})
+    assert len(store.roles()) == ROLES_KEPT
+    assert "late" not in store.roles()
+    store.report_role("early", {})
+    assert "progressed_at" not in store.roles()["early"], "its progress was forgotten, too"
+
+
+def test_the_run_records_when_its_last_step_was_committed(store, clock):
+    assert store.run_state().stepped_at is None
+    make_ready(store, 2)
+    clock.now = 1234.5
+    commit(store, claim(store, 1, 1))
+    clock.now += 10
+    store.set_phase("finishing")
+    assert (store.run_state().stepped_at, store.now()) == (1234.5, 1244.5)
+
+
+# --- events, metrics, requests ---------------------------------------------------------------------------------------
+def test_the_newest_events_are_kept_in_order_and_short(store, clock):
+    for number in range(300):
+        store.record_event("generator-0", f"died {number}")
+    clock.now += 1.5
+    store.record_event("learner", "ü" * 5000)
+    *_, before, last = store.events(limit=3)
+    assert before == Event(1000.0, "generator-0", "died 299")
+    assert last == Event(1001.5, "learner", "ü" * 1000)
+    assert len(store.events(limit=1000)) == 256
+    assert store.events(limit=0) == []
+
+
+def test_metrics_are_counted_from_the_first_ever_appended(store):
+    assert store.metrics() == MetricsRows(0, [])
+    for step in range(1003):
+        store.append_metrics({"step": step})
+    assert (store.metrics().last, len(store.metrics().rows)) == (1003, 1000)
+    assert store.metrics(after=1001) == MetricsRows(1003, [{"step": 1001}, {"step": 1002}])
+    assert store.metrics(after=2).rows[0] == {"step": 3}
+    assert store.metrics(after=1003) == store.metrics(after=5000) == MetricsRows(1003, [])
+
+
+def test_a_request_is_taken_once_by_its_addressee_and_replaced_by_a_newer_one(store):
+    store.request("launcher", "generators", "2")
+    store.request("launcher", "generators", "4")
+    store.request("broker", "drain/generator-1", "99.5")
+    assert store.take_requests("launcher") == {"generators": "4"}
+    assert store.take_requests("launcher") == {}
+    assert store.take_requests("broker") == {"drain/generator-1": "99.5"}
+
+
+# --- the queue by age ------------------------------------------------------------------------------------------------
+def test_ready_groups_are_counted_by_their_oldest_version(store):
+    assert store.ready_versions() == {}
+    store.announce_version(12)
+    for each, versions in zip(lease(store, 4), ((0, 0), (12, 0), (12, 12), (3, 12)), strict=True):
+        members = zip(each.indices, versions, strict=True)
+        store.insert([answer(each, index, version_spans=[VersionSpan(6, version)]) for index, version in members])
+    lease(store, 1)
+    assert store.ready_versions() == {0: 2, 12: 1, 3: 1}
+    claim(store, 1, 2)
+    assert store.ready_versions() == {12: 1, 3: 1}
