@@ -101,7 +101,7 @@ def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, s
     }
 
 
-def test_a_killed_store_is_waited_for_with_a_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_the_archiver_waits_for_a_killed_store_with_a_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
     archiver = start_archiver(server, tmp_path)
     first = retire(store, step=1, count=2)
     wait_for(lambda: archiver.status().groups == 2, "the first shard")
@@ -152,9 +152,7 @@ class FullDisk(ShardWriter):
         return super().write(groups)
 
 
-def test_a_full_disk_is_told_forgets_nothing_and_ends_when_there_is_room(
-    server: EmbeddedRedis, store: RedisStore, tmp_path: Path
-):
+def test_a_full_disk_is_reported_and_loses_nothing(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
     FullDisk.has_room.clear()
     archiver = ArchiverThread(lambda: connect_to(server), tmp_path, CONFIG, tick_s=0.02, open_writer=FullDisk)
     archiver.start()

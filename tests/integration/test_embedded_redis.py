@@ -1,4 +1,4 @@
-"""The embedded server: it starts, is adopted, stops, dies and comes back with everything it had acknowledged."""
+"""EmbeddedRedis: starts, is adopted, stops, dies, and comes back with everything it had acknowledged."""
 
 import os
 import signal
@@ -215,12 +215,12 @@ def test_stopping_what_was_never_started_does_nothing(folder):
 
 # --- open_run_store ------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("url", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
-def test_a_store_nobody_serves_is_named_with_what_to_do(url):
+def test_an_absent_store_is_named_with_a_remedy(url):
     with pytest.raises(StoreUnavailableError, match=r"no store answered at .* within 0\.2 s .*start the run's broker"):
         open_run_store(url, "run", timeout_s=0.2)
 
 
-def test_an_address_that_is_none_is_refused():
+def test_an_invalid_address_is_refused():
     with pytest.raises(
         StoreUnavailableError, match="must be a redis://, rediss:// or unix:// address, got 'localhost'"
     ):

@@ -1,4 +1,4 @@
-"""The store is killed under load, again and again, with a real server: nothing acknowledged is lost, and runs go on."""
+"""A real server is killed under load, again and again: nothing acknowledged is lost, and runs go on."""
 
 import random
 import re
@@ -80,12 +80,12 @@ class Inserter:
 @contextmanager
 def kept(folder: Path, durability: Durability) -> Iterator[tuple[EmbeddedRedis, RedisSupervisor]]:
     server = EmbeddedRedis(folder, durability=durability, max_memory_mib=2048)
-    keeper = RedisSupervisor(server, start_timeout_s=30)
-    keeper.start()
+    supervisor = RedisSupervisor(server, start_timeout_s=30)
+    supervisor.start()
     try:
-        yield server, keeper
+        yield server, supervisor
     finally:
-        keeper.stop()
+        supervisor.stop()
 
 
 def opened(url: str, *, retry_timeout_s: float = 0.0) -> RedisStore:
@@ -99,9 +99,9 @@ def opened(url: str, *, retry_timeout_s: float = 0.0) -> RedisStore:
 def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_path, durability, monkeypatch):
     monkeypatch.setattr("slipstream.buffer.redis.supervisor._WITHIN_S", 0.0)  # here, dying often is what is wanted
     instants = random.Random(SEED)
-    with kept(tmp_path / "store", durability) as (server, keeper):
-        store = opened(keeper.url, retry_timeout_s=30)
-        inserters = [Inserter(keeper.url, number) for number in range(NUM_THREADS)]
+    with kept(tmp_path / "store", durability) as (server, supervisor):
+        store = opened(supervisor.url, retry_timeout_s=30)
+        inserters = [Inserter(supervisor.url, number) for number in range(NUM_THREADS)]
         for each in inserters:
             each.start()
         checked = [0] * NUM_THREADS
@@ -109,7 +109,7 @@ def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_pat
             wait_for_progress(inserters, seconds=instants.uniform(0.0, LONGEST_GAP_S))
             psutil.Process(server.pid).kill()
             counted = [len(each.acknowledged) for each in inserters]
-            until(lambda: keeper.num_restarts == kills, timeout_s=30, what=f"restart {kills}")  # noqa: B023
+            until(lambda: supervisor.num_restarts == kills, timeout_s=30, what=f"restart {kills}")  # noqa: B023
             for number, each in enumerate(inserters):
                 assert_stored(store, each.acknowledged[checked[number] : counted[number]])
             checked = counted
@@ -120,7 +120,7 @@ def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_pat
         books = store.audit()
         assert books.is_sound, books
         assert store.counts().accepted >= len(everything)
-        print(f"{durability}: {keeper.num_restarts} kills, {len(everything)} acknowledged, none lost, seed {SEED}")
+        print(f"{durability}: {supervisor.num_restarts} kills, {len(everything)} acknowledged, none lost, seed {SEED}")
 
 
 def wait_for_progress(inserters: list[Inserter], *, seconds: float) -> None:
@@ -189,9 +189,9 @@ def test_a_run_whose_store_keeps_nothing_ends_with_one_sentence(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_broker_started_by_hand_keeps_the_store_and_adopts_it_after_its_own_death(folder):
-    settings = ("broker", *SMALL, f"broker.address=ipc://{folder}/keeper.sock", "name=keeper")
-    log, run_folder = folder / "by-hand-broker.log", folder / "runs" / "keeper"
+def test_a_broker_started_by_hand_supervises_the_store_and_adopts_it_after_its_own_death(folder):
+    settings = ("broker", *SMALL, f"broker.address=ipc://{folder}/supervisor.sock", "name=supervisor")
+    log, run_folder = folder / "by-hand-broker.log", folder / "runs" / "supervisor"
     broker = start_role(folder, *settings)
     try:
         until(lambda: "listening" in log.read_text(), timeout_s=40, what="a broker")
@@ -200,7 +200,7 @@ def test_a_broker_started_by_hand_keeps_the_store_and_adopts_it_after_its_own_de
         pid = (run_folder / "store" / "redis.pid").read_text()
         broker.kill()
         broker.wait(timeout=10)
-        assert psutil.pid_exists(int(pid)), "the store outlives its keeper"
+        assert psutil.pid_exists(int(pid)), "the store outlives its supervisor"
         broker = start_role(folder, *settings)
         until(lambda: "listening" in log.read_text(), timeout_s=40, what="another broker")
         assert (run_folder / "store" / "redis.pid").read_text() == pid, "it was adopted"

@@ -1,4 +1,4 @@
-"""A store that takes no writes: trajectories are put off and nothing is lost; when there is room, all goes on."""
+"""A store that refuses writes: trajectories are deferred and nothing is lost; when there is room, all goes on."""
 
 import contextlib
 import threading
@@ -85,7 +85,7 @@ def put(ingest: Ingest, batch: list[Packed]) -> list[Ack | Nack]:
     return [answer for _, answer in ingest.flush()]
 
 
-def test_a_full_disk_puts_trajectories_off_and_loses_none(server, store):
+def test_a_full_disk_defers_trajectories_and_loses_none(server, store):
     said: list[str] = []
     outage = StoreOutage(report=said.append)
     ingest = Ingest(store, outage)
@@ -103,8 +103,8 @@ def test_a_full_disk_puts_trajectories_off_and_loses_none(server, store):
     assert "MISCONF" in said[0]
 
     limit_files(server, NO_LIMIT)
-    patient = opened(server, retry_timeout_s=20)  # waits until the server has noticed
-    patient.set_phase("training")
+    retrying = opened(server, retry_timeout_s=20)  # waits until the server has noticed
+    retrying.set_phase("training")
     assert put(ingest, batch) == [Ack([header.id for header, _ in batch])]
     assert ingest.reason == ""
     acknowledged += batch
@@ -116,29 +116,29 @@ def test_a_full_disk_puts_trajectories_off_and_loses_none(server, store):
     assert store.audit().is_sound
 
 
-def test_a_role_with_patience_waits_for_room_and_says_so(server, store):
+def test_a_role_that_retries_waits_for_room_and_reports_it(server, store):
     fill_disk_and_notice(server, store)
-    patient = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=20)
+    retrying = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=20)
     seen: list[str] = []
-    timer = threading.Timer(0.3, lambda: (seen.append(patient.waiting_for), limit_files(server, NO_LIMIT)))
+    timer = threading.Timer(0.3, lambda: (seen.append(retrying.waiting_for), limit_files(server, NO_LIMIT)))
     timer.start()
-    patient.set_phase("training")
+    retrying.set_phase("training")
     timer.join(timeout=10)
     assert seen[0].startswith(f"waiting for the store at {server.url} for ")
     assert seen[0].endswith(" s of 20 s")
-    assert patient.waiting_for == ""
-    assert patient.run_state().phase == "training"
+    assert retrying.waiting_for == ""
+    assert retrying.run_state().phase == "training"
 
 
-def test_patience_with_a_full_disk_ends_with_one_sentence(server, store):
+def test_retrying_on_a_full_disk_ends_with_one_sentence(server, store):
     fill_disk_and_notice(server, store)
-    impatient = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=0.3)
+    hasty = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=0.3)
     with pytest.raises(StoreCannotWriteError, match=r"takes no writes, also not within 0\.3 s .*make room on its disk"):
-        impatient.set_phase("training")
+        hasty.set_phase("training")
     limit_files(server, NO_LIMIT)
 
 
-def test_a_replica_is_told_apart_from_a_store_that_is_away(server, store):
+def test_a_replica_is_distinguished_from_an_absent_store(server, store):
     admin = connect(server.url)
     (batch,) = make_batches(store, 1)
     admin.replicaof("127.0.0.1", 1)
@@ -154,10 +154,10 @@ def test_a_replica_is_told_apart_from_a_store_that_is_away(server, store):
 @pytest.mark.usefixtures("limitable")
 def test_a_strict_store_ends_at_a_full_disk_having_acknowledged_only_what_is_on_it(tmp_path):
     server = EmbeddedRedis(tmp_path / "store", durability="strict", max_memory_mib=64)
-    keeper = RedisSupervisor(server, start_timeout_s=20)
-    keeper.start()
+    supervisor = RedisSupervisor(server, start_timeout_s=20)
+    supervisor.start()
     try:
-        store, patient = opened(server), opened(server, retry_timeout_s=20)
+        store, retrying = opened(server), opened(server, retry_timeout_s=20)
         batches, acknowledged = make_batches(store, 200), []
         fill_disk(server)
         with contextlib.suppress(StoreUnavailableError):
@@ -165,11 +165,11 @@ def test_a_strict_store_ends_at_a_full_disk_having_acknowledged_only_what_is_on_
                 store.insert(batch)
                 acknowledged += batch
         assert 0 < len(acknowledged) < 200 * GROUP_SIZE
-        # The keeper's next server has no limit: there is room again.
-        assert {insertion.outcome for insertion in patient.insert(acknowledged)} == {"duplicate"}
-        died = keeper.poll()[0]
+        # The supervisor's next server has no limit: there is room again.
+        assert {insertion.outcome for insertion in retrying.insert(acknowledged)} == {"duplicate"}
+        died = supervisor.poll()[0]
         assert "exit code 1, last line of its log: " in died
         assert "Can't recover from AOF write error" in died
-        assert patient.audit().is_sound
+        assert retrying.audit().is_sound
     finally:
-        keeper.stop()
+        supervisor.stop()

@@ -1,4 +1,4 @@
-"""Records <-> bytes, and everything that must not get in."""
+"""The codec: round trips, and the refusal of invalid records."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.buffer.codec import check_header, checksum, decode, encode, pack, unpack
+from slipstream.buffer.codec import (
+    MAX_BYTES,
+    MAX_TRAJECTORIES,
+    check_header,
+    checksum,
+    chunks,
+    decode,
+    encode,
+    pack,
+    unpack,
+)
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, TrajectoryHeader, VersionSpan
 from tests.builders import make_packed, make_trajectory
@@ -161,7 +171,7 @@ def test_extras_of_plain_values_are_kept():
     assert unpack(encode(make_trajectory(extras=extras))).extras == extras
 
 
-def test_rounding_above_zero_is_forgiven():
+def test_rounding_above_zero_is_tolerated():
     unpack(encode(make_trajectory(generator_logprobs=logprobs(5e-5))))
 
 
@@ -191,7 +201,7 @@ def test_an_empty_trajectory_is_refused():
         ({"num_tokens": 11}, "header_mismatch"),
     ],
 )
-def test_a_header_that_says_otherwise_than_its_payload_is_refused(changes, reason):
+def test_a_header_that_does_not_describe_its_payload_is_refused(changes, reason):
     header, payload = make_packed()
     with pytest.raises(RecordRefusedError) as caught:
         check_header(msgspec.structs.replace(header, **changes), payload)
@@ -207,7 +217,7 @@ def test_a_lease_that_is_not_named_after_group_and_attempt_is_refused(changes):
 
 
 @pytest.mark.parametrize("changes", [{"id": "another"}, {"attempt": -1}])
-def test_a_trajectory_that_is_not_named_after_its_place_is_refused(changes):
+def test_a_trajectory_that_is_not_named_after_its_index_is_refused(changes):
     header, payload = make_packed(**changes)
     with pytest.raises(RecordRefusedError) as caught:
         check_header(header, payload)
@@ -252,3 +262,27 @@ def test_packing_relies_on_no_shape():
     )
     with pytest.raises(RecordRefusedError, match="shape"):
         check_header(header, payload)
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------------
+def packed(index: int, size_bytes: int) -> tuple:
+    return make_packed(str(index))[0], b"x" * size_bytes
+
+
+def sizes(items: list) -> list[int]:
+    return [len(chunk) for chunk in chunks(items)]
+
+
+def test_no_trajectories_make_no_chunk():
+    assert sizes([]) == []
+
+
+def test_order_is_kept_and_nothing_is_left_out():
+    items = [packed(index, 10) for index in range(2 * MAX_TRAJECTORIES + 1)]
+    assert [item for chunk in chunks(items) for item in chunk] == items
+    assert sizes(items) == [MAX_TRAJECTORIES, MAX_TRAJECTORIES, 1]
+
+
+def test_a_chunk_is_never_larger_than_allowed_but_for_a_single_trajectory():
+    items = [packed(0, MAX_BYTES // 2), packed(1, MAX_BYTES // 2), packed(2, 1), packed(3, 2 * MAX_BYTES), packed(4, 1)]
+    assert sizes(items) == [2, 1, 1, 1]

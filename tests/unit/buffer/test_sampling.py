@@ -1,15 +1,153 @@
-"""What a step claims, and why it must wait."""
+"""Sampling: the order of prompts, the samplers, what a step claims and why it must wait."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
-from slipstream.configs.buffer import ReuseConfig, StalenessConfig, UniformConfig
+from slipstream.buffer.sampling import (
+    Candidate,
+    NotReady,
+    Queue,
+    Sample,
+    SamplingRules,
+    evict,
+    inclusion_probabilities,
+    priority,
+    row_of,
+    sample,
+    sample_fresh,
+    sample_oldest,
+    sample_reused,
+)
+from slipstream.configs.buffer import (
+    FifoConfig,
+    FreshestConfig,
+    PrioritizedConfig,
+    ReuseConfig,
+    StalenessConfig,
+    UniformConfig,
+)
 
 
+# --- the order of prompts --------------------------------------------------------------------------------------------
+@given(num_rows=st.integers(1, 50), seed=st.integers(0, 2**31 - 1), epoch=st.integers(0, 100))
+def test_every_row_comes_exactly_once_per_epoch(num_rows, seed, epoch):
+    ordinals = range(epoch * num_rows, (epoch + 1) * num_rows)
+    assert sorted(row_of(n, num_rows=num_rows, seed=seed) for n in ordinals) == list(range(num_rows))
+
+
+def test_epochs_and_seeds_are_shuffled_differently():
+    def epoch(number: int, seed: int) -> list[int]:
+        return [row_of(number * 100 + n, num_rows=100, seed=seed) for n in range(100)]
+
+    assert epoch(0, 1) != epoch(1, 1)
+    assert epoch(0, 1) != epoch(0, 2)
+    assert epoch(0, 1) == epoch(0, 1)
+    assert epoch(0, 1) != list(range(100))
+
+
+def test_the_sequence_is_fixed_for_good():
+    sequence = [row_of(n, num_rows=7, seed=3) for n in range(14)]
+    assert sequence == [0, 4, 1, 5, 6, 3, 2, 0, 6, 2, 1, 3, 4, 5]
+
+
+def test_negative_ordinals_and_empty_datasets_are_refused():
+    with pytest.raises(ValueError, match="ordinal must be >= 0"):
+        row_of(-1, num_rows=7, seed=3)
+    with pytest.raises(ValueError, match="num_rows >= 1"):
+        row_of(0, num_rows=0, seed=3)
+
+
+# --- samplers --------------------------------------------------------------------------------------------------------
+def candidate(number: int, *, oldest_version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)) -> Candidate:
+    squares = sum(reward * reward for reward in rewards)
+    return Candidate(str(number), number, oldest_version, len(rewards), sum(rewards), squares)
+
+
+TWELVE = [candidate(number) for number in range(12)]
+MIXED = [
+    candidate(0, rewards=(0.0, 2.0)),
+    candidate(1, rewards=(0.0, 1.0)),
+    candidate(2, rewards=(0.0, 0.5)),
+    candidate(3, rewards=(0.5, 0.5)),
+]
+
+
+def fresh(candidates, sampler, num_groups, *, step=4):
+    return sample_fresh(candidates, sampler, num_groups=num_groups, seed=3, step=step)
+
+
+def test_fifo_takes_the_oldest_first():
+    assert fresh(TWELVE[::-1], FifoConfig(), 3)[0] == ["0", "1", "2"]
+
+
+def test_freshest_orders_by_the_oldest_token_and_equals_by_arrival():
+    versions = [candidate(0, oldest_version=1), candidate(1, oldest_version=3), candidate(2, oldest_version=3)]
+    assert fresh(versions, FreshestConfig(), 3)[0] == ["1", "2", "0"]
+
+
+def test_uniform_is_fixed_for_good_by_seed_and_step():
+    assert fresh(TWELVE, UniformConfig(), 5)[0] == ["8", "5", "9", "10", "3"]
+    assert fresh(TWELVE, UniformConfig(), 5, step=5)[0] != ["8", "5", "9", "10", "3"]
+
+
+def test_uniform_samples_without_replacement_and_all_with_the_same_probability():
+    counts = Counter(name for step in range(4000) for name in fresh(TWELVE, UniformConfig(), 3, step=step)[0])
+    # 1000 expected each, standard deviation 27: five of them.
+    assert all(abs(counts[str(number)] - 1000) < 137 for number in range(12))
+    assert sorted(fresh(TWELVE, UniformConfig(), 12)[0], key=int) == [str(number) for number in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [((0.0, 2.0), 1.0), ((0.0, 1.0), 0.5), ((0.0, 0.7), 0.25), ((0.5, 0.5), 1 / 256), ((), 1 / 256), ((0.0, 9.0), 4.0)],
+)
+def test_a_priority_is_the_deviation_of_the_rewards_rounded_to_a_power_of_two(rewards, expected):
+    assert priority(candidate(0, rewards=rewards)) == expected
+
+
+def test_an_exponent_of_one_samples_single_groups_in_proportion_to_their_priorities():
+    sampler = PrioritizedConfig(exponent=1.0)
+    counts = Counter(fresh(MIXED, sampler, 1, step=step)[0][0] for step in range(4000))
+    priorities = np.array([priority(each) for each in MIXED])
+    expected = 4000 * priorities / priorities.sum()
+    assert all(abs(counts[str(index)] - expected[index]) < 5 * np.sqrt(expected[index]) + 5 for index in range(4))
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3])
+def test_weights_make_a_prioritized_mean_the_mean_over_all_groups(num_groups):
+    values = {"0": 1.0, "1": -2.0, "2": 5.0, "3": 3.0}
+    sampler = PrioritizedConfig(exponent=0.5)
+    samples = [fresh(MIXED, sampler, num_groups, step=step) for step in range(6000)]
+    means = [sum(weight * values[name] for name, weight in zip(*each, strict=True)) / num_groups for each in samples]
+    error = np.std(means) / np.sqrt(len(means))
+    assert abs(np.mean(means) - np.mean(list(values.values()))) < 4 * error
+
+
+def test_weights_are_one_when_all_are_sampled_or_correction_is_zero():
+    assert fresh(MIXED, PrioritizedConfig(), 4)[1] == [1.0] * 4
+    assert fresh(MIXED, PrioritizedConfig(correction=0.0), 2)[1] == [1.0] * 2
+    assert fresh(MIXED, UniformConfig(), 2)[1] == [1.0] * 2
+
+
+def test_inclusion_follows_the_exponential_race():
+    probabilities = inclusion_probabilities(np.array([1.0, 2.0]), threshold=0.5)
+    np.testing.assert_allclose(probabilities, [1 - np.exp(-0.5), 1 - np.exp(-1.0)])
+
+
+def test_fresh_and_used_groups_are_sampled_independently():
+    again = sample_reused(TWELVE, UniformConfig(), num_groups=5, seed=3, step=4)
+    assert again[0] != fresh(TWELVE, UniformConfig(), 5)[0]
+
+
+# --- selection -------------------------------------------------------------------------------------------------------
 def candidates(*versions: int, first: int = 0) -> list[Candidate]:
     """One for each oldest version, numbered from `first`."""
     return [
-        Candidate(str(first + place), first + place, version, 2, 1.0, 1.0) for place, version in enumerate(versions)
+        Candidate(str(first + index), first + index, version, 2, 1.0, 1.0) for index, version in enumerate(versions)
     ]
 
 
@@ -21,8 +159,8 @@ def rules(on_stale="mask", max_lag=2, **reuse) -> SamplingRules:
     return SamplingRules(reuse=ReuseConfig(**reuse), staleness=StalenessConfig(max_lag, on_stale))
 
 
-def drawn(what: Queue, how: SamplingRules, num_groups: int) -> Sample | NotReady:
-    return sample(what, how, num_groups=num_groups, seed=0, step=1)
+def select(groups: Queue, how: SamplingRules, num_groups: int) -> Sample | NotReady:
+    return sample(groups, how, num_groups=num_groups, seed=0, step=1)
 
 
 def test_only_plain_rules_may_skip_reading_the_queue():
@@ -31,7 +169,7 @@ def test_only_plain_rules_may_skip_reading_the_queue():
     assert not any(other.only_oldest for other in [*others, rules(samples_per_insert=1.0)])
 
 
-def test_the_oldest_are_drawn_or_nothing():
+def test_the_oldest_are_claimed_or_nothing():
     assert sample_oldest(["3", "4"], num_groups=2, num_ready=9).group_ids == ["3", "4"]
     assert sample_oldest(["3"], num_groups=2, num_ready=1) == NotReady("1 of 2 groups are ready", ready_needed=2)
 
@@ -43,33 +181,33 @@ def test_a_group_beyond_the_bound_leaves_the_queue_as_the_policy_says(on_stale, 
     assert evictions.is_empty == (not expired)
 
 
-def test_groups_are_let_go_when_they_are_too_old_or_too_many():
-    what = queue(reusable=[3, 1, 4, 5])
-    assert evict(what, rules(max_uses=2, max_age=3), version=5).released == ["51"]
-    assert evict(what, rules(max_uses=2, max_groups=2), version=5).released == ["50", "51"]
+def test_groups_are_released_when_they_are_too_old_or_too_many():
+    groups = queue(reusable=[3, 1, 4, 5])
+    assert evict(groups, rules(max_uses=2, max_age=3), version=5).released == ["51"]
+    assert evict(groups, rules(max_uses=2, max_groups=2), version=5).released == ["50", "51"]
 
 
 @pytest.mark.parametrize(
     ("num_ready", "num_reusable", "num_fresh", "num_reused"),
     [(9, 9, 2, 2), (9, 1, 3, 1), (1, 9, 1, 3), (9, 0, 4, 0), (0, 9, 0, 4)],
 )
-def test_used_groups_fill_up_what_fresh_ones_leave(num_ready, num_reusable, num_fresh, num_reused):
-    what = queue(ready=[5] * num_ready, reusable=[4] * num_reusable)
-    claim = drawn(what, rules(max_uses=4, fresh_fraction=0.5), 4)
+def test_used_groups_fill_what_fresh_ones_leave(num_ready, num_reusable, num_fresh, num_reused):
+    groups = queue(ready=[5] * num_ready, reusable=[4] * num_reusable)
+    claim = select(groups, rules(max_uses=4, fresh_fraction=0.5), 4)
     assert isinstance(claim, Sample)
     assert claim.reused == [False] * num_fresh + [True] * num_reused
     assert len(set(claim.group_ids)) == 4
 
 
-def test_a_shortage_tells_how_many_there_are_and_how_many_more_it_takes():
-    found = drawn(queue(ready=[5], reusable=[4]), rules(max_uses=2), 4)
+def test_a_refusal_says_how_many_groups_are_ready_and_how_many_are_needed():
+    found = select(queue(ready=[5], reusable=[4]), rules(max_uses=2), 4)
     assert found == NotReady("1 of 4 groups are ready, 1 may be used again", ready_needed=3)
 
 
-def test_no_more_is_trained_on_than_samples_per_insert_times_what_arrived():
+def test_uses_are_limited_by_samples_per_insert():
     limited = rules(max_uses=4, samples_per_insert=2.0)
-    assert isinstance(drawn(queue(ready=[5] * 4, num_arrived=10, num_uses=16), limited, 4), Sample)
-    found = drawn(queue(ready=[5] * 4, num_arrived=10, num_uses=17), limited, 4)
+    assert isinstance(select(queue(ready=[5] * 4, num_arrived=10, num_uses=16), limited, 4), Sample)
+    found = select(queue(ready=[5] * 4, num_arrived=10, num_uses=17), limited, 4)
     assert found == NotReady(
         "17 + 4 uses are more than samples_per_insert (2) x 10 groups that arrived", ready_needed=5
     )

@@ -1,9 +1,18 @@
-"""What an id is made of, and which version sampled which token."""
+"""The wire schema: versions of tokens, and their lag."""
 
 import numpy as np
 import pytest
 
-from slipstream.buffer.trajectory import VersionSpan, group_of, lease_of, make_lease_id, make_trajectory_id
+from slipstream.buffer.trajectory import (
+    VersionSpan,
+    group_of,
+    lag,
+    lag_histogram,
+    lease_of,
+    make_lease_id,
+    make_trajectory_id,
+    stale_mask,
+)
 from tests.builders import make_trajectory
 
 
@@ -29,3 +38,35 @@ def test_tokens_the_model_did_not_write_have_no_version():
 
 def test_the_length_counts_prompt_and_response():
     assert make_trajectory().num_tokens == 12
+
+
+# --- lag -------------------------------------------------------------------------------------------------------------
+MIXED = [VersionSpan(6, 2), VersionSpan(9, 5)]
+
+
+def test_lag_is_the_learners_version_less_the_tokens():
+    assert lag(np.array([0, 3, 5]), 5).tolist() == [5, 2, 0]
+
+
+@pytest.mark.parametrize(("max_lag", "num_stale"), [(0, 6), (1, 3), (3, 3), (4, 0)])
+def test_only_model_written_tokens_beyond_the_bound_are_stale(max_lag, num_stale):
+    mask = stale_mask(make_trajectory(version_spans=MIXED), learner_version=6, max_lag=max_lag)
+    assert mask.tolist() == [False] * 6 + [i < num_stale for i in range(6)]
+    assert mask.dtype == np.bool_
+
+
+def test_prompt_tokens_are_never_stale():
+    mask = stale_mask(make_trajectory(), learner_version=100, max_lag=0)
+    assert mask.tolist() == [False] * 6 + [True] * 6
+
+
+def test_tokens_newer_than_the_learner_count_as_fresh():
+    trajectory = make_trajectory(version_spans=[VersionSpan(6, 9)])
+    assert not stale_mask(trajectory, learner_version=5, max_lag=0).any()
+    assert lag_histogram([trajectory], learner_version=5) == {-4: 6}
+
+
+def test_the_histogram_counts_model_written_tokens_per_lag():
+    trajectories = [make_trajectory(version_spans=MIXED), make_trajectory(version_spans=[VersionSpan(6, 5)])]
+    assert lag_histogram(trajectories, learner_version=6) == {1: 9, 4: 3}
+    assert lag_histogram([], learner_version=6) == {}

@@ -110,7 +110,7 @@ def test_a_check_finds_one_changed_byte(folder: Path) -> None:
     assert not check.is_sound
 
 
-def test_a_check_finds_what_is_there_twice(tmp_path: Path) -> None:
+def test_a_check_finds_duplicates(tmp_path: Path) -> None:
     check = Archive(write_archive(tmp_path, [make_finished("0")], [make_finished("0", members=1)])).check()
     assert check.duplicated == 1
     assert not check.is_sound

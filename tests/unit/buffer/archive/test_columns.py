@@ -1,4 +1,4 @@
-"""Finished groups -> columns -> trajectories."""
+"""Columns: finished groups to a table and back."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def test_rows_in_the_middle_of_a_batch_are_read_as_they_are() -> None:
     assert [encode(stored.trajectory) for stored in rows_of(part)] == payloads[3:6]
 
 
-def test_a_row_says_what_became_of_the_group() -> None:
+def test_a_row_holds_the_outcome_of_its_group() -> None:
     group = make_finished("5", members=1, outcome="rejected", reason="on_stale", steps=[3, 9])
     (stored,) = rows_of(to_table([group], archived_at=7.0))
     assert (stored.state, stored.reason, stored.steps, stored.archived_at) == ("rejected", "on_stale", [3, 9], 7.0)
@@ -117,7 +117,7 @@ def test_what_no_column_can_hold_is_refused(fields: dict[str, Any], error: Any) 
     ("key", "newest"),
     [(b"slipstream.archive_schema", ARCHIVE_SCHEMA), (b"slipstream.trajectory_schema", SCHEMA_VERSION)],
 )
-def test_a_newer_schema_is_told_by_its_name(key: bytes, newest: int) -> None:
+def test_a_newer_schema_is_refused_by_name(key: bytes, newest: int) -> None:
     newer = SCHEMA.with_metadata(dict(SCHEMA.metadata) | {key: b"99"})
     complaint = f"must have {key.decode()} <= {newest}, got 99: read it with the Slipstream that wrote it"
     assert newer_schema(newer) == complaint

@@ -60,7 +60,7 @@ def test_a_newer_schema_is_refused_by_name(tmp_path: Path) -> None:
         read_ledger(tmp_path)
 
 
-def test_a_step_done_anew_takes_the_place_of_the_old_one_and_of_all_after_it(tmp_path: Path) -> None:
+def test_a_step_done_again_replaces_the_old_one_and_all_after_it(tmp_path: Path) -> None:
     write(tmp_path, *(make_step(step, str(step)) for step in (1, 2, 3)))
     again = make_step(2, "7", fence=9)
     writer = LedgerWriter(tmp_path)
@@ -71,7 +71,7 @@ def test_a_step_done_anew_takes_the_place_of_the_old_one_and_of_all_after_it(tmp
     assert LedgerWriter(tmp_path).last_step == 2
 
 
-def test_a_check_holds_the_shards_against_the_ledger(tmp_path: Path) -> None:
+def test_a_check_compares_the_shards_with_the_ledger(tmp_path: Path) -> None:
     folder = write_archive(tmp_path, [make_finished("0"), make_finished("1")])
     write(folder, make_step(1, "0", "1"))
     assert Archive(folder).check().is_sound

@@ -1,4 +1,4 @@
-"""Shards are whole or not there, and a group is archived once."""
+"""ShardWriter: shards are whole or absent, and a group is archived once."""
 
 import errno
 from pathlib import Path
@@ -26,7 +26,7 @@ def files_in(folder: Path) -> set[str]:
     return {file.name for file in folder.iterdir()} - {"writer.lock"}
 
 
-def test_the_manifest_says_what_a_shard_holds(tmp_path: Path) -> None:
+def test_the_manifest_describes_each_shard(tmp_path: Path) -> None:
     groups = [make_finished("0", steps=[4]), make_finished("1", steps=[2, 7]), make_finished("2", members=0, steps=[])]
     folder = write_archive(tmp_path, groups)
     (shard,) = read_manifest(folder)
@@ -41,7 +41,7 @@ def test_a_group_no_step_trained_on_has_no_steps(tmp_path: Path) -> None:
     assert (shard.first_step, shard.last_step) == (None, None)
 
 
-def test_shards_are_numbered_on_after_a_restart(tmp_path: Path) -> None:
+def test_numbering_of_shards_continues_after_a_restart(tmp_path: Path) -> None:
     write_archive(tmp_path, [make_finished("0")])
     write_archive(tmp_path, [make_finished("1")], [make_finished("2")])
     assert [shard.file[-9:-8] for shard in read_manifest(tmp_path)] == ["1", "2", "3"]
@@ -67,7 +67,7 @@ def test_a_last_line_cut_short_is_dropped_with_its_shard(tmp_path: Path, left: i
     assert ids_in(tmp_path) == ["0-0-0", "0-0-1", "1-0-0", "1-0-1"]
 
 
-def test_a_damaged_line_in_the_middle_is_told_and_nothing_is_removed(tmp_path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_reported_and_nothing_is_removed(tmp_path: Path) -> None:
     write_archive(tmp_path, [make_finished("0")], [make_finished("1")])
     lines = (tmp_path / MANIFEST).read_bytes().splitlines(keepends=True)
     (tmp_path / MANIFEST).write_bytes(b"{}\n" + lines[1])

@@ -1,4 +1,4 @@
-"""What is wanted of a store is what is wanted of an archive."""
+"""TrajectoryFilter: conditions on trajectories of a store and of an archive."""
 
 from typing import Any
 
@@ -57,12 +57,12 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Archive:
         ({"step": 5, "data_source": "test"}, "0"),
     ],
 )
-def test_all_that_is_asked_for_must_hold(archive: Archive, fields: dict[str, Any], wanted: str) -> None:
+def test_all_conditions_must_hold(archive: Archive, fields: dict[str, Any], wanted: str) -> None:
     found = archive.read(TrajectoryFilter(**fields), decode=decode)
     assert "".join(stored.trajectory.group_id for stored in found) == wanted
 
 
-def test_columns_alone_never_leave_out_what_is_wanted(archive: Archive) -> None:
+def test_columns_alone_never_exclude_a_match(archive: Archive) -> None:
     everything = list(archive.read())
     for fields in ({"version": 4}, {"min_reward": 0.5}, {"max_tokens": 12}, {"outcome": "retired"}, {"step": 8}):
         wanted = TrajectoryFilter(**fields)

@@ -1,4 +1,4 @@
-"""The fsyncer holds the files that are there now, and lets go of those that were replaced."""
+"""The fsyncer holds the files that exist now, and closes those that were replaced."""
 
 import psutil
 
@@ -9,13 +9,13 @@ def held(folder) -> set[str]:
     return {file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))}
 
 
-def test_nothing_to_sync_is_no_fault(tmp_path):
+def test_nothing_to_sync_is_no_error(tmp_path):
     fsyncer = Fsyncer(tmp_path)
     fsyncer.sync()
     assert held(tmp_path) == set()
 
 
-def test_a_replaced_file_is_let_go(tmp_path):
+def test_a_replaced_file_is_closed(tmp_path):
     log, new = tmp_path / "appendonly.aof", tmp_path / "temp"
     log.write_bytes(b"old")
     fsyncer = Fsyncer(tmp_path)

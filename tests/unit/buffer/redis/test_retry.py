@@ -1,4 +1,4 @@
-"""RetryPolicy repeats what may come to an end by waiting, as long as it lasts, and tells what it waits for."""
+"""RetryPolicy repeats commands that may succeed later, until its time is up, and reports its wait."""
 
 import contextlib
 import copy
@@ -35,17 +35,17 @@ def test_a_command_is_repeated_until_the_server_is_back_and_each_failure_drops_t
     assert server.failures[:2] == [gone, loading]
 
 
-def test_patience_ends_with_the_last_error():
+def test_retrying_ends_with_the_last_error():
     with pytest.raises(redis.ConnectionError, match="gone"):
         make(0.1).call_with_retry(Server(*[redis.ConnectionError("gone")] * 100), lambda error: None)
 
 
-def test_without_patience_nothing_is_repeated():
+def test_with_a_timeout_of_zero_nothing_is_repeated():
     with pytest.raises(redis.ConnectionError):
         make(0).call_with_retry(Server(redis.ConnectionError("gone"), "PONG"), lambda error: None)
 
 
-def test_it_says_what_it_waits_for_while_it_waits():
+def test_the_reason_names_the_wait_while_it_lasts():
     policy = make()
     seen: list[str] = []
 
@@ -72,13 +72,13 @@ def test_connecting_within_a_command_does_not_wait_on_its_own():
     assert attempts == ["command", "command"], "the command was repeated, not the connecting within it"
 
 
-def test_connections_share_one_patience():
+def test_connections_share_one_policy():
     policy = make()
     assert copy.deepcopy(policy) is policy
 
 
 @pytest.mark.parametrize(
-    ("error", "worth"),
+    ("error", "expected"),
     [
         (redis.ConnectionError("gone"), True),
         (redis.BusyLoadingError("loading"), True),
@@ -87,14 +87,14 @@ def test_connections_share_one_patience():
         (redis.ResponseError("Error running script: -OOM command not allowed when used memory > 'maxmemory'"), True),
         (redis.ReadOnlyError("You can't write against a read only replica."), True),
         (redis.ResponseError("NORUN"), False),
-        (ValueError("a mistake of ours"), False),
+        (ValueError("a bug"), False),
     ],
 )
-def test_only_what_may_pass_is_waited_for(error, worth):
-    assert is_transient(error) is worth
+def test_only_transient_errors_are_retried(error, expected):
+    assert is_transient(error) is expected
 
 
-def test_without_patience_a_server_that_hangs_is_not_asked_again_for_a_moment():
+def test_with_a_timeout_of_zero_a_server_that_hangs_is_spared_for_a_moment():
     policy, server = make(0), Server(redis.TimeoutError("slow"), "PONG")
     with pytest.raises(redis.TimeoutError, match="slow"):
         policy.call_with_retry(server, lambda error: None)

@@ -1,4 +1,4 @@
-"""An entry of the step ledger."""
+"""make_entry: entries of the step ledger."""
 
 from slipstream.buffer.records import Claim, StepEntry, make_entry
 from tests.builders import make_packed

@@ -1,4 +1,4 @@
-"""The keeper of an embedded server: it notices a death, brings the server back, and knows when to give up."""
+"""RedisSupervisor: restarts a server that dies, makes its log durable, and ends when a restart would not help."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ def server(folder: Path) -> EmbeddedRedis:
 
 
 @pytest.fixture
-def keeper(server: EmbeddedRedis) -> Iterator[RedisSupervisor]:
-    keeper = RedisSupervisor(server, start_timeout_s=20)
-    keeper.start()
-    yield keeper
-    keeper.stop()
+def supervisor(server: EmbeddedRedis) -> Iterator[RedisSupervisor]:
+    supervisor = RedisSupervisor(server, start_timeout_s=20)
+    supervisor.start()
+    yield supervisor
+    supervisor.stop()
 
 
 def opened(url: str, *, retry_timeout_s: float = 0.0) -> RedisStore:
@@ -51,8 +51,8 @@ def until(condition: Callable[[], object], *, timeout_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_a_killed_store_is_back_within_moments_and_a_patient_client_notices_a_delay_only(server, keeper):
-    store = opened(keeper.url, retry_timeout_s=20)
+def test_a_killed_store_is_restarted_and_a_retrying_client_notices_a_delay_alone(server, supervisor):
+    store = opened(supervisor.url, retry_timeout_s=20)
     first = server.pid
     store.set_phase("training")
     killed_at = time.monotonic()
@@ -62,69 +62,69 @@ def test_a_killed_store_is_back_within_moments_and_a_patient_client_notices_a_de
     store.set_phase("finishing")
     assert took_s < 10
     assert server.pid != first
-    until(lambda: keeper.num_restarts == 1)
-    died, back = keeper.poll()
+    until(lambda: supervisor.num_restarts == 1)
+    died, back = supervisor.poll()
     assert died == "the store died (signal SIGKILL); restarting it"
     assert back.startswith("the store is back after ")
     assert back.endswith("restart 1)")
-    assert keeper.poll() == [], "said once"
+    assert supervisor.poll() == [], "said once"
 
 
-def test_a_store_that_another_process_started_is_kept_as_well(server, folder):
-    # Its parent is not the keeper's process, so nobody but the keeper's look tells of its end.
+def test_a_store_that_another_process_started_is_supervised_as_well(server, folder):
+    # Its parent is not the supervisor's process, so nobody but the supervisor's look tells of its end.
     server.start(timeout_s=20)
-    keeper = RedisSupervisor(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)
-    keeper.start()
+    supervisor = RedisSupervisor(EmbeddedRedis(folder, max_memory_mib=64), start_timeout_s=20)
+    supervisor.start()
     try:
         kill(server)
-        until(lambda: keeper.num_restarts == 1)
-        assert "the store died" in keeper.poll()[0]
-        assert opened(keeper.url).counts().accepted == 0
+        until(lambda: supervisor.num_restarts == 1)
+        assert "the store died" in supervisor.poll()[0]
+        assert opened(supervisor.url).counts().accepted == 0
     finally:
-        keeper.stop()
+        supervisor.stop()
 
 
 def test_a_store_that_keeps_nothing_ends_the_run_with_one_sentence(folder):
     server = EmbeddedRedis(folder, durability="fast", max_memory_mib=64)
-    keeper = RedisSupervisor(server, start_timeout_s=20)
-    keeper.start()
+    supervisor = RedisSupervisor(server, start_timeout_s=20)
+    supervisor.start()
     kill(server)
     with pytest.raises(StoreLostError, match=r"the store died \(.*\) and buffer\.store\.durability=fast keeps nothing"):
-        until(keeper.poll)
-    keeper.stop()
+        until(supervisor.poll)
+    supervisor.stop()
     assert not server.is_alive
 
 
-def test_a_store_that_dies_again_and_again_is_given_up_with_the_end_of_its_log(server, keeper, folder):
+def test_a_store_that_dies_again_and_again_is_lost_with_the_end_of_its_log(server, supervisor, folder):
     (folder / "appendonly.aof").write_text("not an append-only file\n")
     kill(server)
     said: list[str] = []
     with pytest.raises(StoreLostError, match=r"died 5 times within 60 s .*redis\.log: .*Bad file format"):
-        until(lambda: said.extend(keeper.poll()))
+        until(lambda: said.extend(supervisor.poll()))
     assert any("died at its start" in sentence for sentence in said)
 
 
-def test_what_a_kill_left_half_written_is_dropped_and_the_rest_is_kept(server, keeper, folder):
-    assert connect(keeper.url).config_get("aof-load-truncated")["aof-load-truncated"] == "yes"
-    opened(keeper.url).set_phase("training")
+def test_what_a_kill_left_half_written_is_dropped_and_the_rest_is_kept(server, supervisor, folder):
+    assert connect(supervisor.url).config_get("aof-load-truncated")["aof-load-truncated"] == "yes"
+    opened(supervisor.url).set_phase("training")
     with (folder / "appendonly.aof").open("ab") as log:
         log.write(b"*3\r\n$3\r\nSET\r\n$3\r\nhal")
     kill(server)
-    assert opened(keeper.url, retry_timeout_s=20).run_state().phase == "training"
-    assert connect(keeper.url).get("hal") is None
+    assert opened(supervisor.url, retry_timeout_s=20).run_state().phase == "training"
+    assert connect(supervisor.url).get("hal") is None
 
 
-def test_rewrites_of_the_log_that_a_kill_left_behind_are_removed(server, keeper, folder):
+def test_rewrites_of_the_log_that_a_kill_left_behind_are_removed(server, supervisor, folder):
     leftover = folder / "temp-rewriteaof-12345.aof"
     leftover.write_bytes(b"x" * 1000)
     kill(server)
-    until(lambda: keeper.num_restarts == 1)
+    until(lambda: supervisor.num_restarts == 1)
     assert not leftover.exists()
 
 
-def test_the_log_is_synced_also_after_a_rewrite_has_replaced_it(server, keeper, folder):
+def test_the_log_is_synced_also_after_a_rewrite_has_replaced_it(server, supervisor, folder):
     log = folder / "appendonly.aof"
-    store, admin = opened(keeper.url), connect(keeper.url)
+    store, admin = opened(supervisor.url), connect(supervisor.url)
     before = log.stat().st_ino
     until(lambda: before in synced_inodes())
     admin.bgrewriteaof()
@@ -139,9 +139,9 @@ def synced_inodes() -> set[int]:
     return {file.stat().st_ino for file in files if file.exists()}
 
 
-def test_a_suspended_store_holds_up_an_impatient_client_now_and_then_only(server, keeper):
+def test_a_suspended_store_delays_a_client_without_retries_rarely(server, supervisor):
     # Its loop must answer pings meanwhile.
-    store = open_run_store(keeper.url, "run", timeout_s=10, answer_timeout_s=0.3)
+    store = open_run_store(supervisor.url, "run", timeout_s=10, answer_timeout_s=0.3)
     store.open_run("run", config_json="{}", num_rows=100, seed=0)
     process = psutil.Process(server.pid)
     process.suspend()
@@ -159,4 +159,4 @@ def test_a_suspended_store_holds_up_an_impatient_client_now_and_then_only(server
             return False
 
     until(answers)
-    assert keeper.num_restarts == 0
+    assert supervisor.num_restarts == 0

@@ -1,4 +1,4 @@
-"""`python -m buffer` on the store of a run that is going on, that has ended, and that is damaged."""
+"""`python -m buffer` on the store of a run in progress, of one that is over, and of a damaged one."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, lease, make_ready, open_run
-from tests.unit.buffer.commands.run import run as run_command
+from tests.unit.buffer.cli.run import run as run_command
 
 
 @pytest.fixture
@@ -73,9 +73,7 @@ def test_a_live_run_is_listed_by_its_name(store: RedisStore, config: RunConfig, 
     assert store.counts() == before, "looking changes nothing"
 
 
-def test_a_server_is_looked_into_by_its_address(
-    store: RedisStore, server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]
-):
+def test_a_server_is_read_by_its_address(store: RedisStore, server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
     assert run(capsys, "ls", server.url, "--run", "mine") == (0, LISTED)
 
 
@@ -104,7 +102,7 @@ def test_one_trajectory_is_shown_with_its_lag(store: RedisStore, config: RunConf
     assert "step 2 trained on it at version 1: lag 1" in lines
 
 
-def test_stats_count_every_place(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_stats_count_every_state(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
     code, lines = run(capsys, "stats", *where(config))
     assert code == 0
     counted = [line.split()[:3] for line in lines[1:6]]
@@ -117,7 +115,7 @@ def test_stats_count_every_place(store: RedisStore, config: RunConfig, capsys: p
     ]
 
 
-def test_stats_say_why_groups_were_rejected_and_leave_greedy_baselines_out_of_rewards(
+def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(
     server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ):
     opened = RedisStore(connect(server.url), "mine")
@@ -143,7 +141,7 @@ def test_stats_say_why_groups_were_rejected_and_leave_greedy_baselines_out_of_re
     assert [line.split()[-1] for line in lines[1:]] == ["zero_signal"] * 2
 
 
-def test_what_was_refused_is_shown_newest_first(
+def test_rejected_frames_are_shown_newest_first(
     store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ):
     assert run(capsys, "refused", *where(config)) == (0, ["nothing was refused"])
@@ -163,7 +161,7 @@ def test_what_was_refused_is_shown_newest_first(
     assert (code, len(lines), lines[-1]) == (0, 4, "the newest 2; more with --limit")
 
 
-def test_what_was_refused_is_told_to_programs_with_all_that_is_kept(
+def test_rejected_frames_are_printed_as_json_with_all_stored_bytes(
     store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
 ):
     assert run(capsys, "refused", server.url, "--run", "mine", "--json") == (0, [])
@@ -177,7 +175,7 @@ def test_what_was_refused_is_told_to_programs_with_all_that_is_kept(
     ]
 
 
-def test_verify_prints_the_books(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_verify_prints_the_sums(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
     assert run(capsys, "verify", *where(config)) == (
         0,
         [

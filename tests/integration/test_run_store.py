@@ -1,4 +1,4 @@
-"""Looking into a run folder's store: live, or over."""
+"""open_run_store on a run folder: live, over, and of another key layout."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def make_run_folder(folder: Path) -> EmbeddedRedis:
     return server
 
 
-def test_a_run_that_is_over_is_looked_into_and_left_as_it_was(tmp_path):
+def test_the_store_of_a_run_that_is_over_is_started_and_stopped_again(tmp_path):
     server = make_run_folder(tmp_path / "run")
     server.stop()
     for _ in range(2):
@@ -36,7 +36,7 @@ def test_a_run_that_is_over_is_looked_into_and_left_as_it_was(tmp_path):
         open_run_store(server.url, "looked-into", timeout_s=0)
 
 
-def test_a_live_run_goes_on(tmp_path):
+def test_the_store_of_a_live_run_goes_on(tmp_path):
     server = make_run_folder(tmp_path / "run")
     try:
         with open_run_store(tmp_path / "run", timeout_s=20, starts_server=True) as store:
@@ -61,6 +61,6 @@ def test_a_run_stored_by_another_version_is_refused_by_name(tmp_path):
         server.stop()
 
 
-def test_a_folder_that_is_no_run_is_one_sentence(tmp_path):
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="must be a run folder"), open_run_store(tmp_path, timeout_s=1):
         pass

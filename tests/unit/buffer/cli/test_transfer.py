@@ -1,4 +1,4 @@
-"""`python -m buffer import`: what was exported comes back as it was, and what is no trajectory is refused by line."""
+"""`python -m buffer import`: exported files come back unchanged, and a line that is no trajectory is refused."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.unit.buffer.archive.finished import make_finished, write_archive
-from tests.unit.buffer.commands.run import run
+from tests.unit.buffer.cli.run import run
 
 LOGPROBS = np.array([0] * 6 + [-0.1, -1 / 3, -1e-30, -88.7, -0.0, -2.5], np.float32)
 MINIMAL = {
@@ -187,7 +187,7 @@ def spoil_with_nothing(table: pa.Table) -> pa.Table:
         (spoil_with_nothing, "spoilt.parquet row "),
     ],
 )
-def test_a_spoilt_parquet_file_is_refused(archive, capsys, spoil: Callable[[pa.Table], pa.Table], rule):
+def test_a_damaged_parquet_file_is_refused(archive, capsys, spoil: Callable[[pa.Table], pa.Table], rule):
     run("export", archive, "out.parquet")
     capsys.readouterr()
     pq.write_table(spoil(pq.read_table("out.parquet")), "spoilt.parquet")
@@ -211,13 +211,13 @@ def test_a_parquet_file_cut_in_the_middle_is_refused(archive, capsys):
         ("no/where", "--into must lie in a folder that exists"),
     ],
 )
-def test_a_place_that_cannot_be_an_archive_is_refused(archive, capsys, into, rule):
+def test_a_folder_that_cannot_become_an_archive_is_refused(archive, capsys, into, rule):
     Path("runs/mine").mkdir(parents=True)
     Path("runs/mine/config.yaml").write_text("name: mine\n")
     assert rule in complaint(capsys, "import", write_lines(MINIMAL), "--into", into)
 
 
-def test_files_that_are_not_there_or_of_another_kind_or_empty_are_refused(archive, capsys):
+def test_missing_unknown_and_empty_files_are_refused(archive, capsys):
     assert "FILE must exist" in complaint(capsys, "import", "none.jsonl", "--into", "again")
     assert "FILE must end in .jsonl or .parquet" in complaint(capsys, "import", "none.csv", "--into", "again")
     assert "FILE must hold at least one" in complaint(capsys, "import", write_lines(), "--into", "again")

@@ -14,10 +14,10 @@ from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_run
 from tests.unit.buffer.archive.finished import make_finished, write_archive
-from tests.unit.buffer.commands.run import run
+from tests.unit.buffer.cli.run import run
 
 LETTERS = "abcdefghijkl"
-"""Token `n` of the trajectories is the `n`-th letter."""
+"""The tokenizer: token `n` is the `n`-th letter."""
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_every_filter_filters(archive, capsys, options, groups):
     assert groups or lines == ["nothing matches"]
 
 
-def test_show_tells_where_a_trajectory_came_from_and_which_version_wrote_what(archive, capsys):
+def test_show_prints_origin_and_versions_of_a_trajectory(archive, capsys):
     lines = printed(capsys, "show", archive, "0-0-1")
     for expected in (
         "trajectory 0-0-1",
@@ -128,7 +128,7 @@ def test_show_tells_where_a_trajectory_came_from_and_which_version_wrote_what(ar
         assert expected in lines
 
 
-def test_show_tells_of_each_token_when_asked(archive, capsys):
+def test_show_prints_each_token_when_asked(archive, capsys):
     lines = printed(capsys, "show", archive, "0-0-1", "--tokens")
     assert lines[-12] == "0 0 a"
     assert lines[-1] == "11 11 version 3 -0.5000 l"
@@ -179,7 +179,7 @@ def test_exported_lines_hold_the_texts_too(archive, capsys):
         ("nowhere/out.jsonl", "OUT must lie in a folder that exists"),
     ],
 )
-def test_an_export_that_cannot_be_is_refused(archive, capsys, out, rule):
+def test_an_impossible_export_is_refused(archive, capsys, out, rule):
     Path("taken.jsonl").write_text("precious")
     assert rule in complaint(capsys, "export", archive, out)
     assert Path("taken.jsonl").read_text() == "precious"
@@ -192,7 +192,7 @@ def test_verify_of_a_sound_archive(archive, capsys):
     ]
 
 
-def test_a_damaged_shard_is_told_and_the_others_are_shown(archive, capsys):
+def test_a_damaged_shard_is_reported_and_the_others_are_shown(archive, capsys):
     cut(archive / "shard-00000001.parquet")
     assert run("ls", archive) == 1
     out, err = capsys.readouterr()
@@ -220,7 +220,7 @@ def cut(path: Path) -> None:
         (["ls", "redis://localhost:notaport", "--run", "x"], "must be a redis://"),
     ],
 )
-def test_a_users_mistake_is_one_sentence(archive, capsys, arguments, rule):
+def test_a_wrong_argument_is_refused_in_one_sentence(archive, capsys, arguments, rule):
     assert rule in complaint(capsys, *(argument.format(archive=archive) for argument in arguments))
 
 
@@ -240,7 +240,7 @@ def test_a_damaged_manifest_is_refused(archive, capsys):
     assert "line 1 of" in complaint(capsys, "ls", archive)
 
 
-def test_what_a_model_wrote_cannot_reach_the_terminal(archive, capsys):
+def test_control_characters_of_a_model_do_not_reach_the_terminal(archive, capsys):
     hostile = "\x1b[2J[red]x\u202e"
     write_archive(archive, [make_finished("7", data_source=hostile, token_ids=np.arange(12, dtype=np.int32))])
     assert run("ls", archive, "--data-source", hostile) == 0

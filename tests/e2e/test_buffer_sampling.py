@@ -1,4 +1,4 @@
-"""Runs that use groups again, mix in stored ones, or have a policy for what is too old: whole, in one process."""
+"""Whole serial runs that reuse groups, mix in stored ones, or drop stale ones."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Commands in one piece say what redis-py's own pieces say."""
+"""Commands packed into one piece equal redis-py's own pieces."""
 
 import pytest
 from redis.connection import Encoder, PythonRespSerializer

@@ -1,0 +1,81 @@
+"""The audit, on snapshots with one defect each."""
+
+import msgspec
+import pytest
+
+from slipstream.buffer.accounting import Snapshot, audit
+from slipstream.buffer.records import StepEntry
+
+
+def entry(step: int, *groups: str) -> StepEntry:
+    names = [[f"{group}-0-0", f"{group}-0-1"] for group in groups]
+    return StepEntry(step, step - 1, step, 0, "hash", list(groups), names)
+
+
+SOUND = Snapshot(
+    next_ordinal=6,
+    max_uses=1,
+    accepted=9,
+    groups={"leased": ["5"], "returned": ["4"], "ready": ["3"], "claimed": ["2"], "used": ["1"]},
+    members={"5": (1, 1), "4": (0, 0), "3": (2, 2), "2": (2, 2), "1": (2, 2)},
+    done=[0],
+    outcome_members={"retired": 2},
+    ledger=[entry(1, "0"), entry(2, "1")],
+)
+
+
+def audit_with(**fields: object):
+    return audit(msgspec.structs.replace(SOUND, **fields))
+
+
+def test_a_sound_store_reconciles():
+    found = audit(SOUND)
+    assert found.is_sound, found
+    assert (found.buffered, found.claimed, found.used, found.retired) == (3, 2, 2, 2)
+    assert found.accepted == 9
+
+
+def test_an_acknowledged_trajectory_that_is_nowhere_is_lost():
+    assert audit_with(accepted=10).lost == 1
+
+
+def test_a_payload_that_is_gone_is_lost():
+    assert audit_with(members=SOUND.members | {"3": (2, 1)}).lost == 1
+
+
+def test_a_prompt_in_no_state_was_skipped():
+    found = audit_with(next_ordinal=7)
+    assert (found.skipped_prompts, found.problems) == (1, ["in no state: 6"])
+
+
+def test_a_group_in_two_states_is_duplicated():
+    found = audit_with(groups=SOUND.groups | {"ready": ["3", "2"]}, accepted=11)
+    assert found.duplicated == 1
+    assert found.problems == ["in more than one state: 2 (ready and claimed)"]
+
+
+def test_a_group_trained_on_twice_is_duplicated():
+    found = audit_with(ledger=[entry(1, "0"), entry(2, "1", "0")])
+    assert found.duplicated == 2
+    assert found.problems == ["trained on more often than allowed: 0-0-0, 0-0-1"]
+
+
+@pytest.mark.parametrize(
+    ("ledger", "problem"),
+    [
+        ([entry(1, "0")], "used, but not in the ledger: 1"),
+        ([entry(1, "0"), entry(2, "1"), entry(3, "3")], "in the ledger, but neither used nor over: 3"),
+    ],
+)
+def test_the_ledger_must_agree_with_the_states(ledger: list[StepEntry], problem: str):
+    assert audit_with(ledger=ledger).problems == [problem]
+
+
+def test_many_groups_are_named_in_part():
+    assert audit_with(next_ordinal=20).problems == ["in no state: 6, 7, 8, 9, 10 and 9 more"]
+
+
+def test_a_group_may_be_trained_on_as_often_as_the_run_says_but_once_a_step():
+    twice = [entry(1, "0"), entry(2, "1", "0")]
+    assert audit_with(ledger=twice, max_uses=2).is_sound
+    assert audit_with(ledger=[entry(1, "0"), entry(2, "1", "1")], max_uses=2).duplicated == 2
