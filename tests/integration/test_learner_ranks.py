@@ -76,7 +76,7 @@ def test_two_ranks_make_the_weights_of_one(tmp_path, zero, microbatch_tokens):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("zero", "critic"), [(2, ()), (3, ("--critic",))], ids=["policy", "critic"])
-def test_two_ranks_go_on_bit_for_bit_after_a_restart(tmp_path, zero, critic):
+def test_two_ranks_continue_bit_for_bit_after_a_restart(tmp_path, zero, critic):
     make_tiny_model(tmp_path / "model")
     straight, expected = train(tmp_path, ranks=2, zero=zero, out="straight", extra=(*critic, "--steps", "0", "1"))
     train(tmp_path, ranks=2, zero=zero, out="resumed", extra=(*critic, "--steps", "0"))
@@ -86,7 +86,7 @@ def test_two_ranks_go_on_bit_for_bit_after_a_restart(tmp_path, zero, critic):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_an_error_of_the_others_not_a_silent_wait(tmp_path):
+def test_a_dead_rank_raises_in_the_others(tmp_path):
     make_tiny_model(tmp_path / "model")
     first = start(tmp_path, rank=0, ranks=2, zero=0, out="dying")
     second = start(tmp_path, rank=1, ranks=2, zero=0, out="dying", extra=("--die",))

@@ -80,7 +80,7 @@ def test_the_held_out_loss_goes_down_and_the_final_model_is_one_of_transformers(
 
 
 @pytest.mark.long
-def test_a_run_that_is_resumed_goes_on_bit_for_bit(folder: Path, alone: dict) -> None:
+def test_a_resumed_run_continues_bit_for_bit(folder: Path, alone: dict) -> None:
     train(folder, "halved", "learner.max_steps=3")
     assert largest_difference(alone, train(folder, "halved", "resume=true")) == 0
 

@@ -23,7 +23,7 @@ def steps(trainer, numbers):
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: f"{getattr(engine, 'zero_stage', 'torch')}")
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, engine):
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
     optimizer = OptimizerConfig(schedule="cosine", warmup_steps=1, learning_rate=1e-3)
     run = make_run(make_model(tmp_path), learner={"engine": engine, "max_steps": 4, "optimizer": optimizer})
     straight = make_trainer(run)
@@ -42,7 +42,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, engine):
     assert all(tensor.equal(final[name]) for name, tensor in weights(straight).items())
 
 
-def test_random_number_generators_go_on_where_they_were(tmp_path):
+def test_random_number_generators_are_restored(tmp_path):
     def draw():
         return random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(3).tolist()
 
@@ -54,7 +54,7 @@ def test_random_number_generators_go_on_where_they_were(tmp_path):
     assert draw() == expected
 
 
-def test_a_checkpoint_that_is_gone_is_named(tmp_path):
+def test_a_missing_checkpoint_is_named(tmp_path):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     with pytest.raises(CheckpointError, match="step-00000004 must be a complete checkpoint"):
         checkpoints.restore("step-00000004")

@@ -1,4 +1,4 @@
-"""Evaluations are opened by name, and one that no reward function answered is asked again under another."""
+"""Evaluations are opened by name; one without any reward is requested again under another name."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_progress_and_result_are_of_both_purposes(store, evaluator):
     assert set(evaluator.result("before")) == {"sampled", "greedy"}
 
 
-def test_a_step_that_is_done_again_is_evaluated_again(store, evaluator):
+def test_a_repeated_step_is_evaluated_again(store, evaluator):
     first = evaluator.open_monitor(step=10, fence=10, version=0)
     reply(store, status="ok")
     again = evaluator.open_monitor(step=10, fence=14, version=0)
@@ -46,13 +46,13 @@ def test_a_step_that_is_done_again_is_evaluated_again(store, evaluator):
     assert evaluator.result(again) is None
 
 
-def test_an_evaluation_that_is_asked_again_is_found_again(store, evaluator):
+def test_a_repeated_request_finds_the_same_evaluation(store, evaluator):
     evaluator.open_final("before", version=0)
     reply(store, status="ok")
     assert evaluator.open_final("before", version=0) == "before"
 
 
-def test_one_that_got_no_reward_is_asked_again_under_another_name(store, evaluator):
+def test_an_evaluation_without_a_reward_is_requested_under_another_name(store, evaluator):
     evaluator.open_final("before", version=0)
     reply(store, status="error")
     assert evaluator.open_final("before", version=0) == "before-2"

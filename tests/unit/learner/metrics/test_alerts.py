@@ -10,21 +10,21 @@ from tests.unit.learner.builders import make_model, make_run
 
 
 class Watched:
-    """One metric with its range, and what was texts about it."""
+    """One metric with its range, and the alerts about it."""
 
     def __init__(self, healthy: Range, *, key: str = "learner/ess") -> None:
         self.key, self.texts = key, []
         self.alerts = MetricAlerts(self.texts.append, ranges={key: healthy})
 
     def check(self, *values: float, **others: float) -> list[str]:
-        """What is texts while the metric takes these values."""
+        """Alerts while the metric takes these values."""
         self.texts.clear()
         for value in values:
             self.alerts.check({self.key: value} | others)
         return list(self.texts)
 
 
-def test_a_metric_that_leaves_its_range_is_texts_once_until_it_has_come_back():
+def test_a_metric_that_leaves_its_range_alerts_once_until_it_has_returned():
     scene = Watched(Range(low=0.3, advice="lower max_lag"))
     assert scene.check(0.9, 0.3) == []
     assert scene.check(0.2, 0.1, 0.05) == ["learner/ess is 0.2, healthy is >= 0.3: lower max_lag"]
@@ -36,7 +36,7 @@ def test_a_metric_that_wavers_makes_no_stream_of_events():
     assert len(Watched(Range(low=0.3)).check(*[0.2, 0.4, 0.4] * 10)) == 1
 
 
-def test_the_log_says_it_too():
+def test_the_log_has_both_changes():
     scene = Watched(Range(high=1.0, advice="lower it"), key="learner/chi2")
     with capture_logs() as logs:
         scene.check(2.0, 2.0, 0.5, 0.5, 0.5)
@@ -48,7 +48,7 @@ def test_the_log_says_it_too():
     assert logs[0]["healthy"] == "<= 1"
 
 
-def test_what_becomes_unhealthy_in_one_step_is_one_event():
+def test_metrics_that_leave_their_range_in_one_step_are_one_event():
     texts: list[str] = []
     MetricAlerts(texts.append, ranges={"a": Range(high=1.0), "b": Range(low=0.0)}).check({"a": 2.0, "b": -1.0})
     assert texts == ["a is 2, healthy is <= 1: ; b is -1, healthy is >= 0: "]
@@ -60,7 +60,7 @@ def test_patience_is_in_steps_in_a_row():
     assert len(scene.check(0.9)) == 1
 
 
-def test_a_metric_that_concerns_stale_tokens_is_left_alone_without_any():
+def test_a_metric_of_stale_tokens_is_not_checked_without_any():
     scene = Watched(Range(high=0.5, only_stale=True))
     assert scene.check(0.9, 0.9) == []
     assert scene.check(0.9, **{"lag/max": 0}) == []
@@ -74,12 +74,12 @@ def test_a_spike_is_seen_against_the_median_of_the_steps_before():
     assert scene.check(21.0) == ["learner/ess is 21, healthy is <= 10 x its median: "]
 
 
-def test_what_is_not_a_number_is_not_healthy():
+def test_nan_is_unhealthy():
     assert len(Watched(Range(high=1.0)).check(float("nan"))) == 1
     assert len(Watched(Range(low=1.0)).check(float("nan"))) == 1
 
 
-def test_a_metric_missing_from_a_row_stays_what_it_was():
+def test_a_metric_missing_from_a_row_keeps_its_state():
     scene = Watched(Range(low=0.3))
     scene.check(0.1)
     for _ in range(5):

@@ -24,7 +24,7 @@ def train(
     accuracy: dict[int, float] | None = None,
     overrides: tuple[str, ...] = (),
 ) -> dict:
-    """A second a step, a thousand tokens each; returns the summary."""
+    """Steps of one second and a thousand tokens; returns the summary."""
     clock, store = FakeClock(100.0), MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
     log = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
@@ -63,7 +63,7 @@ def test_the_seconds_to_the_goal_are_those_of_the_first_evaluation_that_reached_
     assert summary["seconds_to_goal"] == seconds
 
 
-def test_rows_that_are_done_again_count_once(folder: RunFolder):
+def test_rows_of_repeated_steps_count_once(folder: RunFolder):
     train(folder, range(1, 91), lag=2.0)
     summary = train(folder, range(51, 101), lag=1.0)
     assert summary["lag_mean"] == pytest.approx(1.5)
@@ -71,7 +71,7 @@ def test_rows_that_are_done_again_count_once(folder: RunFolder):
 
 
 class GeneratorScene:
-    """A record of a run whose generators say how much they have generated."""
+    """The log of a run whose generators report their tokens."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -80,14 +80,14 @@ class GeneratorScene:
         self.store.open_run("run", config_json="{}", num_rows=1, seed=0)
         self.log = MetricsLog(load(["experiment=digits_cpu"]), folder=folder, store=self.store, clock=self.clock)
 
-    def tell(self, **tokens: float | None) -> None:
-        """What each has generated since it started, at 100 tokens/s; None: it has left."""
+    def report(self, **tokens: float | None) -> None:
+        """Report the tokens of each generator since its start, at 100 tokens/s; None: it has left."""
         for name, total in tokens.items():
             here = {"state": "ready", "tokens": total, "tokens_per_s": 100.0}
             self.store.report_role(name, {"role": "generator", **({"state": "gone"} if total is None else here)})
 
     def step(self, number: int) -> float:
-        """A second passes; returns the speed of the row."""
+        """Log a step of one second; returns the generated tokens per second of its row."""
         self.clock.now += 1.0
         metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
         self.log.add_step(step=number, version=number, metrics=metrics, published=None, evaluated=None, times={})
@@ -101,30 +101,30 @@ class GeneratorScene:
 
 def test_generators_that_leave_restart_and_join_are_counted_for_what_they_generated(folder: RunFolder):
     scene = GeneratorScene(folder)
-    scene.tell(leaves=5000, restarts=9000, stays=700)
+    scene.report(leaves=5000, restarts=9000, stays=700)
     scene.log.start_training(step=0)
-    scene.tell(leaves=5100, restarts=9200, stays=800)
+    scene.report(leaves=5100, restarts=9200, stays=800)
     scene.step(1)
-    scene.tell(leaves=None, restarts=50, stays=900, joins=30)
+    scene.report(leaves=None, restarts=50, stays=900, joins=30)
     scene.step(2)
     assert scene.generated_tokens_per_s() == (100 + 200 + 100 + 50 + 100 + 30) / 2
 
 
-def test_what_came_after_the_last_step_counts_until_training_ends(folder: RunFolder):
+def test_tokens_after_the_last_step_count_until_training_ends(folder: RunFolder):
     scene = GeneratorScene(folder)
     scene.log.start_training(step=0)
     scene.step(1)
-    scene.tell(late=40)
+    scene.report(late=40)
     assert scene.generated_tokens_per_s() == 40
 
 
-def test_the_speed_of_generators_is_that_of_those_that_live(folder: RunFolder):
+def test_the_rate_of_a_row_is_that_of_the_living_generators(folder: RunFolder):
     scene = GeneratorScene(folder)
     scene.log.start_training(step=0)
-    scene.tell(falls_silent=1.0, leaves=1.0, stays=1.0)
+    scene.report(falls_silent=1.0, leaves=1.0, stays=1.0)
     assert scene.step(1) == 300.0
-    scene.tell(leaves=None)
+    scene.report(leaves=None)
     assert scene.step(2) == 200.0
     scene.clock.now += 8.0
-    scene.tell(stays=2.0)
+    scene.report(stays=2.0)
     assert scene.step(3) == 100.0

@@ -73,7 +73,7 @@ def test_the_held_out_loss_goes_down_and_everything_is_written_down(tmp_path):
     assert set(summary) == set(SFT_SUMMARY_KEYS) == documented("Summary")
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+def test_a_resumed_run_continues_bit_for_bit(tmp_path):
     rows, _, expected = train(make_sft_run(tmp_path))
     train(make_sft_run(tmp_path, name="second", steps=3))
     resumed, _, found = train(make_sft_run(tmp_path, name="second", resume=True))
