@@ -58,6 +58,7 @@ def main(overrides: list[str]) -> None:
     run = load(overrides)
     configure_logs("broker")
     die_with_launcher()
+    # Whatever the user can get wrong is checked before the store starts.
     token = read_token(run.broker)
     train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
     channel = ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes)

@@ -194,6 +194,7 @@ class Archiver:
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and (shard := self._writer.write(new)):
             log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
+        # Forgotten last: after a crash in between, the store offers the groups again and `has` recognizes them.
         if groups:
             self._steps.mark_archived(group.id for group in groups)
             self._store.forget([group.id for group in groups])
@@ -203,6 +204,7 @@ class Archiver:
 
     def _peek(self) -> list[FinishedGroup]:
         """Read as many finished groups as fill a shard, by number or by bytes."""
+        # The sample tells how many groups fit: reading all of them at once could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
         fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)

@@ -29,7 +29,6 @@ class Row(Record):
     ground_truth: str
     """Reference answer for the reward function."""
     data_source: str
-    """Kind of task."""
     extra_info: dict[str, Any] = {}
     """Remaining columns of the row."""
 

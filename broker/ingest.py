@@ -14,6 +14,7 @@ from slipstream.buffer.store import Insertion, Store
 from slipstream.buffer.trajectory import TrajectoryHeader
 from slipstream.runtime.logs import LogLimiter
 
+# Bounds of one step: its Acks wait for all of its inserts.
 _MAX_TRAJECTORIES = 512
 _MAX_BYTES = 16 * 2**20
 _RETRY_S = 1.0
@@ -92,6 +93,7 @@ class Ingest:
         self._pending_bytes += len(payload)
         self._num_received += 1
         self._bytes_received += len(payload)
+        # A full batch is inserted while the router still reads messages.
         if len(self._pending) == MAX_TRAJECTORIES or self._pending_bytes >= MAX_BYTES:
             batch = self._pop_pending()
             self._inserting.append((batch, self._inserter.submit(self._insert, batch).result))
@@ -148,6 +150,7 @@ class Ingest:
         try:
             self._store.quarantine(reason, payload)
         except StoreUnavailableError as error:
+            # Quarantine is for diagnosis only: losing a payload there must not lose the Nack.
             self._log_limiter.log("quarantine_failed", reason, error=str(error))
 
     def _fatal(self, header: TrajectoryHeader, reason: str, *, detail: str = "") -> Nack:

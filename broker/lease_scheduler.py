@@ -99,6 +99,7 @@ class LeaseScheduler:
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
         """Return prompts, or after the request's deadline the reason why there are none."""
+        # Before the deadline an empty answer is withheld: prompts admitted meanwhile save the generator a round trip.
         is_over = self._clock() >= request.deadline
         try:
             offer = self._offer(request, self._store.run_state())
@@ -113,6 +114,7 @@ class LeaseScheduler:
         requested = max(1, request.max_trajectories // self._run.generators.members_per_group)
         limit = self._admission_limit(state)
         if state.phase not in ("starting", "training"):
+            # The store admits no training prompts in other phases: what it leases are rows of an evaluation.
             return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
         if reason := weights_reason(self._run, version=request.peer.version, committed=state.version):
             return self._offer_evaluation(request.peer, requested, reason)
@@ -172,6 +174,7 @@ class LeaseScheduler:
             admission_limit=offer.admission_limit,
         )
         self._fair_share.record_leases(peer, leases)
+        # The lease has changed the counts that the next request's share is computed from.
         self._counts = None if leases else self._counts
         return [self._prompt(lease) for lease in leases]
 

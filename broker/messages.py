@@ -26,6 +26,8 @@ from slipstream.buffer.store import Lease
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Name, Record, TrajectoryHeader
 from slipstream.runtime.model_files import ModelFingerprint
 
+# Sizes are bounded in the types: a peer may send anything, and what fails to decode never reaches the router.
+
 NO_EPOCH = 0
 """`Update.epoch` of a version that each member fetches for itself instead of receiving a broadcast."""
 MAX_REASON_LENGTH = 256
@@ -40,7 +42,7 @@ Gauges = Annotated[dict[Name, Gauge], Meta(max_length=256)]
 
 
 class Message(Record, tag_field="type", tag=True):
-    """Base of all messages."""
+    """Base of all messages, tagged by `type`."""
 
 
 # --- joining ---------------------------------------------------------------------------------------------------------
@@ -58,7 +60,7 @@ class Hello(Message):
     host: Annotated[str, Meta(max_length=256)]
     pid: int
     schema_version: int = SCHEMA_VERSION
-    """Must equal the broker's."""
+    """Peers of another version are refused."""
     weight_transport: Literal["", "collective", "snapshot", "delta"] = ""
     """This generator's own choice of transport; empty: `weights.transport` of the run."""
     token: Annotated[str, Meta(max_length=1024)] = ""
@@ -74,7 +76,6 @@ class Welcome(Message):
     store_url: str
     """Address of the store, for the learner; empty for generators."""
     version: int
-    """Newest committed policy version."""
     credit_messages: int
     """Trajectories the peer may have sent without an Ack."""
     credit_bytes: int
@@ -103,15 +104,14 @@ class Drain(Message):
     """Order to a generator: finish or return its leases, then say Bye."""
 
     reason: str
-    """For the log."""
 
 
 # --- heartbeats ------------------------------------------------------------------------------------------------------
 class Ping(Message):
-    """Heartbeat of the broker."""
+    """Heartbeat of the broker, answered by a Pong."""
 
     sent_at: float
-    """Broker's monotonic clock, seconds."""
+    """Seconds by the broker's monotonic clock."""
 
 
 class Pong(Message):
@@ -147,7 +147,6 @@ class Prompt(Record):
     ground_truth: str
     """Reference answer for the reward function."""
     data_source: str
-    """Kind of task."""
     extra_info: dict[str, Any] = {}
     """Remaining columns of the row."""
 
@@ -177,19 +176,16 @@ class Ack(Message):
     """Confirmation that the store holds these trajectories; the sender may forget them."""
 
     ids: list[str]
-    """Trajectory ids."""
 
 
 class Nack(Message):
     """Answer to a trajectory that the store did not take."""
 
     id: str
-    """Trajectory id."""
     reason: str
     is_fatal: bool
     """True: do not resend, return the lease. False: resend after `retry_after_s`."""
     retry_after_s: float = 0.0
-    """Seconds."""
     lease_id: str = ""
     """Lease named in the trajectory's header."""
 
@@ -217,7 +213,6 @@ class MemberState(Record):
     state: str
     """Pong.state, or `silent` while the generator does not answer pings."""
     version: int
-    """Pong.version."""
     transport: WeightTransport = "collective"
 
 
@@ -225,7 +220,7 @@ class Members(Message):
     """All connected generators; sent to the learner at its Hello and whenever one joins, leaves or changes state."""
 
     generators: list[MemberState]
-    """Sorted by peer_id."""
+    """In the order of their peer_id."""
 
 
 class OpenEpoch(Message):
@@ -250,7 +245,7 @@ class EpochOpened(Message):
     epoch: int
     member: Member
     error: ErrorText = ""
-    """Empty: the group stands."""
+    """Reason why the group could not be built; empty if it was."""
 
 
 class Update(Message):
@@ -261,11 +256,9 @@ class Update(Message):
     members: list[Member]
     version: int
     slots: list[TensorSlot]
-    """Layout of the buckets."""
     bucket_bytes: list[int]
-    """Size of each bucket."""
     checksums: list[int]
-    """xxh3-64 of each bucket."""
+    """xxh3-64 of the bytes of each bucket."""
     canary_token_ids: list[list[int]]
     """Token sequences for the probe."""
     canary_logprobs: list[list[float]]
@@ -282,7 +275,6 @@ class UpdateApplied(Message):
     """Answer of a generator to Update."""
 
     epoch: int
-    """Copied from the Update."""
     version: int
     member: Member
     error: ErrorText = ""

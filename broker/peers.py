@@ -16,7 +16,7 @@ class Peer:
     """ROUTER identity of its connection."""
     hello: Hello
     heard_at: float
-    """Broker's clock, seconds."""
+    """Time of its last message by the broker's clock, seconds."""
     state: str = "starting"
     """Pong.state, like the following four fields."""
     version: int = -1
@@ -70,6 +70,7 @@ class Peers:
 
     def get(self, identity: bytes) -> Peer | None:
         """Return the peer of this connection, marked as heard now."""
+        # Every message is a sign of life, not only a Pong: a busy peer may be late with those.
         peer = self._by_identity.get(identity)
         if peer:
             peer.heard_at = self._clock()
@@ -149,7 +150,7 @@ DRAIN_REQUEST = "drain/"
 @dataclass
 class _DrainRequest:
     deadline: float
-    """Store's clock."""
+    """Time by the store's clock."""
     owner: str = ""
     """Incarnation the order was sent to; empty before that."""
 

@@ -187,11 +187,13 @@ class Router:
                 for nack in self._ingest.add(peer.identity, message, frames[1:]):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
+                # Served within this step: until then the generator has free slots.
                 self._leases.request(peer, max_trajectories=room)
                 self._next_serve_at = 0.0
             case Pong():
                 self._members_changed |= self._peers.record_pong(peer, message)
             case ReturnLeases(lease_ids=ids, reason=reason):
+                # With the owner, so that a peer cannot return the leases of another.
                 self._store.return_leases(lease_ids=ids, reason=reason, owner=peer.owner)
                 log.info("leases_returned", peer=peer.hello.peer_id, leases=len(ids), reason=reason)
             case OpenEpoch() | Update() if peer.hello.role == "learner":
@@ -211,6 +213,7 @@ class Router:
         if rejection := self._handshake.check(hello):
             self._reject(identity, hello.peer_id, rejection)
             return
+        # The token has been checked: no record of the peer contains it from here on.
         replaced = self._peers.add(identity, msgspec.structs.replace(hello, token=""))
         for older in replaced:
             # The same incarnation on a new connection keeps its leases; an older process of that name has lost them.
@@ -247,6 +250,7 @@ class Router:
         Probes its connection too, so that a process that was killed and restarted need not wait for `peer_timeout_s`.
         """
         duplicate = self._peers.find_duplicate(hello)
+        # ROUTER_MANDATORY lets a send to a closed connection fail at once.
         if duplicate is None or not self._send(duplicate.identity, Ping(sent_at=self._clock())):
             return ""
         return f"process {duplicate.hello.pid} on {duplicate.hello.host}"
@@ -281,6 +285,7 @@ class Router:
     def _send_members(self) -> None:
         learner, members = self._peers.learner(), self._peers.members()
         if learner is not None and (self._members_changed or members != self._members_sent):
+            # An undeliverable message is sent again with the next step.
             self._members_changed = not self._send(learner.identity, members)
             self._members_sent = members
 
@@ -289,6 +294,7 @@ class Router:
         if self._leases.has_requests and self._clock() >= self._next_serve_at:
             self._next_serve_at = self._clock() + _SERVE_INTERVAL_S
             for identity, prompts in self._leases.serve():
+                # The generator is gone: without this its leases would be lost until they lapse.
                 if not self._send(identity, prompts):
                     self._store.return_leases(lease_ids=[p.lease.id for p in prompts.prompts], reason="undeliverable")
 
@@ -322,12 +328,14 @@ class Router:
         """Renew the leases that peers still hold, and store everyone's gauges."""
         self._record_departures()
         for peer in self._peers:
+            # Only those in its last Pong: a lease that was lost in transit is not renewed, lapses and is leased again.
             if peer.lease_ids:
                 lease_s = self._run.broker.lease_s
                 self._store.renew_leases(owner=peer.owner, lease_s=lease_s, lease_ids=peer.lease_ids)
             self._store.report_role(peer.hello.peer_id, peer.report)
         self._store.report_role("broker", self._own_gauges())
         self._send_requested_drains()
+        # Every call above has succeeded.
         self._outage.end()
 
     def _send_requested_drains(self) -> None:

@@ -10,7 +10,7 @@ _REPORT_INTERVAL_S = 5.0
 
 
 class StoreOutage:
-    """Life: (record* -> end)*."""
+    """An interval in which calls of the store fail. Life: (record* -> end)*."""
 
     def __init__(self, *, report: Callable[[str], object], clock: Clock = time.monotonic) -> None:
         """`report` receives one sentence at a time."""
@@ -27,7 +27,7 @@ class StoreOutage:
         return 0.0 if self._began_at is None else self._clock() - self._began_at
 
     def record(self, error: StoreUnavailableError) -> None:
-        """Record a failed call."""
+        """Record a failed call, and report it if a report is due."""
         now = self._clock()
         if self._began_at is None:
             self._began_at = self._next_report_at = now

@@ -32,7 +32,6 @@ class Wait(Record):
     blocked_on: str
     """The side that can end the wait."""
     reason: str
-    """Text for the terminal."""
 
 
 def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str) -> list[Wait]:

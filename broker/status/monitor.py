@@ -19,7 +19,7 @@ class RunSnapshot(Record):
     roles: dict[str, dict[str, Any]]
     """Newest gauges by the name of the role."""
     rows: list[dict[str, Any]]
-    """Metrics rows, oldest first."""
+    """All metrics rows read so far, oldest first."""
     new_rows: list[dict[str, Any]]
     """Rows added since the previous snapshot."""
     eta_s: float | None

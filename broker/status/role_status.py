@@ -33,7 +33,6 @@ class RoleStatus(Record):
     """generator | learner | broker | archiver | launcher."""
     liveness: Liveness
     state: str
-    """State as last reported."""
     report_age_s: float
     """Seconds since the last report."""
     progress_age_s: float | None
@@ -53,7 +52,7 @@ class RoleStatus(Record):
     tokens_per_s: float | None = None
     """Tokens generated, or trained on, per second."""
     running: int | None = None
-    """Generators: trajectories in progress."""
+    """Generators: number of trajectories in progress."""
     capacity: int | None = None
     """Generators: maximum number of concurrent trajectories."""
     rewards_failed: int | None = None

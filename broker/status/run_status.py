@@ -24,7 +24,6 @@ class StatusEvent(Record):
     """A recorded problem. Example: StatusEvent(age_s=12.5, role="generator-1", text="died (signal SIGKILL)")."""
 
     age_s: float
-    """Seconds since the event."""
     role: str
     text: str
 
@@ -44,13 +43,11 @@ class RunStatus(Record):
     """Status of a run. Times are ages in seconds by the store's clock."""
 
     run: str
-    """Name of the run."""
     phase: str
     """starting | training | finishing | finished | failed."""
     detail: str
     """Cause of the phase; empty if it has none."""
     step: int
-    """Number of committed steps."""
     max_steps: int
     """Number of steps of the whole run."""
     version: int
@@ -84,7 +81,7 @@ class RunStatus(Record):
     last_row: dict[str, Any]
     """Newest metrics row, see docs/metrics.md; empty before the first step."""
     events: list[StatusEvent]
-    """Latest problems, newest last."""
+    """The latest few problems, newest last."""
 
 
 class StatusReader:

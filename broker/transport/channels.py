@@ -18,7 +18,7 @@ class ClientChannel(Protocol):
         ...
 
     def wake(self) -> None:
-        """End a blocked `receive`."""
+        """End a blocked `receive`, or the next one to block."""
         ...
 
     def reconnect(self) -> None:
@@ -31,7 +31,7 @@ class ClientChannel(Protocol):
 
 
 class ServerChannel(Protocol):
-    """The broker's end. Single-threaded."""
+    """The broker's end. Belongs to one thread."""
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         """Return (identity, frames) from some peer; None after `timeout_s`."""

@@ -98,6 +98,7 @@ class BrokerClient:
 
     def send(self, message: Message) -> None:
         """Queue a message. Weight orders are resent to a new broker; others are lost with a broker that dies."""
+        # A new order supersedes the one that may have to be resent.
         if isinstance(message, OpenEpoch | Update):
             self._order, self._order_needs_resend = message, False
         self._channel.send([encode(message)])
@@ -122,6 +123,7 @@ class BrokerClient:
             self._heard_at = self._clock()
             self._handle(frames)
             frames = self._channel.receive(timeout_s=0)
+        # Acks among the messages have freed credit.
         self._send_outbox()
 
     def close(self, *, reason: str = "") -> None:
@@ -129,6 +131,7 @@ class BrokerClient:
         try:
             if self.is_joined:
                 self._channel.send([encode(Bye(reason[:_MAX_REASON_LENGTH]))])
+                # Queued frames leave with a `receive`.
                 self._channel.receive(timeout_s=0)
         finally:
             self._channel.close()
@@ -141,6 +144,7 @@ class BrokerClient:
     def _stay_joined(self) -> None:
         now = self._clock()
         if self.is_joined and now - self._heard_at > BROKER_SILENCE_S:
+            # A fresh connection, because ZeroMQ may keep a half-open one for a long time.
             self._welcomed.clear()
             self._channel.reconnect()
         if not self.is_joined and not self.refusal and now >= self._next_hello_at:

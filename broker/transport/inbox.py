@@ -36,7 +36,6 @@ class QueueInbox:
             self._listener(message)
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """See Inbox."""
         message = self._pop(timeout_s=timeout_s)
         if isinstance(message, Refuse):
             raise RefusedByBrokerError(message.reason)

@@ -71,6 +71,7 @@ class MemoryServerChannel:
             client = self._hub.clients.get(identity)
             if client is None:
                 return False
+            # A copy of the list, as a socket makes one of the frames.
             client.inbox.append(list(frames))
             self._hub.changed.notify_all()
             return True

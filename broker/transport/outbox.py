@@ -35,7 +35,7 @@ class Outbox:
         self.deferral_reason = ""
         """Reason of the newest non-fatal Nack, such as `store_full`; empty again after the next Ack."""
         self.num_deferred = 0
-        """Non-fatal Nacks so far."""
+        """Number of non-fatal Nacks so far."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -92,6 +92,7 @@ class Outbox:
         with self._lock:
             if nack.is_fatal:
                 self._remove(nack.id)
+            # Not if it waits already: a late Nack from before a reconnect must not delay it.
             elif nack.id in self._sent_at:
                 self._wait(nack.id, until=self._clock() + nack.retry_after_s)
                 self.deferral_reason = nack.reason

@@ -188,6 +188,7 @@ class ZmqClientChannel:
         self._options: Options = _CLIENT_OPTIONS | {zmq.MAXMSGSIZE: max_message_bytes}
         self._context = context or zmq.Context()
         self._owns_context = context is None
+        # Outside the socket, because only its own thread may use that.
         self._queue: deque[Frames] = deque()
         self._is_woken = threading.Event()
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
@@ -234,6 +235,7 @@ class ZmqClientChannel:
         """Close; queued frames get LINGER_S to leave. Idempotent."""
         if self._socket.closed:
             return
+        # libzmq lingers for its own queue only: this one has to be moved there first.
         deadline = time.monotonic() + LINGER_S
         self._flush()
         while self._queue and time.monotonic() < deadline:
@@ -264,7 +266,7 @@ class ZmqClientChannel:
             try:
                 self._socket.send_multipart(self._queue[0], flags=zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return
+                return  # at the high-water mark: `_wait` polls for room
             self._queue.popleft()
 
     def _wait(self, timeout_s: float) -> None:

@@ -127,6 +127,7 @@ def _bucket_of(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
 
 
 def _view(bucket: Tensor, slot: TensorSlot) -> Tensor:
+    # Slots come from the wire: none may reach outside its bucket.
     dtype = _dtype_of(slot)
     end = slot.offset + math.prod(slot.shape) * dtype.itemsize
     if slot.offset < 0 or slot.offset % ALIGNMENT_BYTES or min(slot.shape, default=0) < 0 or end > bucket.numel():

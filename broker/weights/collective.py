@@ -92,12 +92,13 @@ class CollectiveSender:
         Raises WeightTransferError; the group is closed then.
         """
         if self._num_members == 0:
-            return
+            return  # a version without receivers is still committed
         group = _require_open(self._group)
         self._is_aborted.clear()
         try:
             group.send(buckets, timeout_s=timeout_s)
         except WeightTransferError:
+            # The ranks are at different operations now: only a new epoch brings them together again.
             self._close_group()
             raise
 
@@ -133,6 +134,7 @@ class CollectiveReceiver:
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Leave the previous group and join this one. Blocks until all have joined. Raises WeightTransferError."""
         self._close_group()
+        # Gloo sends host memory, which lets a generator share the learner's GPU.
         wire_device = torch.device("cpu") if opening.backend == "gloo" else self._device
         own = EpochRank(opening.epoch, rank, len(opening.members) + 1)
         deadline = time.monotonic() + opening.timeout_s
@@ -155,6 +157,7 @@ class CollectiveReceiver:
         except WeightTransferError:
             self._close_group()
             raise
+        # Before the engine sees any of it: a version that was half loaded could not be undone.
         flat.verify(self._staging, expected=checksums)
         return flat.unpack(self._staging, slots)
 
@@ -254,6 +257,7 @@ class _Group:
         self._own = own
         self._double_buffer = DoubleBuffer(device) if device.type == "cuda" else None
         deadline = time.monotonic() + timeout_s
+        # A prefix per epoch: late writes of an earlier epoch cannot be taken for this one's.
         prefixed = dist.PrefixStore(f"weights/epoch-{own.epoch}", store)
         with _phase(own, "gather"):
             rendezvous.gather(prefixed, own, deadline=deadline, is_aborted=is_aborted)

@@ -57,11 +57,10 @@ class BucketDelta(Record):
     is_full: bool = False
     """Whether the bucket is transferred whole, because the payload would not be smaller."""
     width: Annotated[int, Meta(ge=1, le=8)] = 1
-    """Bytes per element."""
+    """Bytes of one element of the bucket."""
     blocks: list[Block] = []
-    """Empty if `is_full`."""
     checksum: int = 0
-    """xxh3-64 of the payload."""
+    """xxh3-64 of the payload's bytes."""
 
 
 class Delta(Record):
@@ -71,13 +70,11 @@ class Delta(Record):
     """
 
     version: int
-    """Resulting version."""
     checksum: str
-    """Combined checksum of `version`."""
+    """Combined checksum of all buckets of `version`."""
     base_version: int
-    """Version it applies to."""
     base_checksum: str
-    """Combined checksum of `base_version`."""
+    """Combined checksum of all buckets of `base_version`."""
     buckets: list[BucketDelta]
 
     @property
@@ -115,6 +112,7 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
         block, part = _encode_block(before[start : start + BLOCK_ELEMENTS], after[start : start + BLOCK_ELEMENTS])
         blocks.append(block)
         parts.append(part)
+        # Given up early: compressing the rest could not make it smaller than the bucket.
         if sum(map(len, parts)) >= new.numel():
             return BucketDelta(new.numel(), is_full=True), b""
     payload = b"".join(parts)
@@ -128,6 +126,7 @@ def apply(delta: BucketDelta, payload: bytes, *, onto: Tensor) -> None:
             f"a delta must arrive as it was sent ({delta.size_bytes} bytes with checksum {delta.checksum:#018x}), "
             f"got {len(payload)} bytes with checksum {xxhash.xxh3_64_intdigest(payload):#018x}"
         )
+    # The base is not verified here: the caller compares the checksum of the result.
     elements = _elements(onto, delta.width)
     starts = range(0, len(elements), BLOCK_ELEMENTS)
     ends = list(itertools.accumulate((block.num_bytes for block in delta.blocks), initial=0))

@@ -105,6 +105,7 @@ class Fetcher:
                     self._read(files, version, update, deadline)
                     return True
             except (WeightTransferError, OSError) as error:
+                # The next source may be intact: a damaged file in the folder does not concern the server.
                 log.warning("weights_not_read", source=type(files).__name__, reason=str(error))
                 failure = error if isinstance(error, WeightTransferError) else WeightTransferError(str(error))
         if failure:

@@ -106,7 +106,6 @@ class MemoryReceiver:
         return flat.unpack(buckets, slots)
 
     def close(self) -> None:
-        """Leave the epoch. Idempotent."""
         self._epoch = None
 
     def _next_buckets(self, *, deadline: float) -> list[Tensor]:

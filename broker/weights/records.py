@@ -14,12 +14,11 @@ class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
     """Position of a tensor in the flat buckets. Example: TensorSlot("lm_head.weight", [16, 128], "float32", 0, 0)."""
 
     name: str
-    """Name in transformers' checkpoint."""
+    """Name of the parameter in transformers' checkpoint."""
     shape: list[int]
     dtype: str
     """Name of the torch dtype on the wire."""
     bucket: int
-    """Index of the bucket."""
     offset: int
     """First byte in the bucket."""
 

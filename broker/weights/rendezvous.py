@@ -53,7 +53,7 @@ def listen(host: str, *, port: int) -> dist.TCPStore:
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
-        master_listen_fd=listener.detach(),
+        master_listen_fd=listener.detach(),  # the store owns and closes it from here on
     )
 
 
@@ -82,6 +82,7 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
         _await_verdict(store, deadline=deadline)
         return
     missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
+    # Published in both cases: the other ranks wait for it, whether or not they are the missing ones.
     verdict = f"rank {missing} did not arrive in time" if missing else ""
     store.set("verdict", verdict.encode() or PROCEED)
     if missing:

@@ -93,6 +93,7 @@ class SharedBuckets:
         self.tensors = []
 
     def _add(self, size: int) -> None:
+        # No file that a crash could leave behind; other processes open it through /proc.
         descriptor = os.memfd_create("slipstream-weights", os.MFD_CLOEXEC)
         self._descriptors.append(descriptor)
         os.ftruncate(descriptor, size)
@@ -123,6 +124,7 @@ def _map(descriptor: int, size: int, *, is_writable: bool) -> Tensor:
 
 
 def _check_memory(num_bytes: int) -> None:
+    # The kernel grants the memory lazily, and would kill the process only when it is written to.
     free = free_memory_bytes()
     if num_bytes > free:
         raise _memory_error(num_bytes, f"{free / 2**20:.0f} MiB available")

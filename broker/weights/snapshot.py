@@ -38,9 +38,8 @@ class Manifest(Record):
     """Checksum over the checksums of all buckets; the store keeps it with the version."""
     slots: list[TensorSlot]
     bucket_bytes: list[int]
-    """Size of each bucket."""
     checksums: list[int]
-    """xxh3-64 of each bucket."""
+    """xxh3-64 of the bytes of each bucket."""
 
     @classmethod
     def of(cls, update: Update) -> "Manifest":
@@ -103,6 +102,7 @@ def parse_manifest(content: bytes) -> Manifest:
     """Decode a manifest. Raises WeightTransferError if it is damaged or inconsistent."""
     try:
         manifest = msgspec.json.decode(content, type=Manifest)
+        # Raises OverflowError for a checksum that is not a 64-bit number.
         own_checksum = flat.combine(manifest.checksums)
     except (msgspec.DecodeError, OverflowError) as error:
         raise WeightTransferError(f"the {MANIFEST} of a snapshot must be readable, got {error}") from error
@@ -169,6 +169,7 @@ def _put_in_place(unfinished: Path, path: Path) -> None:
     if path.exists():
         remove(path)
     unfinished.rename(path)
+    # The rename itself must survive a crash of the machine.
     sync_path(path.parent)
 
 

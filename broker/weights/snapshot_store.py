@@ -95,6 +95,7 @@ class SnapshotStore:
                 log.warning("snapshots_not_pruned", reason=str(error))
 
     def _is_newest(self, manifest: Manifest) -> bool:
+        # By checksum too: a resumed learner gives other weights the same version number.
         newest = self.newest()
         return newest == manifest.version and self._label(newest) == _Label(manifest.version, manifest.checksum)
 
@@ -139,6 +140,7 @@ class SnapshotStore:
     # --- reading -------------------------------------------------------------------------------------------------
     def find(self, checksum: str, *, timeout_s: float = 0.0) -> int | None:
         """Return the version with this checksum; None if it is missing. Does not wait."""
+        # Newest first: most queries are for the version that was just announced.
         labels = (self._label(version) for version in reversed(snapshot.versions(self.folder)))
         return next((label.version for label in labels if label and label.checksum == checksum), None)
 

@@ -53,10 +53,9 @@ class Find(_Stream):
 
 
 class Found(_Stream):
-    """Answer to Find."""
+    """Answer to Find, with its checksum."""
 
     checksum: Name
-    """Copied from the query."""
     version: int | None
     """Version with that checksum; None: missing."""
     newest: int | None
@@ -68,9 +67,8 @@ class ReadChunk(_Stream):
 
     version: int
     name: Name
-    """Name like bucket-0003.bin."""
+    """Name of a snapshot's file, like bucket-0003.bin."""
     offset: Annotated[int, Meta(ge=0, lt=2**62)]
-    """First byte."""
     num_bytes: Annotated[int, Meta(ge=0)]
     """Number of bytes; 0: only the size of the file is requested."""
 
@@ -84,7 +82,7 @@ class Chunk(_Stream):
     file_bytes: int
     """Size of the whole file."""
     checksum: int
-    """xxh3-64 of the bytes."""
+    """xxh3-64 of the bytes in the second frame."""
 
 
 class Gone(_Stream):
@@ -133,7 +131,7 @@ class StreamServer:
         try:
             request = msgspec.msgpack.decode(frames[0], type=Find | ReadChunk)
         except (msgspec.DecodeError, IndexError):
-            return None
+            return None  # any program may connect: there is nothing to answer
         try:
             if isinstance(request, ReadChunk):
                 return self._chunk(request)
@@ -147,6 +145,7 @@ class StreamServer:
 
     def _chunk(self, request: ReadChunk) -> Frames:
         file_bytes = self._snapshot_store.size_bytes(request.version, request.name)
+        # Bounded here, whatever the request asks for.
         num_bytes = min(request.num_bytes, CHUNK_BYTES)
         content = self._snapshot_store.read_part(
             request.version, request.name, offset=request.offset, num_bytes=num_bytes
@@ -202,7 +201,6 @@ class WeightStream:
             raise
 
     def close(self) -> None:
-        """Disconnect. Idempotent."""
         self._channel.close()
 
     def _receive(self, *, stall_s: float, deadline: Deadline) -> Frames | None:
@@ -228,6 +226,7 @@ class WeightStream:
             num_damaged += frames is not None
             if deadline.is_over or num_damaged > _MAX_DAMAGED:
                 raise self._unfinished(transfer, num_damaged)
+            # A slow link looks like a stall: with a constant limit it would reconnect forever.
             stall_s *= 2 if frames is None else 1
             self._resume(transfer)
 
@@ -313,6 +312,7 @@ class _Transfer:
         if not isinstance(answer, Chunk) or len(frames) != 2:
             return False
         check_size(self.version, self.name, expected=len(self.into), got=answer.file_bytes)
+        # Others are answers to requests from before a reconnect.
         is_next = (answer.version, answer.name, answer.offset) == (self.version, self.name, self.num_good)
         end = self.num_good + len(frames[1])
         if (

@@ -9,7 +9,7 @@ from slipstream.broker.weights.records import TensorSlot
 
 
 class WeightSender(Protocol):
-    """The learner's end."""
+    """The learner's end; rank 0 of every epoch."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -31,9 +31,7 @@ class WeightSender(Protocol):
         """Abort the operation that another thread is blocked in, which raises WeightTransferError there."""
         ...
 
-    def close(self) -> None:
-        """Close the group."""
-        ...
+    def close(self) -> None: ...
 
 
 class WeightReceiver(Protocol):
@@ -53,6 +51,4 @@ class WeightReceiver(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Close the group."""
-        ...
+    def close(self) -> None: ...

@@ -142,7 +142,7 @@ def test_a_flush_archives_everything(archiver, store, tmp_path):
 
 
 @pytest.mark.parametrize("operation", ["counts", "finished", "forget"])
-def test_a_store_that_fails_costs_empty_counts(archiver, store, tmp_path, operation):
+def test_an_error_of_the_store_loses_nothing(archiver, store, tmp_path, operation):
     store.finish(0, 1, 2)
     store.broken = operation
     with pytest.raises(StoreUnavailableError):
@@ -167,7 +167,7 @@ def test_groups_archived_before_a_crash_are_forgotten_and_not_archived_again(arc
     assert shards_in(tmp_path) == [["0", "1", "2"], ["3"]]
 
 
-def test_a_full_disk_costs_empty_counts(archiver, store, tmp_path):
+def test_a_full_disk_loses_nothing(archiver, store, tmp_path):
     store.finish(0, 1, 2)
     (tmp_path / "shard-00000001.parquet.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
