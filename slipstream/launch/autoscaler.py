@@ -100,7 +100,7 @@ class Autoscaler:
         )
 
     def _learner_wait_fraction(self) -> float | None:
-        """Share of its time that the learner waited for groups; None while there are too few steps to tell.
+        """Share of its time that the learner waited for groups; None while there are too few steps.
 
         Before the first step ends, the share of observations in which it waited stands in.
         """

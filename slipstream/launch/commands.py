@@ -108,7 +108,7 @@ def _request_target(store: Store, target: int, *, run: str) -> int:
             f"run {run!r} must have a live launcher, got none: start generators with `python -m generators`",
             code=NO_ANSWER,
         )
-    # The store holds one request per subject: the id tells our answer from that to an earlier command.
+    # The store holds one request per subject: the id distinguishes our answer from that to an earlier command.
     request_id = uuid.uuid4().hex
     store.request("launcher", GENERATORS, f"{target} {request_id}")
     ends_at = time.monotonic() + _LAUNCHER_TIMEOUT_S

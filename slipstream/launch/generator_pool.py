@@ -89,7 +89,7 @@ class GeneratorPool:
     """
 
     def __init__(self, make: Callable[[str], RoleProcess], *, has_others: Callable[[], bool] = lambda: False) -> None:
-        """`make` builds the process of a name, not started; `has_others` tells whether the run has generators that do
+        """`make` builds the process of a name, not started; `has_others` returns whether the run has generators that do
         not belong to this pool."""
         self._make = make
         self._has_others = has_others

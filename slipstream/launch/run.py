@@ -22,7 +22,7 @@ console = Console()
 
 
 def run_experiment(overrides: list[str], *, program: str) -> None:
-    """Train as the overrides say and report the result. Blocks until the run has ended.
+    """Train with these overrides and report the result. Blocks until the run has ended.
 
     `program` is how the user calls this program, for the commands that the report suggests.
     Raises ConfigError, and the errors of every role.
@@ -30,7 +30,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     run = load(overrides)
     if run.mode == "sft":
         start_sft(overrides)
-    run, overrides = _with_free_name(run, overrides)
+    run, overrides = with_free_name(run, overrides)
     folder = RunFolder(run)
     # Before the preparation, which may take minutes; claimed after the checks, so that a refused run leaves no folder.
     folder.check_name()
@@ -65,7 +65,7 @@ def start_sft(overrides: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])
 
 
-def _with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
+def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
     """Number a default name that is in use, so that the same command can be repeated."""
     is_chosen = any(override.startswith("name=") for override in overrides)
     if is_chosen or run.resume:

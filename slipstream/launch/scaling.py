@@ -152,7 +152,7 @@ class Scaling:
         is_starving = learner is not None and learner.waits_for == "groups"
         is_training = learner is not None and (state.step > 0 or is_starving)
         if not (is_training and self._absences.is_complete):
-            # While a role starts, the waits of the others do not tell how many generators are needed.
+            # While a role starts, the waits of the others do not show how many generators are needed.
             self._autoscaler.start_window()
             return events
         change = self._autoscaler.observe(

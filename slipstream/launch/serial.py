@@ -59,7 +59,7 @@ class SerialPeer:
         self.board = StatusBoard()
         self.received: deque[Message] = deque()
         hello = Hello(role, self.member.peer_id, self.member.incarnation, "localhost", os.getpid())  # type: ignore[arg-type]
-        self.link = BrokerClient(
+        self.client = BrokerClient(
             hub.client(), hello=hello, status=self.board, on_message=self.received.append, clock=clock
         )
 
@@ -89,9 +89,9 @@ class Pump:
         """Step every role once. Raises what the generator raised."""
         # The order is part of the result: changing it changes every serial run.
         self._clock.advance(_SECONDS_PER_TURN)
-        self._learner.link.step(timeout_s=0)
+        self._learner.client.step(timeout_s=0)
         self._router.step(timeout_s=0)
-        self._peer.link.step(timeout_s=0)
+        self._peer.client.step(timeout_s=0)
         self._loop.run_until_complete(self._run_tasks())
         if self._running and self._running.done():
             # Raises in the learner's thread of control what ended the generator; it must not train on alone.
@@ -154,7 +154,7 @@ def run_serial(
             assemble(
                 run,
                 member=generator_peer.member,
-                client=generator_peer.link,
+                client=generator_peer.client,
                 tokenizer=load_tokenizer(run.model),
                 receiver=MemoryReceiver(weights),
                 clock=clock,
@@ -166,7 +166,7 @@ def run_serial(
             rank_group=rank_group,
             store=store,
             folder=folder,
-            client=learner_peer.link,
+            client=learner_peer.client,
             inbox=pump,
             sender=MemorySender(weights),
             wait=lambda _num_ready, _timeout_s: pump.turn(),

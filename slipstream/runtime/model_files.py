@@ -45,7 +45,7 @@ def _check_hub(name: str) -> None:
     # No network, no such name and no access are one error here, and the client raises those of its HTTP library.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _invalid_path(name, f"there is no such folder, and the hub says: {reason}") from None
+        raise _invalid_path(name, f"there is no such folder, and the hub answers: {reason}") from None
 
 
 def _invalid_path(path: str, reason: str) -> ConfigError:
@@ -76,7 +76,7 @@ _DIGITS = 16
 
 
 class ModelFingerprint(Config):
-    """Identity of a checkpoint as far as its small files tell it; None for what they do not tell.
+    """Identity of a checkpoint, from its small files; None for what these do not contain.
 
     Example: ModelFingerprint(architectures=["Qwen2ForCausalLM"], vocab_size=16, hidden_size=128, intermediate_size=512,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, num_tensors=50,
@@ -84,7 +84,7 @@ class ModelFingerprint(Config):
     """
 
     architectures: list[str] | None = None
-    """transformers classes."""
+    """Names of transformers classes, one in general."""
     vocab_size: int | None = None
     """Rows of the embedding."""
     hidden_size: int | None = None

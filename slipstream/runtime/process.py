@@ -59,9 +59,9 @@ def die_with_parent(number: signal.Signals) -> None:
     if sys.platform != "linux":
         return
     parent = os.getppid()
-    # Standard library code has no prctl; the request is lost on fork and kept on exec.
+    # The standard library has no prctl. The setting survives exec, but not fork.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    # The parent may have died before the call: its death is then announced to nobody.
+    # The parent may have died before the call: the kernel sends no signal then.
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 

@@ -54,13 +54,13 @@ def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, 
 @pytest.mark.usefixtures("printed")
 def test_the_final_model_measures_as_the_run_reported_it(folder: Path):
     model = "runs/learns/final_model"
-    told = runs.train(folder, "evaluate", model, "generators/engine=hf", *SMALL)
-    greedy = re.search(r"greedy +accuracy ([0-9.]+), .* 64 prompts", told)
+    output = runs.train(folder, "evaluate", model, "generators/engine=hf", *SMALL)
+    greedy = re.search(r"greedy +accuracy ([0-9.]+), .* 64 prompts", output)
     # Engines that round differently may decide a tie differently: one answer of 64.
     assert float(greedy[1]) == pytest.approx(runs.summary(folder, "learns")["accuracy_greedy"], abs=1.5 / 64)
 
 
-def test_a_used_name_is_refused_and_the_default_takes_the_next_number(folder: Path):
+def test_a_used_name_is_refused(folder: Path):
     (folder / "runs" / "taken").mkdir(parents=True)
     (folder / "runs" / "taken" / "config.yaml").write_text("")
     done = subprocess.run(

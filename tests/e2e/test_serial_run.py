@@ -37,7 +37,7 @@ def train(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
     return [{key: row[key] for key in KEYS} for row in runs.metrics(folder, name)]
 
 
-def test_a_run_stays_what_was_recorded(first: list[dict[str, float]]):
+def test_a_serial_run_equals_the_recorded_one(first: list[dict[str, float]]):
     golden = json.loads(GOLDEN.read_text())
     # Another processor may round differently in the last digits; a changed formula shows in the first.
     for row, expected in zip(first, golden, strict=True):

@@ -71,9 +71,9 @@ class Scene:
     async def turn(self, times: int = 20) -> None:
         for _ in range(times):
             self.clock.advance(0.05)
-            self.learner.link.step(timeout_s=0)
+            self.learner.client.step(timeout_s=0)
             self.router.step(timeout_s=0)
-            self.peer.link.step(timeout_s=0)
+            self.peer.client.step(timeout_s=0)
             while self.peer.received:
                 self.generator.receive(self.peer.received.popleft())
             self.generator.wake()
@@ -81,7 +81,7 @@ class Scene:
                 await asyncio.sleep(0)
 
     def send(self, message: Message) -> None:
-        self.learner.link.send(message)
+        self.learner.client.send(message)
 
     def received(self, kind: type) -> list:
         return [message for message in self.learner.received if isinstance(message, kind)]
@@ -99,7 +99,7 @@ def make_generator(scene: Scene) -> Generator:
     generator = Generator(
         run=scene.run,
         member=scene.peer.member,
-        client=scene.peer.link,
+        client=scene.peer.client,
         engine=scene.engine,
         agent=agent,
         rewards=pool,

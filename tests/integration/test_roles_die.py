@@ -166,7 +166,7 @@ def test_a_killed_broker_is_restarted_and_no_prompt_is_lost(folder: Path) -> Non
     assert runs.processes_of(folder) == []
 
 
-def test_a_killed_learner_goes_on_from_its_checkpoint_and_so_does_a_run_that_is_resumed(folder: Path) -> None:
+def test_a_killed_learner_and_a_resumed_run_continue_from_the_checkpoint(folder: Path) -> None:
     with Run(folder, "learner", "learner.max_steps=40").ended_at_last() as run:
         until(has_stepped(run, 12), timeout_s=120, what="a checkpoint")
         killed_at = run.kill("slipstream.learner")
@@ -199,7 +199,7 @@ def start_role(folder: Path, *command: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.long
-def test_by_hand_a_generator_waits_for_the_broker_and_a_second_one_contributes(folder: Path) -> None:
+def test_roles_started_by_hand_find_each_other_in_any_order(folder: Path) -> None:
     address = f"broker.address=ipc://{folder}/hand.sock"
     settings = (*SMALL, address, "name=hand", "learner.max_steps=100000")
     first_log, second_log = (folder / f"by-hand-slipstream.generators---id-{name}.log" for name in ("first", "second"))

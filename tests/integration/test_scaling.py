@@ -72,7 +72,7 @@ def here(status: dict[str, Any]) -> set[str]:
     return {role["name"] for role in status["roles"] if role["role"] == "generator" and role["liveness"] == "alive"}
 
 
-def test_a_run_goes_from_one_generator_to_three_to_one_and_loses_no_step(run: Run):
+def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     run.until(lambda status: at_work(status) == {"generator-0"})
     assert "the number of generators changes from 1 to 3" in run.scale(3)
     run.until(lambda status: at_work(status) == {"generator-0", "generator-1", "generator-2"})

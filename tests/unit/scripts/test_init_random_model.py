@@ -37,7 +37,7 @@ def test_the_default_has_about_a_million_parameters() -> None:
     assert 700_000 < make_model(layers=4, width=128, seed=0).num_parameters() < 1_000_000
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_the_result() -> None:
     first, again, other = (make_model(layers=1, width=64, seed=seed).lm_head.weight for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

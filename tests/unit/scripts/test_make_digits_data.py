@@ -39,7 +39,7 @@ def test_rows_are_in_the_form_the_broker_reads(tmp_path: Path) -> None:
     assert str(row.prompt)[:-1][::-1] == row.ground_truth
 
 
-def test_the_seed_decides(tmp_path: Path) -> None:
+def test_the_seed_determines_the_result(tmp_path: Path) -> None:
     first, again, other = (list(make(tmp_path, seed=seed)[0]) for seed in (0, 0, 1))
     assert first == again
     assert first != other

@@ -36,7 +36,7 @@ def test_lines_become_chat_prompts(tmp_path: Path) -> None:
     assert row.ground_truth == "1000"
 
 
-def test_the_hubs_own_files_are_read_too(tmp_path: Path) -> None:
+def test_parquet_files_of_the_hub_are_read(tmp_path: Path) -> None:
     (tmp_path / "main").mkdir()
     pq.write_table(pa.Table.from_pylist([PROBLEM]), tmp_path / "main/train-00000-of-00001.parquet")
     assert read_source(tmp_path, split="train") == [PROBLEM]

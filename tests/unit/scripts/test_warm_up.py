@@ -48,14 +48,14 @@ def test_a_problem_ends_with_the_end_token(tmp_path: Path) -> None:
     assert response == [*prompt[:2][::-1], 1]
 
 
-def test_a_foreign_character_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_character_is_refused(tmp_path: Path) -> None:
     rows = [make_row("12a=", ground_truth="a21", data_source="x", index=0, split="train")]
     write_pair(tmp_path, train=rows, heldout=rows)
     with pytest.raises(ConfigError, match="must know every character of `12a=a21`"):
         read_problems(tmp_path / "train.parquet", tokenizer=make_tokenizer())
 
 
-def test_only_the_response_is_learnt_from() -> None:
+def test_only_the_response_is_trained_on() -> None:
     ids, labels = collate([Problem([5, 6], [7, 1]), Problem([5], [1])], pad_id=0)
     assert ids.tolist() == [[5, 6, 7, 1], [5, 1, 0, 0]]
     assert labels.tolist() == [[IGNORED, IGNORED, 7, 1], [IGNORED, 1, IGNORED, IGNORED]]
@@ -75,12 +75,12 @@ def test_only_the_whole_answer_with_its_end_counts(written: list[int], accuracy:
     assert exact_accuracy(Parrot(written), [Problem([5, 6], [7, 8, 1])], seed=0) == accuracy  # type: ignore[arg-type]
 
 
-def test_prompts_and_responses_of_several_lengths_are_told_apart() -> None:
+def test_prompts_and_responses_of_several_lengths_are_scored() -> None:
     problems = [Problem([5], [7, 1]), Problem([5, 6], [7, 8, 1]), Problem([5, 6], [7, 1])]
     assert exact_accuracy(Parrot([7, 1, 1]), problems, seed=0) == pytest.approx(2 / 3)  # type: ignore[arg-type]
 
 
-def test_going_back_restores_the_weights_and_halves_the_rate() -> None:
+def test_restoring_brings_the_weights_back_and_halves_the_rate() -> None:
     model = make_model(layers=1, width=64, seed=0)
     work = WarmUp(model, learning_rate=0.1)
     before = model.lm_head.weight.detach().clone()
@@ -91,7 +91,7 @@ def test_going_back_restores_the_weights_and_halves_the_rate() -> None:
     assert work._optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_a_loss_promises_an_accuracy() -> None:
+def test_a_loss_gives_an_estimate_of_the_accuracy() -> None:
     assert guess_accuracy(0.5, [Problem([5], [7, 1])]) == pytest.approx(0.3679, abs=1e-4)
 
 
@@ -132,7 +132,7 @@ def test_too_few_batches_are_an_error_with_advice(tmp_path: Path) -> None:
         warm(tmp_path, band=Band(0.9, 1.0), max_batches=2)
 
 
-def test_out_of_time_it_takes_what_it_has_or_says_that_it_is_not_enough(tmp_path: Path) -> None:
+def test_out_of_time_it_keeps_the_weights_or_reports_that_they_are_too_weak(tmp_path: Path) -> None:
     write_data(tmp_path, digits=2)
     assert warm(tmp_path, band=Band(0.0, 1.0), max_batches=200, max_seconds=0.0) < 0.3
     with pytest.raises(ConfigError, match=r"--max-seconds \(0\), got 0\."):

@@ -38,25 +38,25 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    code, told, _ = call(capsys, "--help")
+    code, printed, _ = call(capsys, "--help")
     assert code == 0
-    assert re.findall(r"^  ([a-z]+) {2,}[A-Z]", told, re.MULTILINE) == COMMANDS
+    assert re.findall(r"^  ([a-z]+) {2,}[A-Z]", printed, re.MULTILINE) == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, told, _ = call(capsys, command, "--help")
+    code, printed, _ = call(capsys, command, "--help")
     assert code == 0
-    assert f"Usage: slipstream {command}" in told
+    assert f"Usage: slipstream {command}" in printed
 
 
 @pytest.mark.parametrize("command", ["run", "sft", "prepare", "config", "evaluate"])
 def test_commands_with_overrides_name_settings_and_where_all_are(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = call(capsys, command, "--help")[1]
-    assert "Most used settings:" in told
-    assert "docs/settings.md" in told
+    printed = call(capsys, command, "--help")[1]
+    assert "Most used settings:" in printed
+    assert "docs/settings.md" in printed
 
 
 def named_settings(text: str) -> set[str]:

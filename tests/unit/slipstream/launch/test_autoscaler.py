@@ -46,13 +46,13 @@ def decide(
     return observe(scaler, rows(waited_s=waited_s, worked_s=worked_s), busy=busy, target=target, num_ready=num_ready)
 
 
-def test_a_learner_that_waits_gets_one_more_and_the_reason_has_the_numbers():
+def test_a_waiting_learner_gets_one_generator_more_and_the_reason_has_the_numbers():
     change = decide(waited_s=0.4, worked_s=0.6)
     assert (change.target, change.reason) == (3, "the learner waited 40% of the last 60 s for groups, above 30%")
     assert decide(waited_s=0.3, worked_s=0.7) is None
 
 
-def test_generators_that_idle_become_one_less_and_the_reason_has_the_numbers():
+def test_idle_generators_become_one_less_and_the_reason_has_the_numbers():
     change = decide(busy=0.4)
     assert (change.target, change.reason) == (
         1,
@@ -62,7 +62,7 @@ def test_generators_that_idle_become_one_less_and_the_reason_has_the_numbers():
     assert decide(busy=None) is None
 
 
-def test_one_less_must_be_able_to_do_the_work():
+def test_the_remaining_generators_must_be_able_to_do_the_work():
     assert decide(busy=0.49, target=3).target == 2
     eager = AutoscaleConfig(min=1, max=3, fewer_below=0.9, settle_s=60.0)
     assert decide(config=eager, busy=0.8, target=3) is None
@@ -75,22 +75,22 @@ def test_the_bounds_are_kept(waited_s: float, busy: float, count: int):
     assert decide(waited_s=waited_s, busy=busy, target=count) is None
 
 
-def test_while_the_learner_waits_idle_generators_are_no_reason_for_fewer():
+def test_idle_generators_do_not_scale_down_while_the_learner_waits():
     assert decide(waited_s=0.9, worked_s=0.1, busy=0.1).target == 3
 
 
 @pytest.mark.parametrize("waited_s", [0.31, 0.9])
-def test_at_the_most_a_learner_that_waits_keeps_idle_generators_from_going_and_coming(waited_s: float):
+def test_at_max_a_waiting_learner_prevents_oscillation(waited_s: float):
     assert decide(waited_s=waited_s, worked_s=1 - waited_s, busy=0.1, target=3) is None
     assert decide(waited_s=0.3, worked_s=0.7, busy=0.1, target=3).target == 2
 
 
-def test_where_fewer_than_the_fewest_are_left_there_are_as_many_again():
+def test_below_min_the_target_returns_to_min():
     change = decide(config=AutoscaleConfig(min=3, max=4, settle_s=60.0), waited_s=0.9, worked_s=0.1, target=1)
     assert (change.target, change.reason) == (3, "generators.autoscale.min is 3")
 
 
-def test_nothing_changes_before_the_last_change_has_settled_and_what_came_before_it_does_not_count():
+def test_every_change_starts_a_new_window():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     waiting = rows(waited_s=0.9, worked_s=0.1)
@@ -103,7 +103,7 @@ def test_nothing_changes_before_the_last_change_has_settled_and_what_came_before
     assert observe(scaler, rows(waited_s=0, worked_s=1), target=2) is None
 
 
-def test_a_learner_that_gets_nothing_at_all_has_waited_all_the_time():
+def test_without_a_step_a_starving_learner_has_waited_all_the_time():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     clock.now += 61
@@ -111,7 +111,7 @@ def test_a_learner_that_gets_nothing_at_all_has_waited_all_the_time():
     assert (change.target, change.reason) == (2, "the learner waited 100% of the last 61 s for groups, above 30%")
 
 
-def test_a_learner_that_has_only_begun_to_wait_has_waited_for_that_share_of_the_looks():
+def test_without_a_step_the_share_of_starving_observations_counts():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     for is_starving in (False, False, False, True):
@@ -121,7 +121,7 @@ def test_a_learner_that_has_only_begun_to_wait_has_waited_for_that_share_of_the_
     assert (change.target, change.reason) == (2, "the learner waited 40% of the last 60 s for groups, above 30%")
 
 
-def test_waits_of_long_ago_count_no_more():
+def test_waits_of_earlier_windows_do_not_count():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     clock.now += 60
@@ -141,7 +141,7 @@ def test_slow_steps_are_measured_for_longer():
     assert change.reason == "the learner waited 90% of the last 300 s for groups, above 30%"
 
 
-def test_what_was_measured_before_it_began_anew_does_not_count():
+def test_a_new_window_discards_the_measurements():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     clock.now += 59
@@ -153,7 +153,7 @@ def test_what_was_measured_before_it_began_anew_does_not_count():
     assert observe(scaler, rows(waited_s=0.0, worked_s=1.0)) is None
 
 
-def test_a_few_steps_mean_nothing():
+def test_too_few_steps_decide_nothing():
     clock = FakeClock()
     scaler = Autoscaler(CONFIG, clock=clock)
     clock.now += 60

@@ -1,4 +1,4 @@
-"""The status command: which run it means, and what it refuses."""
+"""Commands on a run: which run they mean, and what they refuse."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,9 @@ import pytest
 
 from slipstream.broker.status.run_status import RunStatus
 from slipstream.cli import main
+from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.launch.commands import as_json
+from slipstream.launch.commands import as_json, scale
 from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.fakes import STATUS_ROW, status_of
 
@@ -20,7 +21,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return caught.value.code, capsys.readouterr().err
 
 
-def test_json_holds_every_fact_and_reads_back():
+def test_json_holds_every_field_and_decodes_to_the_same_status():
     status = status_of(ready_versions={3: 5, 1: 2}, rows=(STATUS_ROW,))
     plain = msgspec.json.decode(as_json(status))
     assert plain.keys() == set(RunStatus.__struct_fields__)
@@ -28,13 +29,13 @@ def test_json_holds_every_fact_and_reads_back():
     assert msgspec.json.decode(as_json(status), type=RunStatus) == status
 
 
-def test_a_run_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    code, said = failure(capsys, f"runs_dir={tmp_path}", "name=mine")
+def test_a_run_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, error = failure(capsys, f"runs_dir={tmp_path}", "name=mine")
     assert code == 2
-    assert f"{tmp_path}/mine must be a run folder" in said
-    code, said = failure(capsys, f"runs_dir={tmp_path}")
+    assert f"{tmp_path}/mine must be a run folder" in error
+    code, error = failure(capsys, f"runs_dir={tmp_path}")
     assert code == 2
-    assert "there must be a run in" in said
+    assert "there must be a run in" in error
 
 
 def test_a_name_a_folder_and_a_setting_name_the_same_run(tmp_path: Path):
@@ -46,11 +47,22 @@ def test_a_name_a_folder_and_a_setting_name_the_same_run(tmp_path: Path):
     assert find_run([str(folder.path)], command="plot") == folder.path
 
 
-def test_without_a_name_it_is_the_run_begun_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_without_a_name_the_newest_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for age, name in enumerate(("newest", "older", "oldest")):
         folder = RunFolder(load(["experiment=digits_serial", f"name={name}", f"runs_dir={tmp_path}"]))
         folder.open()
         os.utime(folder.path / "config.yaml", (1e9 - age, 1e9 - age))
-    code, said = failure(capsys, f"runs_dir={tmp_path}")
+    code, error = failure(capsys, f"runs_dir={tmp_path}")
     assert code == 2
-    assert "run 'newest' must have a store to look into, but keeps it in memory (mode=serial)" in said
+    assert "run 'newest' must have a store to look into, but keeps it in memory (mode=serial)" in error
+
+
+@pytest.mark.parametrize("words", [[], ["generators=-1"], ["generators=two"], ["generators=1", "generators=2"]])
+def test_scale_needs_one_number(words: list[str]):
+    with pytest.raises(ConfigError, match="scale needs generators=N"):
+        scale(words)
+
+
+def test_scaling_a_run_that_does_not_exist_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/mine must be a run folder"):
+        scale(["generators=2", f"runs_dir={tmp_path}", "name=mine"])

@@ -29,7 +29,7 @@ def write_run(folder: Path, *, slope: float) -> Replay:
     return Replay(f"algorithm/policy_loss={folder.name}", str(folder))
 
 
-def test_every_replay_has_a_curve_in_every_panel_that_it_has_numbers_for(replays: list[Replay]) -> None:
+def test_every_replay_has_a_curve_in_every_panel_with_data(replays: list[Replay]) -> None:
     figure = draw(replays, title="compared")
     curves = {axes.get_title(loc="center") or axes.get_title(loc="left"): axes.get_lines() for axes in figure.axes}
     by_label = {line.get_label(): line for line in curves["Held-out accuracy, sampled"]}
@@ -54,11 +54,11 @@ def test_the_table_has_a_line_per_replay(replays: list[Replay]) -> None:
 
 
 @pytest.mark.parametrize("settings", [["seed=1"], []])
-def test_one_replay_is_no_comparison(settings: list[str], tmp_path: Path) -> None:
+def test_a_comparison_needs_two_replays(settings: list[str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--replay must be given 2 to 4 times"):
         compare_replays(tmp_path, settings, shared=[], out=tmp_path / "new")
 
 
-def test_a_folder_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--out must not exist yet"):
         compare_replays(tmp_path, ["seed=1", "seed=2"], shared=[], out=tmp_path)

@@ -29,7 +29,7 @@ def make_store(*, is_retired: bool = False) -> MemoryStore:
 
 def test_a_step_names_its_trajectories_and_the_weights_after_it(capsys):
     explain_step(make_store(), 1)
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in (
         "1 groups, learner at version 0",
         "seed 7, settings cfg",
@@ -37,7 +37,7 @@ def test_a_step_names_its_trajectories_and_the_weights_after_it(capsys):
         "0-0-0",
         "0-0-1",
     ):
-        assert part in told
+        assert part in printed
 
 
 def test_a_step_lists_groups_that_were_reused_weighted_or_mixed_in(capsys):
@@ -48,23 +48,23 @@ def test_a_step_lists_groups_that_were_reused_weighted_or_mixed_in(capsys):
     names = {"version": 0, "seed": 7, "config_hash": "cfg", "mixed_group_ids": ["8", "9"]}
     store.commit(claim, make_entry(claim, store.fetch(claim.group_ids), **names))
     explain_step(store, 1)
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for line in ("used again: 0\n", "losses weighted: 0 x 0.5\n", "mixed in: 8, 9\n"):
-        assert line in told
+        assert line in printed
 
 
 def test_a_trajectory_names_its_maker_its_step_and_its_weights(capsys):
     explain_trajectory(make_store(), "0-0-1")
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for part in ("made by", "trained on in step 1, learner at version 0, lag 0", "version 0: the initial weights"):
-        assert part in told
+        assert part in printed
 
 
-def test_what_has_left_the_store_is_still_in_the_ledger(capsys):
+def test_a_trajectory_that_left_the_store_is_explained_from_the_ledger(capsys):
     explain_trajectory(make_store(is_retired=True), "0-0-1")
-    told = capsys.readouterr().out
-    assert "its tokens have left the store" in told
-    assert "trained on in step 1, learner at version 0\n" in told
+    printed = capsys.readouterr().out
+    assert "its tokens have left the store" in printed
+    assert "trained on in step 1, learner at version 0\n" in printed
 
 
 def test_a_version_names_its_step_and_checksum(capsys):
@@ -80,6 +80,6 @@ def test_a_version_names_its_step_and_checksum(capsys):
         (explain_version, 5, "version must have been published by this run, got 5"),
     ],
 )
-def test_what_is_unknown_is_one_sentence(explain, what, sentence):
+def test_an_unknown_part_is_refused(explain, what, sentence):
     with pytest.raises(ConfigError, match=sentence):
         explain(make_store(), what)

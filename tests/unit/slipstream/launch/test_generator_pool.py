@@ -23,12 +23,12 @@ PATIENCE_S = 30.0
 
 
 class Scene:
-    """A pool of processes that stay until they are told to go, but for the names in `ends`."""
+    """A pool of processes that run until they are asked to leave, except the names in `ends`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.ends: dict[str, str] = {}
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.has_others = False
         self.pool = GeneratorPool(self.make, has_others=lambda: self.has_others)
 
@@ -37,13 +37,13 @@ class Scene:
         return RoleProcess(name, arguments, logs=self.folder)
 
     def keep(self, target: int) -> None:
-        self.said += [sentence for _, sentence in self.pool.set_target(target)]
+        self.messages += [event.message for event in self.pool.set_target(target)]
 
     def until(self, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
-            assert time.monotonic() < deadline, self.said
-            self.said += [sentence for _, sentence in self.pool.poll()]
+            assert time.monotonic() < deadline, self.messages
+            self.messages += [event.message for event in self.pool.poll()]
 
     def are_up(self, *numbers: int) -> bool:
         names = {f"generator-{number}" for number in numbers}
@@ -66,18 +66,18 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made.close()
 
 
-def test_the_number_goes_up_and_down_and_the_highest_go_first(scene: Scene):
+def test_the_pool_grows_and_shrinks_and_the_highest_numbers_leave_first(scene: Scene):
     scene.keep(1)
     scene.until(lambda: scene.are_up(0))
     scene.keep(3)
     scene.until(lambda: scene.are_up(0, 1, 2))
     scene.keep(1)
     scene.until(lambda: scene.are_up(0) and len(scene.pool.roles) == 1)
-    assert "generator-2 is asked to leave: the target is 1" in scene.said
-    assert "generator-2 left" in scene.said
+    assert "generator-2 is asked to leave: the target is 1" in scene.messages
+    assert "generator-2 left" in scene.messages
 
 
-def test_a_name_is_given_again_only_when_its_process_is_gone(scene: Scene):
+def test_a_name_is_reused_only_when_its_process_is_gone(scene: Scene):
     scene.keep(2)
     scene.until(lambda: scene.are_up(0, 1))
     scene.keep(1)
@@ -88,36 +88,36 @@ def test_a_name_is_given_again_only_when_its_process_is_gone(scene: Scene):
     assert len(scene.pool.roles) == 2
 
 
-def test_one_that_was_drained_by_somebody_else_is_not_started_again(scene: Scene):
+def test_a_generator_that_was_drained_is_not_replaced(scene: Scene):
     scene.keep(2)
     scene.until(lambda: scene.are_up(0, 1))
     scene.pool.roles[0].terminate()
     scene.until(lambda: scene.pool.target == 1)
-    assert scene.said[-1] == "generator-0 left; the target is 1 now"
+    assert scene.messages[-1] == "generator-0 left; the target is 1 now"
     assert scene.are_up(1)
 
 
-def test_one_that_cannot_start_is_given_up_while_another_lives(scene: Scene):
+def test_a_generator_that_cannot_start_is_abandoned_while_another_lives(scene: Scene):
     scene.ends["generator-1"] = "2"
     scene.keep(2)
     scene.until(lambda: scene.pool.target == 1)
-    assert "generator-1 is abandoned, the target is 1 now: generator-1 ended with exit code 2" in scene.said[-1]
+    assert "generator-1 is abandoned, the target is 1 now: generator-1 ended with exit code 2" in scene.messages[-1]
     scene.until(lambda: scene.are_up(0))
 
 
-def test_the_last_one_that_cannot_start_ends_the_run(scene: Scene):
+def test_the_last_generator_that_cannot_start_ends_the_run(scene: Scene):
     scene.ends["generator-0"] = "2"
     scene.keep(1)
     with pytest.raises(RoleDiedError, match="generator-0"):
         scene.until(lambda: False)
 
 
-def test_the_last_one_kept_is_given_up_too_while_the_run_has_another(scene: Scene):
+def test_the_last_generator_of_the_pool_is_abandoned_when_the_run_has_others(scene: Scene):
     scene.ends["generator-0"] = "2"
     scene.has_others = True
     scene.keep(1)
     scene.until(lambda: scene.pool.target == 0)
-    assert "generator-0 is abandoned, the target is 0 now" in scene.said[-1]
+    assert "generator-0 is abandoned, the target is 0 now" in scene.messages[-1]
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_one_gpu_is_shared():
     assert placed == {"learner": ["5"], "generator-0": ["5"]}
 
 
-def test_eight_gpus_are_shared_out_in_order():
+def test_eight_gpus_are_assigned_in_order():
     placed = place(load(["experiment=gsm8k_8gpu"]), gpus=EIGHT)
     assert placed == {"learner": ["0", "1", "2", "3"], "generator-0": ["4", "5"], "generator-1": ["6", "7"]}
 
@@ -154,23 +154,23 @@ def test_too_few_gpus_are_refused_with_the_sum():
         ("1,-1,2", ["1"]),
     ],
 )
-def test_only_gpus_that_the_launcher_may_use_are_given_out(value: str, names: list[str]):
+def test_only_gpus_visible_to_the_launcher_are_assigned(value: str, names: list[str]):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names
 
 
-def test_a_placed_role_is_given_what_the_launcher_calls_it():
+def test_a_role_gets_its_gpus_by_the_names_that_the_launcher_sees():
     placed = place(make_run(), gpus=visible_gpus({"CUDA_VISIBLE_DEVICES": "6,GPU-8932f937"}))
     assert placed == {"learner": ["6"], "generator-0": ["GPU-8932f937"]}
 
 
-def test_a_number_that_can_only_be_a_typing_error_is_refused():
+def test_an_implausible_number_of_generators_is_refused():
     check_target(make_run(), 8, num_cores=2)
     with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: ask for less"):
         check_target(make_run(), 100, num_cores=2)
 
 
 @pytest.mark.parametrize("settings", [{"count": 20}, {"autoscale": {"max": 20}}])
-def test_what_the_settings_name_is_no_typing_error(settings: dict):
+def test_numbers_within_the_settings_are_accepted(settings: dict):
     check_target(make_run(generators=settings), 20, num_cores=2)
     with pytest.raises(ConfigError, match="<= 20"):
         check_target(make_run(generators=settings), 21, num_cores=2)

@@ -32,16 +32,16 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("writer")
-def test_missing_things_are_made_in_order(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_missing_products_are_made_in_order(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     assert prepare(make_run(step(first), step(second))) == 2
     assert first.read_text() == second.read_text() == "made"
-    told = [line for line in capfd.readouterr().out.splitlines() if line.startswith("prepare: ")]
-    assert ["first is missing" in told[0], "second is missing" in told[1], len(told)] == [True, True, 2]
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("prepare: ")]
+    assert ["first is missing" in lines[0], "second is missing" in lines[1], len(lines)] == [True, True, 2]
 
 
 @pytest.mark.usefixtures("writer")
-def test_what_is_there_stays(tmp_path: Path) -> None:
+def test_existing_products_are_kept(tmp_path: Path) -> None:
     there = tmp_path / "there"
     there.write_text("mine")
     assert prepare(make_run(step(there))) == 0
@@ -57,7 +57,7 @@ def test_a_failing_step_is_named_and_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("writer")
-def test_a_step_that_does_not_make_what_it_says_is_refused(tmp_path: Path) -> None:
+def test_a_step_that_does_not_make_its_product_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must create .*/a, but did not"):
         prepare(make_run(step(tmp_path / "a", module="idler")))
 

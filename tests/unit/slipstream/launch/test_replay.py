@@ -79,13 +79,13 @@ def test_the_same_function_gives_the_rewards_that_were_stored(prompts: Dataset, 
     assert rewards_of(groups, prompts, "slipstream.generators.rewards.functions:position_match") == stored
 
 
-def test_another_function_gives_others(prompts: Dataset, groups: list[FinishedGroup]) -> None:
+def test_another_function_gives_other_rewards(prompts: Dataset, groups: list[FinishedGroup]) -> None:
     rewards = rewards_of(groups, prompts, "slipstream.generators.rewards.functions:exact_match")
     assert [reward.total for reward in rewards] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_function_that_fails_says_so_and_is_no_zero(
+def test_a_failing_function_gives_a_failed_reward_and_not_zero(
     prompts: Dataset, groups: list[FinishedGroup], num_workers: int
 ) -> None:
     rewards = rewards_of(groups, prompts, f"{HERE}:unwilling", num_workers=num_workers, timeout_s=30.0)
@@ -93,7 +93,7 @@ def test_a_function_that_fails_says_so_and_is_no_zero(
     assert "ValueError: no good" in rewards[0].detail
 
 
-def test_a_prompt_that_the_data_do_not_hold_is_refused(prompts: Dataset) -> None:
+def test_a_prompt_missing_from_the_data_is_refused(prompts: Dataset) -> None:
     stranger = FinishedGroup("1", "retired", "", [1], [encode(make_trajectory("1", prompt_uid="other/00007"))])
     with pytest.raises(ConfigError, match="got 'other/00007' of 1-0-0, which it does not hold"):
         rewards_of([stranger], prompts, "slipstream.generators.rewards.functions:exact_match")

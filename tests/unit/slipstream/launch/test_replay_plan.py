@@ -42,14 +42,14 @@ LEDGER = (
 )
 
 
-def test_the_ledger_says_what_each_step_claims(tmp_path: Path) -> None:
+def test_each_step_claims_the_batch_of_the_ledger(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=3))
     assert [plan.samples[step].group_ids for step in (1, 2, 3)] == [["3", "4"], ["2", "1"], ["0", "1"]]
     assert plan.samples[1].weights == [0.5, 1.0]
     assert plan.samples[3].reused == [False, True]
 
 
-def test_a_store_hands_out_the_batches_of_the_ledger_and_a_group_as_often_as_it_was_used(tmp_path: Path) -> None:
+def test_a_store_yields_the_batches_of_the_ledger_and_a_group_as_often_as_it_was_used(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=3))
     store = make_memory_store(FakeClock())
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
@@ -62,7 +62,7 @@ def test_a_store_hands_out_the_batches_of_the_ledger_and_a_group_as_often_as_it_
     assert store.audit().is_sound
 
 
-def test_without_a_ledger_groups_come_in_the_order_of_their_steps(tmp_path: Path) -> None:
+def test_without_a_ledger_groups_are_in_the_order_of_their_steps(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path)))
     assert ([group.id for group in plan.groups], plan.samples) == (["4", "3", "2", "1", "0"], {})
 
@@ -80,7 +80,7 @@ def test_more_steps_than_are_stored_are_refused(
         plan_replay(make_replay(archive_of(tmp_path, *entries), steps=steps))
 
 
-def test_a_step_whose_trajectories_are_not_all_there_is_refused(tmp_path: Path) -> None:
+def test_a_step_with_missing_trajectories_is_refused(tmp_path: Path) -> None:
     archive = archive_of(tmp_path, *LEDGER[:1], make_step(2, "2", "9"))
     with pytest.raises(ArchiveError, match="must hold what step 2 of its ledger trained on, 9-0-0, 9-0-1, got none"):
         plan_replay(make_replay(archive))

@@ -1,7 +1,6 @@
 """Scaling requests and decisions of the autoscaler change the target of a pool; absences and events are reported."""
 
 import os
-from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -11,7 +10,6 @@ from slipstream.buffer.errors import RunConflictError, StoreUnavailableError
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import AutoscaleConfig
-from slipstream.launch.commands import scale
 from slipstream.launch.generator_pool import Event
 from slipstream.launch.scaling import AbsenceTracker, LauncherReport, Scaling
 from tests.builders import make_run
@@ -62,7 +60,7 @@ def scene() -> Scene:
     return made
 
 
-def test_a_request_is_done_said_and_answered(scene: Scene):
+def test_a_request_is_carried_out_reported_and_answered(scene: Scene):
     scene.store.request("launcher", "generators", "4 request-1")
     assert scene.poll() == [
         ("launcher", "the number of generators changes from 1 to 4: requested"),
@@ -80,7 +78,7 @@ def test_a_number_without_room_is_refused_with_the_reason(scene: Scene):
     assert scene.pool.target == 1
 
 
-def test_a_request_to_the_launcher_before_is_not_done():
+def test_a_request_to_the_previous_launcher_is_ignored():
     scene = Scene()
     scene.store.request("launcher", "generators", "4 request-1")
     assert scene.poll() == []
@@ -94,25 +92,25 @@ def report_roles(scene: Scene, *states: str, waits_for: str = "groups") -> None:
         scene.store.report_role(f"generator-{number}", gauges)
 
 
-def test_the_waits_are_followed_up_to_the_room_there_is_and_the_reason_is_said():
+def test_the_autoscaler_scales_up_to_the_room_and_reports_why():
     scene = Scene(AutoscaleConfig(max=20, settle_s=5.0))
     scene.pool.target = 7
     scene.store.set_phase("training")
-    said = []
+    events = []
     for _ in range(2):
         report_roles(scene, *["ready"] * scene.pool.target)
         scene.poll()
         scene.clock.now += 5
         report_roles(scene, *["ready"] * scene.pool.target)
-        said.append(scene.poll()[0])
+        events.append(scene.poll()[0])
     reason = "the learner waited 100% of the last 5 s for groups, above 30%"
-    assert said == [
+    assert events == [
         ("launcher", f"the number of generators changes from 7 to 8: {reason}"),
         ("launcher", f"the number of generators stays at 8, although {reason}: there are 8 GPUs"),
     ]
 
 
-def test_nothing_is_measured_while_a_generator_that_is_kept_still_starts():
+def test_nothing_is_measured_while_a_generator_starts():
     scene = Scene(AutoscaleConfig(settle_s=5.0))
     scene.pool.target = 2
     scene.store.set_phase("training")
@@ -123,24 +121,24 @@ def test_nothing_is_measured_while_a_generator_that_is_kept_still_starts():
     assert scene.pool.target == 2
 
 
-def test_that_there_is_no_room_is_said_once_until_another_number_is_wanted():
+def test_missing_room_is_reported_once_per_target():
     scene = Scene(AutoscaleConfig(max=20, settle_s=5.0))
     scene.pool.target = 8
     scene.store.set_phase("training")
-    said = []
+    events = []
     for target in (8, 8, 8, 7, 8, 8):
         scene.pool.target = target
         report_roles(scene, *["ready"] * target)
         scene.poll()
         scene.clock.now += 5
         report_roles(scene, *["ready"] * target)
-        said += [event.message.partition(":")[0].partition(",")[0] for event in scene.poll()]
+        events += [event.message.partition(":")[0].partition(",")[0] for event in scene.poll()]
     stays, changes = "the number of generators stays at 8", "the number of generators changes from 7 to 8"
-    assert said == [stays, changes, "started", stays]
+    assert events == [stays, changes, "started", stays]
 
 
 @pytest.mark.parametrize("target", [1, 5])
-def test_what_is_asked_for_must_lie_between_the_bounds_of_the_waits(target: int):
+def test_a_request_must_lie_within_the_bounds_of_the_autoscaler(target: int):
     scene = Scene(AutoscaleConfig(min=2, max=4))
     scene.poll()
     scene.store.request("launcher", "generators", f"{target} request-1")
@@ -149,7 +147,7 @@ def test_what_is_asked_for_must_lie_between_the_bounds_of_the_waits(target: int)
     assert f"between generators.autoscale.min and max (2 to 4), got {target}" in refusal
 
 
-def test_where_fewer_than_the_fewest_are_left_the_others_come_back():
+def test_below_min_generators_are_started_again():
     scene = Scene(AutoscaleConfig(min=3, settle_s=5.0))
     scene.pool.target = 2
     scene.store.set_phase("training")
@@ -165,21 +163,21 @@ def test_where_fewer_than_the_fewest_are_left_the_others_come_back():
 
 def watch(scene: Scene, *states: str, polls: int) -> list[Event]:
     """The events while generators in these states are polled every second."""
-    said = []
+    events = []
     for _ in range(polls):
         scene.clock.now += 1
         report_roles(scene, *states)
-        said += scene.poll()
-    return said
+        events += scene.poll()
+    return events
 
 
-def test_one_that_never_gets_to_work_is_left_out_with_one_event_and_the_waits_are_followed():
+def test_a_generator_that_never_works_is_ignored_with_one_event():
     scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=20.0))
     scene.pool.target = 2
     scene.store.set_phase("training")
     assert watch(scene, "ready", "unsynced", polls=21) == []
-    said = watch(scene, "ready", "unsynced", polls=6)
-    assert said[:2] == [
+    events = watch(scene, "ready", "unsynced", polls=6)
+    assert events[:2] == [
         (
             "generator-1",
             "generator-1 is unsynced and has not worked for 20 s: the autoscaler ignores it until it works",
@@ -189,21 +187,21 @@ def test_one_that_never_gets_to_work_is_left_out_with_one_event_and_the_waits_ar
             "the number of generators changes from 2 to 3: the learner waited 100% of the last 5 s for groups, above 30%",
         ),
     ]
-    assert said[2:] == [("generator-1", "started")]
+    assert events[2:] == [("generator-1", "started")]
 
 
-def test_the_room_of_one_that_is_left_out_is_not_room_of_the_others():
+def test_the_capacity_of_an_ignored_generator_does_not_count():
     scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0, fewer_below=0.9))
     scene.pool.target = 3
     scene.store.set_phase("training")
-    said = []
+    events = []
     for _ in range(20):
         scene.store.append_metrics(
             {"step": 1, "time_s": 1.0, "learner/wait_s": 0.0, "learner/train_s": 1.0, "learner/publish_s": 0.0}
         )
         scene.store.report_role("generator-2", {"role": "generator", "state": "unsynced", "max_concurrency": 32})
-        said += watch(scene, "ready", "ready", polls=1)
-    assert [name for name, _ in said] == ["generator-2"]
+        events += watch(scene, "ready", "ready", polls=1)
+    assert [event.role for event in events] == ["generator-2"]
     assert scene.pool.target == 3
 
 
@@ -211,16 +209,16 @@ def test_nothing_is_decided_while_the_learner_is_silent():
     scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0))
     scene.store.set_phase("training")
     report_roles(scene, "ready")
-    said = []
+    events = []
     for _ in range(5):
         scene.clock.now += 10
-        said += scene.poll()
-    assert [name for name, _ in said] == ["generator-0"]
+        events += scene.poll()
+    assert [event.role for event in events] == ["generator-0"]
     assert scene.pool.target == 1
 
 
 @pytest.mark.parametrize("waits_for", ["", "evaluation"])
-def test_nothing_is_measured_before_the_learner_wants_groups(waits_for: str):
+def test_nothing_is_measured_before_the_learner_waits_for_groups(waits_for: str):
     scene = Scene(AutoscaleConfig(settle_s=5.0))
     scene.store.set_phase("training")
     for _ in range(4):
@@ -228,17 +226,6 @@ def test_nothing_is_measured_before_the_learner_wants_groups(waits_for: str):
         assert scene.poll() == []
         scene.clock.now += 5
     assert scene.pool.target == 1
-
-
-@pytest.mark.parametrize("words", [[], ["generators=-1"], ["generators=two"], ["generators=1", "generators=2"]])
-def test_what_is_no_number_is_refused(words: list[str]):
-    with pytest.raises(ConfigError, match="scale needs generators=N"):
-        scale(words)
-
-
-def test_a_run_that_is_not_there_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"{tmp_path}/mine must be a run folder"):
-        scale(["generators=2", f"runs_dir={tmp_path}", "name=mine"])
 
 
 # --- absences --------------------------------------------------------------------------------------------------------

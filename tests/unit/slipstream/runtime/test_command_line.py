@@ -16,14 +16,16 @@ def end_with(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("x must be 1, got 2"), FaultError("x must be 1, got 2")])
-def test_a_fault_is_one_line_on_stderr_and_exit_code_2(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_expected_error_is_one_line_on_stderr_and_exit_code_2(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         end_with(error)
     assert caught.value.code == 2
     assert capsys.readouterr() == ("", "error: x must be 1, got 2\n")
 
 
-def test_a_fault_that_another_start_mends_is_exit_code_75(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_restartable_error_is_exit_code_75(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught, fail_cleanly(FaultError, restartable=(FaultError,)):
         raise FaultError("the claim lapsed")
     assert caught.value.code == 75

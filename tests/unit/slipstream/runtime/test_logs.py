@@ -1,4 +1,4 @@
-"""A flood becomes a line now and then, and the lines add up to the flood."""
+"""A flood of events becomes a few lines, which count all of them."""
 
 from slipstream.runtime.logs import LogLimiter
 from tests.fakes import FakeClock
@@ -6,45 +6,45 @@ from tests.fakes import FakeClock
 BURST = 8
 
 
-def make_throttle() -> tuple[LogLimiter, list, FakeClock]:
-    said: list = []
+def make_limiter() -> tuple[LogLimiter, list, FakeClock]:
+    lines: list = []
     clock = FakeClock()
-    return LogLimiter(lambda event, **details: said.append((event, details)), clock=clock), said, clock
+    return LogLimiter(lambda event, **details: lines.append((event, details)), clock=clock), lines, clock
 
 
-def test_the_first_of_a_kind_are_said_at_once_and_the_next_are_counted():
-    throttle, said, clock = make_throttle()
-    assert all(throttle.log("refused", "token", peer=number) for number in range(BURST))
-    assert not throttle.log("refused", "token", peer="b")
-    assert throttle.log("refused", "schema", peer="c")
-    assert not throttle.log("refused", "token", peer="d")
+def test_the_first_lines_of_a_kind_are_written_and_the_next_are_counted():
+    limiter, lines, clock = make_limiter()
+    assert all(limiter.log("refused", "token", peer=number) for number in range(BURST))
+    assert not limiter.log("refused", "token", peer="b")
+    assert limiter.log("refused", "schema", peer="c")
+    assert not limiter.log("refused", "token", peer="d")
     clock.now += 5
-    assert throttle.log("refused", "token", peer="e")
-    assert said[BURST:] == [
+    assert limiter.log("refused", "token", peer="e")
+    assert lines[BURST:] == [
         ("refused", {"kind": "schema", "peer": "c"}),
         ("refused", {"kind": "token", "peer": "e", "more": 2}),
     ]
 
 
-def test_what_was_left_out_at_the_end_is_said_when_the_quiet_is_over():
-    throttle, said, clock = make_throttle()
+def test_lines_left_out_at_the_end_are_counted_by_a_later_flush():
+    limiter, lines, clock = make_limiter()
     for _ in range(1000):
-        throttle.log("frame", "malformed")
-    throttle.flush()
-    assert len(said) == BURST
+        limiter.log("frame", "malformed")
+    limiter.flush()
+    assert len(lines) == BURST
     clock.now += 5
-    throttle.flush()
-    throttle.flush()
-    assert said[BURST:] == [("frame", {"kind": "malformed", "more": 1000 - BURST})]
+    limiter.flush()
+    limiter.flush()
+    assert lines[BURST:] == [("frame", {"kind": "malformed", "more": 1000 - BURST})]
 
 
-def test_a_flood_of_a_minute_is_a_few_lines_which_add_up():
-    throttle, said, clock = make_throttle()
+def test_a_minute_of_a_flood_gives_a_few_lines_that_add_up():
+    limiter, lines, clock = make_limiter()
     for _ in range(6000):
-        throttle.log("frame", "malformed", peer="a")
+        limiter.log("frame", "malformed", peer="a")
         clock.now += 0.01
-        throttle.flush()
+        limiter.flush()
     clock.now += 5
-    throttle.flush()
-    assert len(said) <= BURST + 13
-    assert sum(("peer" in details) + details.get("more", 0) for _, details in said) == 6000
+    limiter.flush()
+    assert len(lines) <= BURST + 13
+    assert sum(("peer" in details) + details.get("more", 0) for _, details in lines) == 6000

@@ -49,7 +49,7 @@ def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
     save_file(tensors, path)
 
 
-def test_it_is_told_by_config_shapes_and_tokenizer(original):
+def test_a_fingerprint_covers_config_shapes_and_tokenizer(original):
     found = print_of(original)
     assert (found.architectures, found.vocab_size, found.hidden_size) == (["Qwen2ForCausalLM"], 41, 64)
     assert found.tie_word_embeddings is False
@@ -82,7 +82,7 @@ def test_a_setting_that_differs_is_named_with_both_values(copy, original, field,
     assert repr(str(copy)) in sentence
 
 
-def test_a_tensor_too_few_a_tensor_of_another_shape_and_swapped_shapes_are_seen(copy, original):
+def test_missing_tensors_other_shapes_and_swapped_shapes_are_detected(copy, original):
     change_tensors(copy, lambda tensors: tensors.pop("model.norm.weight"))
     assert "num_tensors 25 here and 26" in refusal(copy, original)
     change_tensors(copy, lambda tensors: tensors.update({"model.norm.weight": torch.ones(63)}))
@@ -91,7 +91,7 @@ def test_a_tensor_too_few_a_tensor_of_another_shape_and_swapped_shapes_are_seen(
     assert "with shapes " in refusal(copy, original)
 
 
-def test_an_output_head_that_is_written_or_not_makes_no_difference(copy, original):
+def test_the_output_head_of_a_tied_model_is_ignored(copy, original):
     change_tensors(copy, lambda tensors: tensors.pop("lm_head.weight"))
     check_same_model(str(copy), print_of(original))
 
@@ -114,14 +114,14 @@ def test_a_tokenizer_file_that_differs_is_named(copy, original):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
-def test_what_one_side_does_not_have_is_not_compared(copy, original, name):
+def test_fields_that_one_side_lacks_are_not_compared(copy, original, name):
     (copy / name).unlink()
     check_same_model(str(copy), print_of(original))
     check_same_model(str(original), print_of(copy))
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 64, b"[]", b'{"vocab_size": "many"}'])
-def test_a_config_that_cannot_be_read_tells_nothing(copy, original, content):
+def test_an_unreadable_config_gives_no_fingerprint(copy, original, content):
     (copy / "config.json").write_bytes(content)
     assert fingerprint(str(copy)) is None
     check_same_model(str(copy), print_of(original))
@@ -130,19 +130,19 @@ def test_a_config_that_cannot_be_read_tells_nothing(copy, original, content):
 @pytest.mark.parametrize(
     "content", [b"", b"\xff" * 64, (9).to_bytes(8, "little") + b'{"a": [1]}', b"\x02" + b"\0" * 7 + b"[]"]
 )
-def test_weights_that_cannot_be_read_tell_nothing(copy, original, content):
+def test_unreadable_weights_give_no_shapes(copy, original, content):
     (copy / "model.safetensors").write_bytes(content)
     assert print_of(copy).shapes is None
     check_same_model(str(copy), print_of(original))
 
 
-def test_the_part_that_writes_text_is_looked_at_in_a_model_of_several(copy):
+def test_the_language_model_of_a_multimodal_config_is_used(copy):
     change_config(copy, vocab_size=None, text_config={"vocab_size": 7})
     assert print_of(copy).vocab_size == 7
 
 
 @pytest.mark.parametrize("path", ["Qwen/not-in-any-cache", "no such//thing", ""])
-def test_a_name_that_is_nowhere_here_has_none_and_no_hub_is_asked(path):
+def test_a_name_outside_the_cache_has_no_fingerprint_and_the_hub_is_not_asked(path):
     assert fingerprint(path) is None
     check_same_model(path, None)
 

@@ -43,8 +43,8 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         has_finished = role.has_finished
-        if said := role.poll():
-            return said[0]
+        if messages := role.poll():
+            return messages[0]
         if has_finished:
             return "finished"
     raise TimeoutError("the role must end")
@@ -54,21 +54,21 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
     ("end", "restart"),
     [("kill", "on_kill"), ("75", "on_kill"), ("kill", "on_death"), ("1", "on_death"), ("75", "on_death")],
 )
-def test_a_death_that_another_start_may_mend_is_answered_with_one(folder: Path, end: str, restart: Restart):
+def test_a_death_that_a_restart_may_cure_leads_to_one(folder: Path, end: str, restart: Restart):
     assert "restarting in 1 s" in fate(folder, end, restart)
 
 
 @pytest.mark.parametrize(("end", "restart"), [("1", "on_kill"), ("2", "on_kill"), ("2", "on_death")])
-def test_a_death_that_no_start_mends_ends_the_run(folder: Path, end: str, restart: Restart):
+def test_a_death_that_no_restart_cures_ends_the_run(folder: Path, end: str, restart: Restart):
     with pytest.raises(RoleDiedError, match=f"role ended with exit code {end}"):
         fate(folder, end, restart)
 
 
-def test_a_role_that_ends_well_is_not_started_again(folder: Path):
+def test_a_role_that_succeeds_is_not_restarted(folder: Path):
     assert fate(folder, "0", "on_death") == "finished"
 
 
-def test_a_role_that_is_kept_is_started_again_however_it_ended(folder: Path):
+def test_a_role_with_restart_always_is_restarted_after_success_too(folder: Path):
     assert "restarting in 1 s" in fate(folder, "0", "always")
 
 
@@ -88,7 +88,7 @@ def never_done() -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-def test_a_second_signal_ends_a_role_that_is_still_putting_things_in_order(never_done: "subprocess.Popen[str]"):
+def test_a_second_signal_ends_a_role_that_is_still_stopping(never_done: "subprocess.Popen[str]"):
     assert never_done.stdout
     never_done.terminate()
     assert never_done.stdout.readline() == "stopping\n"
@@ -104,7 +104,7 @@ def test_a_second_signal_ends_a_role_that_is_still_putting_things_in_order(never
     assert never_done.stdout.read() == ""
 
 
-def test_a_launcher_asks_a_role_to_end_once_however_often_it_says_so(folder: Path):
+def test_terminate_signals_a_role_once(folder: Path):
     (folder / "never_done.py").write_text(NEVER_DONE)
     role = RoleProcess("role", ["never_done"], logs=folder)
     role.start()
@@ -147,5 +147,5 @@ def can_unshare() -> bool:
 
 
 @pytest.mark.skipif(not can_unshare(), reason="needs leave to make a process namespace")
-def test_a_role_lives_though_its_launcher_is_process_1(folder: Path):
+def test_a_role_lives_when_its_launcher_is_process_1(folder: Path):
     assert in_a_container(folder, launcher_lives_s="3") == "alive\n"

@@ -6,7 +6,7 @@ from slipstream.runtime.rates import Growth, Rate
 from tests.fakes import FakeClock
 
 
-def test_a_speed_is_of_the_window_and_before_that_of_the_life():
+def test_a_rate_is_over_the_window_or_the_shorter_life_time():
     clock = FakeClock()
     rate = Rate(window_s=5.0, clock=clock)
     clock.now += 2
@@ -17,7 +17,7 @@ def test_a_speed_is_of_the_window_and_before_that_of_the_life():
     assert (rate.per_s, rate.total) == (4.0, 30.0)
 
 
-def test_one_that_asks_while_another_thread_does_takes_nothing_away_from_it():
+def test_reading_a_rate_from_two_threads_drops_each_event_once():
     asking: list[Thread] = []
 
     class Moment(float):
@@ -39,13 +39,13 @@ def test_one_that_asks_while_another_thread_does_takes_nothing_away_from_it():
     assert not asking[0].is_alive()
 
 
-def test_growth_is_the_sum_of_what_each_counter_grew_by():
+def test_growth_is_the_sum_over_the_counters():
     growth = Growth({"a": 500.0, "b": 10.0})
     growth.update({"a": 700.0, "b": 10.0, "new": 100.0})
     assert growth.total == 300.0
 
 
-def test_a_counter_that_vanishes_takes_nothing_away_and_one_that_began_again_counts_from_0():
+def test_a_counter_that_vanishes_subtracts_nothing_and_a_restarted_one_counts_from_0():
     growth = Growth({"a": 500.0, "b": 10.0})
     growth.update({"b": 30.0})
     growth.update({"a": 40.0, "b": 30.0})

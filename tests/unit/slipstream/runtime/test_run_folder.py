@@ -17,7 +17,7 @@ def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path):
     RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).claim()
 
 
-def test_it_says_what_ran(tmp_path: Path):
+def test_it_records_configuration_and_versions(tmp_path: Path):
     folder = RunFolder(make_run(runs_dir=str(tmp_path)))
     folder.claim()
     assert "name: test" in (folder.path / "config.yaml").read_text()
@@ -34,7 +34,7 @@ def test_rows_of_rolled_back_steps_are_dropped(tmp_path: Path):
     assert len(folder.metrics.read_text().splitlines()) == 3
 
 
-def test_what_a_crash_left_of_a_row_is_dropped(tmp_path: Path):
+def test_an_incomplete_last_row_is_dropped(tmp_path: Path):
     folder = RunFolder(make_run(runs_dir=str(tmp_path)))
     folder.claim()
     folder.append_metrics({"step": 1, "time_s": 1.0})
