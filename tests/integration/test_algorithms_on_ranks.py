@@ -1,4 +1,4 @@
-"""Two ranks over Gloo, at every ZeRO stage, make the weights of one process, whatever the algorithm."""
+"""Two ranks over Gloo, at every ZeRO stage, make the weights of one process, for every algorithm."""
 
 import json
 import os
@@ -27,13 +27,13 @@ FEW = [
     "kl-full",
 ]
 BLIND = "k_proj.bias"
-"""Attention does not see it: its gradient is rounding, which Adam makes as large as any other."""
+"""Has no effect on attention: its gradient is rounding, which Adam makes as large as any other."""
 AT_ONCE = 20
-"""Algorithms that a pair of processes trains with: after some sixty DeepSpeed engines in one process, whose groups it
-keeps, a collective of ZeRO 3 does not end."""
+"""Algorithms per pair of processes: after some sixty DeepSpeed engines in one process, which keeps their groups, a
+collective of ZeRO 3 hangs."""
 TOLERANCE = {0: 1e-5, 2: 1e-5, 3: 5e-5}
-"""Of a weight, by stage: Adam moves each by about 3e-3 a step, and one whose gradient nearly cancels as far as its
-rounding says; stage 3 adds gradients up in another order than the others."""
+"""Largest difference of a weight, by stage: Adam moves each by about 3e-3 per step, and one with a nearly cancelled
+gradient as far as its rounding says; stage 3 sums gradients in another order than the others."""
 pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
 
 
@@ -58,8 +58,8 @@ def train_on_two(folder: Path, names: list[str], *, stage: int) -> None:
     finally:
         for process in processes:
             process.kill()
-    said = "\n".join(output.decode()[-2000:] for output in outputs)
-    assert [process.returncode for process in processes] == [0, 0], said
+    logs = "\n".join(output.decode()[-2000:] for output in outputs)
+    assert [process.returncode for process in processes] == [0, 0], logs
 
 
 @pytest.mark.parametrize(

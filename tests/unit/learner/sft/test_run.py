@@ -49,7 +49,7 @@ def train(run):
 
 
 def lasting(rows):
-    """What a resume must not change: no times, and not the cosine with a gradient that no checkpoint holds."""
+    """Rows without what a resume may change: times, and the cosine with a gradient that no checkpoint holds."""
     return [{key: value for key, value in row.items() if not re.search(r"_s$|_cosine$", key)} for row in rows]
 
 
