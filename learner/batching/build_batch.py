@@ -165,7 +165,7 @@ def _tokens(members: Sequence[_Member]) -> Tokens:
 
 
 def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
-    """Columns of `Tokens` that say where each trained token lies among those the model wrote, int64[N].
+    """Columns of `Tokens` with the position of each trained token among those the model wrote, int64[N].
 
     Found for all trajectories at once, laid end to end: cumulative sums over the whole batch, minus those at the start
     of the own trajectory.

@@ -106,7 +106,7 @@ class Layout:
     """Arrangement of sequences in a microbatch.
 
     `shared_rows`: rows of about the longest sequence, each prompt once, an explicit mask; for SDPA and eager attention.
-    `one_row`: a single row of whole sequences, no mask; for attention kernels that are told where sequences begin.
+    `one_row`: a single row of whole sequences, no mask; for attention kernels that take sequence boundaries.
     """
 
     kind: Literal["shared_rows", "one_row"]

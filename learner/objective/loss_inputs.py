@@ -118,8 +118,8 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
     """float32[N]: factor of each token's loss; `max_tokens` is the longest response.
 
-    Denominators count a whole optimizer update, all ranks and microbatches: means of means would weigh a token by the
-    company it was packed with.
+    Denominators count a whole optimizer update, all ranks and microbatches: a mean of means would weigh a token by the
+    microbatch it was packed into.
     """
     trajectories = batch.trajectories
     counts = _num_kept(batch) if config.correction.denominator == "kept" else trajectories.num_trained

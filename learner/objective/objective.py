@@ -87,9 +87,9 @@ class Objective:
 
     # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
-        """The share of these tokens, whole trajectories, in the update's loss; `metrics` takes in what it consists of.
+        """The share of these tokens, whole trajectories, in the update's loss; adds its statistics to `metrics`.
 
-        `measured`: output of the forward pass, by name.
+        `measured`: outputs of the forward pass, by name.
         """
         learner = measured["logprobs"]
         # Numbered anew: a microbatch holds a few trajectories, and sums over them must not be as long as the batch.
@@ -117,19 +117,8 @@ class Objective:
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner).sum()
-        stats = TokenStats(
-            log_ratio=inputs.log_ratio,
-            learner_logprobs=learner if tokens.start_logprobs is None else tokens.start_logprobs,
-            generator_logprobs=tokens.generator_logprobs,
-            weights=correction.weights,
-            is_bounded=correction.is_bounded,
-            is_kept=correction.is_kept,
-            is_idle=is_idle,
-            entropies=measured["entropies"],
-            reference_kl=divergence,
-            lags=tokens.lags,
-            sequences=sequences,
-            num_sequences=len(numbers),
+        stats = _token_stats(
+            tokens, inputs, correction, is_idle=is_idle, entropies=measured["entropies"], divergence=divergence
         )
         metrics.add(stats, loss=loss)
         return loss
@@ -198,6 +187,31 @@ class Objective:
         if self._config.distillation:
             losses = losses + _teacher_losses(tokens, measured, config=self._config.distillation)
         return losses
+
+
+def _token_stats(
+    tokens: Tokens,
+    inputs: LossInputs,
+    correction: Correction,
+    *,
+    is_idle: Tensor,
+    entropies: Tensor,
+    divergence: Tensor,
+) -> TokenStats:
+    return TokenStats(
+        log_ratio=inputs.log_ratio,
+        learner_logprobs=inputs.learner_logprobs if tokens.start_logprobs is None else tokens.start_logprobs,
+        generator_logprobs=tokens.generator_logprobs,
+        weights=correction.weights,
+        is_bounded=correction.is_bounded,
+        is_kept=correction.is_kept,
+        is_idle=is_idle,
+        entropies=entropies,
+        reference_kl=divergence,
+        lags=tokens.lags,
+        sequences=tokens.sequences,
+        num_sequences=inputs.num_sequences,
+    )
 
 
 def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: DistillationConfig) -> Tensor:

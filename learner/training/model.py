@@ -43,7 +43,7 @@ class Policy(nn.Module):
 
     @property
     def takes_one_row(self) -> bool:
-        """Whether attention is told sequence boundaries instead of a mask."""
+        """Whether attention takes sequence boundaries instead of a mask."""
         return self.causal_lm.config._attn_implementation == FLASH
 
     def forward(
@@ -77,8 +77,8 @@ class Policy(nn.Module):
         return named_parameters(self.causal_lm)
 
 
-def read(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **asked: Any) -> Any:
-    """Forward pass of a transformers model over all tokens of a microbatch; `asked` are further arguments."""
+def read(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **arguments: Any) -> Any:
+    """Forward pass of a transformers model over all tokens of a microbatch; `arguments` go to its forward method."""
     is_mixed = compute_dtype != torch.float32
     with torch.autocast(microbatch.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
         return module(
@@ -86,7 +86,7 @@ def read(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtyp
             position_ids=microbatch.position_ids,
             attention_mask=microbatch.attention_mask,
             use_cache=False,
-            **asked,
+            **arguments,
         )
 
 

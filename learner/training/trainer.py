@@ -104,12 +104,14 @@ class Trainer:
             self.objective.end_step(
                 reference_kl=reported["learner/reference_kl"], num_trajectories=batch.num_trajectories
             )
+        gradients = self.gradients.report(self._ranks)
+        critic = self._train_critic(batch, updates, step=step)
         return {
             **built.metrics,
             **describe(batch),
             **reported,
-            **self.gradients.report(self._ranks),
-            **self._train_critic(batch, updates, step=step),
+            **gradients,
+            **critic,
             "learner/updates": float(len(norms)),
             "learner/grad_norm": sum(norms) / max(1, len(norms)),
             "learner/learning_rate": scale * self._learning_rate(max(0, self.num_updates - 1)),

@@ -67,7 +67,7 @@ def test_a_capped_token_is_finite_and_has_no_gradient():
     assert slope[1] == pytest.approx(1 - math.exp(-0.2), abs=1e-6)
 
 
-def test_a_teacher_that_is_not_finite_says_nothing():
+def test_a_teacher_that_is_not_finite_counts_as_neutral():
     ours, theirs = torch.tensor([-1.0, -1.0]), torch.tensor([-math.inf, math.nan])
     assert teacher_advantages(ours, theirs, bound=5.0).tolist() == [0, 0]
     assert sampled_k3(ours, theirs, max_loss=10.0).tolist() == [0, 0]

@@ -98,7 +98,7 @@ def test_another_sequence_changes_no_weight():
         assert before.equal(after)
 
 
-def test_truncation_is_from_above_unless_told():
+def test_truncation_is_from_above_by_default():
     weights = torch.tensor([0.01, 1.0, 5.0])
     assert truncate(weights, high=2.0).tolist() == pytest.approx([0.01, 1.0, 2.0])
     assert truncate(weights, high=2.0, low=0.5).tolist() == pytest.approx([0.5, 1.0, 2.0])

@@ -96,7 +96,7 @@ def make_everything(num_tokens: int = 7, vocabulary: int = 5):
     return logits.detach().double().requires_grad_(), targets, temperatures.double(), optional
 
 
-def test_only_what_is_wanted_is_measured():
+def test_only_requested_numbers_are_measured():
     inputs = *make_inputs(), module.Requested()
     assert set(measure_tokens(*inputs[:3], requested=inputs[3])) == {"logprobs"}
     logits, targets, temperatures, optional = make_everything()

@@ -92,11 +92,11 @@ def test_pass_at_one_is_grpo():
     assert torch.allclose(pass_at_k_analytic(correct, groups, k=1).double(), expected, atol=1e-6)
 
 
-def test_a_wrong_one_is_blamed_less_the_larger_k_is():
+def test_the_penalty_of_a_wrong_answer_falls_with_k():
     correct = torch.tensor([True] + [False] * 7)
-    blame = [pass_at_k_analytic(correct, torch.zeros(8, dtype=torch.int64), k=k)[-1].item() for k in range(1, 8)]
-    assert blame == sorted(blame)
-    assert max(blame) < 0
+    penalty = [pass_at_k_analytic(correct, torch.zeros(8, dtype=torch.int64), k=k)[-1].item() for k in range(1, 8)]
+    assert penalty == sorted(penalty)
+    assert max(penalty) < 0
 
 
 @pytest.mark.parametrize("k", [2, 3, 9, 100])

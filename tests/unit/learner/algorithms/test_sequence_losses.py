@@ -102,12 +102,12 @@ def test_gmpo_clips_each_token_on_one_side_before_the_mean():
     assert idle("gmpo", log_ratio, advantages) == [True, False, False, True, False, True]
 
 
-def test_topr_tapers_blamed_sequences_by_their_whole_ratio():
+def test_topr_tapers_sequences_of_negative_advantage_by_their_whole_ratio():
     log_ratio = wide(-2.0, 0.5, 0.3, -0.2, -0.6, 1.0)
-    praised = gradient_of(LOSSES["topr"], log_ratio, of(1, 2, 3))
-    blamed = gradient_of(LOSSES["topr"], log_ratio, of(-1, -2, -3))
-    assert praised.tolist() == pytest.approx((-of(1, 2, 3)).tolist())
-    assert blamed.tolist() == pytest.approx(of(math.exp(-1.5), 2 * math.exp(-0.5), 3).tolist())
+    positive = gradient_of(LOSSES["topr"], log_ratio, of(1, 2, 3))
+    negative = gradient_of(LOSSES["topr"], log_ratio, of(-1, -2, -3))
+    assert positive.tolist() == pytest.approx((-of(1, 2, 3)).tolist())
+    assert negative.tolist() == pytest.approx(of(math.exp(-1.5), 2 * math.exp(-0.5), 3).tolist())
 
 
 def test_topr_of_tokens_tapers_each_by_its_own_ratio():
@@ -199,7 +199,7 @@ def test_sppo_by_hand():
     assert sppo(wide(0, 1, -2), wide(0.5, 1, 0.25), eta=4.0).tolist() == [0, 1, 1]
 
 
-def test_sppo_compares_the_ratio_of_the_whole_sequence_and_says_so_at_each_of_its_tokens():
+def test_sppo_compares_the_ratio_of_the_whole_sequence_at_each_of_its_tokens():
     losses = sequence_losses.sppo(loss_inputs(wide(0.5, 1, -1), wide(0.5, 0.5, -0.5), whole(0, 0, 1)), eta=2.0)
     assert losses.tolist() == [0.25, 0.25, 0]
 

@@ -99,7 +99,7 @@ def test_m2po_does_not_depend_on_the_order_of_tokens():
     assert m2po_mask(log_ratio[order], advantages[order], threshold=0.1).equal(mask[order])
 
 
-def test_opsm_drops_the_blamed_sequences_that_have_drifted():
+def test_opsm_drops_drifted_sequences_of_negative_advantage():
     sequences = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     log_ratio = wide(-1.0, -0.2, -1.0, -0.2, -1.0, 0.1, 9.0)
     advantages = wide(-1, -1, 1, 1, -1, -1, -1)

@@ -38,7 +38,7 @@ def test_columns_lie_group_by_group_and_token_by_token():
     assert batch.tokens.generator_logprobs.tolist() == [-2.0] * 10
 
 
-def test_samples_know_their_places_in_the_columns():
+def test_samples_have_their_indices_in_the_columns():
     updates = built(make_groups(num_groups=4, version=5), num_updates=2).updates
     indices = np.concatenate([sample.indices for samples in updates for sample in samples])
     assert sorted(indices.tolist()) == list(range(len(indices)))

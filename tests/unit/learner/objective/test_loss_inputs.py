@@ -114,7 +114,7 @@ def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():
     assert of_trajectories(found, "advantages")[3:] != [0, 0, 0]
 
 
-def test_a_token_baseline_compares_tokens_at_the_same_place_though_older_ones_are_gone():
+def test_a_token_baseline_compares_tokens_at_the_same_position_though_older_ones_are_masked():
     old = make_response(0, 0, reward=1.0, version_spans=[VersionSpan(4, 0), VersionSpan(6, 9)])
     groups = [[old, make_response(0, 1, reward=0.0, version=9)]]
     batch = build_batch(

@@ -100,7 +100,7 @@ def test_dropout_is_off(tmp_path):
     assert load(path).trunk.config.attention_dropout == 0.0
 
 
-def test_a_model_in_bfloat16_still_says_values_in_float32(tmp_path):
+def test_a_model_in_bfloat16_still_returns_values_in_float32(tmp_path):
     rough = load_value_model(ModelConfig(path=str(make_model(tmp_path)), dtype="bfloat16"), device=CPU)
     exact = load(make_model(tmp_path))
     for model in (rough, exact):
