@@ -1,13 +1,15 @@
-"""Builders of valid records; override by keyword."""
+"""Builders of valid records, with fields overridden by keyword, and of archives."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from slipstream.broker.messages import Prompt
-from slipstream.buffer.codec import pack
-from slipstream.buffer.records import Lease
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.codec import encode, pack
+from slipstream.buffer.records import FinishedGroup, Lease
 from slipstream.buffer.trajectory import (
     Purpose,
     Reward,
@@ -22,7 +24,7 @@ from slipstream.configs.run import RunConfig
 
 
 def make_trajectory(group_id: str = "0", index: int = 0, **overrides: Any) -> Trajectory:
-    """Six prompt tokens, six response tokens, version 0, reward 0.5."""
+    """A trajectory of six prompt tokens and six response tokens, version 0, reward 0.5."""
     attempt = overrides.get("attempt", 0)
     mask = np.arange(12) >= 6
     fields: dict[str, Any] = {
@@ -49,7 +51,7 @@ def make_trajectory(group_id: str = "0", index: int = 0, **overrides: Any) -> Tr
 def make_packed(
     group_id: str = "0", index: int = 0, *, group_size: int = 2, purpose: Purpose = "train", **overrides: Any
 ) -> tuple[TrajectoryHeader, bytes]:
-    """A trajectory as it travels."""
+    """Header and payload of a trajectory, as sent to the broker."""
     trajectory = make_trajectory(group_id, index, **overrides)
     lease_id = make_lease_id(group_id, trajectory.attempt)
     return pack(trajectory, lease_id=lease_id, purpose=purpose, group_size=group_size)
@@ -58,14 +60,14 @@ def make_packed(
 def make_prompt(
     prompt: str | list[dict[str, Any]] = "48213=", *, purpose: Purpose = "train", **overrides: Any
 ) -> Prompt:
-    """A leased row of the digits task, first attempt, two members."""
+    """A lease of the digits task: first attempt, two members."""
     lease = Lease("0-0", group_id="0", purpose=purpose, row=0, ordinal=0, attempt=0, indices=[0, 1])
     fields = {"lease": lease, "uid": "test/0", "ground_truth": "31284", "data_source": "test"}
     return Prompt(prompt=prompt, **(fields | overrides))
 
 
 def make_run(**overrides: Any) -> RunConfig:
-    """A small valid run; override nested fields by dicts: make_run(learner={"max_steps": 3})."""
+    """A small valid run; dicts override nested fields: make_run(learner={"max_steps": 3})."""
     plain = {
         "name": "test",
         "model": {"path": "models/test"},
@@ -75,6 +77,24 @@ def make_run(**overrides: Any) -> RunConfig:
         "evaluation": {"monitor_prompts": 2, "final_prompts": 2},
     }
     return msgspec.convert(_merge(plain, overrides), RunConfig)
+
+
+def make_finished(group_id: str = "0", *, members: int = 2, **fields: Any) -> FinishedGroup:
+    """A group retired by step 1; `fields` are those of its trajectories or of the group."""
+    outcome = {name: fields.pop(name) for name in ("outcome", "reason", "steps") if name in fields}
+    payloads = [encode(make_trajectory(group_id, index, **fields)) for index in range(members)]
+    return FinishedGroup(
+        **({"id": group_id, "outcome": "retired", "reason": "", "steps": [1]} | outcome), payloads=payloads
+    )
+
+
+def write_archive(folder: Path, *shards: list[FinishedGroup]) -> Path:
+    """Write an archive with these shards; returns its folder."""
+    writer = ShardWriter(folder, clock=lambda: 1000.0)
+    for groups in shards:
+        writer.write(groups)
+    writer.close()
+    return folder
 
 
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

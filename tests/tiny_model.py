@@ -1,4 +1,4 @@
-"""A tiny random Qwen2 checkpoint with a tokenizer over single characters, made by code."""
+"""A tiny random Qwen2 model and its character tokenizer, for tests without downloads."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""python -m tests.golden.rewrite: record the serial run anew, after a change of numbers that was meant."""
+"""`python -m tests.golden.rewrite`: record the golden serial run again, after an intended change of numbers."""
 
 import json
 import tempfile

@@ -1,7 +1,7 @@
-"""python -m tests.golden.rewrite_trl: record what TRL 1.16.0 says of small batches, for test_agrees_with_trl.py.
+"""`python -m tests.golden.rewrite_trl`: record losses, gradients and advantages of TRL 1.16.0 for test_agrees_with_trl.py.
 
-TRL's own trainers do the computing, with given numbers where they would ask a model, a generator or a reward function;
-padding and tool tokens hold numbers that would show in every result if they were counted.
+TRL's own trainers compute them, from given numbers instead of a model, a generator and reward functions. Padding and tool
+tokens hold large numbers that would show in every result if they were counted.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ try:
     from trl.trainer.rloo_trainer import RLOOTrainer
 except (ImportError, RuntimeError) as reason:
     raise SystemExit(
-        f"TRL is not here ({reason}): `uv pip install --target FOLDER --no-deps trl==1.16.0 accelerate datasets "
+        f"TRL is not installed ({reason}): `uv pip install --target FOLDER --no-deps trl==1.16.0 accelerate datasets "
         "multiprocess pandas`, then run this with PYTHONPATH=FOLDER."
     ) from reason
 
@@ -43,10 +43,9 @@ EOS, PAD, ORDINARY, LONGEST, POISON = 1, 0, 5, 6, -7.5
 LENGTHS = [3, 1, 4, 2, 2, 5, 1, 3, 1, 2, 4, 2]
 """Model-written tokens of three groups of four."""
 TOOLS = [(2, 1), (5, 4)]
-"""(sequence, place): two tool tokens stand before that token."""
+"""(sequence, index): two tool tokens precede that token."""
 REWARDS = [1.0, 0.0, 0.5, 0.2, -1.0, 2.0, 2.0, 0.0, 0.3, 0.8, 0.1, 0.9]
 NONE = math.nan
-
 
 USUAL = {"scale_rewards": "none", "epsilon_high": 0.28, "loss_type": "grpo", "use_bias_correction_kl": False}
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.1}
@@ -75,11 +74,11 @@ LOSSES: dict[str, dict[str, Any]] = {
     "entropy": {"loss_type": "dapo", "entropy_coef": 0.05},
     "together": {**SEQUENCE, **BOUNDED, MODE: "token_truncate", "loss_type": "dapo", "beta": 0.1, "entropy_coef": 0.05},
 }
-"""Name -> settings beside the usual ones."""
+"""Name -> settings in addition to the usual ones."""
 
 
 class _Given:
-    """The parts of a trainer that would ask a model, a generator or a reward function; settings are those of `args`."""
+    """The parts of a trainer that would call a model, a generator or a reward function; settings come from `args`."""
 
     def __init__(self, args: Any, *, rewards: list[list[float]], batch: dict[str, Any]) -> None:
         self.args = args
@@ -136,21 +135,21 @@ def _model(name: str) -> SimpleNamespace:
 
 
 def written(batch: dict[str, Any]) -> list[list[int]]:
-    """Of every sequence: 1 for a token of the model, 0 for one of a tool."""
+    """A row per sequence: 1 for a token of the model, 0 for one of a tool."""
     rows = [[1] * length for length in LENGTHS]
-    for sequence, place in batch.get("tools", TOOLS):
-        rows[sequence][place:place] = [0, 0]
+    for sequence, index in batch.get("tools", TOOLS):
+        rows[sequence][index:index] = [0, 0]
     return rows
 
 
 def is_written(batch: dict[str, Any]) -> Tensor:
-    """The same [B, T], False in the padding."""
+    """Mask of model-written tokens [B, T], False in the padding."""
     rows = [torch.tensor(row) for row in written(batch)]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).bool()
 
 
 def padded(batch: dict[str, Any], name: str) -> Tensor:
-    """The values of model-written tokens in their places."""
+    """Values of model-written tokens at their indices [B, T], poison elsewhere."""
     places = is_written(batch)
     rows = torch.full(places.shape, POISON)
     rows[places] = torch.tensor(batch[name])
@@ -158,7 +157,7 @@ def padded(batch: dict[str, Any], name: str) -> Tensor:
 
 
 def make_batch() -> dict[str, Any]:
-    """A learner that has moved from where the step began, which in turn had moved from the generator."""
+    """A batch whose learner has moved since the start of the step, as the start has from the generator."""
     torch.manual_seed(16)
     num_tokens = sum(LENGTHS)
     start = -3 * torch.rand(num_tokens) - 0.2
@@ -174,7 +173,7 @@ def make_batch() -> dict[str, Any]:
 
 
 def build(kind: type, config: type, batch: dict[str, Any], *, rewards: list[list[float]], **settings: Any) -> Any:
-    """A trainer with TRL's own record of settings."""
+    """A trainer configured by TRL's own settings record."""
     sizes = {"per_device_train_batch_size": len(rewards), "num_generations": batch["group_size"]}
     usual = {"num_iterations": 2, "gradient_accumulation_steps": 1, "epsilon": 0.2, "beta": 0.0, **sizes}
     machine = {"use_cpu": True, "bf16": False, "report_to": "none", "max_completion_length": LONGEST}
@@ -183,8 +182,10 @@ def build(kind: type, config: type, batch: dict[str, Any], *, rewards: list[list
     return kind(args, rewards=rewards, batch=batch)
 
 
-def of_loss(batch: dict[str, Any], *, kind: type = Grpo, config: type = GRPOConfig, **settings: Any) -> dict[str, Any]:
-    """Loss and gradient, from rewards to the end."""
+def loss_and_gradients(
+    batch: dict[str, Any], *, kind: type = Grpo, config: type = GRPOConfig, **settings: Any
+) -> dict[str, Any]:
+    """Loss and gradients of the whole computation, from rewards on."""
     trainer = build(kind, config, batch, rewards=[[reward] for reward in batch["rewards"]], **settings)
     inputs = trainer._generate_and_score_completions([{"prompt": ""}] * len(LENGTHS))
     loss = trainer._compute_loss(_model("learner_logprobs"), inputs)
@@ -197,27 +198,29 @@ def of_loss(batch: dict[str, Any], *, kind: type = Grpo, config: type = GRPOConf
 
 
 def losses(batch: dict[str, Any]) -> dict[str, Any]:
-    """GRPO's losses and its relatives'."""
-    found = {name: of_loss(batch, **(USUAL | chosen)) for name, chosen in LOSSES.items()}
-    found["gmpo"] = of_loss(batch, kind=Gmpo, config=GMPOConfig, scale_rewards="none", epsilon=0.3, epsilon_high=0.25)
+    """Losses of GRPO and its relatives, by name."""
+    found = {name: loss_and_gradients(batch, **(USUAL | chosen)) for name, chosen in LOSSES.items()}
+    found["gmpo"] = loss_and_gradients(
+        batch, kind=Gmpo, config=GMPOConfig, scale_rewards="none", epsilon=0.3, epsilon_high=0.25
+    )
     truncated = batch | {"is_truncated": [index in (1, 5) for index in range(len(LENGTHS))]}
     for kind in ("grpo", "dapo"):
         settings = USUAL | {"loss_type": kind, "mask_truncated_completions": True}
-        found[f"{kind}_truncated"] = of_loss(truncated, **settings)
+        found[f"{kind}_truncated"] = loss_and_gradients(truncated, **settings)
     unscored = batch | {"rewards": [NONE if index == 4 else reward for index, reward in enumerate(REWARDS)]}
-    found["grpo_unscored"] = of_loss(unscored, **USUAL)
+    found["grpo_unscored"] = loss_and_gradients(unscored, **USUAL)
     unknown = [NONE if index % 5 == 0 else value for index, value in enumerate(batch["generator_logprobs"])]
     settings = USUAL | LOSSES["sequence_truncate"]
-    found["unknown_logprobs"] = of_loss(batch | {"generator_logprobs": unknown}, **settings)
-    fresh = batch | {"learner_logprobs": batch["start_logprobs"], "tools": []}  # that trainer knows no tools
+    found["unknown_logprobs"] = loss_and_gradients(batch | {"generator_logprobs": unknown}, **settings)
+    fresh = batch | {"learner_logprobs": batch["start_logprobs"], "tools": []}  # RLOOTrainer does not support tools
     for name, beta in (("rloo", 0.0), ("rloo_kl", 0.1)):
-        found[name] = of_loss(fresh, kind=Rloo, config=RLOOConfig, normalize_advantages=False, beta=beta)
+        found[name] = loss_and_gradients(fresh, kind=Rloo, config=RLOOConfig, normalize_advantages=False, beta=beta)
     found["async_grpo"] = async_grpo(batch)
     return found
 
 
 def async_grpo(batch: dict[str, Any]) -> dict[str, Any]:
-    """PPO-clip around the generator, advantages of a group at a time."""
+    """PPO-clip around the generator's policy, with advantages computed per group."""
     groups = torch.tensor(batch["rewards"]).view(-1, batch["group_size"])
     advantages = torch.tensor([asyncio.run(async_advantages(group.tolist())) for group in groups]).flatten()
     per_token = advantages.repeat_interleave(torch.tensor(LENGTHS))
@@ -244,15 +247,15 @@ def async_grpo(batch: dict[str, Any]) -> dict[str, Any]:
         **{f"_step_{name}": 0.0 for name in ("forward_tokens", "trained_tokens", "seq_len_weighted", "samples")},
         _step_forward_s=0.0,
     )
-    told = SimpleNamespace(log_probs=learner[None], entropy=torch.zeros(1, num_tokens))
-    torch.set_default_dtype(torch.float32)  # its metrics assume so
-    loss = AsyncGRPOTrainer.compute_loss(trainer, lambda **_: told, inputs)
+    output = SimpleNamespace(log_probs=learner[None], entropy=torch.zeros(1, num_tokens))
+    torch.set_default_dtype(torch.float32)  # its metrics assume float32
+    loss = AsyncGRPOTrainer.compute_loss(trainer, lambda **_: output, inputs)
     torch.set_default_dtype(torch.float64)
     return {"loss": loss, "gradient": torch.autograd.grad(loss, learner)[0]}
 
 
 async def async_advantages(rewards: list[float]) -> list[float]:
-    """Of one group."""
+    """Advantages of one group."""
     size = len(rewards)
     sequence = SimpleNamespace(input_ids=[], completion_mask=[], old_log_probs=[])
     group = SimpleNamespace(
@@ -269,7 +272,7 @@ async def async_advantages(rewards: list[float]) -> list[float]:
 
 
 def advantages(batch: dict[str, Any]) -> dict[str, Any]:
-    """Advantages alone, of groups with answers that have no reward."""
+    """Advantages of groups in which some answers have no reward."""
     mixed = [1.0, 0.0, 0.5, 0.2, 0.3, 0.3, 0.3, 0.3, NONE, 2.0, 0.0, -1.0]
     alone = [1.0, 0.0, 0.5, 0.2, NONE, 0.7, NONE, NONE, NONE, 2.0, 0.0, -1.0]
     parts = [[reward, round(math.sin(index), 2)] for index, reward in enumerate(REWARDS)]
@@ -280,8 +283,8 @@ def advantages(batch: dict[str, Any]) -> dict[str, Any]:
     }
     found = {}
     for name, rewards in (("mixed", mixed), ("alone", alone)):
-        told = {kind: score(make(rewards=[[reward] for reward in rewards])) for kind, make in kinds.items()}
-        found[name] = {"rewards": rewards, **told}
+        scores = {kind: score(make(rewards=[[reward] for reward in rewards])) for kind, make in kinds.items()}
+        found[name] = {"rewards": rewards, **scores}
     settings = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]}
     found["parts"] = {"rewards": parts, "gdpo": score(build(Grpo, GRPOConfig, batch, rewards=parts, **settings))}
     return found
@@ -293,12 +296,12 @@ def score(trainer: Any) -> Tensor:
 
 
 def divergences() -> dict[str, Any]:
-    """Distances between a student and a teacher over a vocabulary of 6, means over 3 of 4 tokens."""
+    """Divergences between a student and a teacher over a vocabulary of 6, means over 3 of 4 tokens."""
     torch.manual_seed(17)
     student, teacher = (torch.randn(1, 4, 6).mul(1.5).mul(1000).round().div(1000) for _ in range(2))
     labels = torch.tensor([[1, -100, 1, 1]])
 
-    def told(function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    def evaluate(function: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         leaf = student.clone().requires_grad_()
         loss = function(leaf)
         return {"loss": loss, "gradient": torch.autograd.grad(loss, leaf)[0][labels != -100]}
@@ -315,14 +318,14 @@ def divergences() -> dict[str, Any]:
 
     found: dict[str, Any] = {"student": student[labels != -100], "teacher": teacher[labels != -100]}
     for beta in (0.0, 0.3, 1.0):
-        found[f"beta_{beta}"] = told(partial(over_vocabulary, beta=beta))
+        found[f"beta_{beta}"] = evaluate(partial(over_vocabulary, beta=beta))
     for beta, has_rest in itertools.product((0.0, 0.3), (False, True)):
-        found[f"top_3_{beta}_{has_rest}"] = told(partial(over_few, beta=beta, has_rest=has_rest))
+        found[f"top_3_{beta}_{has_rest}"] = evaluate(partial(over_few, beta=beta, has_rest=has_rest))
     return found
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: 9 digits, null for a number that is none."""
+    """Convert to JSON types: floats of 9 digits, null for NaN."""
     if isinstance(value, dict):
         return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, Tensor):
@@ -332,14 +335,14 @@ def plain(value: Any) -> Any:
     return value if not isinstance(value, float) else None if math.isnan(value) else round(value, 9)
 
 
-def lines(told: dict[str, Any]) -> str:
-    """JSON with a line for every list."""
-    parts = {name: lines(entry) if isinstance(entry, dict) else json.dumps(entry) for name, entry in told.items()}
+def lines(results: dict[str, Any]) -> str:
+    """JSON with one line per list."""
+    parts = {name: lines(entry) if isinstance(entry, dict) else json.dumps(entry) for name, entry in results.items()}
     return "{\n" + ",\n".join(f'"{name}": {text}' for name, text in parts.items()) + "\n}"
 
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     batch = make_batch()
-    told = {"trl": trl.__version__, "batch": batch, "losses": losses(batch), "advantages": advantages(batch)}
-    GOLDEN.write_text(lines(plain(told | {"divergences": divergences()})) + "\n")
+    results = {"trl": trl.__version__, "batch": batch, "losses": losses(batch), "advantages": advantages(batch)}
+    GOLDEN.write_text(lines(plain(results | {"divergences": divergences()})) + "\n")

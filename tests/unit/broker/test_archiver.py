@@ -14,8 +14,8 @@ from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
 from slipstream.configs.buffer import ArchiveConfig
+from tests.builders import make_finished
 from tests.fakes import FakeClock
-from tests.unit.buffer.archive.finished import make_finished
 from tests.unit.buffer.archive.test_ledger import make_step
 
 CONFIG = ArchiveConfig(groups_per_shard=3, flush_s=30.0)

@@ -9,7 +9,7 @@ from slipstream.buffer.archive.archive import Archive, ArchiveCheck
 from slipstream.buffer.archive.manifest import MANIFEST, Manifest, read_manifest
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.errors import ArchiveError, ShardError
-from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.builders import make_finished, write_archive
 
 SECOND = "shard-00000002.parquet"
 

@@ -14,7 +14,7 @@ from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
-from tests.unit.buffer.archive.finished import make_finished
+from tests.builders import make_finished
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)

@@ -9,7 +9,7 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.ledger import LEDGER, LedgerWriter, read_ledger
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import StepEntry
-from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.builders import make_finished, write_archive
 
 
 def make_step(step: int, *group_ids: str, **overrides: object) -> StepEntry:

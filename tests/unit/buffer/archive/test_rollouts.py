@@ -7,7 +7,7 @@ import pytest
 from slipstream.buffer.archive.rollouts import Rollouts
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ArchiveError
-from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.builders import make_finished, write_archive
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import Sampling
-from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.builders import make_finished, write_archive
 
 UNFIT = Sampling(1.0, 1.0, -1, 6, 2**63)
 """A seed beyond 64 bits with a sign."""

@@ -8,8 +8,7 @@ import pytest
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from tests.builders import make_trajectory
-from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.builders import make_finished, make_trajectory, write_archive
 
 LONG = {
     "token_ids": np.arange(20, dtype=np.int32),

@@ -12,8 +12,7 @@ from tokenizers.models import WordLevel
 
 from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from tests.builders import make_run
-from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.builders import make_finished, make_run, write_archive
 from tests.unit.buffer.cli.run import run
 
 LETTERS = "abcdefghijkl"

@@ -14,7 +14,7 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from tests.unit.buffer.archive.finished import make_finished, write_archive
+from tests.builders import make_finished, write_archive
 from tests.unit.buffer.cli.run import run
 
 LOGPROBS = np.array([0] * 6 + [-0.1, -1 / 3, -1e-30, -88.7, -0.0, -2.5], np.float32)

@@ -10,10 +10,9 @@ from slipstream.buffer.records import Claim, StepEntry
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.launch.replay_plan import plan_replay
-from tests.builders import make_run
+from tests.builders import make_finished, make_run, write_archive
 from tests.contract.stores import OLDEST_FIRST, make_memory_store
 from tests.fakes import FakeClock
-from tests.unit.buffer.archive.finished import make_finished, write_archive
 from tests.unit.buffer.archive.test_ledger import make_step
 
 
