@@ -167,6 +167,7 @@ def audit(snapshot: Snapshot) -> Audit:
     states = _states_of(snapshot)
     held = {state: sum(snapshot.members[group][0] for group in ids) for state, ids in snapshot.groups.items()}
     over = {name: snapshot.outcome_members.get(name, 0) for name in ("retired", "rejected", "expired", "quarantined")}
+    # Positive: acknowledged trajectories are nowhere. Negative: some are stored twice.
     missing = snapshot.accepted - sum(held.values()) - sum(over.values())
     doubled = {group: found for group, found in states.items() if len(found) > 1}
     overused = _overused(snapshot)
@@ -191,6 +192,7 @@ def audit(snapshot: Snapshot) -> Audit:
 
 
 def _states_of(snapshot: Snapshot) -> dict[str, list[str]]:
+    # A list, not one state: a group in two of them is what the audit looks for.
     states: dict[str, list[str]] = {}
     for state, groups in snapshot.groups.items():
         for group in groups:

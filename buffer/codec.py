@@ -98,6 +98,7 @@ def _decode_hook(kind: type, value: Any) -> Any:
 
 
 def _restore(array: _Array) -> np.ndarray:
+    # numpy would take any byte for true, and the archive would not give it back.
     if array.dtype == "bool" and len(array.data) and int(np.maximum.reduce(np.frombuffer(array.data, np.uint8))) > 1:
         raise ValueError("the bytes of a bool array must be 0 or 1")
     flat = np.frombuffer(array.data, _DTYPES[array.dtype])
@@ -200,6 +201,7 @@ def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
     if not 0 <= header.index < header.group_size:
         raise RecordRefusedError("index", f"index must be in [0, {header.group_size}), got {header.index}")
     trajectory = unpack(payload)
+    # The header decides about admission, accounting and staleness: it must be the one that follows from the payload.
     described = _describe(
         trajectory, payload, lease_id=header.lease_id, purpose=header.purpose, group_size=header.group_size
     )

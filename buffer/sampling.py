@@ -143,6 +143,7 @@ def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
     """Return the groups that are too old for a learner at `version`, or too many to keep."""
     reuse, max_lag = rules.reuse, rules.staleness.max_lag
     stale = [candidate.id for candidate in queue.ready if version - candidate.oldest_version > max_lag]
+    # `reusable` is in the order of becoming ready, so that the first are the oldest.
     surplus = len(queue.reusable) - reuse.max_groups
     released = [
         candidate.id
@@ -154,6 +155,7 @@ def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
 
 def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, step: int) -> Sample | NotReady:
     """Select `num_groups` groups for `step`, or say why not yet; evictions must have been applied to `queue`."""
+    # More arrivals raise the limit, so one more ready group is worth another try.
     limit = rules.reuse.samples_per_insert
     if limit is not None and queue.num_uses + num_groups > limit * queue.num_arrived:
         reason = (
@@ -247,6 +249,7 @@ def _race(
     group_ids = [candidates[index].id for index in selected]
     if not isinstance(sampler, PrioritizedConfig):
         return group_ids, [1.0] * len(group_ids)
+    # Rank conditioning: given the smallest key that lost, inclusions are independent, and their probability is known.
     threshold = float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
     included = inclusion_probabilities(rates[selected], threshold=threshold)
     weights = (len(selected) / (len(candidates) * included)) ** sampler.correction

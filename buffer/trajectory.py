@@ -73,7 +73,10 @@ class Reward(Record):
 
 
 class Sampling(Record):
-    """Sampling parameters of a response. Example: Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16, seed=77)."""
+    """Sampling parameters of a response.
+
+    Example: Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16, seed=77)
+    """
 
     temperature: float
     """Softmax temperature; 0 = greedy."""
@@ -183,6 +186,7 @@ class Trajectory(Record):
     def token_versions(self) -> np.ndarray:
         """Return the version that sampled each token, int32[T]; -1 where the model did not write it."""
         versions = np.full(self.num_tokens, -1, dtype=np.int32)
+        # Spans are in order, so that each overwrites the rest of the one before.
         for span in self.version_spans:
             versions[span.first_token :] = span.version
         versions[~self.model_mask] = -1

@@ -66,6 +66,7 @@ def is_evaluation(group_id: str) -> bool:
 
 def make_lease(group_id: str, *, attempt: int, purpose: Purpose, indices: list[int], num_rows: int, seed: int) -> Lease:
     """Build the lease of a group, with the dataset row that its ordinal stands for."""
+    # The row follows from the ordinal and the seed, so that no cursor over the dataset has to be stored.
     ordinal = int(group_id.rpartition(":")[2])
     row = ordinal if is_evaluation(group_id) else row_of(ordinal, num_rows=num_rows, seed=seed)
     return Lease(

@@ -58,10 +58,12 @@ class Rollouts:
         raise AssertionError("every group of an epoch is in one of its shards")
 
     def _shuffled(self, count: int, *path: int) -> list[int]:
+        # Raw draws and a stable sort: numpy keeps the streams of its bit generators, not its `permutation`.
         draws = np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count)
         return np.argsort(draws, kind="stable").tolist()
 
     def _payloads(self, shard: ShardEntry) -> dict[str, list[bytes]]:
+        # Consecutive groups lie in one shard, so that the newest alone is kept.
         if self._loaded[0] != shard.file:
             rows = read_shard(self._folder, shard, where=TRAINABLE)
             groups = groupby((stored.trajectory for stored in rows), key=lambda trajectory: trajectory.group_id)

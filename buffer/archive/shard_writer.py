@@ -113,6 +113,7 @@ class ShardWriter:
             checksum=xxhash.xxh3_64_hexdigest(data),
             archived_at=now,
         )
+        # The shard before its line: a line without its shard would be an archive that lost data.
         write_durably(self._folder / shard.file, data)
         self._manifest.append(shard)
         self._recent.append({group.id for group in groups})
@@ -130,6 +131,7 @@ class ShardWriter:
                 "move the shards away."
             )
         manifest = Manifest(self._folder)
+        # A crash between shard and line leaves exactly one file, the next in number; its groups come again.
         orphans = found - {shard.file for shard in manifest.shards}
         if orphans - {shard_name(manifest.next_number)}:
             raise ArchiveError(
@@ -147,6 +149,7 @@ class ShardWriter:
         try:
             return group_ids_of(self._folder, shard)
         except ShardError as error:
+            # A damaged old shard must not keep new groups from being archived.
             log.warning("shard_refused", reason=str(error))
             return set()
 
@@ -158,6 +161,7 @@ class ShardWriter:
             if len(groups) == 1:
                 self._write_overflow(groups[0], error)
                 return SCHEMA.empty_table(), []
+        # Bisection: one bad group among N costs about log N further conversions, not N.
         half = len(groups) // 2
         parts = [self._tabulate(part, archived_at=archived_at) for part in (groups[:half], groups[half:])]
         return pa.concat_tables([table for table, _ in parts]), [group for _, fit in parts for group in fit]

@@ -60,7 +60,10 @@ Decode = Callable[[np.ndarray], str]
 
 
 class TrajectoryFilter(Record):
-    """Conditions that a trajectory must meet, all that are set. Example: TrajectoryFilter(min_reward=0.5, outcome="retired", text="= 42")."""
+    """Conditions that a trajectory must meet, all that are set.
+
+    Example: TrajectoryFilter(min_reward=0.5, outcome="retired", text="= 42")
+    """
 
     id: str | None = None
     """Id of the one trajectory."""

@@ -72,7 +72,10 @@ _TEXT_BYTES = 64
 
 
 class RejectedFrame(msgspec.Struct, frozen=True):
-    """A frame that the broker rejected. Example: RejectedFrame(reason="malformed", num_bytes=4, is_cut=False, hex="6a756e6b")."""
+    """A frame that the broker rejected.
+
+    Example: RejectedFrame(reason="malformed", num_bytes=4, is_cut=False, hex="6a756e6b")
+    """
 
     reason: str
     """Reason, as in the counter `refused`."""

@@ -32,7 +32,7 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
     """Write `target` in the format of its suffix, whole or not at all; return the number of trajectories.
 
     Parquet has the columns of an archive; JSON lines have the same fields (bytes in `extras` as base64), and the
-    decoded texts if `decode` is given; `import` reads both. Raises ConfigError for another suffix or a file that exists,
+    decoded texts if `decode` is given; `import` reads both. Raises ConfigError for another suffix or an existing file,
     RecordRefusedError for a trajectory that does not fit the columns.
     """
     if target.suffix not in _FORMATS:
@@ -41,6 +41,7 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
         raise ConfigError(f"OUT must not exist yet, got {target}: choose another name, or delete it.")
     if not target.parent.is_dir():
         raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
+    # Renamed when it is whole: a reader never finds half a file.
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -126,9 +127,11 @@ def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Importe
     into = Path(where)
     _check_target(into)
     groups = _grouped(chain.from_iterable(map(read_rollouts, files)))
+    # Beside the target, so that the rename stays within one file system.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
     try:
         imported = _write(groups, unfinished)
+        # `mkdtemp` gives rights to its user alone.
         unfinished.chmod(0o755)
         unfinished.rename(into)
     except BaseException:
@@ -181,7 +184,7 @@ def _check_fits(sourced: SourcedTrajectory, members: list[SourcedTrajectory]) ->
     stored, first = sourced.stored, members[0].stored
     if stored.trajectory.index in {member.stored.trajectory.index for member in members}:
         raise ConfigError(
-            f"{sourced.source}: a group must have one member of each index, got index {stored.trajectory.index} of group "
+            f"{sourced.source}: a group must have one member per index, got index {stored.trajectory.index} of group "
             f"{_group_id(sourced)} again."
         )
     if (stored.state, stored.reason, stored.steps) != (first.state, first.reason, first.steps):

@@ -26,6 +26,7 @@ class MemoryBatches(MemoryState):
             run = self._opened()
             if step <= run.step:
                 raise already_committed(step, newest=run.step)
+            # A learner whose answer was lost asks again, and must not hold two claims of one step.
             if earlier := self._claims.pop(step, None):
                 self._enqueue_all(earlier.group_ids)
             selected = self._sample(rules, step=step, version=version, num_groups=num_groups)
@@ -33,12 +34,14 @@ class MemoryBatches(MemoryState):
                 return selected
             for group_id in selected.group_ids:
                 self._dequeue(group_id)
+            # The fence grows with every claim, also of the same step: it tells the live claim from older ones.
             run.fence += 1
             self._claims[step] = LiveClaim(run.fence, self._deadline(lease_s), list(selected.group_ids))
             lag = self._lag(selected.group_ids, version=version)
             return make_claim(selected, step=step, fence=run.fence, lag=lag)
 
     def _sample(self, rules: SamplingRules, *, step: int, version: int, num_groups: int) -> Sample | NotReady:
+        # A replay takes the batches of the ledger, whatever its own settings would select.
         if step in self._planned:
             return self._planned[step]
         if rules.only_oldest:
@@ -87,6 +90,7 @@ class MemoryBatches(MemoryState):
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
         with self._changed:
+            # All or nothing: a batch that lacks a group must not be trained on.
             for group_id in group_ids:
                 if group_id not in self._groups or not self._groups[group_id].members:
                     raise not_stored(group_id)
@@ -122,12 +126,14 @@ class MemoryBatches(MemoryState):
             if claim.step in self._used and self._used[claim.step].fence == claim.fence:
                 return
             run, live = self._opened(), self._live(claim)
+            # Steps are committed without gaps, so that a checkpoint of step N covers every group used up to N.
             if claim.step != run.step + 1:
                 raise out_of_order(claim, newest=run.step)
             del self._claims[claim.step]
             self._used[claim.step] = UsedStep(claim.fence, live.group_ids)
             for group_id in live.group_ids:
                 self._use(self._groups[group_id], step=claim.step)
+            # Kept per step, because a version is committed later, when the learner may be a step further.
             self._consumed_at[claim.step] = run.consumed
             self._ledger[claim.step] = entry
             run.step, run.stepped_at, run.learner_fence = claim.step, self._now() / 1000, claim.fence
@@ -150,9 +156,11 @@ class MemoryBatches(MemoryState):
             run = self._opened()
             if pointer.step > run.step:
                 raise not_yet_committed(pointer, step=run.step)
+            # A learner that was replaced may still finish a checkpoint; its steps are no longer those of the run.
             if fence != run.learner_fence:
                 raise superseded_learner(pointer, fence=fence, newest=run.learner_fence)
             run.checkpoint = pointer
+            # No step follows that could use a group again.
             if run.phase == "finishing":
                 self._reusable.clear()
             return sum(self._retire(step) for step in sorted(step for step in self._used if step <= pointer.step))
@@ -161,6 +169,7 @@ class MemoryBatches(MemoryState):
         used = self._used.pop(step)
         kept = [group_id for group_id in used.group_ids if self._groups[group_id].sequence in self._reusable]
         if kept:
+            # Without a fence: the step is covered, so its commit is not repeated any more.
             self._used[step] = UsedStep(None, kept)
         for group_id in used.group_ids:
             if group_id not in kept:
@@ -170,6 +179,7 @@ class MemoryBatches(MemoryState):
     def roll_back(self, *, to_step: int, to_version: int) -> int:
         with self._changed:
             run = self._opened()
+            # In the order of the sorted set in Redis: groups must come back in the same order in both stores.
             by_deadline = sorted(self._claims, key=lambda step: (self._claims[step].deadline, str(step)))
             num_returned = sum(self._fail_claim(step)[0] for step in by_deadline)
             for step in sorted(step for step in self._used if step > to_step):

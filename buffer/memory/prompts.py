@@ -29,6 +29,7 @@ class MemoryPrompts(MemoryState):
         has_baseline: bool = False,
     ) -> list[Lease]:
         with self._changed:
+            # Evaluations first: the learner waits for them. Returned prompts before new ones: they are older.
             group_ids = self._take_pending_rows(max_groups)
             if self._opened().phase in ("starting", "training"):
                 group_ids += self._take_returned(max_groups - len(group_ids))
@@ -41,6 +42,7 @@ class MemoryPrompts(MemoryState):
         with self._changed:
             self._opened()
             held = self._leased_to(owner)
+            # A lease that another owner holds by now is not this owner's to extend.
             groups = [group for group in map(self._leased_group, dict.fromkeys(lease_ids)) if group in held]
             for group_id in groups:
                 self._leases_of_kind(group_id)[group_id] = self._deadline(lease_s)
@@ -152,6 +154,7 @@ class MemoryPrompts(MemoryState):
             self._returned.discard(int(group.id))
             self._end(group.id, "expired", "group_deadline")
         else:
+            # Closed, so that a member that still arrives is superseded: the step may be training on the group.
             group.is_closed = True
             self._complete(group)
         return message
@@ -201,6 +204,8 @@ class MemoryPrompts(MemoryState):
 
     def _objection_to(self, header: TrajectoryHeader) -> Insertion | None:
         """Return the outcome of a trajectory that is not stored; None for one to be stored."""
+        # The order of the checks matters: a repeat is acknowledged whatever became of its group, and a late answer for
+        # a group that is over is superseded, not refused, because its sender did nothing wrong.
         group = self._groups.get(header.group_id)
         sums = {member.id: member.checksum for member in group.members.values()} if group else {}
         if header.id in sums:
@@ -218,6 +223,7 @@ class MemoryPrompts(MemoryState):
         return self._lease_objection_to(header, group)
 
     def _lease_objection_to(self, header: TrajectoryHeader, group: Group) -> Insertion | None:
+        # An earlier attempt is welcome: its lease lapsed, but its answer is as good as the next one.
         if header.attempt > group.attempt:
             return _refusal("unknown_lease")
         if header.newest_version > self._opened().announced_version:
@@ -278,6 +284,7 @@ class MemoryPrompts(MemoryState):
         evaluation.answered.add(int(row))
         evaluation.num_failed += is_failed
         evaluation.num_correct += header.is_correct and not is_failed
+        # Evaluations are only counted, so nothing of the row needs to be kept.
         del self._groups[group.id]
         self._evaluation_leases.pop(group.id, None)
         self._evaluation_pending.pop(group.sequence, None)

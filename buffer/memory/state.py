@@ -168,6 +168,7 @@ class MemoryState:
         """`clock` returns the time in seconds."""
         self._clock = clock
         self._max_attempts = max_attempts
+        # One lock for all state, and the condition that `wait_ready` waits on.
         self._changed = threading.Condition()
         self._run: Run | None = None
         self._groups: dict[str, Group] = {}
@@ -266,6 +267,7 @@ class MemoryState:
         if reason := rejection_reason(group.rewards, run.group_filter):
             self._end(group.id, "rejected", reason)
             return False
+        # Given once and kept for good: a group that comes back to the queue gets its old position.
         run.ready_sequence += 1
         group.sequence = run.ready_sequence
         self._enqueue_all([group.id])
@@ -274,6 +276,7 @@ class MemoryState:
     def _end(self, group_id: str, outcome: Outcome, reason: str = "") -> None:
         """End a group that the caller has removed from every queue, lease and claim."""
         run, group = self._opened(), self._groups[group_id]
+        # Outlives the record, so that a late answer is recognised as superseded.
         self._done.add(int(group_id))
         self._outcomes[outcome] += 1
         self._outcome_members[outcome] += len(group.members)

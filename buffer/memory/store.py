@@ -94,12 +94,14 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             run.announced_version = max(run.announced_version, version)
             if version > run.version:
                 run.version = version
+                # Pacing counts what is in the version, not what was trained on since.
                 step = self._version_steps.get(version, run.step)
                 run.consumed_by_version = self._consumed_at.get(step, 0)
 
     def record_version(self, entry: VersionEntry) -> None:
         with self._changed:
             self._opened()
+            # A version may be entered again after a resume, but a repeat after a lost answer counts once.
             if self._versions[-1:] != [entry]:
                 self._versions.append(entry)
             self._version_steps[entry.version] = entry.step
@@ -163,6 +165,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
                 run.ready_sequence += 1
                 self._groups[stored.id] = _ready_group(stored, sequence=run.ready_sequence)
                 self._enqueue_all([stored.id])
+            # The stored groups are all the data there is: prompts between them must not be generated anew.
             ordinals = {int(stored.id) for stored in groups}
             run.next_ordinal = max(ordinals, default=-1) + 1
             run.admitted = len(groups)
@@ -218,6 +221,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
         with self._changed:
             self._opened()
+            # Encoded, so that a role that changes its dict later does not change what it reported.
             self._roles[role_id] = (encode(gauges), self._now())
             mark = progress_mark(gauges)
             if mark and self._progress.get(role_id, ("", 0))[0] != mark:

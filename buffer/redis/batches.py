@@ -85,6 +85,7 @@ class RedisBatches(RedisConnection):
         return groups
 
     def _fetch_chunk(self, group_ids: list[str]) -> list[list[bytes]]:
+        # Outside a script: payloads are written once, and megabytes in a script would block every other client.
         pipeline = self._client.pipeline(transaction=False)
         for group_id in group_ids:
             pipeline.hgetall(self._key(f"payloads:{group_id}"))

@@ -33,6 +33,7 @@ def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: flo
     """
     options: dict[str, Any] = {
         "protocol": 2,
+        # Without it, redis-py would repeat commands by a default of its own.
         "retry": retry or RetryPolicy(0.0, target=url),
         "socket_timeout": answer_timeout_s,
         "command_packer": CommandPacker(),
@@ -58,6 +59,7 @@ def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
             client.ping()
             return
         except redis.AuthenticationError:
+            # A ConnectionError for redis-py, but waiting does not cure a wrong password.
             raise
         except redis.ResponseError as error:
             if refuses_writes(error):
@@ -103,6 +105,7 @@ def _check_server(client: redis.Redis) -> None:
         raise StoreUnavailableError(
             f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey), got {info['redis_version']}."
         )
+    # A server without a limit never evicts, whatever its policy says.
     policy = info.get("maxmemory_policy", "noeviction")
     if int(info.get("maxmemory", 0)) > 0 and policy != "noeviction":
         raise StoreUnavailableError(
@@ -195,6 +198,7 @@ class RedisConnection:
 
     def _run(self, script: str, *arguments: Any) -> Any:
         """Run `<script>.lua` by its SHA; it is sent in full only when the server does not know it."""
+        # Empty in production: the server's own clock is the only one that all roles share.
         now = "" if self._clock is None else str(int(self._clock() * 1000))
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(load_script(script))
@@ -219,6 +223,7 @@ class RedisConnection:
             raise self._as_ours(error) from error
 
     def _as_ours(self, error: Exception) -> RunConflictError | StoreUnavailableError:
+        # Inside a script the type of an error is lost, so that only its text tells.
         if "NORUN" in str(error):
             return no_run(self._run_id)
         where = address_of(self._client)

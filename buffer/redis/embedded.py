@@ -97,7 +97,7 @@ class EmbeddedRedis:
     process loses nothing that was answered, the death of the machine what came after the last fsync, which is the duty
     of its owner (`RedisSupervisor`). `strict` loses nothing that was answered.
 
-    Example: server = EmbeddedRedis(run_folder / "store"); server.start(); open_run_store(server.url, run_id, timeout_s=5)
+    Example: server = EmbeddedRedis(folder / "store"); server.start(); open_run_store(server.url, run_id, timeout_s=5)
     """
 
     def __init__(self, directory: Path, *, durability: Durability = "standard", max_memory_mib: int = 1024) -> None:
@@ -195,6 +195,7 @@ class EmbeddedRedis:
             # The server may have been started with other settings; those of this run apply from now on.
             for name, value in self._settings.items():
                 client.config_set(name, value)
+            # Asked of the server, because its pid file may be that of a server which died.
             self._process = psutil.Process(client.info("server")["process_id"])
         finally:
             client.close()
@@ -251,6 +252,7 @@ class EmbeddedRedis:
             "unixsocketperm": "700",
             "dir": str(self.directory),
             "pidfile": str(self.directory / "redis.pid"),
+            # No snapshots of Redis's own: the append-only log is the one copy on disk.
             "save": "",
             "daemonize": "no",
         }
@@ -263,13 +265,14 @@ class EmbeddedRedis:
             while not _try_lock(lock.fileno()):
                 if time.monotonic() > deadline:
                     raise StoreUnavailableError(
-                        f"the store in {self.directory} must start in time, but another process still holds redis.lock there."
+                        f"the store in {self.directory} must start in time, but another process holds its redis.lock."
                     )
                 time.sleep(_TICK_S)
             yield
 
 
 def _kill(process: psutil.Process) -> None:
+    # SIGKILL loses nothing that the log has, and a server that hangs takes no other signal.
     with suppress(psutil.NoSuchProcess):
         process.kill()
         process.wait(timeout=_KILL_TIMEOUT_S)

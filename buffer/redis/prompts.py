@@ -89,6 +89,7 @@ class RedisPrompts(RedisConnection):
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[Packed]) -> list[Insertion]:
+        # Training trajectories share calls; answers to evaluations are few, and go one by one.
         train = [packed for packed in trajectories if packed[0].purpose == "train"]
         words = (word for chunk in chunks(train) for word in self._insert_chunk(chunk))
         return [
@@ -114,6 +115,7 @@ class RedisPrompts(RedisConnection):
         except StoreUnavailableError as error:
             if not is_out_of_memory(error):
                 raise
+            # Not an error of the store: the senders keep the trajectories until the learner has made room.
             return ["store_full"] * len(chunk)
 
     def _insert_evaluation(self, header: TrajectoryHeader) -> str:

@@ -70,6 +70,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         _check_layout(run_id, int(layout))
         stored = (text(stored_config), int(stored_rows), int(stored_seed))
         check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
+        # Only settings that may change differ here; the stored config is that of the newest start.
         if stored[0] != config_json:
             self._run("replace_config", stored[0], config_json)
         return self.run_state()
@@ -80,6 +81,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence = fields
         if phase is None:
             raise no_run(self._run_id)
+        # Before any other field: under another layout they may mean something else.
         _check_layout(self._run_id, int(layout))
         return RunState(
             run_id=self._run_id,
@@ -219,6 +221,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("report_role", role_id, encode(gauges), progress_mark(gauges), ROLES_KEPT)
 
     def roles(self) -> dict[str, dict[str, Any]]:
+        # A transaction, so that gauges and times belong together.
         pipeline = self._client.pipeline(transaction=True)
         for name in ("roles", "role_times", "role_progress_times"):
             pipeline.hgetall(self._key(name))

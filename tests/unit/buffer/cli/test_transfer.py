@@ -147,7 +147,7 @@ def test_a_line_that_is_no_trajectory_is_refused_by_number_and_nothing_is_writte
     ("groups", "change", "rule"),
     [
         (["1", "2", "1"], {}, "line 3: the members of a group must stand together"),
-        (["1", "1"], {}, "line 2: a group must have one member of each index"),
+        (["1", "1"], {}, "line 2: a group must have one member per index"),
         (["1", "1"], {"index": 1, "steps": [4]}, "line 2: the members of a group must have one outcome"),
     ],
 )
