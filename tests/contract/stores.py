@@ -95,7 +95,7 @@ def commit(store: AnyStore, claim: Claim) -> None:
 
 
 def entry_of(claim: Claim) -> StepEntry:
-    """What the learner would write into the ledger, had every first attempt come through."""
+    """The ledger entry of a step whose groups are complete at their first attempt."""
     names = [[f"{group_id}-0-{index}" for index in range(GROUP_SIZE)] for group_id in claim.group_ids]
     return StepEntry(claim.step, claim.step - 1, claim.fence, SEED, "hash", claim.group_ids, names)
 

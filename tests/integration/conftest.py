@@ -1,4 +1,4 @@
-"""What several of these tests need."""
+"""Fixtures of the integration tests."""
 
 from collections.abc import Iterator
 

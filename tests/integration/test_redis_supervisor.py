@@ -134,7 +134,7 @@ def test_the_log_is_synced_also_after_a_rewrite_has_replaced_it(server, supervis
 
 
 def synced_inodes() -> set[int]:
-    """Of the files that this process holds open."""
+    """Inodes of the files that this process holds open."""
     files = (Path(file.path) for file in psutil.Process().open_files())
     return {file.stat().st_ino for file in files if file.exists()}
 

@@ -109,7 +109,7 @@ def has_stepped(run: Run, steps: int) -> Callable[[], bool]:
 
 
 def left_behind(run: Run) -> tuple[StoreCounts, RunState, Audit]:
-    """What the store of a run that is over holds, and its books."""
+    """Counts, state and audit of a finished run, read from its store."""
     server = EmbeddedRedis(run.path / "store")
     server.start()
     try:

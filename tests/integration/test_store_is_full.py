@@ -80,7 +80,7 @@ def fill_disk_and_notice(server: EmbeddedRedis, store: RedisStore) -> None:
 
 
 def put(ingest: Ingest, batch: list[Packed]) -> list[Ack | Nack]:
-    """What the sender of these is told."""
+    """Put a batch; returns the answers to its sender."""
     ingest.add(SENDER, Put([header for header, _ in batch]), [payload for _, payload in batch])
     return [answer for _, answer in ingest.flush()]
 

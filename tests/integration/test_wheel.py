@@ -110,7 +110,7 @@ def python(wheel: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(python: Path) -> Path:
-    """Where a user works: own packages with names that a checkout of ours has at its top, a data set and a model."""
+    """A user's folder: packages with the names of our top-level folders, a data set and a model."""
     made = python.parents[2] / "work"
     for path in ("configs/__init__.py", "scripts/__init__.py", "learner/__init__.py", "buffer.py", "broker.py"):
         (made / path).parent.mkdir(parents=True, exist_ok=True)

@@ -278,7 +278,7 @@ def test_gdpo_whitened_over_sequences_is_that_of_trl_but_for_bessels_factor():
 
 # --- divergences from a teacher --------------------------------------------------------------------------------------
 def of_few(student, teacher, *, renormalise):
-    """Of the three tokens that the student finds most likely."""
+    """Divergences over the student's three most likely tokens."""
     ids = student.topk(3).indices
     return {
         0.0: lambda: distillation.forward_kl_topk(

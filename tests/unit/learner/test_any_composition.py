@@ -57,7 +57,7 @@ def near(logprobs, *, seed):
 
 
 def gradient(objective, tokens, logprobs, parts):
-    """Of the sum over the parts' losses, each formed by itself, indices [K] each."""
+    """Gradient of the sum of the parts' losses, each computed by itself; indices [K] each."""
     leaf = logprobs.clone().requires_grad_()
     entropies = torch.zeros_like(leaf)
     losses = [

@@ -21,7 +21,7 @@ LETTERS = "abcdefghijkl"
 
 @pytest.fixture
 def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run with a tokenizer: two groups that were trained on, and one that was rejected."""
+    """Archive of a run with a tokenizer: two groups that were trained on, and one that was rejected."""
     monkeypatch.chdir(tmp_path)
     write_tokenizer(Path("models/test"))
     folder = Path("runs/test/archive")

@@ -44,7 +44,7 @@ def gradient(value: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def expected_gradient(name: str) -> torch.Tensor:
-    """Of the estimator as a loss on tokens sampled from the policy."""
+    """Gradient of the estimator as a loss on tokens sampled from the policy."""
     logits, logprobs = policy()
     return gradient((POLICY * ESTIMATORS[name](logprobs, REFERENCE.log())).sum(), logits)
 

@@ -191,7 +191,7 @@ def test_ratios_at_the_bounds_of_the_clamp_are_finite(loss, value):
 
 # --- sppo: one number per sequence, from its win rate ----------------------------------------------------------------
 def sppo(log_ratio, win_rates, *, eta):
-    """Of sequences of one token."""
+    """Losses of sequences of one token."""
     return checked(sequence_losses.sppo)(loss_inputs(log_ratio, win_rates - 0.5), eta=eta)
 
 

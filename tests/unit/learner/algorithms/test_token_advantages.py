@@ -274,7 +274,7 @@ class World:
         self.rewards = {prefix: torch.randn(3, dtype=torch.float64, generator=generator) for prefix in prefixes}
 
     def values(self, rho_bar: float) -> dict:
-        """Of the policy proportional to min(rho_bar * writer, learner)."""
+        """Values of the policy proportional to min(rho_bar * writer, learner)."""
         values: dict = {}
         for prefix in sorted(self.rewards, key=len, reverse=True):
             weights = torch.minimum(rho_bar * self.writer[prefix], self.learner[prefix])

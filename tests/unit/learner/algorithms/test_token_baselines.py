@@ -20,7 +20,7 @@ def drawn(seed: int, size: int = 15) -> torch.Tensor:
 
 
 def advantages_of(returns, norms, sequences=SEQUENCES, groups=GROUPS, *, epsilon=1e-8, weights=None, turns=None):
-    """Of tokens with those returns; with `turns` they are aligned within turns."""
+    """Advantages of tokens with these returns; with `turns` they are aligned within turns."""
     num_turns, zeros = 3, torch.zeros_like(sequences)
     following = torch.cat([returns[1:], wide(0)])
     is_last = torch.cat([sequences[1:] != sequences[:-1], torch.tensor([True])])

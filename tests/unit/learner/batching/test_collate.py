@@ -22,7 +22,7 @@ def logprobs_one_by_one(policy, sample):
 
 
 def logprobs_packed(policy, samples, layout):
-    """Of each sample, in order."""
+    """Log-probabilities of the samples' tokens, in the order of the samples."""
     column = torch.zeros(sum(len(sample.trained) for sample in samples))
     for microbatch in collate(samples, layout=layout):
         column[microbatch.indices] = policy(microbatch)["logprobs"]

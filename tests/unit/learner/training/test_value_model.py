@@ -36,7 +36,7 @@ def values_packed(model, trajectories, layout):
 
 
 def values_alone(model, trajectory):
-    """What is said with everything before each model-written token in sight, and nothing else."""
+    """Values of a trajectory alone, each from the tokens before its model-written token."""
     token_ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
     indices = np.flatnonzero(trajectory.model_mask)
     hidden = [model.trunk(input_ids=token_ids[None, :index]).last_hidden_state[0, -1] for index in indices]

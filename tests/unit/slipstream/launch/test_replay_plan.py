@@ -1,4 +1,4 @@
-"""What a replay trains on, from an archive with and without a ledger."""
+"""Batches of a replay, from an archive with and without a ledger."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""How programs end."""
+"""Exit codes and messages of programs."""
 
 import pytest
 

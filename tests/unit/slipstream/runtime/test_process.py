@@ -1,4 +1,4 @@
-"""How a launcher holds a role, and what a role does with signals."""
+"""Processes: restarts of a role by its launcher, and signals."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fate(folder: Path, end: str, restart: Restart) -> str:
-    """What the launcher says of a role that ends so."""
+    """The launcher's report of a role that ends in this way."""
     role = RoleProcess("role", ["ends_with", end], logs=folder, restart=restart)
     role.start()
     deadline = time.monotonic() + 20
@@ -132,7 +132,7 @@ time.sleep(60)
 
 
 def in_a_container(folder: Path, *, launcher_lives_s: str) -> str:
-    """What a role says whose launcher is process 1, as in a container."""
+    """Output of a role whose launcher is process 1, as in a container."""
     (folder / "orphan.py").write_text(ORPHAN)
     command = ["unshare", "--fork", "--pid", "--kill-child", sys.executable, "-m", "orphan", launcher_lives_s]
     environment = os.environ | {"SLIPSTREAM_LAUNCHER_PID": "1"}
