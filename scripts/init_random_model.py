@@ -31,6 +31,7 @@ def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTok
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    # The folder's presence means that it is complete: preparation steps check for it.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
@@ -77,6 +78,7 @@ def make_model(*, layers: int, width: int, seed: int, max_length: int = 256) -> 
         pad_token_id=0,
         dtype="float32",
     )
+    # Forked, so that the caller's random numbers do not depend on the size of the model.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(config)

@@ -48,6 +48,7 @@ def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     unfinished = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
+    # Renamed when complete, so that an interrupted preparation is repeated.
     unfinished.replace(path)
 
 
@@ -70,6 +71,7 @@ def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tupl
         raise ConfigError(
             f"--train-rows + --heldout-rows must be <= {available}, the number of {task} problems, got {count}."
         )
+    # One draw for both splits, so that they cannot overlap.
     numbers = random.Random(seed).sample(range(available), count)
     return [reverse(number, digits) if task == "reverse" else addition(number) for number in numbers]
 

@@ -65,6 +65,7 @@ def read_problems(path: Path, *, tokenizer: PreTrainedTokenizerBase) -> list[Pro
 
 def _tokenise(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
     prompt_ids, answer_ids = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
+    # A character tokenizer drops unknown characters silently.
     if tokenizer.decode(prompt_ids + answer_ids) != prompt + answer:
         raise ConfigError(f"the tokenizer must know every character of `{prompt}{answer}`, but lacks some.")
     return Problem(prompt_ids, [*answer_ids, tokenizer.eos_token_id])
@@ -87,6 +88,7 @@ def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[P
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(problems), generator=generator).tolist()
+        # Without an incomplete last batch, whose gradient would be noisier than the others.
         for start in range(0, len(order) - size + 1, size):
             yield [problems[index] for index in order[start : start + size]]
 
@@ -94,6 +96,7 @@ def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[P
 @torch.no_grad()
 def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int) -> float:
     """Share of responses, sampled at temperature 1, that equal the right one, end token included."""
+    # Prompts of one length need no padding, which a sampler would have to mask.
     by_length: dict[int, list[Problem]] = {}
     for problem in problems:
         by_length.setdefault(len(problem.prompt), []).append(problem)
@@ -150,6 +153,7 @@ class WarmUp:
 
     def restore(self) -> None:
         """Return to the saved weights and optimizer, with half the learning rate."""
+        # Copied, because the optimizer would go on to change the saved tensors in place.
         weights, optimizer = deepcopy(self._saved)
         self._model.load_state_dict(weights)
         self._optimizer.load_state_dict(optimizer)
@@ -176,8 +180,10 @@ def warm_up(
 ) -> float:
     """Train until the accuracy on `heldout` lies in `band` or the budget is spent; return the accuracy.
 
-    Raises ConfigError when the accuracy is below a quarter of the band then.
+    Raises ConfigError when the accuracy is below a quarter of the band then, or `train` is smaller than a batch.
     """
+    if batch_size > len(train):
+        raise ConfigError(f"--batch-size must be <= the number of training prompts ({len(train)}), got {batch_size}.")
     work = WarmUp(model, learning_rate=learning_rate)
     started = time.monotonic()
     reached = 0.0
@@ -189,6 +195,7 @@ def warm_up(
             continue
         accuracy = exact_accuracy(model, heldout, seed=seed)
         print(f"batch {number:4d}  loss {loss:.3f}  exact {accuracy:.3f}  {spent:5.1f} s")
+        # Too good a model has little left to learn by reinforcement.
         if accuracy > band.high:
             work.restore()
         else:

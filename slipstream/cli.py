@@ -295,7 +295,7 @@ def compare(
 @fail_cleanly(BrokerError, ReplayBufferError, GeneratorError, LearnerError, RoleDiedError)
 def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> None:
     """Parse the command line and dispatch."""
-    # As `python -m` does for the roles: a reward function may lie in the current folder.
+    # As `python -m` does for the roles: a reward function may be in the current folder.
     sys.path.insert(0, str(Path.cwd()))
     run_app(app, _with_command(sys.argv[1:] if arguments is None else arguments), program=program)
 
@@ -307,12 +307,14 @@ def _with_command(arguments: list[str]) -> list[str]:
     if first in (*commands, "-h", "--help"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):
+        # An override, deleted (~) or mistyped with dashes; `run` is what it must be meant for.
         return ["run", *arguments]
     close = get_close_matches(first, commands, n=1)
     if close:
         raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
     from slipstream.configs.schema import nearest_key
 
+    # `max_steps 5`: the composition of the settings answers with the form to write.
     if len(arguments) > 1 and nearest_key(first):
         return ["run", *arguments]
     raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")

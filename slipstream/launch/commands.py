@@ -103,6 +103,7 @@ def scale(words: Sequence[str]) -> None:
 def _request_target(store: Store, target: int, *, run: str) -> int:
     """Ask the launcher and wait for its answer; return the target so far. Raises ConfigError when it refuses."""
     before = _launcher(store)
+    # A launcher that was killed leaves its last report behind: only its age shows that it is gone.
     if before.get("state") != "ready" or store.now() - before["reported_at"] > _LAUNCHER_TIMEOUT_S:
         exit_with_error(
             f"run {run!r} must have a live launcher, got none: start generators with `python -m generators`",
@@ -142,6 +143,7 @@ def drain(generator_id: str, run: Sequence[str]) -> None:
     try:
         with _open(folder) as store:
             _check_is_connected(store, generator_id, run=folder.name)
+            # With a deadline, so that the broker ignores a request that was reported as failed.
             store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_TIMEOUT_S))
             print(f"{generator_id} of {folder.name} is asked to leave", flush=True)
             _wait_until_gone(store, generator_id)

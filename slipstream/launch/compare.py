@@ -69,11 +69,13 @@ def run_replays(archive: Path, settings: list[str], *, shared: list[str], out: P
 
     Blocks until the last has ended. Raises ConfigError when one fails.
     """
+    # Curves of another comparison must not end up in the same picture.
     if out.exists():
         raise ConfigError(f"--out must not exist yet, got {out}: choose another folder, or delete it.")
     replays = [Replay(label, str(out / f"replay-{number}")) for number, label in enumerate(settings, start=1)]
     for number, replay in enumerate(replays, start=1):
         print(f"replay {number} of {len(replays)}: {replay.label}", flush=True)
+        # A process each: they share no random state, and the memory of one is free before the next.
         own = [f"name=replay-{number}", f"runs_dir={out}", f"replay.path={archive}"]
         command = [
             sys.executable,

@@ -138,6 +138,7 @@ def _oldest(trajectory: Trajectory) -> int:
 
 
 def _stored(store: Store, group_id: str) -> list[Trajectory]:
+    # Payloads leave the store when a checkpoint retires their group; the ledger keeps the ids.
     try:
         (payloads,) = store.fetch([group_id])
     except StaleFenceError:

@@ -53,6 +53,7 @@ def read_metrics(path: Path) -> Rows:
     """Read the rows of a run in order, without a last line that a crash cut short. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"{path} must exist to be plotted: name the folder of a run that has made a step.")
+    # Every complete row ends in a newline.
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     rows = [json.loads(line) for line in lines if line.strip()]
     if not rows:

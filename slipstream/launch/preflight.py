@@ -39,6 +39,7 @@ def prepare(run: RunConfig) -> int:
 
 
 def _run(step: PrepareStep) -> None:
+    # A process each: a step may load torch, which the launcher does without.
     command = [sys.executable, "-m", step.module, *step.args]
     shown = f"python -m {step.module} {' '.join(step.args)}"
     try:
@@ -60,6 +61,7 @@ def check_surroundings(run: RunConfig) -> None:
     Dataset(run.data.train_path)
     Dataset(run.data.heldout_path)
     check_model_path(run.model.path)
+    # Imported here once, because an error inside a generator's worker process would come a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         load_reward(reward.function, reward.arguments)
     if run.mode == "replay":

@@ -67,6 +67,7 @@ def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> No
 
 def _run_ranks(run: RunConfig, overrides: list[str]) -> None:
     raise_on_stop_signal()
+    # With the variable of a launcher, the ranks die with this process.
     variables = os.environ | {LAUNCHER_VARIABLE: str(os.getpid())}
     ranks = subprocess.Popen([sys.executable, "-m", "slipstream.launch.replay", *overrides], env=variables)
     try:
@@ -151,6 +152,7 @@ async def _rescore(
     statuses: Counter[str] = Counter()
     rescored = []
     try:
+        # In chunks, because decoded texts are several times the size of their tokens.
         for chunk in _chunks(groups):
             members = [[unpack(payload) for payload in group.payloads] for group in chunk]
             inputs = [_reward_input(member, rows, prompting) for group in members for member in group]

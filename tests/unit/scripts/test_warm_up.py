@@ -95,7 +95,7 @@ def test_a_loss_gives_an_estimate_of_the_accuracy() -> None:
     assert guess_accuracy(0.5, [Problem([5], [7, 1])]) == pytest.approx(0.3679, abs=1e-4)
 
 
-def warm(folder: Path, *, band: Band, max_batches: int, max_seconds: float = 60.0) -> float:
+def warm(folder: Path, *, band: Band, max_batches: int, max_seconds: float = 60.0, batch_size: int = 20) -> float:
     tokenizer = make_tokenizer()
     model = make_model(layers=1, width=64, seed=0)
     accuracy = warm_up(
@@ -105,7 +105,7 @@ def warm(folder: Path, *, band: Band, max_batches: int, max_seconds: float = 60.
         pad_id=0,
         band=band,
         learning_rate=1e-2,
-        batch_size=20,
+        batch_size=batch_size,
         evaluate_every=3,
         budget=Budget(max_batches, max_seconds),
         seed=0,
@@ -124,6 +124,12 @@ def test_it_stops_inside_the_band_and_the_same_seed_gives_the_same_weights(tmp_p
     assert all(
         torch.equal(value, weights[name]) for name, value in load_model(tmp_path / "model")[0].state_dict().items()
     )
+
+
+def test_fewer_problems_than_a_batch_are_refused(tmp_path: Path) -> None:
+    write_data(tmp_path, digits=2)
+    with pytest.raises(ConfigError, match="--batch-size must be <= the number of training prompts"):
+        warm(tmp_path, band=Band(0.5, 0.6), max_batches=1, batch_size=10**6)
 
 
 def test_too_few_batches_are_an_error_with_advice(tmp_path: Path) -> None:
