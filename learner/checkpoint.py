@@ -104,7 +104,7 @@ class CheckpointState(Record):
     seed: int
     config_hash: str
     engine: str
-    """`torch` or `zero-<stage>`."""
+    """`torch` or `zero-<stage>`, which must be the same to resume."""
     num_ranks: int
     """Learner ranks that wrote it."""
     critic_updates: int = 0

@@ -12,7 +12,7 @@ LearnerError
 
 
 class LearnerError(Exception):
-    """Root of the tree."""
+    """Root of the errors that the learner raises."""
 
 
 class ModelError(LearnerError, ValueError):

@@ -30,7 +30,7 @@ def deepspeed_environment(device: torch.device) -> dict[str, str]:
 
 
 def deepspeed_config(config: DeepSpeedEngineConfig, *, optimizer: OptimizerConfig, num_ranks: int) -> dict[str, Any]:
-    """Settings of `deepspeed.initialize`."""
+    """Configuration that `deepspeed.initialize` gets, for one microbatch per backward pass."""
     zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": False, "contiguous_gradients": True}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}

@@ -49,7 +49,7 @@ class Trainable(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter once."""
+        """Yield every parameter once, as an optimizer takes them."""
         ...
 
 

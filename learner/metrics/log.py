@@ -34,7 +34,7 @@ SUMMARY_KEYS = (
     "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean", "lag_max",
     "logprob_diff_max", "seed", "mode",
 )  # fmt: skip
-"""Keys of `summary.json`."""
+"""Keys of `summary.json`; documented in docs/metrics.md."""
 
 log = structlog.get_logger(__name__)
 

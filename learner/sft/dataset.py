@@ -20,7 +20,7 @@ from slipstream.learner.sft.demonstration import Demonstration, Piece, chat_piec
 _ROWS_AT_ONCE = 1024
 
 Row = dict[str, Any]
-"""Column -> value."""
+"""Values of one row by column."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ def _rows(file: pq.ParquetFile, *, columns: list[str]) -> Iterator[Row]:
 # --- forms -----------------------------------------------------------------------------------------------------------
 class _Form(NamedTuple):
     columns: list[str]
-    """Columns that are read."""
+    """Columns read from the file."""
     read: Callable[[Row], Demonstration | None]
     """None when the row has nothing to learn. Raises ConfigError."""
 

@@ -22,7 +22,7 @@ SFT_SUMMARY_KEYS = (
     "train_rows", "train_rows_empty", "train_rows_too_long", "heldout_rows", "heldout_rows_empty",
     "heldout_rows_too_long", "seed", "mode",
 )  # fmt: skip
-"""Keys of `summary.json`."""
+"""Keys of `summary.json`; documented in docs/sft.md."""
 
 _SHOWN = ("step", "epoch", "learner/loss", "eval/loss")
 

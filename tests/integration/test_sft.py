@@ -110,9 +110,7 @@ def test_bad_input_ends_with_one_sentence(folder: Path, overrides: tuple[str, ..
     assert not (folder / "runs" / "bad").exists()
 
 
-def test_the_launcher_says_how_to_start_it(folder: Path) -> None:
-    done = subprocess.run(
-        runs.command("experiment=digits_sft"), cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert "start `python -m learner`" in done.stderr
+def test_the_command_of_a_run_starts_a_supervised_one(folder: Path, alone: dict) -> None:
+    runs.train(folder, *SMALL, "name=launched")
+    launched = load_file(folder / "runs" / "launched" / "final_model" / "model.safetensors")
+    assert largest_difference(alone, launched) == 0
