@@ -63,7 +63,7 @@ def share(pace: Pace, paces: Collection[Pace], *, num_groups: int) -> int:
     fast_enough = [each for each in paces if each.group_s <= limit_s]
     groups = num_groups + sum(each.in_flight for each in fast_enough)
     missing = pace.groups_per_s * groups / sum(each.groups_per_s for each in fast_enough) - pace.in_flight
-    # At least one, however small the fraction: shares that all round down to zero would lease nothing to anybody.
+    # At least one, however small the fraction: if all shares rounded down to zero, nothing would be leased.
     return max(1, round(missing)) if missing > _EPSILON else 0
 
 
@@ -162,7 +162,7 @@ class _Generator:
 
 
 class FairShare:
-    """Throughputs of the generators that request prompts, and their shares. In memory: a new broker measures anew.
+    """Throughputs of the generators that request prompts, and their shares. Kept in memory only: a new broker starts without measurements.
 
     Limits nothing while there is only one generator, or none has completed a group.
     """
@@ -244,7 +244,7 @@ class FairShare:
 
     def _num_unclaimed(self, pace: Pace) -> int:
         # The faster generators have leased nothing for as long as a group takes here: whatever keeps them, waiting for
-        # them is no longer the faster way.
+        # them has stopped being faster.
         now = self._clock()
         self._idle_since = now if self._idle_since is None else self._idle_since
         return int(now - self._idle_since >= pace.group_s)

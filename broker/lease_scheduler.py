@@ -89,7 +89,7 @@ class LeaseScheduler:
         """Answer the requests that can be answered now; returns (identity, answer) pairs."""
         self._counts = None
         answers: list[tuple[bytes, Prompts]] = []
-        # Fastest first: what there is goes to those who finish it soonest, whoever asked first.
+        # Fastest first: prompts go to the generators that finish them soonest, in whatever order the requests came.
         for request in sorted(self._requests.values(), key=lambda each: self._fair_share.group_s(each.peer)):
             prompts, reason = self._try(request)
             if prompts or reason:
@@ -132,7 +132,7 @@ class LeaseScheduler:
         return _Offer(self._fair_share.num_rows(peer, requested=requested), 0, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
-        """Number of training groups for this peer; None: unlimited, as nothing is available or nobody shares."""
+        """Number of training groups for this peer; None: not limited, because there is nothing to share or no other generator."""
         if not self._fair_share.is_limiting:
             return None
         counts = self._store_counts()

@@ -46,7 +46,7 @@ class RunSnapshot(Record):
             for name, g in sorted(self.roles.items())
             if g.get("waits_for") and _is_alive(g)
         ]
-        return "; ".join(waiting) or "nobody"
+        return "; ".join(waiting) or "none"
 
 
 class Monitor:

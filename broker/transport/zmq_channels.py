@@ -26,8 +26,8 @@ _PROBE_TIMEOUT_S = 1.0
 
 def check_local(address: str) -> None:
     """Raise ChannelClosedError unless the address is an ipc path or a loopback port."""
-    transport, _, place = address.partition("://")
-    if transport == "ipc" or (transport == "tcp" and _is_loopback(place.rpartition(":")[0])):
+    transport, _, endpoint = address.partition("://")
+    if transport == "ipc" or (transport == "tcp" and _is_loopback(endpoint.rpartition(":")[0])):
         return
     raise ChannelClosedError(
         "broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
@@ -48,24 +48,24 @@ def check_unused(address: str) -> None:
 
 def is_listening(address: str) -> bool:
     """Return whether any process accepts a connection at a tcp or ipc endpoint; blocks at most a second."""
-    transport, _, place = address.partition("://")
+    transport, _, endpoint = address.partition("://")
     try:
-        with _connected(transport, place):
+        with _connected(transport, endpoint):
             return True
     except (OSError, ValueError):
         return False
 
 
-def _connected(transport: str, place: str) -> socket.socket:
+def _connected(transport: str, endpoint: str) -> socket.socket:
     """Open a plain socket to an endpoint. Raises OSError, ValueError."""
     if transport == "tcp":
-        host, _, port = place.rpartition(":")
+        host, _, port = endpoint.rpartition(":")
         return socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S)
     probe = socket.socket(socket.AF_UNIX)
     try:
         probe.settimeout(_PROBE_TIMEOUT_S)
         # ZeroMQ writes a name of the abstract namespace with a leading @, the kernel with a zero byte.
-        probe.connect(place.replace("@", "\0", 1) if place.startswith("@") else place)
+        probe.connect(endpoint.replace("@", "\0", 1) if endpoint.startswith("@") else endpoint)
     except OSError:
         probe.close()
         raise

@@ -112,7 +112,7 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
         block, part = _encode_block(before[start : start + BLOCK_ELEMENTS], after[start : start + BLOCK_ELEMENTS])
         blocks.append(block)
         parts.append(part)
-        # Given up early: compressing the rest could not make it smaller than the bucket.
+        # Stop early: compressing the rest cannot make the payload smaller than the bucket.
         if sum(map(len, parts)) >= new.numel():
             return BucketDelta(new.numel(), is_full=True), b""
     payload = b"".join(parts)

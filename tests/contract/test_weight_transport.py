@@ -110,9 +110,9 @@ def make_weights(seed: int = 0) -> Named:
 
 def assert_same(received: Named, sent: Named) -> None:
     assert [name for name, _ in received] == [name for name, _ in sent]
-    for (name, got), (_, wanted) in zip(received, sent, strict=True):
-        assert got.dtype == wanted.dtype, name
-        assert torch.equal(got, wanted), name
+    for (name, got), (_, expected) in zip(received, sent, strict=True):
+        assert got.dtype == expected.dtype, name
+        assert torch.equal(got, expected), name
 
 
 # --- all transports --------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_a_bad_joiner_ends_with_one_error_and_the_run_continues(folder: Path, ru
     if joiner.event:
         until(lambda: has_event(run, joiner.event + error), timeout_s=30, what="an event with the reason")
         assert error in run.log("broker")
-    until(lambda: run.steps > steps + 2, timeout_s=DEADLINE_S, what="training goes on")
+    until(lambda: run.steps > steps + 2, timeout_s=DEADLINE_S, what="further steps")
     assert "restarted" not in run.printed
 
 

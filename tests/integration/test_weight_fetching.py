@@ -55,7 +55,7 @@ class Scene:
         """Fetch a version and verify it; returns the bytes read."""
         fetched = fetcher.fetch(self.order(version, folder=folder), cancelled=Event())
         _, packed = make_version(version, moved=100 * version)
-        assert all(torch.equal(got, wanted) for got, wanted in zip(fetched.tensors, packed, strict=True))
+        assert all(torch.equal(got, expected) for got, expected in zip(fetched.tensors, packed, strict=True))
         return fetcher.num_bytes
 
     def close(self) -> None:
@@ -132,18 +132,18 @@ def test_a_restarted_learner_at_the_same_address_is_followed(scene: Scene) -> No
 def test_a_cancelled_fetch_ends_soon_and_the_next_one_works(scene: Scene) -> None:
     scene.publish(1)
     fetcher = scene.join()
-    nobody = msgspec.structs.replace(
+    unreachable = msgspec.structs.replace(
         scene.order(1), source=SnapshotSource("127.0.0.1", 9, "/not/shared"), timeout_s=600.0
     )
     cancelled = Event()
     with ThreadPoolExecutor(1) as thread:
-        underway = thread.submit(fetcher.fetch, nobody, cancelled=cancelled)
+        underway = thread.submit(fetcher.fetch, unreachable, cancelled=cancelled)
         assert not wait([underway], timeout=0.3).done
         cancelled.set()
         with pytest.raises(WeightTransferError, match="was cancelled"):
             underway.result(timeout=TIMEOUT_S)
     with pytest.raises(WeightTransferError, match="was cancelled"):
-        fetcher.fetch(nobody, cancelled=cancelled)
+        fetcher.fetch(unreachable, cancelled=cancelled)
     assert scene.fetch(fetcher, 1) > NUM_BYTES
 
 

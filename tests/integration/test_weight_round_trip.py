@@ -104,8 +104,8 @@ class Learner:
         host, port = self.sender.address
         named = [Member(peer_id=f"generator-{i}", incarnation="0") for i in range(len(members))]
         opening = OpenEpoch(epoch=epoch, members=named, host=host, port=port, timeout_s=TIMEOUT_S)
-        for place, member in enumerate(members):
-            member.send(str(place + 1), msgspec.msgpack.encode(opening))
+        for index, member in enumerate(members):
+            member.send(str(index + 1), msgspec.msgpack.encode(opening))
         self.sender.open_epoch(epoch, num_members=len(members), timeout_s=TIMEOUT_S)
         assert [member.answer() for member in members] == [b"opened"] * len(members)
 
@@ -118,9 +118,9 @@ class Learner:
         """Broadcast and verify that all members receive it."""
         self.start_receiving(members)
         self.sender.broadcast(self.packed, timeout_s=TIMEOUT_S)
-        wanted = {name: tensor.double().sum().item() for name, tensor in self.tensors.items()}
+        expected = {name: tensor.double().sum().item() for name, tensor in self.tensors.items()}
         for member in members:
-            assert msgspec.json.decode(member.answer()) == wanted
+            assert msgspec.json.decode(member.answer()) == expected
 
 
 class SignalHalfway(list[Tensor]):

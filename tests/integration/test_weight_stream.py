@@ -96,7 +96,7 @@ def fetch_over(server: StreamServer, disturb: Disturb) -> tuple[WeightStream, Di
         weights.update_to(stream, 12, slots=update.slots, with_deltas=False, timeout_s=TIMEOUT_S)
     finally:
         stream.close()
-    assert all(torch.equal(got, wanted) for got, wanted in zip(weights.tensors, packed, strict=True))
+    assert all(torch.equal(got, expected) for got, expected in zip(weights.tensors, packed, strict=True))
     return stream, channel
 
 

@@ -54,7 +54,7 @@ def test_the_least_time_to_finish(paces: list[Pace], num_groups: int, seconds: f
         ([Pace(1.0, 2.0, 0), Pace(1.5, 1.0, 3)], 12, [10, 2]),
         # 9 in all, of which one has more than its half.
         ([Pace(1.0, 2.0, 0), Pace(1.0, 2.0, 6)], 3, [4, 0]),
-        # 0.2 of a group is one; nobody's share is nothing while he has less than it.
+        # A share of 0.2 groups is rounded up to one.
         ([Pace(1.0, 8.0, 0), Pace(1.0, 0.2, 0)], 8, [8, 1]),
         ([Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1)], 1, [1, 1, 1]),
     ],

@@ -110,7 +110,7 @@ def test_a_generator_can_return_its_own_leases_only(scene: RouterScene):
 
 def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene, monkeypatch: pytest.MonkeyPatch):
     def check_header(header: TrajectoryHeader, payload: bytes) -> None:
-        raise TypeError("nobody thought of this")
+        raise TypeError("a bug")
 
     peer = FakePeer(scene, "generator", "g0")
     peer.receive()
