@@ -33,12 +33,13 @@ def test_a_dead_engine_is_replaced_with_its_generator_and_no_prompt_is_lost(
 ) -> None:
     name = number.name.lower()
     monkeypatch.setattr("tests.integration.test_roles_die.SMALL", SETTINGS)
-    limit = "generators.engine.stall_timeout_s=4"
-    with Run(folder, name, f"learner.max_steps={STEPS}", limit).ended_at_last() as run:
+    # Published every fifth step, so that the engine is hit between two updates: within a broadcast it is the learner's
+    # deadline that ends the run.
+    overrides = (f"learner.max_steps={STEPS}", "weights.publish_every_steps=5", "generators.engine.stall_timeout_s=4")
+    with Run(folder, name, *overrides).ended_at_last() as run:
         until(lambda: run.steps >= 3, timeout_s=180, what="steps")
-        (engine,) = [
-            p for p in run.role("generators").children(recursive=True) if "EngineCore" in " ".join(p.cmdline())
-        ]
+        children = run.role("slipstream.generators").children(recursive=True)
+        (engine,) = [child for child in children if "EngineCore" in " ".join(child.cmdline())]
         os.kill(engine.pid, number)
         assert run.await_end(timeout_s=300) == 0, run.printed[-3000:]
     assert message in run.log("generator-0")

@@ -19,7 +19,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
-from slipstream.generators.errors import EngineError, UnverifiedWeightsError
+from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
 from tests.contract.engines import VLLM_CONFIG, Rig, engine_processes, make_sampling, reference_logits
 from tests.tiny_model import make_tiny_model, make_tiny_module
 
@@ -93,6 +93,21 @@ def test_an_update_answered_too_late_does_not_block_the_next(tied: Rig, monkeypa
             tied.run(tied.publish(make_tiny_module(seed=10, is_tied=True), version=version))
     tied.run(tied.publish(make_tiny_module(seed=11, is_tied=True), version=version + 1))
     assert probe_diff(tied) < 1e-4
+
+
+def test_an_engine_that_does_not_answer_a_pause_is_dead(tied: Rig, monkeypatch: pytest.MonkeyPatch):
+    async def never(**_: Any) -> None:
+        raise TimeoutError
+
+    tied.run(tied.open_epoch())
+    with monkeypatch.context() as patch:
+        patch.setattr(tied.engine._llm.engine_core, "pause_scheduler_async", never)
+        with pytest.raises(EngineError, match="got no answer"):
+            tied.run(tied.update_without_sender(version=tied.engine.version + 1, timeout_s=0.5))
+    with pytest.raises(EngineDiedError, match="got no answer"):
+        tied.run(tied.engine.check_health())
+    tied.run(tied.publish(make_tiny_module(seed=12, is_tied=True), version=tied.engine.version + 1))
+    tied.run(tied.engine.check_health())
 
 
 def test_an_update_completes_although_its_caller_is_cancelled(tied: Rig):

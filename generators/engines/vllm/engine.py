@@ -64,7 +64,8 @@ class VllmEngine:
         self._num_updates = 0
         self._open_requests: set[str] = set()
         self._to_restart: set[str] = set()
-        self._is_updating = False
+        self._is_paused = False
+        self._unanswered = ""
         self._watchdog = StepWatchdog(limit_s=engine.stall_timeout_s)
 
     @property
@@ -144,7 +145,10 @@ class VllmEngine:
         """Raise EngineDiedError if the engine process is gone, or has requests and makes no step."""
         if self._running.errored:
             raise EngineDiedError("vLLM's engine process died: see the log above")
-        self._watchdog.check(read_load(self._running), is_paused=self._is_updating)
+        # Within an update a late call may still be followed by an answer, see `_abort_weight_update`.
+        if self._unanswered and not self._is_paused:
+            raise EngineDiedError(f"{self._unanswered}: see the log above")
+        self._watchdog.check(read_load(self._running), is_paused=self._is_paused)
 
     async def stop(self) -> None:
         """End the engine process; open requests fail with EngineError."""
@@ -158,10 +162,12 @@ class VllmEngine:
     # --- weights -------------------------------------------------------------------------------------------------
     async def _update(self, update: Update, fetched: SharedBuckets | None) -> float:
         llm = self._running
-        self._is_updating, paused_at = True, time.perf_counter()
+        paused_at = time.perf_counter()
         # mode="keep": requests continue after the pause; the default mode would abort them. Not through
         # AsyncLLM.pause_generation, which sleeps 20 ms more to order its outputs: ours carry their versions.
         await self._call(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+        # Only now: until it answers the engine must step, and one that stalls is found by `check_health`.
+        self._is_paused = True
         try:
             await self._receive_and_load(update, fetched)
         except BaseException:
@@ -170,7 +176,7 @@ class VllmEngine:
                 await self._call(llm.resume_generation())
             raise
         finally:
-            self._is_updating = False
+            self._is_paused = False
         await self._call(llm.resume_generation())
         return time.perf_counter() - paused_at
 
@@ -270,11 +276,14 @@ class VllmEngine:
 
     async def _call(self, call: Awaitable[T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
         try:
-            return await asyncio.wait_for(call, timeout_s)
+            answer = await asyncio.wait_for(call, timeout_s)
         except TimeoutError as error:
-            raise EngineError(f"vLLM's engine process must answer within {timeout_s:g} s, got no answer") from error
+            self._unanswered = f"vLLM's engine process must answer within {timeout_s:g} s, got no answer"
+            raise EngineError(self._unanswered) from error
         except Exception as error:
             raise EngineError(one_line(error)) from error
+        self._unanswered = ""
+        return answer
 
     @property
     def _known_layout(self) -> WeightLayout:
