@@ -5,6 +5,7 @@ from pathlib import PurePosixPath
 
 from slipstream.broker.status.role_status import RoleStatus
 from slipstream.broker.status.run_status import RunStatus
+from slipstream.configs.schema import settings
 from slipstream.learner.metrics.log import ROW_KEYS, SUMMARY_KEYS
 from slipstream.learner.metrics.step_metrics import METRICS, RANGES
 from slipstream.learner.training.critic import CRITIC_METRICS
@@ -14,6 +15,7 @@ from tests.shape.tree import ROOT, assert_none, paths, text
 MAX_README_BYTES, MAX_TREE_LINES = 8 * 1024, 25
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.])((?:[a-z_0-9]+/)+[\w-]+\.(?:py|md|lua|yaml|sh))\b")
+SETTING = re.compile(r"(?<![\w./-])([a-z_]+\.[a-z_.]+)(?==)|`([a-z_]+\.[a-z_.]+)`")
 
 
 def rows(page: str) -> list[tuple[str, str]]:
@@ -68,6 +70,16 @@ def test_every_file_that_a_document_names_exists() -> None:
     pages = [page for page in paths(".md") if page != "CHANGELOG.md"]
     named = [(page, path) for page in pages for path in PATH.findall(text(page))]
     assert_none([f"{page}: {path}" for page, path in named if not (ROOT / path).exists() and not exists(page, path)])
+
+
+def test_every_setting_that_a_document_names_exists() -> None:
+    known = {setting.key for setting in settings()}
+    roots = {key.split(".")[0] for key in known}
+    pages = [page for page in paths(".md") if page not in ("CHANGELOG.md", "docs/settings.md")]
+    named = [(page, "".join(found)) for page in pages for found in SETTING.findall(text(page))]
+    keys = [(page, key) for page, key in named if key.split(".")[0] in roots and not key.endswith((".md", ".py"))]
+    # Arguments of a user's own function are no settings of ours.
+    assert_none([f"{page}: {key}" for page, key in keys if key not in known and ".arguments." not in key])
 
 
 def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
