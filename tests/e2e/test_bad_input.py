@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.e2e import runs
+from tests import runs
 
 pytestmark = pytest.mark.timeout(240)
 

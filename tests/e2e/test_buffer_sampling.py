@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
-from tests.e2e import runs
+from tests import runs
 
 pytestmark = pytest.mark.slow
 

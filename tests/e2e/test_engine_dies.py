@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e import runs
-from tests.integration.test_roles_die import SMALL, Run, assert_all_steps_once, assert_reconciled, until
+from tests import runs
+from tests.runs import SMALL, Run, assert_all_steps_once, assert_reconciled, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ def test_a_dead_engine_is_replaced_with_its_generator_and_no_prompt_is_lost(
     folder: Path, number: signal.Signals, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = number.name.lower()
-    monkeypatch.setattr("tests.integration.test_roles_die.SMALL", SETTINGS)
+    monkeypatch.setattr("tests.runs.SMALL", SETTINGS)
     # Published every fifth step, so that the engine is hit between two updates: within a broadcast it is the learner's
     # deadline that ends the run.
     overrides = (f"learner.max_steps={STEPS}", "weights.publish_every_steps=5", "generators.engine.stall_timeout_s=4")

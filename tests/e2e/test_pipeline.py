@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import runs
+from tests import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 

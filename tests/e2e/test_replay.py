@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e import runs
+from tests import runs
 
 pytestmark = pytest.mark.slow
 

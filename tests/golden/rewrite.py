@@ -4,7 +4,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from tests.e2e import runs
+from tests import runs
 from tests.e2e.test_serial_run import GOLDEN, train
 
 if __name__ == "__main__":

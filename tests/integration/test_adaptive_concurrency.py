@@ -10,7 +10,7 @@ from slipstream.broker.status.role_status import role_statuses
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.generators import ScriptedEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad
-from tests.integration.test_broker_and_generator import CANARY, FakeEngine, Scene, make_generator, make_update, play
+from tests.integration.generator_scene import CANARY, FakeEngine, GeneratorScene, make_generator, make_update, play
 
 
 class CrowdedEngine(FakeEngine):
@@ -30,14 +30,14 @@ class CrowdedEngine(FakeEngine):
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
-    opened = Scene(tmp_path)
+def scene(tmp_path: Path) -> GeneratorScene:
+    opened = GeneratorScene(tmp_path)
     opened.engine = CrowdedEngine()
     opened.generator = make_generator(opened)
     return opened
 
 
-def test_the_limit_follows_the_engine_and_is_the_capacity_in_the_status(scene: Scene):
+def test_the_limit_follows_the_engine_and_is_the_capacity_in_the_status(scene: GeneratorScene):
     def capacity() -> int | None:
         roles = scene.store.roles()
         statuses = role_statuses(roles, run=scene.run, now=scene.store.now(), announced_version=0)

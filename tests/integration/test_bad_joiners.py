@@ -17,8 +17,8 @@ import pytest
 
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
-from tests.e2e import runs
-from tests.integration.test_roles_die import SMALL, Run, until
+from tests import runs
+from tests.runs import SMALL, Run, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -13,7 +13,7 @@ from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.stall.causes import find_cause
 from slipstream.learner.stall.progress import Progress, take_snapshot
 from tests.contract.stores import make_memory_store, make_redis_store
-from tests.integration.test_broker_and_generator import CANARY, Scene, make_update, play
+from tests.integration.generator_scene import CANARY, GeneratorScene, make_update, play
 
 HERE = "tests.integration.test_dynamic_sampling"
 STORES = pytest.mark.parametrize("make_store", [make_memory_store, make_redis_store], ids=["memory", "redis"])
@@ -32,14 +32,14 @@ def hopeless(sample) -> Reward:
     return Reward(total=0.0)
 
 
-async def begin(scene: Scene) -> None:
+async def begin(scene: GeneratorScene) -> None:
     """Bring version 0 into the generator."""
     await scene.turn()
     scene.send(OpenEpoch(1, [scene.peer.member], "127.0.0.1", 1, 1.0))
     scene.send(make_update(scene.peer.member, 0, CANARY))
 
 
-async def train(scene: Scene, *, step: int) -> list[list[Trajectory]]:
+async def train(scene: GeneratorScene, *, step: int) -> list[list[Trajectory]]:
     """Claim a batch, commit it, publish the next version; returns the batch's groups."""
     version, claim = step - 1, None
     for _ in range(200):
@@ -58,7 +58,7 @@ async def train(scene: Scene, *, step: int) -> list[list[Trajectory]]:
     return [[unpack(payload) for payload in group] for group in payloads]
 
 
-def assert_paced(scene: Scene) -> None:
+def assert_paced(scene: GeneratorScene) -> None:
     """Check that rejected groups never let more groups out than pacing allows."""
     counts, state = scene.store.counts(), scene.store.run_state()
     assert counts.leased + counts.returned + counts.ready + counts.claimed <= WINDOW
@@ -67,7 +67,9 @@ def assert_paced(scene: Scene) -> None:
 
 @STORES
 def test_groups_without_signal_are_replaced_and_never_claimed(tmp_path: Path, make_store):
-    scene = Scene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", buffer={"filter": {"kind": "zero_signal"}})
+    scene = GeneratorScene(
+        tmp_path, make_store=make_store, reward=f"{HERE}:mixed", buffer={"filter": {"kind": "zero_signal"}}
+    )
     scene.store.open_evaluation("e", purpose="sampled", version=0, rows=list(range(0, 10, 2)))
 
     async def script() -> None:
@@ -91,7 +93,7 @@ def test_groups_without_signal_are_replaced_and_never_claimed(tmp_path: Path, ma
 def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_path: Path, make_store):
     accuracy = {"kind": "accuracy"}
     learner = {"dead_end": {"after_s": AFTER_S}}
-    scene = Scene(
+    scene = GeneratorScene(
         tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", buffer={"filter": accuracy}, learner=learner
     )
     progress = Progress(scene.run, clock=scene.clock)
@@ -122,7 +124,7 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_p
 
 @STORES
 def test_every_group_has_a_greedy_member_as_its_baseline(tmp_path: Path, make_store):
-    scene = Scene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", generators={"baseline": "greedy"})
+    scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", generators={"baseline": "greedy"})
 
     async def script() -> None:
         await begin(scene)

@@ -12,8 +12,8 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
-from tests.e2e import runs
-from tests.integration.test_roles_die import SMALL, end, start_role, until
+from tests import runs
+from tests.runs import SMALL, end, start_role, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import runs
-from tests.integration.test_roles_die import SMALL
+from tests import runs
+from tests.runs import SMALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.e2e import runs
+from tests import runs
 from tests.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,9 @@ from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_run
+from tests.fakes import write_rows
+from tests.integration.generator_scene import make_update
 from tests.integration.simulated_time import SimulatedLoop, simulate
-from tests.integration.test_broker_and_generator import make_update, write_rows
 from tests.tiny_model import make_tokenizer
 
 GROUPS_PER_STEP, GROUP_SIZE, TOKENS_PER_RESPONSE = 8, 2, 10
@@ -78,7 +79,7 @@ class SimulatedRun:
         engine = ScriptedEngine(
             ScriptedEngineConfig(tokens_per_response=TOKENS_PER_RESPONSE, seconds_per_token=seconds_per_token)
         )
-        reward = "tests.integration.test_broker_and_generator:always_one"
+        reward = "tests.integration.generator_scene:always_one"
         pool = RewardPool(reward, {}, num_workers=0, timeout_s=1.0)
         agent = SingleTurn(
             run=self.run,

@@ -17,9 +17,9 @@ from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from tests import runs
 from tests.builders import make_packed
-from tests.e2e import runs
-from tests.integration.test_roles_die import SMALL, Run, assert_reconciled, end, has_stepped, start_role, until
+from tests.runs import SMALL, Run, assert_reconciled, end, has_stepped, start_role, until
 
 GROUP_SIZE = 4
 GROUPS_AT_ONCE = 50

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import runs
-from tests.integration.test_roles_die import SMALL
+from tests import runs
+from tests.runs import SMALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ROOT
+from tests.runs import ROOT
 
 pytestmark = pytest.mark.timeout(300)
 

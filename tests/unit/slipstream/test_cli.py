@@ -8,7 +8,7 @@ import pytest
 
 from slipstream import cli
 from slipstream.configs.schema import groups, settings
-from tests.e2e.runs import ROOT
+from tests.runs import ROOT
 
 COMMANDS = [
     "run",

@@ -1,0 +1,140 @@
+"""Scene of a router and a generator over the in-memory transport, with a scripted engine."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from slipstream.broker.dataset import Dataset
+from slipstream.broker.messages import Member, Message, Update
+from slipstream.broker.router import Router
+from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.generator import Generator
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.tokenization import PromptEncoder
+from slipstream.launch.serial import SerialPeer, TurnClock
+from tests.builders import make_run
+from tests.contract.stores import AnyStore, make_memory_store, open_run
+from tests.fakes import write_rows
+from tests.tiny_model import make_tokenizer
+
+CANARY = [-1.0, -2.0]
+"""Log-probabilities of the fake engine for any canary."""
+
+
+class FakeEngine(ScriptedEngine):
+    """A scripted engine with known log-probabilities of the canary, so that a probe can fail."""
+
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        return CANARY
+
+
+class GeneratorScene:
+    """A router, a generator and a learner that the test drives, on one clock."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        make_store: Callable[[Callable[[], float]], AnyStore] = make_memory_store,
+        reward: str = "tests.integration.generator_scene:always_one",
+        buffer: dict[str, Any] | None = None,
+        generators: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """`buffer` and `generators` are merged into `max_lag=1` and `max_concurrency=8`."""
+        self.clock, hub = TurnClock(), MemoryBroker()
+        self.run = make_run(
+            buffer={"staleness": {"max_lag": 1}} | (buffer or {}),
+            generators={"max_concurrency": 8} | (generators or {}),
+            **settings,
+        )
+        self.reward = reward
+        self.store = make_store(self.clock)
+        rows = Dataset(write_rows(folder / "rows.parquet"))
+        config_json = msgspec.json.encode(self.run).decode()
+        open_run(self.store, config_json=config_json, num_rows=len(rows), group_filter=self.run.buffer.filter)
+        self.router = Router(
+            hub.server(), self.store, run=self.run, config_json=config_json, train=rows, heldout=rows, clock=self.clock
+        )
+        self.learner, self.peer = SerialPeer(hub, "learner", self.clock), SerialPeer(hub, "generator", self.clock)
+        self.engine = FakeEngine(ScriptedEngineConfig())
+        self.generator = make_generator(self)
+
+    async def turn(self, times: int = 20) -> None:
+        for _ in range(times):
+            self.clock.advance(0.05)
+            self.learner.client.step(timeout_s=0)
+            self.router.step(timeout_s=0)
+            self.peer.client.step(timeout_s=0)
+            while self.peer.received:
+                self.generator.receive(self.peer.received.popleft())
+            self.generator.wake()
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+    def send(self, message: Message) -> None:
+        self.learner.client.send(message)
+
+    def received(self, kind: type) -> list:
+        return [message for message in self.learner.received if isinstance(message, kind)]
+
+
+def make_generator(scene: GeneratorScene) -> Generator:
+    pool = RewardPool(scene.reward, {}, num_workers=0, timeout_s=1.0)
+    agent = SingleTurn(
+        run=scene.run,
+        engine=scene.engine,
+        rewards=pool,
+        encoder=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
+        generator_id="generator-0",
+    )
+    generator = Generator(
+        run=scene.run,
+        member=scene.peer.member,
+        client=scene.peer.client,
+        engine=scene.engine,
+        agent=agent,
+        rewards=pool,
+        clock=scene.clock,
+    )
+    scene.peer.board.set_source(generator.status)
+    return generator
+
+
+def always_one(sample) -> Reward:
+    return Reward(total=1.0, is_correct=True)
+
+
+def make_update(member: Member, version: int, canary_logprobs: list[float]) -> Update:
+    return Update(
+        epoch=1,
+        members=[member],
+        version=version,
+        slots=[],
+        bucket_bytes=[],
+        checksums=[],
+        canary_token_ids=[[1, 2, 3]],
+        canary_logprobs=[canary_logprobs],
+        max_probe_diff=1e-3,
+        timeout_s=1.0,
+    )
+
+
+def play(scene: GeneratorScene, script) -> None:
+    """Run the generator beside the script on one event loop, then drain it."""
+
+    async def both() -> None:
+        running = asyncio.create_task(scene.generator.run())
+        await script()
+        scene.generator.drain("the test is over")
+        await scene.turn()
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(both())

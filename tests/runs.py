@@ -1,0 +1,195 @@
+"""Whole runs and their roles as processes, started as a user starts them, in a folder of their own."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.records import RunState
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "generators/engine=scripted",
+    "generators.engine.seconds_per_token=0.02",
+    "learner/engine=torch",
+    "prepare=[]",
+    "model.path=models/digits-random",
+    "learner.groups_per_step=4",
+    "learner.stop=null",
+    "learner.checkpoint.every_steps=5",
+    "evaluation.every_steps=0",
+    "evaluation.monitor_prompts=2",
+    "evaluation.final_prompts=4",
+)
+"""Overrides of a run with the scripted engine, a random model and small steps."""
+
+
+def make_task(folder: Path, *, warm: bool) -> Path:
+    """Data and model of the default task, made by the project's own scripts. Returns `folder`."""
+    run_script(folder, "slipstream.scripts.make_digits_data", "--task=reverse", "--digits=5", "--out=data/digits")
+    run_script(folder, "slipstream.scripts.init_random_model", "--out=models/digits-random")
+    if warm:
+        arguments = ("--model=models/digits-random", "--data=data/digits", "--out=models/digits-warm")
+        run_script(folder, "slipstream.scripts.warm_up", *arguments)
+    return folder
+
+
+def run_script(folder: Path, module: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def command(*overrides: str) -> list[str]:
+    return [sys.executable, str(ROOT / "run_async.py"), *overrides]
+
+
+def train(folder: Path, *overrides: str, timeout_s: float = 240) -> str:
+    """Run to the end; returns the output."""
+    done = subprocess.run(
+        command(*overrides), cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / "runs" / name / "summary.json").read_text())
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Processes whose working directory is the test's folder: roles, engine cores, store."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if Path(process.cwd()).is_relative_to(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+class Run:
+    """A run under the launcher, observed from outside."""
+
+    def __init__(self, folder: Path, name: str, *overrides: str) -> None:
+        self._folder = folder
+        self.name = name
+        self.path = folder / "runs" / name
+        self._printed = folder / f"{name}.out"
+        address = f"broker.address=ipc://{folder}/{name}.sock"
+        with self._printed.open("a") as output:
+            self.launcher = subprocess.Popen(
+                command(*SMALL, f"name={name}", address, *overrides), cwd=folder, stdout=output, stderr=output
+            )
+
+    @property
+    def printed(self) -> str:
+        return self._printed.read_text()
+
+    @property
+    def steps(self) -> int:
+        metrics = self.path / "metrics.jsonl"
+        return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+    def log(self, role: str) -> str:
+        return (self.path / "logs" / f"{role}.log").read_text()
+
+    def role(self, module: str) -> psutil.Process:
+        """The process that the launcher started as `python -m module`."""
+        (found,) = [
+            child for child in psutil.Process(self.launcher.pid).children() if child.cmdline()[1:3] == ["-m", module]
+        ]
+        return found
+
+    def kill(self, module: str) -> float:
+        """Send SIGKILL; returns the monotonic time."""
+        self.role(module).kill()
+        return time.monotonic()
+
+    def await_end(self, *, timeout_s: float = 150) -> int:
+        return self.launcher.wait(timeout=timeout_s)
+
+    @contextmanager
+    def ended_at_last(self) -> Iterator["Run"]:
+        try:
+            yield self
+        finally:
+            self.launcher.terminate()
+            try:
+                self.launcher.wait(timeout=15)
+            finally:
+                self.launcher.kill()
+
+
+def until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> float:
+    """Poll until the condition holds; returns the monotonic time."""
+    ends_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends_at, f"{what}: not within {timeout_s} s"
+        time.sleep(0.05)
+    return time.monotonic()
+
+
+def has_stepped(run: Run, steps: int) -> Callable[[], bool]:
+    return lambda: run.steps >= steps or run.launcher.poll() is not None
+
+
+def left_behind(run: Run) -> tuple[StoreCounts, RunState, Audit]:
+    """Counts, state and audit of a finished run, read from its store."""
+    server = EmbeddedRedis(run.path / "store")
+    server.start()
+    try:
+        store = open_run_store(server.url, run.name, timeout_s=10)
+        return store.counts(), store.run_state(), store.audit()
+    finally:
+        server.stop()
+
+
+def assert_reconciled(run: Run) -> None:
+    counts, state, audit = left_behind(run)
+    assert audit.is_sound, audit
+    # Every prompt ever admitted is in exactly one place; open groups are those of leased and returned prompts.
+    placed = counts.leased + counts.returned + counts.ready + counts.claimed + counts.used
+    assert counts.admitted == placed + counts.outcomes["retired"]
+    assert counts.outcomes == {"retired": 4 * state.step}
+    assert counts.refused == {}
+
+
+def assert_all_steps_once(run: Run, steps: int) -> None:
+    assert [row["step"] for row in metrics(run.path.parents[1], run.name)] == list(range(1, steps + 1))
+
+
+def start_role(folder: Path, *command: str) -> subprocess.Popen[str]:
+    log = folder / f"by-hand-{'-'.join(word for word in command if '=' not in word)}.log"
+    with log.open("w") as output:
+        return subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=output, stderr=output, text=True)
+
+
+def end(roles: list[subprocess.Popen[str]]) -> None:
+    """As one does by hand: Ctrl-C in every terminal, the broker's last."""
+    for role in sorted(roles, key=lambda role: "slipstream.broker" in role.args):
+        role.send_signal(signal.SIGINT)
+        try:
+            role.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            role.kill()
