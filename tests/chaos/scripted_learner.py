@@ -26,8 +26,10 @@ from slipstream.learner.build import build_learner
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.torch_engine import TorchEngine
 from slipstream.learner.errors import LearnerError
+from slipstream.learner.objective.objective import Objective
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks
+from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.command_line import fail_cleanly
@@ -59,7 +61,13 @@ class ScriptedTrainer(Trainer):
     """A trainer whose step sleeps and changes one weight."""
 
     def __init__(self, run: RunConfig, *, engine: LineageEngine, ranks: Ranks) -> None:
-        super().__init__(run, engine=engine, ranks=ranks)
+        super().__init__(
+            run,
+            engine=engine,
+            ranks=ranks,
+            objective=Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens),
+            frozen_models=FrozenModels(run.algorithm),
+        )
         self._settings = run
         self._lineage_engine = engine
         engine.lineage = []
