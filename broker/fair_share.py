@@ -162,7 +162,9 @@ class _Generator:
 
 
 class FairShare:
-    """Throughputs of the generators that request prompts, and their shares. Kept in memory only: a new broker starts without measurements.
+    """Throughputs of the generators that request prompts, and their shares.
+
+    Kept in memory only: a new broker starts without measurements.
 
     Limits nothing while there is only one generator, or none has completed a group.
     """

@@ -132,7 +132,7 @@ class LeaseScheduler:
         return _Offer(self._fair_share.num_rows(peer, requested=requested), 0, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
-        """Number of training groups for this peer; None: not limited, because there is nothing to share or no other generator."""
+        """Number of training groups for this peer; None: no limit (no other generator, or nothing to share)."""
         if not self._fair_share.is_limiting:
             return None
         counts = self._store_counts()

@@ -1,4 +1,4 @@
-"""Checks a function to train with: `python -m slipstream.scripts.check_algorithm KIND module:function [name=value ...]`.
+"""Checks a function to train with: `python -m slipstream.scripts.check_algorithm KIND module:function [name=value …]`.
 
 Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs the checks that the built-in functions pass; a
 property that some sound methods lack is shown as a note. Exit codes: 0 when every required property holds, 1 when one

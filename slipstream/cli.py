@@ -249,7 +249,7 @@ def check(
     \b
     slipstream check policy_loss my_module:my_loss beta=0.1
 
-    Runs the checks that the built-in functions pass; docs/algorithms.md describes what such a function gets and returns.
+    Runs the checks that the built-in functions pass; docs/algorithms.md describes its arguments and result.
 
     Exit codes: 0, 1 when a required property does not hold, 2 for a function that cannot be loaded.
     """

@@ -30,8 +30,8 @@ def open_run_store(
 
     Blocks at most `timeout_s` for the server to answer. `retry_timeout_s`: how long each operation is repeated when the
     server goes away or takes no writes; a role that must not block leaves it at 0 and sets an `answer_timeout_s` that
-    it can afford. `max_attempts`: leases or claims of one group before it goes to quarantine. `starts_server`: start the
-    embedded server of a run that is over, and stop it again when the store is closed.
+    it can afford. `max_attempts`: leases or claims of one group before it goes to quarantine. `starts_server`: start
+    the embedded server of a run that is over, and stop it again when the store is closed.
 
     With a run folder: raises ConfigError when it is none or its run kept nothing, RunConflictError when the run is
     stored under another key layout. Always: StoreUnavailableError as `await_usable_server` does.

@@ -157,7 +157,7 @@ def _check_is_connected(store: Store, generator_id: str, *, run: str) -> None:
     connected = sorted(name for name, gauges in roles if gauges.get("role") == "generator" and _is_connected(gauges))
     if generator_id not in connected:
         raise ConfigError(
-            f"drain needs a generator of run {run!r}, got {generator_id!r}; there are: {', '.join(connected) or 'none'}."
+            f"drain needs a generator of run {run!r}, got {generator_id!r}; there are {', '.join(connected) or 'none'}."
         )
 
 

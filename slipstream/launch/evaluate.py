@@ -1,4 +1,4 @@
-"""Evaluates a model folder on held-out prompts, with the engine, the agent and the reward of a run, and without a run."""
+"""Evaluates a model folder on held-out prompts, with the engine, agent and reward of a run but no run."""
 
 import asyncio
 import os

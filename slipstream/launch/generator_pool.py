@@ -125,7 +125,7 @@ class GeneratorPool:
         return leaving + self._start_missing()
 
     def poll(self) -> list[Event]:
-        """Restart, reap and start processes as needed. Raises RoleDiedError when the run's last generator cannot run."""
+        """Restart, reap and start processes as needed. Raises RoleDiedError when the last generator cannot run."""
         events = [event for name in list(self._active) for event in self._poll_active(name)]
         events += [event for name in list(self._leaving) for event in self._reap(name)]
         return events + self._start_missing()

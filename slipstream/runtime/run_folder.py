@@ -81,7 +81,7 @@ class RunFolder:
             file.write(json.dumps(row) + "\n")
 
     def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        """Drop the rows after `up_to_step`, which a resume rolls back, and an incomplete last row; return the others."""
+        """Drop the rows after `up_to_step`, which a resume rolls back, and an incomplete last row; return the rest."""
         if not self.metrics.exists():
             return []
         rows = [json.loads(line) for line in self.metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --seed N --kills K`: kill the roles of a real run at random, then compare it with an uninterrupted one."""
+"""`python -m tests.chaos --seed N --kills K`: kill roles of a real run, then compare it with an uninterrupted run."""
 
 import argparse
 import os

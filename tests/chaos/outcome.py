@@ -1,8 +1,8 @@
 """Outcome of a run under chaos, compared with that of an uninterrupted run.
 
-The scripted learner keeps the lineage of its weights, the samples that they were trained on, in every checkpoint. The lineage
-follows the weights through crashes and resumes, so it shows, independently of the store's ledger, what the surviving weights
-have seen.
+The scripted learner keeps the lineage of its weights, the samples that they were trained on, in every checkpoint. The
+lineage follows the weights through crashes and resumes, so it shows, independently of the store's ledger, what the
+surviving weights have seen.
 """
 
 from collections import Counter

@@ -63,8 +63,8 @@ class Process(Protocol):
 class WarmProcess:
     """A process forked from one that has imported torch and transformers, with the same `main` as `python -m module`.
 
-    It saves the seconds of importing, which decide how many kills fit into a minute. `module` is the one with `main`, such
-    as `slipstream.generators.__main__`.
+    It saves the seconds of importing, which decide how many kills fit into a minute. `module` is the one with `main`,
+    such as `slipstream.generators.__main__`.
     """
 
     def __init__(self, module: str, arguments: list[str], *, cwd: Path, log: Path) -> None:
@@ -164,7 +164,7 @@ class ColdProcess:
             return None
 
     def _ended(self, code: int | None) -> int | None:
-        # The launcher ends the children of a role as well: an engine that is still starting does not notice its orphanhood.
+        # The launcher ends the children of a role as well: a starting engine does not notice its parent's death.
         if code is not None and not self._is_group_killed:
             self._is_group_killed = True
             with suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
 """`python -m tests.chaos.scripted_learner [overrides]`: the learner, real in everything but the step itself.
 
-Learner, rank group, checkpoints, publishing and broadcast are those of `python -m learner`. The trainer sleeps instead of
-computing, records the lineage of its weights, and changes one weight, so that every version differs.
+Learner, rank group, checkpoints, publishing and broadcast are those of `python -m learner`. The trainer sleeps instead
+of computing, records the lineage of its weights, and changes one weight, so that every version differs.
 """
 
 import random

@@ -1,7 +1,7 @@
-"""`python -m tests.golden.rewrite_trl`: record losses, gradients and advantages of TRL 1.16.0 for test_agrees_with_trl.py.
+"""`python -m tests.golden.rewrite_trl`: record TRL 1.16.0's losses, gradients and advantages for test_agrees_with_trl.
 
-TRL's own trainers compute them, from given numbers instead of a model, a generator and reward functions. Padding and tool
-tokens hold large numbers that would show in every result if they were counted.
+TRL's own trainers compute them, from given numbers instead of a model, a generator and reward functions. Padding and
+tool tokens hold large numbers that would show in every result if they were counted.
 """
 
 import asyncio

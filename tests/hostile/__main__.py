@@ -1,4 +1,4 @@
-"""python -m tests.hostile [--frames N] [--seed N]: mutated frames against a real broker; exit code 1 if it was harmed."""
+"""python -m tests.hostile [--frames N] [--seed N]: mutated frames against a real broker; exit code 1 if harmed."""
 
 import argparse
 import sys

@@ -213,7 +213,7 @@ def test_stopping_what_was_never_started_does_nothing(folder):
     EmbeddedRedis(folder).stop()
 
 
-# --- open_run_store ------------------------------------------------------------------------------------------------------
+# --- open_run_store ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("url", ["unix:///nowhere/redis.sock", "redis://127.0.0.1:1/0"])
 def test_an_absent_store_is_named_with_a_remedy(url):
     with pytest.raises(StoreUnavailableError, match=r"no store answered at .* within 0\.2 s .*start the run's broker"):

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-RUN = "import sys; from slipstream.learner.ranks import launch_ranks; launch_ranks(sys.argv[1], sys.argv[2:], num_ranks=2)"
+RUN = """
+import sys
+from slipstream.learner.ranks import launch_ranks
+launch_ranks(sys.argv[1], sys.argv[2:], num_ranks=2)
+"""
 
 
 @pytest.mark.parametrize(("end", "code"), [("kill", 75), ("75", 75), ("2", 2), ("0", 0)])

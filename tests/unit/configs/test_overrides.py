@@ -26,7 +26,7 @@ def refusal(line: str) -> str:
         ("temperature=0.7", "generators.sampling.temperature"),
         ("algorithm.clip_high=0.3", "algorithm.policy_loss.clip_high"),
         ("buffer.samplr=fifo", "buffer/sampler"),
-        ("nmae=mine", "name"),
+        ("names=mine", "name"),
         ("experyment=digits_cpu", "experiment"),
         ("buffer/storr=redis", "buffer/store"),
         ("algorithm/entropy_coefficient=0.1", "algorithm.entropy_coefficient"),

@@ -53,7 +53,7 @@ def make_response(
     version: int = 0,
     **overrides: Any,
 ) -> Trajectory:
-    """One answer to one prompt, right where its reward exceeds 0.5; the generator gave every token log-probability -2."""
+    """One answer to one prompt, right if its reward exceeds 0.5; its tokens' sampled log-probabilities are -2."""
     num_tokens = len(prompt) + len(response)
     mask = np.arange(num_tokens) >= len(prompt)
     fields: dict[str, Any] = {
@@ -177,7 +177,7 @@ def zero(stage: int) -> DeepSpeedEngineConfig:
 
 
 def documented(metrics: dict[str, float]) -> set[str]:
-    """The keys of `slipstream.learner.metrics.step_metrics.METRICS` that say what these are; fails on one of a lag that has none."""
+    """Return the entries of step_metrics.METRICS that document these; fails for a metric without one."""
     return {_entry(key) for key in metrics}
 
 

@@ -1,4 +1,4 @@
-"""Builders of the algorithm functions' input records; importing them checks shapes and types wherever a record is built."""
+"""Builders of the algorithm functions' input records; importing them checks shapes and types of every record built."""
 
 import math
 from functools import partial

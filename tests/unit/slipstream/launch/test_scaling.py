@@ -184,7 +184,8 @@ def test_a_generator_that_never_works_is_ignored_with_one_event():
         ),
         (
             "launcher",
-            "the number of generators changes from 2 to 3: the learner waited 100% of the last 5 s for groups, above 30%",
+            "the number of generators changes from 2 to 3: "
+            "the learner waited 100% of the last 5 s for groups, above 30%",
         ),
     ]
     assert events[2:] == [("generator-1", "started")]
