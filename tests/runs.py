@@ -1,6 +1,7 @@
 """Whole runs and their roles as processes, started as a user starts them, in a folder of their own."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -179,10 +180,12 @@ def assert_all_steps_once(run: Run, steps: int) -> None:
     assert [row["step"] for row in metrics(run.path.parents[1], run.name)] == list(range(1, steps + 1))
 
 
-def start_role(folder: Path, *command: str) -> subprocess.Popen[str]:
-    log = folder / f"by-hand-{'-'.join(word for word in command if '=' not in word)}.log"
-    with log.open("w") as output:
-        return subprocess.Popen([sys.executable, "-m", *command], cwd=folder, stdout=output, stderr=output, text=True)
+def start_role(folder: Path, role: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start `python -m slipstream.ROLE`; its output is in `by-hand-ROLE….log`."""
+    words = [role, *(word for word in arguments if "=" not in word and word != "--id")]
+    command = [sys.executable, "-m", f"slipstream.{role}", *arguments]
+    with (folder / f"by-hand-{'-'.join(words)}.log").open("w") as output:
+        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, text=True)
 
 
 def end(roles: list[subprocess.Popen[str]]) -> None:

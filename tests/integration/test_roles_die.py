@@ -85,8 +85,8 @@ def test_a_killed_learner_and_a_resumed_run_continue_from_the_checkpoint(folder:
 def test_roles_started_by_hand_find_each_other_in_any_order(folder: Path) -> None:
     address = f"broker.address=ipc://{folder}/hand.sock"
     settings = (*SMALL, address, "name=hand", "learner.max_steps=100000")
-    first_log, second_log = (folder / f"by-hand-slipstream.generators---id-{name}.log" for name in ("first", "second"))
-    roles = [start_role(folder, "slipstream.generators", "--id", "first", address)]
+    first_log, second_log = (folder / f"by-hand-generators-{name}.log" for name in ("first", "second"))
+    roles = [start_role(folder, "generators", "--id", "first", address)]
     try:
         until(
             lambda: "start a broker with `python -m broker`" in first_log.read_text(),
@@ -94,13 +94,13 @@ def test_roles_started_by_hand_find_each_other_in_any_order(folder: Path) -> Non
             what="a waiting line",
         )
         roles += [
-            start_role(folder, "slipstream.learner", *settings),
-            start_role(folder, "slipstream.broker", *settings),
+            start_role(folder, "learner", *settings),
+            start_role(folder, "broker", *settings),
         ]
         metrics = folder / "runs" / "hand" / "metrics.jsonl"
         until(lambda: metrics.exists(), timeout_s=90, what="a first step")
         started_at = time.monotonic()
-        roles.append(start_role(folder, "slipstream.generators", "--id", "second", address))
+        roles.append(start_role(folder, "generators", "--id", "second", address))
         contributed_at = until(lambda: trajectories_of(folder, "second") > 0, timeout_s=60, what="a contribution")
         print("second generator contributes after", round(contributed_at - started_at, 1), "s")
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -133,6 +135,7 @@ def test_a_watch_shows_changes_and_ends_cleanly_at_ctrl_c(config, store):
         store.set_phase("finishing")
         wait_for_text(terminal, "mine · finishing")
         watch.send_signal(signal.SIGINT)
+        read_to_end(terminal)
         assert watch.wait(timeout=DEADLINE_S) == 0
     finally:
         watch.kill()
@@ -145,3 +148,10 @@ def wait_for_text(terminal: int, text: str) -> None:
     shown = b""
     while text.encode() not in shown:
         shown += os.read(terminal, 65536)
+
+
+def read_to_end(terminal: int) -> None:
+    """Read until the process on the other side has closed it; a process that writes to a full terminal waits."""
+    with suppress(OSError):
+        while select.select([terminal], [], [], DEADLINE_S)[0] and os.read(terminal, 65536):
+            pass
