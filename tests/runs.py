@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ def summary(folder: Path, name: str) -> dict[str, Any]:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Processes whose working directory is the test's folder: roles, engine cores, store."""
+    """Processes whose working directory is in the test's folder: roles, engine cores, store."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -87,6 +87,23 @@ def processes_of(folder: Path) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue
     return found
+
+
+def kill_processes_of(folder: Path) -> None:
+    """Kill the processes whose working directory is in `folder`."""
+    for process in processes_of(folder):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def kill_tree(process: "subprocess.Popen[Any]") -> None:
+    """Kill a process with its descendants: a store outlives the process that started it."""
+    with suppress(psutil.NoSuchProcess):
+        for each in (root := psutil.Process(process.pid)).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        root.kill()
+    process.wait(timeout=10)
 
 
 class Run:
@@ -139,7 +156,7 @@ class Run:
             try:
                 self.launcher.wait(timeout=15)
             finally:
-                self.launcher.kill()
+                kill_tree(self.launcher)
 
 
 def until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> float:
@@ -188,11 +205,11 @@ def start_role(folder: Path, role: str, *arguments: str) -> subprocess.Popen[str
         return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, text=True)
 
 
-def end(roles: list[subprocess.Popen[str]]) -> None:
-    """As one does by hand: Ctrl-C in every terminal, the broker's last."""
+def end(roles: Sequence["subprocess.Popen[Any]"]) -> None:
+    """Press Ctrl-C in every terminal, in the broker's last: the others send it a Bye."""
     for role in sorted(roles, key=lambda role: "slipstream.broker" in role.args):
         role.send_signal(signal.SIGINT)
         try:
             role.wait(timeout=15)
         except subprocess.TimeoutExpired:
-            role.kill()
+            kill_tree(role)

@@ -60,7 +60,7 @@ def _route(run: RunConfig, admits: Event, stops: Event) -> None:
 
 
 def _publish(run: RunConfig, stops: Event) -> None:
-    """Publish version 0 to the generator once it has session."""
+    """Publish version 0 to the generator once it has joined."""
     device = torch.device("cpu")
     session = join(
         "learner",

@@ -1,6 +1,7 @@
 """Harness: starts the roles, strikes and restarts them, and lets the run finish."""
 
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -8,6 +9,7 @@ from contextlib import suppress
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from tests.chaos.guard import start_guard
 from tests.chaos.outcome import Outcome, read_archive, read_lineage
 from tests.chaos.processes import ColdProcess, Process, StoreProcess, WarmProcess
 from tests.chaos.role import Progress, Role, Strike, draw_strikes
@@ -17,6 +19,7 @@ _TICK_S = 0.02
 _READ_EVERY_S = 0.04
 _STORE_TIMEOUT_S = 10.0
 _RESTART_TIMEOUT_S = 60.0
+_GUARD_TIMEOUT_S = 30.0
 
 
 class Harness:
@@ -28,6 +31,7 @@ class Harness:
         self._is_cold = is_cold
         self.roles = {role.name: role for role in self._make_roles(num_generators)}
         """Roles by name; the store comes first."""
+        self._guard: subprocess.Popen[bytes] | None = None
         self._store: RedisStore | None = None
         self._num_reads = 0
         self._next_read_at = 0.0
@@ -52,6 +56,7 @@ class Harness:
 
     def start(self, *, timeout_s: float) -> None:
         """Start all roles, the store first; block until the first step is done. Raises TimeoutError."""
+        self._guard = start_guard(self._stage.folder)
         self._stage.hold_file.touch()
         for role in self.roles.values():
             role.start(time.monotonic())
@@ -93,6 +98,9 @@ class Harness:
         """Kill the roles that are left, the store last."""
         for role in reversed(self.roles.values()):
             role.end()
+        if self._guard and self._guard.stdin:
+            self._guard.stdin.close()
+            self._guard.wait(_GUARD_TIMEOUT_S)
 
     def clear(self) -> None:
         """Remove the run's folder."""

@@ -23,7 +23,7 @@ _SIGNALS: dict[Action, signal.Signals] = {
 _ROLE_WEIGHTS = {"broker": 2, "learner": 2, "store": 2, "generator": 4}
 _ACTION_WEIGHTS: dict[Action, int] = {"kill": 16, "terminate": 2, "stop": 3}
 _MAX_STOP_S = 5.0
-"""Longer than the peers' patience, so that some stopped roles continue after they were evicted."""
+"""Longer than `broker.peer_timeout_s`, so that some stopped roles continue after they were evicted."""
 _SHARE_AFTER_RECOVERY = 0.3
 """Share of the strikes that wait until all roles work again; the others hit a run that is still recovering."""
 _TERMINATE_TIMEOUT_S = 15.0
@@ -33,7 +33,7 @@ _RESTART_GAP_S = 0.25
 _MAX_LINE_LENGTH = 200
 """Characters kept of a role's last line."""
 _UNCAUGHT_EXCEPTION = 1
-"""Exit code of an exception that nobody caught: no death of another role may cause it."""
+"""Exit code of an uncaught exception: no death of another role may cause it."""
 
 
 class Strike(Record):
@@ -199,7 +199,7 @@ class Role:
             self.crashes[f"{self.name} must end within {_TERMINATE_TIMEOUT_S:g} s of a SIGTERM"] += 1
 
     def observe(self, progress: Progress, now: float) -> None:
-        """Take note of the progress that is visible from outside."""
+        """Record the progress that is visible from outside."""
         if not self.is_stopped and not self._is_ending and self.is_alive:
             self.recovery.observe(progress, now)
 

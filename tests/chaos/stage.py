@@ -31,7 +31,7 @@ class Pace(Record):
     """Overrides that choose the generators' engine."""
     has_cold_generators: bool
     """Whether they need a fresh interpreter: vLLM reads its environment when it is imported."""
-    patience_s: float
+    lapse_after_s: float
     """Seconds after which leases and claims lapse and members of a broadcast are evicted."""
     max_gap_s: float
     """Longest time between two strikes; half of it on average."""
@@ -45,7 +45,7 @@ PACES: dict[EngineKind, Pace] = {
     "scripted": Pace(
         engine=["generators/engine=scripted", "generators.engine.seconds_per_token=0.03"],
         has_cold_generators=False,
-        patience_s=2.0,
+        lapse_after_s=2.0,
         max_gap_s=1.0,
         max_recovery_s=5.0,
         steps_per_kill=3,
@@ -53,7 +53,7 @@ PACES: dict[EngineKind, Pace] = {
     "vllm": Pace(
         engine=["generators/engine=vllm"],
         has_cold_generators=True,
-        patience_s=10.0,
+        lapse_after_s=10.0,
         max_gap_s=10.0,
         max_recovery_s=120.0,
         steps_per_kill=80,
@@ -96,9 +96,9 @@ class Stage:
     @property
     def settings(self) -> list[str]:
         """Overrides for broker and learner."""
-        # Patience is short, so that peers, leases and claims lapse too; max_attempts is out of reach, because here a
+        # Times are short, so that peers, leases and claims lapse too; max_attempts is out of reach, because here a
         # prompt with many attempts is no poison.
-        patience_s = self.pace.patience_s
+        lapse_after_s = self.pace.lapse_after_s
         return [
             self.address,
             f"name={NAME}",
@@ -112,11 +112,11 @@ class Stage:
             f"buffer.store.url='{self.store.url}'",
             "buffer.archive.groups_per_shard=64",
             "buffer.archive.flush_s=2.0",
-            f"buffer.claim_lease_s={patience_s}",
+            f"buffer.claim_lease_s={lapse_after_s}",
             "buffer.max_attempts=1000000",
             "broker.peer_timeout_s=1.5",
-            f"broker.lease_s={patience_s}",
-            f"weights.transfer_timeout_s={patience_s}",
+            f"broker.lease_s={lapse_after_s}",
+            f"weights.transfer_timeout_s={lapse_after_s}",
             *self.pace.engine,
             f"generators.group_size={GROUP_SIZE}",
             "generators.max_concurrency=16",

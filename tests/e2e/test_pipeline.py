@@ -89,7 +89,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
         assert time.monotonic() - sent_at < 10
         assert runs.processes_of(folder) == []
     finally:
-        started.kill()
+        runs.kill_tree(started)
 
 
 def metrics_exist(folder: Path, name: str) -> bool:

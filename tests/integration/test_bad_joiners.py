@@ -18,7 +18,7 @@ import pytest
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from tests import runs
-from tests.runs import SMALL, Run, until
+from tests.runs import SMALL, Run, end, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -211,8 +211,7 @@ def lone_broker(folder: Path) -> Iterator[Path]:
         until(lambda: "listening" in log.read_text(), timeout_s=DEADLINE_S, what="a broker")
         yield log
     finally:
-        broker.terminate()
-        broker.wait(timeout=20)
+        end([broker])
 
 
 @pytest.mark.parametrize("name", LEARNERS)

@@ -1,16 +1,17 @@
 """Runs under chaos; `python -m tests.chaos` does the same with any number of kills."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.runs import ROOT, processes_of, until
 
 
-def torment(*, seed: int, kills: int, timeout_s: float) -> None:
-    """Raises AssertionError with all that the command printed."""
+def run_chaos(*, seed: int, kills: int, timeout_s: float) -> None:
+    """Raise AssertionError with everything that the command printed unless the run is sound."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.chaos", f"--seed={seed}", f"--kills={kills}"],
         cwd=ROOT,
@@ -27,12 +28,30 @@ def torment(*, seed: int, kills: int, timeout_s: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_whose_roles_are_killed_has_the_books_of_an_uninterrupted_one() -> None:
-    torment(seed=1, kills=15, timeout_s=280)
+def test_a_run_whose_roles_are_killed_has_the_outcome_of_an_uninterrupted_one() -> None:
+    run_chaos(seed=1, kills=15, timeout_s=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
+    harness = subprocess.Popen(
+        [sys.executable, "-m", "tests.chaos"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until(lambda: any(tmp_path.glob("chaos-*/runs/chaos/store/redis.pid")), timeout_s=60, what="a store")
+    finally:
+        harness.kill()
+        harness.wait()
+    until(lambda: not processes_of(tmp_path), timeout_s=30, what="the end of all roles")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [2, 3, 4])
-def test_a_run_whose_roles_are_killed_many_times_has_the_books_of_an_uninterrupted_one(seed: int) -> None:
-    torment(seed=seed, kills=60, timeout_s=580)
+def test_a_run_whose_roles_are_killed_many_times_has_the_outcome_of_an_uninterrupted_one(seed: int) -> None:
+    run_chaos(seed=seed, kills=60, timeout_s=580)

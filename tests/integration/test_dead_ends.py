@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,8 +64,8 @@ def final_message(run: Run) -> str:
 
 def assert_sound_and_failed(run: Run, *, step: int) -> None:
     """Nothing is lost, every step is in a checkpoint, and the run state has the cause."""
-    counts, state, books = left_behind(run)
-    assert books.is_sound, books
+    counts, state, audit = left_behind(run)
+    assert audit.is_sound, audit
     assert (counts.claimed, state.phase, state.step) == (0, "failed", step)
     assert "must come, but" in state.detail
     if step:
@@ -148,16 +147,10 @@ class ManualRun:
 
     @contextmanager
     def ended_at_last(self) -> Iterator["ManualRun"]:
-        """Stop all, the broker last: the others send it a Bye."""
         try:
             yield self
         finally:
-            for process in sorted(self._processes, key=lambda each: "broker" in each.args):
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(timeout=15)
-                except subprocess.TimeoutExpired:
-                    process.kill()
+            runs.end(self._processes)
 
 
 @pytest.mark.long
@@ -219,6 +212,6 @@ def test_under_wait_groups_without_a_reward_are_rejected_and_not_trained_on(fold
         (folder / "repaired").touch()
         assert run.await_end() == 0, run.printed[-3000:]
     assert {row["learner/failed_fraction"] for row in runs.metrics(folder, "grader")} == {0.0}
-    counts, _, books = left_behind(run)
-    assert books.is_sound, books
+    counts, _, audit = left_behind(run)
+    assert audit.is_sound, audit
     assert set(counts.reasons) <= {"rejected: no_reward", "retired: "}, counts.reasons

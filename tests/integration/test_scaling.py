@@ -60,8 +60,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     started = Run(runs.make_task(tmp_path_factory.mktemp("scaling"), warm=False))
     yield started
-    started.launcher.kill()
-    started.launcher.wait()
+    runs.kill_tree(started.launcher)
 
 
 def at_work(status: dict[str, Any]) -> set[str]:

@@ -117,8 +117,8 @@ def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_pat
             each.stop()
         everything = [packed for each in inserters for packed in each.acknowledged]
         assert_stored(store, everything)
-        books = store.audit()
-        assert books.is_sound, books
+        audit = store.audit()
+        assert audit.is_sound, audit
         assert store.counts().accepted >= len(everything)
         print(f"{durability}: {supervisor.num_restarts} kills, {len(everything)} acknowledged, none lost, seed {SEED}")
 
@@ -190,8 +190,8 @@ def test_a_run_whose_store_keeps_nothing_ends_with_one_sentence(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_broker_started_by_hand_supervises_the_store_and_adopts_it_after_its_own_death(folder):
-    settings = ("broker", *SMALL, f"broker.address=ipc://{folder}/supervisor.sock", "name=supervisor")
-    log, run_folder = folder / "by-hand-broker.log", folder / "runs" / "supervisor"
+    settings = ("slipstream.broker", *SMALL, f"broker.address=ipc://{folder}/supervisor.sock", "name=supervisor")
+    log, run_folder = folder / "by-hand-slipstream.broker.log", folder / "runs" / "supervisor"
     broker = start_role(folder, *settings)
     try:
         until(lambda: "listening" in log.read_text(), timeout_s=40, what="a broker")

@@ -73,8 +73,7 @@ def test_a_joining_generator_with_its_own_transport_disturbs_no_broadcast(folder
         assert runs.summary(folder, "mixed")["steps"] == 150
     finally:
         for process in (run, joiner):
-            process.kill()
-            process.wait()
+            runs.kill_tree(process)
 
 
 def wait_until_ended(run: "subprocess.Popen[bytes]") -> None:

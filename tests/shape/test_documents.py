@@ -1,11 +1,15 @@
-"""The documents are true: trees, links, generated pages, tables of metrics and of status keys."""
+"""The documents are true: links, names of files, settings, options, commands and metrics, generated pages, tables."""
 
 import re
 from pathlib import PurePosixPath
 
+import typer
+
 from slipstream.broker.status.role_status import RoleStatus
 from slipstream.broker.status.run_status import RunStatus
-from slipstream.configs.schema import settings
+from slipstream.buffer.cli.app import app as data_app
+from slipstream.cli import app
+from slipstream.configs.schema import groups, settings
 from slipstream.learner.metrics.log import ROW_KEYS, SUMMARY_KEYS
 from slipstream.learner.metrics.step_metrics import METRICS, RANGES
 from slipstream.learner.training.critic import CRITIC_METRICS
@@ -16,6 +20,13 @@ MAX_README_BYTES, MAX_TREE_LINES = 8 * 1024, 25
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.])((?:[a-z_0-9]+/)+[\w-]+\.(?:py|md|lua|yaml|sh))\b")
 SETTING = re.compile(r"(?<![\w./-])([a-z_]+\.[a-z_.]+)(?==)|`([a-z_]+\.[a-z_.]+)`")
+OPTION = re.compile(r"(?<![\w./-])([a-z_]+(?:/[a-z_]+)*)=(\w+)")
+COMMAND = re.compile(r"(?:(?<![\w./-])slipstream|run_async\.py) ([a-z_]+)(?![\w=./])(?: ([a-z_]+)(?![\w=./]))?")
+MODULE = re.compile(r"-m ([a-z_]+(?:\.[a-z_]+)*)")
+TARGET = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
+METRIC = re.compile(r"`((?:learner|buffer|lag|weights|generators|eval)/[a-z0-9_]+)`")
+HAND_WRITTEN = [page for page in paths(".md") if page not in ("CHANGELOG.md", "docs/settings.md")]
+"""Pages whose names are those of today: the changelog names what was before."""
 
 
 def rows(page: str) -> list[tuple[str, str]]:
@@ -75,11 +86,45 @@ def test_every_file_that_a_document_names_exists() -> None:
 def test_every_setting_that_a_document_names_exists() -> None:
     known = {setting.key for setting in settings()}
     roots = {key.split(".")[0] for key in known}
-    pages = [page for page in paths(".md") if page not in ("CHANGELOG.md", "docs/settings.md")]
-    named = [(page, "".join(found)) for page in pages for found in SETTING.findall(text(page))]
+    named = [(page, "".join(found)) for page in HAND_WRITTEN for found in SETTING.findall(text(page))]
     keys = [(page, key) for page, key in named if key.split(".")[0] in roots and not key.endswith((".md", ".py"))]
     # Arguments of a user's own function are no settings of ours.
     assert_none([f"{page}: {key}" for page, key in keys if key not in known and ".arguments." not in key])
+
+
+def test_every_option_that_a_document_names_exists() -> None:
+    known = groups()
+    named = [(page, *found) for page in HAND_WRITTEN for found in OPTION.findall(text(page))]
+    assert_none([f"{page}: {group}={option}" for page, group, option in named if option not in known.get(group, option)])
+
+
+def test_every_command_that_a_document_names_exists() -> None:
+    commands, data_commands = names_of(app), names_of(data_app)
+    named = [(page, *found) for page in HAND_WRITTEN for found in COMMAND.findall(text(page))]
+    modules = [(page, name) for page in HAND_WRITTEN for name in MODULE.findall(text(page))]
+    targets = [(page, name) for page in HAND_WRITTEN for name in TARGET.findall(text(page))]
+    assert_none(
+        [f"{page}: {name}" for page, name, _ in named if name not in commands]
+        + [f"{page}: data {word}" for page, name, word in named if name == "data" and word and word not in data_commands]
+        + [f"{page}: python -m {name}" for page, name in modules if not is_program(name)]
+        + [f"{page}: make {name}" for page, name in targets if f"\n{name}:" not in text("Makefile")]
+    )
+
+
+def names_of(program: typer.Typer) -> set[str]:
+    named = [(command.name, command.callback) for command in program.registered_commands]
+    return {name or (callback.__name__ if callback else "") for name, callback in named}
+
+
+def is_program(module: str) -> bool:
+    path = ROOT.joinpath(*module.split("."))
+    return (path / "__main__.py").is_file() or path.with_suffix(".py").is_file()
+
+
+def test_every_metric_that_a_document_names_exists() -> None:
+    known = {*METRICS, *CRITIC_METRICS, *ROW_KEYS, *groups()} | {key for key, _ in rows("docs/sft.md")}
+    named = [(page, key) for page in HAND_WRITTEN for key in METRIC.findall(text(page))]
+    assert_none([f"{page}: {key}" for page, key in named if key not in known and not (ROOT / key).exists()])
 
 
 def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
