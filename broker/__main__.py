@@ -116,10 +116,10 @@ def _serve(
         token=token,
         model=fingerprint(run.model.path),
     )
-    stopping = on_stop_signal(lambda: None)
+    is_stopping = on_stop_signal(lambda: None)
     log.info("listening", address=run.broker.address, store=url, step=state.step, version=state.version)
     with closing(store), _archiving(run, folder, url):
-        while not stopping.is_set():
+        while not is_stopping():
             router.step(timeout_s=0.2)
             for sentence in supervisor.poll() if supervisor else ():
                 log.warning(sentence)

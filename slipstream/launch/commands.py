@@ -68,10 +68,14 @@ def as_json(status: RunStatus) -> str:
 
 def _watch(reader: StatusReader, status: RunStatus, *, console: Console) -> None:
     """Refresh the screen until Ctrl-C. While the store does not answer, the error takes the place of the status."""
-    stopping = on_stop_signal(lambda: None)
+    is_stopping = on_stop_signal(lambda: None)
+    refresh_at = time.monotonic() + _REFRESH_EVERY_S
     with Live(draw_status(status), console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        while not stopping.wait(_REFRESH_EVERY_S):
-            live.update(_draw(reader), refresh=True)
+        while not is_stopping():
+            time.sleep(_POLL_EVERY_S)
+            if time.monotonic() >= refresh_at:
+                live.update(_draw(reader), refresh=True)
+                refresh_at = time.monotonic() + _REFRESH_EVERY_S
 
 
 def _draw(reader: StatusReader) -> RenderableType:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -66,19 +65,19 @@ def die_with_parent(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
 
 
-def on_stop_signal(stop: Callable[[], None]) -> threading.Event:
-    """Call `stop` on the first SIGTERM or SIGINT, and return the event that is set then.
+def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
+    """Call `stop` on the first SIGTERM or SIGINT, and return a function that tells whether there was one.
 
     Another one, more than a second later, ends the process at once.
     """
-    stopping = threading.Event()
-    first_at = 0.0
+    # Not a threading.Event: the handler interrupts the main thread, which may hold the event's lock in `wait`, and
+    # would then wait for that lock forever.
+    first_at: float | None = None
 
     def handle(number: int, _frame: object) -> None:
         nonlocal first_at
-        if not stopping.is_set():
+        if first_at is None:
             first_at = time.monotonic()
-            stopping.set()
             stop()
         elif time.monotonic() - first_at > _SAME_SIGNAL_S:
             # A user who insists: the default handler ends the process even if its loop hangs.
@@ -87,7 +86,7 @@ def on_stop_signal(stop: Callable[[], None]) -> threading.Event:
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
-    return stopping
+    return lambda: first_at is not None
 
 
 def raise_on_stop_signal() -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.guard FOLDER`: when standard input ends, kill every process whose working directory is in FOLDER.
+"""`python -m tests.chaos.guard FOLDER`: when standard input ends, kill every process that works in a folder.
 
 The harness holds the other end of the pipe. However the harness ends, by SIGKILL included, its store ends with it.
 """

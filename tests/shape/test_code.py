@@ -12,6 +12,8 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES, MAX_FOLDER_MODULES = 400, 60, 16
 BANNED_STEMS = {"util", "utils", "common", "helper", "helpers", "misc", "manager", "base_impl"}
 BANNED_IMPORTS = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 BANNED_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load"}
+LOADERS = {"torch.load", "np.load", "numpy.load"}
+"""Harmless or not by their arguments; imported by their bare name they could not be told from others."""
 QUESTION = re.compile(r"(What|Whose|Who|Whom|Of|Which|Where|How|When|Why)\b")
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|Users|root|work)/\w")
 
@@ -88,13 +90,17 @@ def dangerous_lines(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
+            names = [node.module or "", *(f"{node.module}.{name.name}" for name in node.names)]
         elif isinstance(node, ast.Call) and is_dangerous(node):
             yield f"{node.lineno} {ast.unparse(node.func)}"
             continue
         else:
             continue
-        yield from (f"{node.lineno} import {name}" for name in names if name.split(".")[0] in BANNED_IMPORTS)
+        yield from (f"{node.lineno} import {name}" for name in names if is_banned(name))
+
+
+def is_banned(name: str) -> bool:
+    return name.split(".")[0] in BANNED_IMPORTS or name in {*BANNED_CALLS, *LOADERS}
 
 
 def is_dangerous(call: ast.Call) -> bool:
@@ -103,14 +109,29 @@ def is_dangerous(call: ast.Call) -> bool:
     if name == "torch.load":
         return options.get("weights_only") != "True"
     if name in ("np.load", "numpy.load"):
-        return options.get("allow_pickle", "False") != "False"
+        # `allow_pickle` is the third parameter.
+        return options.get("allow_pickle", "False") != "False" or len(call.args) > 2
+    if name in ("__import__", "importlib.import_module"):
+        return bool(call.args) and isinstance(call.args[0], ast.Constant) and is_banned(str(call.args[0].value))
     return name in BANNED_CALLS
 
 
 def test_the_search_for_dangerous_lines_finds_them_and_no_others() -> None:
     dangerous = ["import pickle", "from dill import loads", "eval('1')", "yaml.load(text)", "torch.load(path)"]
-    dangerous += ["torch.load(path, weights_only=False)", "np.load(path, allow_pickle=True)"]
-    harmless = ["model.eval()", "torch.load(path, weights_only=True)", "np.load(path)", "yaml.safe_load(x)"]
+    dangerous += [
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "np.load(path, None, True)",
+    ]
+    dangerous += ["from torch import load", "from yaml import unsafe_load", "importlib.import_module('pickle')"]
+    harmless = [
+        "model.eval()",
+        "from torch import Tensor",
+        "importlib.import_module(name)",
+        "torch.load(path, weights_only=True)",
+        "np.load(path)",
+        "yaml.safe_load(x)",
+    ]
     assert [line for line in dangerous + harmless if list(dangerous_lines(ast.parse(line)))] == dangerous
 
 

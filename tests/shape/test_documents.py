@@ -95,7 +95,9 @@ def test_every_setting_that_a_document_names_exists() -> None:
 def test_every_option_that_a_document_names_exists() -> None:
     known = groups()
     named = [(page, *found) for page in HAND_WRITTEN for found in OPTION.findall(text(page))]
-    assert_none([f"{page}: {group}={option}" for page, group, option in named if option not in known.get(group, option)])
+    assert_none(
+        [f"{page}: {group}={option}" for page, group, option in named if option not in known.get(group, option)]
+    )
 
 
 def test_every_command_that_a_document_names_exists() -> None:
@@ -105,7 +107,11 @@ def test_every_command_that_a_document_names_exists() -> None:
     targets = [(page, name) for page in HAND_WRITTEN for name in TARGET.findall(text(page))]
     assert_none(
         [f"{page}: {name}" for page, name, _ in named if name not in commands]
-        + [f"{page}: data {word}" for page, name, word in named if name == "data" and word and word not in data_commands]
+        + [
+            f"{page}: data {word}"
+            for page, name, word in named
+            if name == "data" and word and word not in data_commands
+        ]
         + [f"{page}: python -m {name}" for page, name in modules if not is_program(name)]
         + [f"{page}: make {name}" for page, name in targets if f"\n{name}:" not in text("Makefile")]
     )
