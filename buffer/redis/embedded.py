@@ -88,6 +88,7 @@ _LOG_LINES = 5
 """Last lines of a dead server's log in an error."""
 _KILL_TIMEOUT_S = 5.0
 """Time in which a killed server must be gone."""
+_REAP_TIMEOUT_S = 0.5
 
 
 class EmbeddedRedis:
@@ -306,8 +307,10 @@ def _is_zombie(process: psutil.Process) -> bool:
 
 
 def _exit_code(process: psutil.Process) -> int | None:
+    """Return the exit code of a process that is dead; None where another process is its parent."""
+    # The kernel has the code once the last thread has ended, which may be after the process counts as a zombie.
     try:
-        return process.wait(timeout=0)
+        return process.wait(timeout=_REAP_TIMEOUT_S)
     except psutil.TimeoutExpired:
         return None
 
