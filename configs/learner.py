@@ -86,8 +86,9 @@ class DeadEndConfig(Config):
     after_s: Annotated[float, Meta(gt=0)] = 120.0
     """Time without any useful arrival, seconds; must exceed the time of the longest trajectory."""
     start_after_s: Annotated[float, Meta(gt=0)] = 600.0
-    """The same while a living generator starts or fetches its weights; also the time in which no generator applies
-    newer weights while training goes on. Seconds."""
+    """The same while a living generator starts or fetches its weights, for a start of vLLM at least
+    `generators.engine.start_timeout_s` + `after_s`; also the time in which no generator applies newer weights while
+    training goes on. Seconds."""
 
 
 class LearnerConfig(Config):

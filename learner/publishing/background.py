@@ -54,7 +54,8 @@ class BackgroundPublisher:
         """Block until nothing is in flight.
 
         Bounded by the deadlines of publishing: a version has a few attempts, each phase of an attempt (group, buckets,
-        answers) has its limit in `weights`, and the store its patience. At most one more version waits behind it.
+        answers) has its limit in `weights`, and a call of the store `buffer.retry_timeout_s`. At most one more version
+        waits behind it.
         """
         if self._in_flight:
             wait([self._in_flight])

@@ -139,9 +139,9 @@ class FetchTracker:
             return False
         del self._requests[answer.member]
         if answer.error:
-            self._members.evict([answer.member], f"version {answer.version} was not adopted: {answer.error}")
+            self._members.evict([answer.member], f"version {answer.version} was not applied: {answer.error}")
             return False
-        self._members.record_adopted(answer.member, answer.version)
+        self._members.record_applied(answer.member, answer.version)
         self._fetched_at[answer.member] = self._clock()
         log.info("version_fetched", version=answer.version, member=answer.member.peer_id)
         return True

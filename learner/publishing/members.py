@@ -53,14 +53,14 @@ class MemberTable:
         return self._held.get(member) == version
 
     def holds_any(self, member: Member) -> bool:
-        """Whether the member has adopted a version and was not evicted since."""
+        """Whether the member has applied a version and was not evicted since."""
         return member in self._held
 
     def num_holding(self, version: int) -> int:
         """Living members that hold the version."""
         return sum(self.holds(member, version) for member in self._transports)
 
-    def record_adopted(self, member: Member, version: int) -> None:
+    def record_applied(self, member: Member, version: int) -> None:
         """The member holds this version; earlier evictions no longer lengthen its backoff."""
         self._held[member] = version
         self._num_evictions.pop(member, None)

@@ -4,7 +4,7 @@ Consumes: a staged version, reports of members, EpochOpened and UpdateApplied.
 Produces: OpenEpoch, Update, the broadcast itself; a snapshot for members that fetch.
 Waits for: every answer of a member of the epoch, each phase at most its configured time; for a member that fetches only
 when no other member holds the version.
-Invariant: a version is committed only after every member of its epoch adopted it with equal checksums and a probe
+Invariant: a version is committed only after every member of its epoch applied it with equal checksums and a probe
 within bounds; a member that failed is out of the epoch and is tried again after its backoff.
 """
 
@@ -96,7 +96,7 @@ class Publisher:
         self._epoch = 0
         self._epoch_members: list[Member] = []
         self._opened: dict[Member, EpochOpened] = {}
-        self._adopted: dict[Member, UpdateApplied] = {}
+        self._applied: dict[Member, UpdateApplied] = {}
         self._fetched: dict[Member, UpdateApplied] = {}
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
 
@@ -133,7 +133,7 @@ class Publisher:
     def synchronize(self) -> Published:
         """Bring the version into every living generator; members that fail are evicted."""
         started_at = self._clock()
-        self._adopted, self._fetched = {}, {}
+        self._applied, self._fetched = {}, {}
         # Each attempt evicts the members that failed, so the next one runs with the others.
         for _ in range(_MAX_ATTEMPTS):
             self.poll(timeout_s=0)
@@ -145,7 +145,7 @@ class Publisher:
             deadline = Deadline(self._config.transfer_timeout_s, what="a generator to fetch", clock=self._clock)
             while not self.num_holding and self._fetches.is_fetching(self.version) and not deadline.is_over:
                 self.poll(timeout_s=min(_WAIT_STEP_S, deadline.left_s))
-        applied = [a for a in [*self._adopted.values(), *self._fetched.values()] if not a.error]
+        applied = [a for a in [*self._applied.values(), *self._fetched.values()] if not a.error]
         return Published(
             version=self.version,
             num_members=self.num_holding,
@@ -207,7 +207,7 @@ class Publisher:
         staged = self._require_staged()
         started_at, timeout_s = self._clock(), self._transfer_timeout_s
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
-        self._adopted = {}
+        self._applied = {}
         self._client.send(update)
         error = ""
         try:
@@ -218,13 +218,13 @@ class Publisher:
             # A group in which a broadcast failed may hold data of it: the next attempt builds another.
             self._epoch_members = []
         missing = self._collect(
-            self._adopted, members, timeout_s=_AFTER_ERROR_S if error else self._config.transfer_timeout_s
+            self._applied, members, timeout_s=_AFTER_ERROR_S if error else self._config.transfer_timeout_s
         )
-        failed = [m for m, a in self._adopted.items() if a.error]
+        failed = [m for m, a in self._applied.items() if a.error]
         if missing or failed:
             self._epoch_members = []
-            reason = error or "; ".join(a.error for a in self._adopted.values() if a.error) or "no answer"
-            self._members.evict(missing or failed, f"version {update.version} was not adopted: {reason}")
+            reason = error or "; ".join(a.error for a in self._applied.values() if a.error) or "no answer"
+            self._members.evict(missing or failed, f"version {update.version} was not applied: {reason}")
         return not (error or missing or failed)
 
     @property
@@ -280,10 +280,10 @@ class Publisher:
                     self._fetched[member] = message
             case UpdateApplied(epoch=epoch, version=version, member=member):
                 if (epoch, version) == (self._epoch, self.version):
-                    self._adopted[member] = message
+                    self._applied[member] = message
                     if not message.error:
                         # Valid even after an eviction: a restarted broker does not know its members for a moment.
-                        self._members.record_adopted(member, version)
+                        self._members.record_applied(member, version)
 
 
 def _settle(in_flight: "Future[None]", action: Callable[[], None]) -> None:

@@ -10,17 +10,16 @@ from typing import Literal
 
 from slipstream.broker.status.role_status import RoleStatus
 from slipstream.buffer.group_filter import REJECTION_REASONS
+from slipstream.configs.generators import VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.stall.progress import Progress
 
 Kind = Literal[
-    "broker", "generators", "start", "weights", "adoption", "rewards", "filtered", "lost", "refused", "store",
+    "broker", "generators", "start", "weights", "outdated", "rewards", "filtered", "lost", "refused", "store",
     "silence", "slow",
 ]  # fmt: skip
 
 _MOST_NAMED = 3
-_MAX_FAILED_STEPS = 2
-"""Steps in a row without any reward: one may meet an outage of the grader, a second one is no accident."""
 _SEE_LOGS = "their logs and the events have the reason"
 
 
@@ -41,15 +40,13 @@ def find_cause(progress: Progress) -> StallCause | None:
     run, limits = progress.run, progress.run.learner.dead_end
     checks: list[Callable[[Progress], StallCause | None]] = []
     # A replay trains on stored rewards.
-    if progress.failed_rewards >= max_failed_rewards(run) and run.mode != "replay":
+    if progress.rewards_have_failed and run.mode != "replay":
         checks.append(_rewards_failed)
     if progress.outdated_s >= limits.start_after_s:
-        checks.append(_weights_not_adopted)
-    # Loading a model or fetching weights takes longer than anything else that a wait needs.
-    may_start = any(each.state == "starting" or each.waits_for == "transfer" for each in progress.now.living)
-    if progress.idle_s >= (max(limits.after_s, limits.start_after_s) if may_start else limits.after_s):
+        checks.append(_weights_outdated)
+    if progress.idle_s >= _max_idle_s(progress):
         checks += [
-            _broker_dead, _generators_dead, _weights_missing, _weights_not_adopted, _rewards_failed, _groups_lost,
+            _broker_dead, _generators_dead, _weights_missing, _weights_outdated, _rewards_failed, _groups_lost,
             _frames_refused, _store_full, _generators_silent,
         ]  # fmt: skip
     if progress.served_s >= progress.limit_s:
@@ -57,9 +54,16 @@ def find_cause(progress: Progress) -> StallCause | None:
     return next(filter(None, (check(progress) for check in checks)), None)
 
 
-def max_failed_rewards(run: RunConfig) -> int:
-    """Trajectories in a row without a reward that end a wait."""
-    return _MAX_FAILED_STEPS * run.claimed_groups_per_step * run.generators.group_size
+def _max_idle_s(progress: Progress) -> float:
+    """Longest time without progress; loading a model and fetching weights take longer than anything else."""
+    limits, engine, living = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.living
+    longest = [limits.after_s]
+    if any(each.state == "starting" or each.waits_for == "transfer" for each in living):
+        longest.append(limits.start_after_s)
+    if any(each.state == "starting" for each in living) and isinstance(engine, VllmEngineConfig):
+        # A start that takes too long ends by itself, and its generator knows why; the process needs some time before.
+        longest.append(engine.start_timeout_s + limits.after_s)
+    return max(longest)
 
 
 def _broker_dead(progress: Progress) -> StallCause | None:
@@ -88,12 +92,12 @@ def _weights_missing(progress: Progress) -> StallCause | None:
     return StallCause("start" if is_starting else "weights", problem, _SEE_LOGS)
 
 
-def _weights_not_adopted(progress: Progress) -> StallCause | None:
+def _weights_outdated(progress: Progress) -> StallCause | None:
     version = progress.now.announced_version
     if any(generator.version == version for generator in progress.now.synced):
         return None
-    problem = f"no living generator has adopted version {version} ({_describe(progress.now.living)})"
-    return StallCause("adoption", problem, _SEE_LOGS)
+    problem = f"no living generator has applied version {version} ({_describe(progress.now.living)})"
+    return StallCause("outdated", problem, _SEE_LOGS)
 
 
 def _rewards_failed(progress: Progress) -> StallCause | None:

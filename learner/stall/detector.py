@@ -17,7 +17,7 @@ from slipstream.buffer.records import Claim
 from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.learner.errors import DeadEndError
-from slipstream.learner.stall.causes import StallCause, find_cause, max_failed_rewards, no_reward
+from slipstream.learner.stall.causes import StallCause, find_cause, no_reward
 from slipstream.learner.stall.progress import Progress, take_snapshot
 from slipstream.runtime.clock import Clock
 
@@ -111,7 +111,7 @@ class StallDetector:
 
     def report_no_reward(self, *, num_failed: int) -> None:
         """An evaluation is complete without a single reward. Raises DeadEndError like `poll`."""
-        self._progress.failed_rewards = max(self._progress.failed_rewards, max_failed_rewards(self._run))
+        self._progress.record_no_reward(num_failed=num_failed)
         self._set_cause(no_reward(self._run, num_failed=num_failed))
 
     def _set_cause(self, cause: StallCause | None) -> None:
@@ -123,10 +123,13 @@ class StallDetector:
             self._cause = None
             log.info("dead_end_resolved", goal=self._goal)
             self._record("dead end resolved")
-        elif cause and (self._cause is None or self._cause.kind != cause.kind):
+        elif cause:
+            # One of the same kind replaces it silently: its text counts the seconds and the trajectories up to now.
+            is_new = self._cause is None or self._cause.kind != cause.kind
             self._cause = cause
-            self._warn(cause)
-            self._record(f"dead end, waits for {self._goal}: {cause.problem}")
+            if is_new:
+                self._warn(cause)
+                self._record(f"dead end, waits for {self._goal}: {cause.problem}")
 
     def _warn(self, cause: StallCause) -> None:
         log.warning("dead_end", goal=self._goal, cause=cause.problem, remedy=cause.remedy)

@@ -11,8 +11,10 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
 _MAX_COUNTED_STARTS = 4
-"""Restarts of one generator that count as progress while nothing arrives: a crash loop must not hide a dead end."""
+"""Changes of one generator that count as progress while nothing arrives: a crash loop must not hide a dead end."""
 _LOSSES = ("rejected", "expired", "quarantined")
+_MAX_FAILED_STEPS = 2
+"""Steps in a row without any reward: one may meet an outage of the grader, a second one is no accident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
 class Progress:
     """The newest snapshot, and what has changed up to it. Life: (begin -> update*)*, one `begin` per wait.
 
-    Rewards and adopted versions are followed across waits: both can fail while every single wait succeeds.
+    Rewards and applied versions are followed across waits: both can fail while every single wait succeeds.
     """
 
     now: Snapshot
@@ -76,7 +78,7 @@ class Progress:
     served_s: float
     """Since a generator could first work for the wait, seconds."""
     outdated_s: float
-    """Since a generator last adopted newer weights, seconds; 0 while one holds the newest or none holds any."""
+    """Since a generator last applied newer weights, seconds; 0 while one holds the newest or none holds any."""
     accepted: int
     """Trajectories stored since the wait began."""
     losses: dict[str, int]
@@ -88,11 +90,14 @@ class Progress:
         self.run = run
         self.failed_rewards = 0
         """Trajectories without a reward since the last one with a reward."""
+        self.rewards_have_failed = False
+        """Whether those are too many to be an accident."""
+        self._max_failed_rewards = _MAX_FAILED_STEPS * run.claimed_groups_per_step * run.generators.group_size
         self._clock = clock
         self._rewards: tuple[int, int] | None = None
         self._newest_held = -1
         self._version_lag = 0
-        self._adopted_at = clock()
+        self._applied_at = clock()
 
     def begin(self, *, limit_s: float, limit_setting: str) -> None:
         """Start a wait that may last `limit_s`, the value of that setting, once a generator can work for it."""
@@ -103,9 +108,10 @@ class Progress:
         self._most_arrived: tuple[int, ...] = (0, 0)
 
     def update(self, now: Snapshot) -> None:
+        """Take in the newest snapshot."""
         self.now, now_s = now, self._clock()
         if self._base is None:
-            self._base, self._most_arrived, self._versions = now.counts, (0, now.answered or 0), _versions(now)
+            self._base, self._most_arrived, self._held = now.counts, (0, now.answered or 0), _held_versions(now)
             self._num_starts: Counter[str] = Counter()
         self.accepted = now.counts.accepted - self._base.accepted
         self.losses = _growth(self._base.reasons, now.counts.reasons, prefixes=_LOSSES)
@@ -117,10 +123,10 @@ class Progress:
         self.idle_s = now_s - self._progressed_at
         self.served_s = 0.0 if self._served_since is None else now_s - self._served_since
         self._track_rewards(now)
-        self._track_adoption(now, now_s)
+        self._track_updates(now, now_s)
 
     def _has_progressed(self, base: StoreCounts) -> bool:
-        """Whether a trajectory came and stayed, an answer came, or a generator took up work or newer weights."""
+        """Whether a trajectory came and stayed, an answer came, or a generator ended its start or has other weights."""
         # A trajectory whose group is lost has not helped. Losses of what was stored before the wait are subtracted:
         # they do not count against what came since.
         stored_before = base.open_members + base.ready * self.run.generators.members_per_group
@@ -130,30 +136,47 @@ class Progress:
         has_arrived = self._most_arrived != before
         if has_arrived:
             self._num_starts.clear()
-        held, self._versions = self._versions, _versions(self.now)
-        started = [name for name, version in self._versions.items() if held.get(name) != version]
+        held, self._held = self._held, _held_versions(self.now)
+        # The end of a start counts by itself: fetching the first weights has its time after a start that took longer.
+        started = [
+            name
+            for name, version in self._held.items()
+            if name not in held or (version is not None and version != held[name])
+        ]
         self._num_starts.update(started)
         return has_arrived or any(self._num_starts[name] <= _MAX_COUNTED_STARTS for name in started)
+
+    def record_no_reward(self, *, num_failed: int) -> None:
+        """Count an evaluation of `num_failed` answers without a single reward: it needs no second one to be a cause."""
+        self.failed_rewards, self.rewards_have_failed = max(self.failed_rewards, num_failed), True
+        # The generators may report these answers only now: what counts comes after their next report.
+        self._rewards = None
 
     def _track_rewards(self, now: Snapshot) -> None:
         rewarded, unrewarded = self._rewards or (now.rewarded, now.unrewarded)
         self._rewards = (now.rewarded, now.unrewarded)
         # Both sums shrink when a generator leaves or restarts: that is neither a reward nor a failed one.
         grown = max(0, now.unrewarded - unrewarded)
-        self.failed_rewards = 0 if now.rewarded > rewarded else self.failed_rewards + grown
+        if now.rewarded > rewarded:
+            self.failed_rewards, self.rewards_have_failed = 0, False
+        else:
+            self.failed_rewards += grown
+            self.rewards_have_failed |= self.failed_rewards >= self._max_failed_rewards
 
-    def _track_adoption(self, now: Snapshot, now_s: float) -> None:
+    def _track_updates(self, now: Snapshot, now_s: float) -> None:
         newest = max((generator.version or 0 for generator in now.synced), default=-1)
         before, self._version_lag = self._version_lag, now.announced_version - newest if now.synced else 0
         # Counted from the first snapshot that shows a lag: a whole training step may lie before it.
         if self._version_lag <= 0 or before <= 0 or newest > self._newest_held:
-            self._adopted_at = now_s
+            self._applied_at = now_s
         self._newest_held = newest
-        self.outdated_s = now_s - self._adopted_at
+        self.outdated_s = now_s - self._applied_at
 
 
-def _versions(now: Snapshot) -> dict[str, int | None]:
-    return {generator.name: generator.version for generator in now.synced}
+def _held_versions(now: Snapshot) -> dict[str, int | None]:
+    """Verified version of each living generator that has ended its start; None before its first."""
+    verified = {generator.name: generator.version for generator in now.synced}
+    return {each.name: verified.get(each.name) for each in now.living if each.state != "starting"}
 
 
 def _growth(before: dict[str, int], now: dict[str, int], *, prefixes: tuple[str, ...] = ("",)) -> dict[str, int]:

@@ -154,7 +154,7 @@ class ManualRun:
 
 
 @pytest.mark.long
-def test_weights_that_no_generator_adopts_are_a_dead_end_until_a_sound_one_joins(folder: Path) -> None:
+def test_weights_that_no_generator_applies_are_a_dead_end_until_a_sound_one_joins(folder: Path) -> None:
     with ManualRun(folder, "probe", "learner.max_steps=3").ended_at_last() as run:
         _, learner = run.start("broker"), run.start("learner")
         faulty = run.start("generators", program=("-c", FAULTY))

@@ -83,10 +83,10 @@ def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
     assert generators.evicted == [("g1", "evicted: version 1 was not fetched within 660 s")]
 
 
-def test_a_member_that_failed_to_adopt_is_evicted_and_asked_again():
+def test_a_member_that_failed_to_apply_a_version_is_evicted_and_asked_again():
     publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
-    assert generators.evicted == [("g1", "evicted: version 1 was not adopted: the probe differs")]
+    assert generators.evicted == [("g1", "evicted: version 1 was not applied: the probe differs")]
     generators.members["g1"] = "well"
     clock.now += 3
     assert publisher.is_due

@@ -66,14 +66,14 @@ def test_a_silent_member_is_evicted_and_the_others_get_the_version():
 def test_a_generator_with_a_failed_probe_is_evicted_and_tried_again():
     publisher, generators, clock = make_publisher(g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
-    assert generators.evicted == [("g1", "evicted: version 1 was not adopted: the probe differs")]
+    assert generators.evicted == [("g1", "evicted: version 1 was not applied: the probe differs")]
     generators.members["g1"] = "well"
     clock.now += 10
     assert publisher.is_due
     assert publisher.synchronize().num_members == 2
 
 
-def test_a_version_is_announced_before_and_committed_after_it_is_adopted():
+def test_a_version_is_announced_before_and_committed_after_it_is_applied():
     publisher, _, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)

@@ -81,7 +81,7 @@ STILL = {
     "starting": (snapshot(role(state="starting", version=None, reason="loading")), "start", START_AFTER_S, ["loading"]),
     "fetching": (snapshot(FETCHING), "weights", START_AFTER_S, ["generator-0 is unsynced with no weights: fetching"]),
     "unsynced": (snapshot(*UNSYNCED), "weights", AFTER_S, ["probe differs by 0.1", "probe differs by 0.2"]),
-    "outdated": (snapshot(role(version=3), version=7), "adoption", AFTER_S, ["version 7", "ready with version 3"]),
+    "outdated": (snapshot(role(version=3), version=7), "outdated", AFTER_S, ["version 7", "ready with version 3"]),
     "store_full": (working(capacity_reason="capacity: 9 groups are outstanding"), "store", AFTER_S, ["9 groups"]),
     "store_readonly": (
         working(broker=role("broker", "broker", reason="store_cannot_write", waits_for="store")),
@@ -167,7 +167,7 @@ def test_a_crash_loop_hides_no_dead_end(scene):
         lambda n: working(accepted=100 + n, **({"outcome_members": {"expired": 100}} if n else {"ready": 50})),
         lambda n: snapshot(role(version=n), version=n),
     ],
-    ids=["trajectories", "answers", "trajectories_while_older_ones_expire", "adopted_versions"],
+    ids=["trajectories", "answers", "trajectories_while_older_ones_expire", "applied_versions"],
 )
 def test_slow_progress_is_no_dead_end(scene, come):
     assert [scene.after(AFTER_S - 1, come(n)) for n in range(5)] == [None] * 5
@@ -178,6 +178,23 @@ def test_a_generator_that_has_started_has_time_for_a_first_batch(scene):
     assert scene.after(1, working()) is None
     assert scene.after(AFTER_S - 1, working()) is None
     assert scene.after(1, working()) is not None
+
+
+def test_a_start_that_took_long_leaves_the_first_weights_their_own_time(scene):
+    """The generator is unsynced for a moment before it fetches: the time of its start must not count against it."""
+    unsynced = role(state="unsynced", version=None, waits_for="weights")
+    assert scene.after(500, snapshot(role(state="starting", version=None))) is None
+    assert scene.after(1, snapshot(unsynced)) is None
+    assert scene.after(START_AFTER_S - 1, snapshot(FETCHING)) is None
+    assert scene.after(1, snapshot(FETCHING)).kind == "weights"
+
+
+def test_an_engine_that_may_start_longer_has_that_time():
+    scene = Scene(generators={"engine": {"kind": "vllm", "start_timeout_s": 900.0}})
+    starting = snapshot(role(state="starting", version=None))
+    assert scene.after(0, starting) is None
+    assert scene.after(900 + AFTER_S - 1, starting) is None
+    assert scene.after(1, starting).kind == "start"
 
 
 @pytest.mark.parametrize("starts_s", [0, 500])
@@ -191,14 +208,14 @@ def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene,
 
 
 # --- followed across waits -------------------------------------------------------------------------------------------
-def test_training_on_while_nobody_adopts_is_a_dead_end_in_the_end(scene):
+def test_training_on_while_nobody_applies_newer_weights_is_a_dead_end_in_the_end(scene):
     found = []
     for step in range(1, 100):
         scene.clock.now += 10
         scene.begin()
         cause = scene.after(0, snapshot(role(version=2), version=2 + step, accepted=step))
         found += [(scene.clock.now, cause.kind)] if cause else []
-    assert found[0] == (10 + START_AFTER_S, "adoption")
+    assert found[0] == (10 + START_AFTER_S, "outdated")
 
 
 def test_a_long_step_is_no_lag_of_the_generators(scene):

@@ -108,6 +108,12 @@ def test_every_few_seconds_the_log_has_what_is_missing_then_the_cause(patient: S
     assert patient.num_keep_alives == (AFTER_S + 60) / 5
 
 
+def test_the_cause_that_is_shown_counts_the_time_up_to_now(patient: Scene):
+    patient.wait(AFTER_S)
+    assert f"nothing has come for {AFTER_S + 60} s" in patient.wait(60)
+    assert len(patient.events()) == 1
+
+
 def test_a_wait_that_succeeds_resolves_its_dead_end(patient: Scene):
     patient.wait(AFTER_S)
     patient.detector.end()
