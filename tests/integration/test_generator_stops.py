@@ -31,9 +31,9 @@ def started(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
     address = f"broker.address=ipc://{folder}/{NAME}.sock"
     settings = (*SMALL, address, f"name={NAME}", "learner.max_steps=100000", "generators.engine.seconds_per_token=0.5")
     roles = [
-        start_role(folder, "slipstream.broker", *settings),
-        start_role(folder, "slipstream.learner", *settings),
-        start_role(folder, "slipstream.generators", "--id", "first", address),
+        start_role(folder, "broker", *settings),
+        start_role(folder, "learner", *settings),
+        start_role(folder, "generators", "--id", "first", address),
     ]
     try:
         yield roles
