@@ -198,9 +198,9 @@ class BufferConfig(Config):
 
     store: EmbeddedRedisConfig | RedisConfig | MemoryStoreConfig = EmbeddedRedisConfig()
     """Store of all state that must survive."""
-    sampler: FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig = FifoConfig()
+    sampler: SamplerConfig = FifoConfig()
     """Order in which ready groups are claimed."""
-    filter: KeepAllConfig | ZeroSignalConfig | AccuracyConfig = KEEP_ALL
+    filter: FilterConfig = KEEP_ALL
     """Complete groups to reject before the learner sees them; another prompt is admitted for each."""
     reuse: ReuseConfig = ReuseConfig()
     """Training on groups more than once."""

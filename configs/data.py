@@ -15,7 +15,7 @@ class ModelConfig(Config):
     """Folder or hub name of initial weights and tokenizer, in transformers format."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Data type in which engines compute and weights travel; the learner keeps float32 master weights."""
-    max_length: int = 64
+    max_length: Annotated[int, Meta(ge=2)] = 64
     """Longest prompt and response together, tokens."""
     trust_remote_code: bool = False
     """Whether code that comes with the checkpoint may run."""

@@ -25,12 +25,15 @@ class EvaluationConfig(Config):
     answers it ends earlier, see `learner.dead_end`."""
 
 
+Decay = Annotated[float, Meta(ge=0, lt=1)]
+
+
 class OptimizerConfig(Config):
     """AdamW and its learning rate schedule."""
 
     learning_rate: Annotated[float, Meta(gt=0)] = 1e-4
     """Peak of the learning rate schedule."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay of the first and the second moment."""
     epsilon: Annotated[float, Meta(gt=0)] = 1e-8
     """Term added to the denominator."""

@@ -140,12 +140,16 @@ def unknown_key(key: str) -> str:
 def unknown_option(group: str, option: object) -> str:
     """Sentence that refuses `group=option` and names the option meant, also of another group, or all there are."""
     options = groups()[group]
+    # The beginning of an option here is nearer than the same name in another group: experiment=gsm8k is not data=gsm8k.
+    meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]
-    if len(elsewhere) != 1:
+    if not meant and len(elsewhere) == 1:
+        meant = elsewhere
+    if not meant:
         scores = {f"{group}={name}": SequenceMatcher(None, str(option), name).ratio() for name in options}
         best = max(scores.values())
-        elsewhere = [choice for choice, score in scores.items() if score == best >= _SIMILAR_SIBLING]
-    advice = f"did you mean {' or '.join(elsewhere)}?" if elsewhere else f"there are {', '.join(options)}."
+        meant = [choice for choice, score in scores.items() if score == best >= _SIMILAR_SIBLING]
+    advice = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(options)}."
     return f"unknown option {group}={option}; {advice}"
 
 

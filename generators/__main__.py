@@ -28,6 +28,7 @@ from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.broker.handshake import read_token
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.engines.vllm.environment import vllm_environment
@@ -46,10 +47,12 @@ log = structlog.get_logger(__name__)
 def main(arguments: list[str]) -> None:
     """Join a run and generate until drained."""
     exit_after_help(arguments, __doc__)
-    peer_id, overrides = _split(arguments)
+    peer_id, overrides = split_id(arguments)
     configure_logs(peer_id)
     die_with_launcher()
     broker = load(overrides).broker
+    if ignored := ignored_settings(overrides):
+        log.warning("settings_ignored", settings=ignored, reason="the broker sends those of the run")
     board = StatusBoard()
     session = join(
         "generator",
@@ -97,10 +100,22 @@ def _transport_override(overrides: list[str]) -> Any:
     return load(overrides).weights.transport if is_set else ""
 
 
-def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    if arguments[:1] == ["--id"] and len(arguments) > 1:
-        return arguments[1], arguments[2:]
-    return f"generator-{socket.gethostname()}-{os.getpid()}", arguments
+def ignored_settings(overrides: list[str]) -> list[str]:
+    """Overrides without an effect here, where the broker sends the settings of the run."""
+    return [text for text in overrides if not text.lstrip("+").startswith(("broker.", "weights.transport="))]
+
+
+def split_id(arguments: list[str]) -> tuple[str, list[str]]:
+    """Return the generator's id and the overrides. Raises ConfigError for `--id` without a name."""
+    words = [
+        word for argument in arguments for word in (("--id", argument[5:]) if argument[:5] == "--id=" else (argument,))
+    ]
+    if "--id" not in words:
+        return f"generator-{socket.gethostname()}-{os.getpid()}", words
+    at = words.index("--id")
+    if at + 1 == len(words) or not words[at + 1] or "=" in words[at + 1]:
+        raise ConfigError("--id must be followed by a name, got none: write --id NAME.")
+    return words[at + 1], words[:at] + words[at + 2 :]
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Programs beside the run: data and models to start from, the config on paper, the curve of a run."""
+"""Programs beside the run: data and models to start from, checks of a user's formula, tables of the documentation."""

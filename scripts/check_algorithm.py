@@ -88,6 +88,7 @@ def _check_advantage(function: Callable[[AdvantageInputs], Tensor]) -> list[Find
         return function(_advantage_inputs(rewards, groups))
 
     found = call(rewards, groups)
+    _require_tensor(found, setting="algorithm.advantage")
     order = torch.randperm(9)
     others = torch.where(groups == 2, rewards + 5, rewards)
     return [
@@ -127,14 +128,21 @@ def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs
     """Losses, and the gradient of their sum by the log-ratio."""
     leaf = inputs.log_ratio.clone().requires_grad_()
     losses = function(inputs.with_log_ratio(leaf))
+    _require_tensor(losses, setting="algorithm.policy_loss")
     if not losses.requires_grad:
         raise ConfigError("algorithm.policy_loss must depend on log_ratio, got losses without a gradient.")
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)
     return losses.detach(), gradient
 
 
-def _is_shaped(found: Any, like: Tensor) -> bool:
-    return isinstance(found, Tensor) and found.shape == like.shape
+def _require_tensor(found: Any, *, setting: str) -> None:
+    """Raise ConfigError for a result on which no property can be checked."""
+    if not isinstance(found, Tensor):
+        raise ConfigError(f"{setting} must return a tensor, got {type(found).__name__}.")
+
+
+def _is_shaped(found: Tensor, like: Tensor) -> bool:
+    return found.shape == like.shape
 
 
 def _close(first: Tensor, second: Tensor) -> bool:

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--sources", action="store_true", help="also print the preset, argument or default that set each value"
     )
     parser.add_argument("--arithmetic", action="store_true", help="print derived sizes")
-    parser.add_argument("overrides", nargs="*", help="as for run_async.py: key=value, group=option")
+    parser.add_argument("overrides", nargs="*", help="as for `slipstream run`: key=value, group=option")
     options, unknown = parser.parse_known_intermixed_args(arguments)
     # Settings written with dashes are unknown options here; loading them gives the advice that fits.
     overrides = [*options.overrides, *unknown]

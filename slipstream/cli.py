@@ -23,7 +23,7 @@ from slipstream.runtime.process import RoleDiedError
 SETTINGS = """\b
 Most used settings:
   experiment=PRESET             digits_cpu (the default), addition_cpu, gsm8k_1gpu, gsm8k_8gpu, digits_serial,
-                                digits_replay, digits_sft
+                                digits_replay, digits_sft, sft
   recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
   name=NAME                     run folder runs/NAME; resume=true continues it
   seed=0                        every random choice of the run derives from it
@@ -96,13 +96,15 @@ def run(
 def sft(overrides: Overrides = None) -> None:
     """Train on demonstrations, with the learner alone.
 
-    The preset is experiment=digits_sft unless another is given.
-    """
-    from slipstream.launch.run import start_sft
+    \b
+    slipstream sft                                              the default task, experiment=digits_sft
+    slipstream sft sft.train_path=FILE model.path=FOLDER        demonstrations of your own, experiment=sft
 
-    given = overrides or []
-    has_experiment = any(override.startswith("experiment=") for override in given)
-    start_sft(given if has_experiment else ["experiment=digits_sft", *given])
+    docs/sft.md describes the files.
+    """
+    from slipstream.launch.run import start_sft, with_sft_preset
+
+    start_sft(with_sft_preset(overrides or []))
 
 
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)

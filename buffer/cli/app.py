@@ -31,6 +31,8 @@ _UNSOUND = 1
 app = typer.Typer(
     name="python -m buffer",
     help="Inspect a run's store or an archive of it.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    rich_markup_mode=None,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -120,7 +122,7 @@ def show(
     run: RunName = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show one trajectory: its origin, its reward, the version of every token."""
+    """Show one trajectory: origin, reward, version of every token."""
     with _open(where, run, runs_dir) as source:
         stored = next(source.read(TrajectoryFilter(id=trajectory_id), decode=None), None)
         if stored is None:
@@ -142,7 +144,7 @@ def stats(
     run: RunName = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Count by outcome and data source; show distributions of reward, length and lag."""
+    """Show counts by outcome, and how rewards, lengths and lags spread."""
     with _open(where, run, runs_dir) as source:
         found = source.read(selected, decode=_decoder(source, tokenizer, selected))
         tables = TrajectoryStats(islice(found, limit), step_versions=source.step_versions()).tables()
@@ -192,7 +194,7 @@ def refused(
     run: RunName = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show the newest frames that the broker rejected: reason, size, first bytes."""
+    """Show the newest frames that the broker rejected, with the reason."""
     with _open(where, run, runs_dir) as source:
         if not isinstance(source, StoreSource):
             raise ConfigError(
@@ -209,7 +211,10 @@ def refused(
 
 @app.command()
 def verify(where: Where, run: RunName = None, runs_dir: RunsDir = Path("runs")) -> None:
-    """Recompute the accounting; exit with 1 if anything is lost, duplicated or damaged."""
+    """Recompute the accounting.
+
+    Exit codes: 0, 1 if anything is lost, duplicated or damaged.
+    """
     with _open(where, run, runs_dir) as source:
         if isinstance(source, StoreSource):
             audit = source.audit()

@@ -237,8 +237,9 @@ class HfEngine:
     async def stop(self) -> None:
         if self._decoding is not None:
             self._decoding.cancel()
+        # Behind a transfer in flight, on the thread that owns the receiver.
         self._receiver_thread.submit(self._receiver.close)
-        self._receiver_thread.shutdown(wait=False, cancel_futures=True)
+        self._receiver_thread.shutdown(wait=False)
 
     async def _decode(self) -> None:
         batch: list[HfRequest] = []

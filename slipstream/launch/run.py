@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         run_replay(run, folder, overrides=overrides)
     else:
         Launcher(run, folder, overrides=overrides, console=console).launch()
-    _report(run, folder, program=program)
+    _report(run, folder, overrides=overrides, program=program)
 
 
 def start_sft(overrides: list[str]) -> None:
@@ -59,10 +60,19 @@ def start_sft(overrides: list[str]) -> None:
     run = load(overrides)
     if run.mode != "sft":
         raise ConfigError(f"mode must be sft, got {run.mode}: choose experiment=digits_sft or set mode and sft.*.")
+    _, overrides = with_free_name(run, overrides)
     prepare(run)
     # Replaced rather than called, because torch must be loaded under the learner's own environment.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])
+
+
+def with_sft_preset(overrides: list[str]) -> list[str]:
+    """Add the experiment where none is chosen: `sft` for a training file of the user's own, else the default task's."""
+    keys = {override.partition("=")[0] for override in overrides}
+    if "experiment" in keys:
+        return overrides
+    return ["experiment=sft" if "sft.train_path" in keys else "experiment=digits_sft", *overrides]
 
 
 def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
@@ -91,7 +101,7 @@ _REPORTED = {
 }
 
 
-def _report(run: RunConfig, folder: RunFolder, *, program: str) -> None:
+def _report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
     summary = json.loads(folder.summary.read_text())
     curve = plot_run(folder.path)
     console.print(f"{run.name}: {verdict(run, summary)}", style="bold", highlight=False, soft_wrap=True)
@@ -100,12 +110,7 @@ def _report(run: RunConfig, folder: RunFolder, *, program: str) -> None:
         value = summary[key]
         table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
     console.print(table)
-    next_commands = {
-        f"{program} run name={run.name}-sync buffer.staleness.max_lag=0": "the synchronous oracle",
-        f"{program} run name={run.name}-two generators.count=2": "two generators",
-        f"{program} evaluate {folder.final_model}": "measure the final model again",
-        f"{program} config --arithmetic experiment=gsm8k_1gpu": "the sizes of a GPU run",
-    }
+    next_commands = suggestions(run, folder, overrides=overrides, program=program)
     width = max(map(len, next_commands))
     console.print(
         f"curve        {curve}",
@@ -118,6 +123,21 @@ def _report(run: RunConfig, folder: RunFolder, *, program: str) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> dict[str, str]:
+    """Commands to try next, with the settings of this run -> what each shows."""
+    own = [text for text in overrides if text.partition("=")[0] not in ("name", "resume")]
+    again = shlex.join([*program.split(), "run", *own])
+    others = {
+        f"{again} name={run.name}-sync buffer.staleness.max_lag=0": "the synchronous oracle",
+        f"{again} name={run.name}-two generators.count=2": "two generators",
+    }
+    measure = shlex.join([*program.split(), "evaluate", str(folder.final_model), *own])
+    return (others if run.mode == "async" else {}) | {
+        measure: "measure the final model again",
+        f"{program} config --arithmetic experiment=gsm8k_1gpu": "the sizes of a GPU run",
+    }
 
 
 def verdict(run: RunConfig, summary: dict[str, float]) -> str:

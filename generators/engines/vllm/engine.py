@@ -47,6 +47,9 @@ log = structlog.get_logger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
 """Limit of one call to the engine process, on top of the time the call itself may take."""
+_SECOND_CHANCE_S = 2.0
+"""Limit of a call after one without an answer. An engine that is merely late answers at once then; a dead one must be
+replaced before the learner ends its run for want of weights (`learner.dead_end.after_s`)."""
 
 
 class VllmEngine:
@@ -275,10 +278,15 @@ class VllmEngine:
             self._to_restart.discard(request_id)
 
     async def _call(self, call: Awaitable[T], *, timeout_s: float = _CALL_TIMEOUT_S) -> T:
+        """Await the engine process's answer. Raises EngineError."""
+        limit_s = min(timeout_s, _SECOND_CHANCE_S) if self._unanswered else timeout_s
         try:
-            answer = await asyncio.wait_for(call, timeout_s)
+            answer = await asyncio.wait_for(call, limit_s)
         except TimeoutError as error:
-            self._unanswered = f"vLLM's engine process must answer within {timeout_s:g} s, got no answer"
+            # The first silence is the cause: later limits are shorter and say nothing about it.
+            self._unanswered = (
+                self._unanswered or f"vLLM's engine process must answer within {timeout_s:g} s, got no answer"
+            )
             raise EngineError(self._unanswered) from error
         except Exception as error:
             raise EngineError(one_line(error)) from error

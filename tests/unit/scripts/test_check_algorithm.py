@@ -7,6 +7,12 @@ from slipstream.scripts.check_algorithm import check, main
 OWN = "tests.unit.learner.own_algorithm"
 
 
+@pytest.mark.parametrize("kind", ["advantage", "policy_loss"])
+def test_a_function_that_returns_no_tensor_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.{kind} must return a tensor, got str"):
+        check(kind, "builtins:repr", {})
+
+
 def blind(inputs):
     """Forgets the ratio."""
     return inputs.advantages * 1.0

@@ -6,7 +6,8 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.launch.run import start_sft, verdict, with_free_name
+from slipstream.launch.run import start_sft, suggestions, verdict, with_free_name, with_sft_preset
+from slipstream.runtime.run_folder import RunFolder
 
 
 def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
@@ -45,3 +46,30 @@ def test_the_verdict_compares_the_accuracies_with_the_goals(
 def test_sft_needs_its_mode() -> None:
     with pytest.raises(ConfigError, match="mode must be sft, got async"):
         start_sft([])
+
+
+@pytest.mark.parametrize(
+    ("given", "experiment"),
+    [
+        ([], "digits_sft"),
+        (["learner.max_steps=3"], "digits_sft"),
+        (["sft.train_path=mine.parquet", "model.path=mine"], "sft"),
+        (["sft.train_path=mine.parquet", "experiment=digits_sft"], "digits_sft"),
+    ],
+)
+def test_sft_on_a_file_of_the_users_own_takes_nothing_from_the_default_task(given: list[str], experiment: str) -> None:
+    run = load(with_sft_preset(given))
+    assert (run.mode, run.name) == ("sft", experiment)
+    if experiment == "sft":
+        assert (run.prepare, run.sft.heldout_path, run.sft.response) == ([], "", "response")
+
+
+def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> None:
+    overrides = ["experiment=addition_cpu", "generators.reward.function=my:reward", "name=mine"]
+    run = load(overrides)
+    commands = list(suggestions(run, RunFolder(run), overrides=overrides, program="slipstream"))
+    assert all("experiment=addition_cpu generators.reward.function=my:reward" in line for line in commands[:3])
+    assert "name=mine-sync" in commands[0]
+    serial = ["experiment=digits_serial"]
+    commands = list(suggestions(load(serial), RunFolder(run), overrides=serial, program="slipstream"))
+    assert not [line for line in commands if "generators.count" in line]

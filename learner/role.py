@@ -1,0 +1,146 @@
+"""The learner as a process: ranks, device, session with the broker, store, and the parts of rank 0."""
+
+import os
+
+import msgspec
+import structlog
+import torch
+
+from slipstream.broker.handshake import read_token
+from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.stream import StreamServer
+from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
+from slipstream.learner.build import build_learner, build_rank_group, choose_device
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+from slipstream.learner.learner import Learner
+from slipstream.learner.publishing.fetches import SnapshotServer
+from slipstream.learner.rank_group import RankGroup
+from slipstream.learner.ranks import exit_rank, launch_ranks
+from slipstream.learner.sft.run import build_sft, check_sft
+from slipstream.runtime.logs import configure_logs
+from slipstream.runtime.model_files import check_same_model
+from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
+from slipstream.runtime.run_folder import RunFolder
+
+log = structlog.get_logger(__name__)
+
+
+def run_learner(run: RunConfig, overrides: list[str]) -> None:
+    """Join the broker and train; a rank above 0 executes the commands of rank 0. With mode=sft, train from a file.
+
+    `overrides` are those that `run` was loaded from, for the ranks that this process starts.
+    """
+    is_rank = "RANK" in os.environ
+    if run.mode == "sft" and not is_rank:
+        check_sft(run)
+    die_with_launcher()
+    if run.learner.num_ranks > 1 and not is_rank:
+        launch_ranks("slipstream.learner", overrides, num_ranks=run.learner.num_ranks)
+    rank = int(os.environ.get("RANK", "0"))
+    configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
+    raise_on_stop_signal()
+    device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    _set_environment(device)
+    rendezvous = "env://" if run.learner.num_ranks > 1 else None
+    if run.mode == "sft":
+        build_sft(run, device=device, rank=rank, rendezvous=rendezvous).run()
+    elif rank == 0:
+        _run_first_rank(run, device=device, rendezvous=rendezvous)
+    else:
+        folder = RunFolder(run)
+        build_rank_group(run, folder=folder, device=device, rank=rank, rendezvous=rendezvous).worker_loop()
+    if is_rank:
+        exit_rank()
+
+
+def _set_environment(device: torch.device) -> None:
+    os.environ.update(deepspeed_environment(device))
+    # NCCL's watchdog would end this process when a generator dies in a broadcast, which the publisher handles.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    if device.type == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | None) -> None:
+    board = StatusBoard()
+    session = join(
+        "learner",
+        address=run.broker.address,
+        max_message_bytes=run.broker.max_message_bytes,
+        peer_id="learner",
+        status=board,
+        timeout_s=run.broker.join_timeout_s,
+        token=read_token(run.broker),
+    )
+    with session.leave_at_exit():
+        _check_same_run(run, session.welcome.config_json)
+        check_same_model(run.model.path, session.welcome.model)
+        folder = RunFolder(run)
+        folder.open()
+        timeout_s, max_attempts = run.buffer.retry_timeout_s, run.buffer.max_attempts
+        store = open_run_store(
+            session.welcome.store_url,
+            run.name,
+            timeout_s=timeout_s,
+            retry_timeout_s=timeout_s,
+            max_attempts=max_attempts,
+        )
+        rank_group = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
+        learner = _build_learner(run, session, store=store, rank_group=rank_group, folder=folder, device=device)
+        board.set_source(lambda: _status(learner, store))
+        learner.run()
+        rank_group.shutdown()
+        store.close()
+
+
+def _build_learner(
+    run: RunConfig,
+    session: Session,
+    *,
+    store: RedisStore,
+    rank_group: RankGroup,
+    folder: RunFolder,
+    device: torch.device,
+) -> Learner:
+    wire_device = torch.device("cpu") if run.weights.backend == "gloo" else device
+    snapshots = SnapshotStore(folder.weights)
+    return build_learner(
+        run,
+        rank_group=rank_group,
+        store=store,
+        folder=folder,
+        client=session.client,
+        inbox=session.inbox,
+        sender=CollectiveSender(run.weights.host, device=wire_device),
+        snapshots=SnapshotServer(
+            snapshots, StreamServer(snapshots, host=run.weights.host, port=run.weights.fetch_port)
+        ),
+        wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
+    )
+
+
+def _status(learner: Learner, store: RedisStore) -> PeerStatus:
+    """Status of the learner; while its store is unavailable, that is the reason."""
+    status, reason = learner.status(), store.waiting_for
+    if not reason:
+        return status
+    return msgspec.structs.replace(status, reason=reason, gauges=status.gauges | {"waits_for": "store"})
+
+
+def _check_same_run(run: RunConfig, config_json: str) -> None:
+    theirs = msgspec.json.decode(config_json, type=RunConfig)
+    # These may differ: a launcher restarts the learner alone with resume=true, and `broker` is an address that each
+    # process sees from its own machine.
+    theirs = msgspec.structs.replace(theirs, resume=run.resume, broker=run.broker)
+    if theirs != run:
+        differing = [f for f in RunConfig.__struct_fields__ if getattr(theirs, f) != getattr(run, f)]
+        raise ConfigError(
+            f"the learner's settings must be the broker's, got differences in {', '.join(differing)}: "
+            "start both with the same overrides."
+        )
