@@ -25,7 +25,7 @@ from slipstream.broker.status.role_status import WaitsFor
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.ledger import LedgerWriter
 from slipstream.buffer.archive.shard_writer import ShardWriter
-from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
 from slipstream.buffer.records import FinishedGroup, RunState, StepEntry
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.buffer import ArchiveConfig
@@ -317,7 +317,8 @@ class ArchiverThread:
         reason = str(error)
         if reason != self._status.reason:
             log.warning("not_archiving", reason=reason, folder=str(self._folder))
-        waits_for: WaitsFor = "disk" if isinstance(error, OSError) else "store"
+        # StoreUnavailableError is an OSError too, so that it is tested for first.
+        waits_for: WaitsFor = "store" if isinstance(error, StoreUnavailableError) else "disk"
         self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason, waits_for=waits_for)
 
     def _report(self, store: ArchiverStore) -> None:

@@ -10,7 +10,8 @@ from slipstream.broker.messages import Ack, Message, Nack, Put, oversized_error
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, check_header
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
-from slipstream.buffer.store import Insertion, Store
+from slipstream.buffer.records import Insertion
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import TrajectoryHeader
 from slipstream.runtime.logs import LogLimiter
 

@@ -17,8 +17,8 @@ from slipstream.broker.peers import Peer
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.records import RunState
-from slipstream.buffer.store import Lease, Store
+from slipstream.buffer.records import Lease, RunState
+from slipstream.buffer.store import Store
 from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock

@@ -16,15 +16,17 @@ records below, tagged by `type`; only Put carries payloads, which are trajectori
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
-from slipstream.broker.transport.channels import Frames
-from slipstream.broker.weights.records import SnapshotSource, TensorSlot, WeightTransport
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import RecordRefusedError
-from slipstream.buffer.store import Lease
+from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Name, Record, TrajectoryHeader
 from slipstream.runtime.model_files import ModelFingerprint
+
+Frames = list[bytes]
+"""A message on the wire: [header] or [header, payload, ...]."""
 
 # Sizes are bounded in the types: a peer may send anything, and what fails to decode never reaches the router.
 
@@ -199,6 +201,39 @@ class ReturnLeases(Message):
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
+WeightTransport = Literal["collective", "snapshot", "delta", "memory"]
+"""Transport of new weights to a generator; see `weights.transport` in configs/broker.py."""
+
+
+class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
+    """Position of a tensor in the flat buckets. Example: TensorSlot("lm_head.weight", [16, 128], "float32", 0, 0)."""
+
+    name: str
+    """Name of the parameter in transformers' checkpoint."""
+    shape: list[int]
+    dtype: str
+    """Name of the torch dtype on the wire."""
+    bucket: int
+    offset: int
+    """First byte in the bucket."""
+
+
+class SnapshotSource(Record):
+    """Location of a version to fetch.
+
+    Example: SnapshotSource(host="10.0.0.3", port=41234, folder="/runs/a/weights", has_deltas=True)
+    """
+
+    host: str
+    """Host of the learner's snapshot server."""
+    port: int
+    """Port of the learner's snapshot server."""
+    folder: str
+    """Folder with the same files, for generators that can read it."""
+    has_deltas: bool = False
+    """Whether deltas are written: the next version may be a delta from this one, which is then worth keeping."""
+
+
 class Member(Record):
     """An incarnation of a generator, as a membership epoch names it."""
 

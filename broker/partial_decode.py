@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from slipstream.broker.messages import ErrorText, Nack
-from slipstream.broker.transport.channels import Frames
+from slipstream.broker.messages import ErrorText, Frames, Nack
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import Name

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from slipstream.broker.messages import Gauges, Hello, Member, Members, MemberState, Pong
-from slipstream.broker.weights.records import WeightTransport
+from slipstream.broker.messages import Gauges, Hello, Member, Members, MemberState, Pong, WeightTransport
 from slipstream.runtime.clock import Clock
 
 
@@ -34,14 +33,15 @@ class Peer:
     @property
     def report(self) -> dict[str, object]:
         """Gauges of the peer for the store."""
+        # The peer's own gauges first: none of them may replace what the broker knows of it.
         return {
+            **self.gauges,
             "role": self.hello.role,
             "state": self.state,
             "version": self.version,
             "reason": self.reason,
             "host": self.hello.host,
             "pid": self.hello.pid,
-            **self.gauges,
         }
 
     @property

@@ -25,6 +25,7 @@ from slipstream.broker.messages import (
     Bye,
     Drain,
     EpochOpened,
+    Frames,
     Hello,
     LeaseRequest,
     Member,
@@ -44,7 +45,7 @@ from slipstream.broker.messages import (
 from slipstream.broker.partial_decode import HelloHeader, decode_header, nacks_for_unreadable
 from slipstream.broker.peers import DrainRequests, Peer, Peers
 from slipstream.broker.store_outage import StoreOutage
-from slipstream.broker.transport.channels import Frames, ServerChannel
+from slipstream.broker.transport.channels import ServerChannel
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
 from slipstream.buffer.store import Store

@@ -109,9 +109,9 @@ class LagSplit(Record):
     """
 
     in_flight: float = 0.0
-    """Adopted by all generators between sampling the token and the arrival of its trajectory."""
+    """Applied by all generators between sampling the token and the arrival of its trajectory."""
     publish: float = 0.0
-    """Made by the learner, but not yet adopted by all, at the arrival."""
+    """Made by the learner, but not yet applied by all, at the arrival."""
     queue: float = 0.0
     """Made while the group waited in the buffer."""
 
@@ -218,7 +218,7 @@ class RunState(Record):
     step: int
     """Last step that was committed."""
     version: int
-    """Newest version that all members adopted and verified."""
+    """Newest version that all members applied and verified."""
     announced_version: int
     """Newest version whose broadcast has begun; tokens of later ones are refused."""
     consumed: int = 0
@@ -230,7 +230,7 @@ class RunState(Record):
     stepped_at: float | None = None
     """Commit of the last step, seconds of the store's clock; None before the first."""
     fence: int = 0
-    """Fencing token of the last committed claim; after a roll back and before the first commit, the roll back's.
+    """Fencing token of the last committed claim; after a rollback and before the first commit, the rollback's.
 
     Only the learner that holds it may declare a checkpoint."""
 

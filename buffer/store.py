@@ -71,7 +71,7 @@ class Store(Protocol):
         ...
 
     def commit_version(self, version: int) -> None:
-        """Record that all members adopted and verified `version`. A lower one changes nothing."""
+        """Record that all members applied and verified `version`. A lower one changes nothing."""
         ...
 
     def record_version(self, entry: VersionEntry) -> None:

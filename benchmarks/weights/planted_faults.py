@@ -33,8 +33,7 @@ from benchmarks.weights.engine_and_learner import (
     prompt_logprobs,
     tensors_of,
 )
-from slipstream.broker.messages import Update, UpdateApplied
-from slipstream.broker.weights.records import TensorSlot
+from slipstream.broker.messages import TensorSlot, Update, UpdateApplied
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.generators.weight_updates import WeightUpdates
 

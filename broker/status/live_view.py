@@ -27,7 +27,7 @@ class LiveView:
         self._run = run
         self._console = console
         self._live: Live | None = None
-        self._last_wait = ""
+        self._last_wait: str | None = None
         self._last_dead_end = ""
 
     @contextmanager
@@ -47,16 +47,15 @@ class LiveView:
             self._live.update(self._panel(snapshot))
             return
         for row in snapshot.new_rows:
-            self._console.print(
-                step_line(row, snapshot, max_steps=self._run.learner.max_steps), highlight=False, soft_wrap=True
-            )
+            self.print_line(step_line(row, snapshot, max_steps=self._run.learner.max_steps))
         self._show_dead_end(dead_end_cause(snapshot.roles))
-        if not snapshot.rows and snapshot.describe_waits() != self._last_wait:
-            self._last_wait = snapshot.describe_waits()
-            self._console.print(f"{snapshot.state.phase}: {self._last_wait}", highlight=False, soft_wrap=True)
+        # Before the first step the waits are the only sign of progress.
+        if not snapshot.rows and (waits := snapshot.describe_waits()) != self._last_wait:
+            self._last_wait = waits
+            self.print_line(f"{snapshot.state.phase}: {waits or 'no role waits'}")
 
     def print_line(self, sentence: str) -> None:
-        """Print one line above the panel."""
+        """Print one line, above the panel if there is one."""
         self._console.print(sentence, highlight=False, soft_wrap=True)
 
     def _show_dead_end(self, cause: str) -> None:
@@ -66,6 +65,7 @@ class LiveView:
 
     # --- the panel -----------------------------------------------------------------------------------------------
     def _panel(self, snapshot: RunSnapshot) -> Panel:
+        waits = snapshot.describe_waits() or "none"
         return Panel(
             Group(
                 self._progress(snapshot),
@@ -74,7 +74,7 @@ class LiveView:
                 Text(),
                 _lag_line(snapshot.last),
                 _roles(snapshot),
-                Text(f"waits   {snapshot.describe_waits()}", style="yellow", overflow="ellipsis", no_wrap=True),
+                Text(f"waits   {waits}", style="yellow", overflow="ellipsis", no_wrap=True),
                 *_dead_end(dead_end_cause(snapshot.roles)),
             ),
             title=f"slipstream · {self._run.name} · {snapshot.state.phase}",

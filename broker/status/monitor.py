@@ -3,7 +3,9 @@
 import time
 from typing import Any
 
-from slipstream.buffer.store import RunState, Store, StoreCounts
+from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.records import RunState
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
@@ -40,13 +42,13 @@ class RunSnapshot(Record):
         return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
 
     def describe_waits(self) -> str:
-        """Return one line that names the waiting roles and their reasons."""
+        """Return one line that names the waiting roles and their reasons; empty if none waits."""
         waiting = [
             f"{name}: {g.get('reason')}"
             for name, g in sorted(self.roles.items())
             if g.get("waits_for") and _is_alive(g)
         ]
-        return "; ".join(waiting) or "none"
+        return "; ".join(waiting)
 
 
 class Monitor:

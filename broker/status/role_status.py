@@ -16,7 +16,8 @@ LAUNCHER = "launcher"
 
 WaitsFor = Literal["", "groups", "evaluation", "weights", "transfer", "prompts", "store", "disk"]
 """Gauge `waits_for` of a role: nothing | groups to train on | answers of an evaluation | the publication of weights |
-their transfer | prompts | room in the store, or the store itself | room on the disk."""
+their transfer | prompts | room in the store, or the store itself | room on
+the disk, or an archive folder that can be written."""
 
 
 class RoleStatus(Record):

@@ -148,8 +148,8 @@ def _buffer_facts(status: RunStatus) -> dict[str, str]:
         "admitted": f"{admission.admitted} of {admission.limit} prompts; {admission.reason or 'more may be admitted'}",
         "groups": ", ".join(f"{getattr(counts, state)} {state}" for state in _GROUP_STATES),
         "ready by lag": ", ".join(f"lag {lag}: {count}" for lag, count in status.ready_by_lag.items()) or "none",
-        "over": _format_counts(counts.outcomes),
-        "why": _format_counts(counts.reasons),
+        "outcomes": _format_counts(counts.outcomes),
+        "reasons": _format_counts(counts.reasons),
         "filtered": f"{counts.filtered} of {counts.filtered + counts.became_ready} complete groups carried no signal "
         f"({counts.filtered_fraction:.1%})",
         "trajectories": f"{counts.accepted} accepted, {counts.duplicates} duplicates, {counts.superseded} superseded",

@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-Frames = list[bytes]
-"""[header] or [header, payload, ...]."""
+from slipstream.broker.messages import Frames
 
 
 class ClientChannel(Protocol):

@@ -19,6 +19,7 @@ from slipstream.broker.messages import (
     Ack,
     AnyMessage,
     Bye,
+    Frames,
     Hello,
     Members,
     Message,
@@ -32,7 +33,7 @@ from slipstream.broker.messages import (
     Welcome,
 )
 from slipstream.broker.partial_decode import RefuseHeader, decode_header
-from slipstream.broker.transport.channels import ClientChannel, Frames
+from slipstream.broker.transport.channels import ClientChannel
 from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import chunks, decode, encode
 from slipstream.buffer.errors import RecordRefusedError

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 
 from slipstream.broker.errors import ChannelClosedError
-from slipstream.broker.transport.channels import Frames
+from slipstream.broker.messages import Frames
 
 
 class MemoryBroker:

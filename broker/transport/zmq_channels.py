@@ -15,7 +15,7 @@ from contextlib import suppress
 import zmq
 
 from slipstream.broker.errors import ChannelClosedError
-from slipstream.broker.transport.channels import Frames
+from slipstream.broker.messages import Frames
 
 _LOOPBACK_NAMES = ("localhost",)
 _PROBE_TIMEOUT_S = 1.0
@@ -284,9 +284,11 @@ class ZmqClientChannel:
             self._wakeup_sender.send(b"\0")
 
     def _consume_wake(self) -> bool:
-        was_woken = self._is_woken.is_set()
+        # Cleared only if seen set: otherwise a `wake` between test and clearing would be lost.
+        if not self._is_woken.is_set():
+            return False
         self._is_woken.clear()
-        return was_woken
+        return True
 
 
 def _open(context: zmq.Context, kind: int, options: Options) -> zmq.Socket:

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights.records import TensorSlot
+from slipstream.broker.messages import TensorSlot
 
 ALIGNMENT_BYTES = 64
 """Every tensor starts at a multiple of this, so that any dtype can be viewed in place."""

@@ -28,10 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch
+from slipstream.broker.messages import OpenEpoch, TensorSlot
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import rendezvous
-from slipstream.broker.weights.records import TensorSlot
 from slipstream.broker.weights.rendezvous import SENDER_RANK, EpochRank, seconds_left
 
 _PIECE_BYTES = 1024 * 1024

@@ -23,7 +23,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights.records import TensorSlot
+from slipstream.broker.messages import TensorSlot
 from slipstream.buffer.trajectory import Record
 
 BLOCK_ELEMENTS = 2**20

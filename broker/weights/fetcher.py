@@ -12,11 +12,10 @@ from threading import Event
 import structlog
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Update
+from slipstream.broker.messages import SnapshotSource, Update
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import snapshot
 from slipstream.broker.weights.host_weights import HostWeights
-from slipstream.broker.weights.records import SnapshotSource
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshot_store import SnapshotStore, WeightFiles
 from slipstream.broker.weights.stream import WeightStream

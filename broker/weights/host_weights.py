@@ -7,9 +7,9 @@ import structlog
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import snapshot
 from slipstream.broker.weights.delta import Delta, apply
-from slipstream.broker.weights.records import TensorSlot
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshot import MANIFEST, Manifest
 from slipstream.broker.weights.snapshot_store import DELTA, WeightFiles, delta_name

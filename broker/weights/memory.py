@@ -11,9 +11,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch
+from slipstream.broker.messages import OpenEpoch, TensorSlot
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights.records import TensorSlot
 
 
 class MemoryWeights:

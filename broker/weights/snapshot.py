@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Update
+from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights.records import TensorSlot
 from slipstream.buffer.durable_files import sync_path
 from slipstream.buffer.trajectory import Record
 

@@ -19,7 +19,8 @@ import xxhash
 from msgspec import Meta
 
 from slipstream.broker.errors import ChannelClosedError, WeightTransferError
-from slipstream.broker.transport.channels import ClientChannel, Frames
+from slipstream.broker.messages import Frames
+from slipstream.broker.transport.channels import ClientChannel
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel
 from slipstream.broker.weights.snapshot_store import SnapshotStore, check_size
 from slipstream.buffer.trajectory import Name, Record
@@ -184,7 +185,9 @@ class WeightStream:
         deadline = Deadline(timeout_s, what=name)
         size = self._size(version, name, timeout_s=timeout_s)
         if size > _MAX_READ_BYTES:
-            check_size(version, name, expected=_MAX_READ_BYTES, got=size)
+            raise WeightTransferError(
+                f"{name} of version {version} must have at most {_MAX_READ_BYTES} bytes to be read whole, got {size}"
+            )
         content = bytearray(size)
         self.read_into(version, name, memoryview(content), timeout_s=deadline.left_s)
         return bytes(content)

@@ -4,8 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.broker.messages import OpenEpoch
-from slipstream.broker.weights.records import TensorSlot
+from slipstream.broker.messages import OpenEpoch, TensorSlot
 
 
 class WeightSender(Protocol):

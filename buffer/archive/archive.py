@@ -7,7 +7,7 @@ from pathlib import Path
 from slipstream.buffer.archive.ledger import read_ledger
 from slipstream.buffer.archive.manifest import ShardEntry, read_manifest
 from slipstream.buffer.archive.shard_reader import check_shard, read_shard, trajectory_ids_of
-from slipstream.buffer.archive.shard_writer import overflow_path
+from slipstream.buffer.archive.shard_writer import overflow_groups
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.errors import ShardError
 from slipstream.buffer.records import StepEntry
@@ -51,7 +51,8 @@ def check_archive(folder: Path, shards: list[ShardEntry], steps: list[StepEntry]
             found.update(trajectory_ids_of(folder, shard))
         except ShardError as error:
             damages.append(str(error))
-    missing = {entry.step: _missing(folder, entry, found) for entry in steps}
+    overflow = overflow_groups(folder)
+    missing = {entry.step: _missing(entry, found, overflow) for entry in steps}
     return ArchiveCheck(
         shards=len(shards),
         groups=sum(shard.groups for shard in shards),
@@ -64,13 +65,13 @@ def check_archive(folder: Path, shards: list[ShardEntry], steps: list[StepEntry]
     )
 
 
-def _missing(folder: Path, entry: StepEntry, found: Counter[str]) -> list[str]:
+def _missing(entry: StepEntry, found: Counter[str], overflow: set[str]) -> list[str]:
     """Trajectories of a step that are in no shard; those of groups in the overflow are not missed."""
     return [
         name
         for group, names in zip(entry.group_ids, entry.trajectory_ids, strict=True)
         for name in names
-        if name not in found and not overflow_path(folder, group).is_file()
+        if name not in found and group not in overflow
     ]
 
 

@@ -31,17 +31,14 @@ log = structlog.get_logger(__name__)
 # --- overflow: groups that no column can hold, as MessagePack of FinishedGroup ---------------------------------------
 OVERFLOW = "overflow"
 """Folder of these groups in the archive's."""
+_FOLDERS = (OVERFLOW, "set_aside")
+"""Folders that are read: archives are kept for years, and in the first ones the folder had the second name."""
 _PREFIX, _SUFFIX = "group-", ".msgpack"
-
-
-def overflow_path(archive: Path, group_id: str) -> Path:
-    """Return the file of a group in the overflow, whether it exists or not."""
-    return archive / OVERFLOW / f"{_PREFIX}{group_id}{_SUFFIX}"
 
 
 def overflow_groups(archive: Path) -> set[str]:
     """Return the ids of the groups in the overflow."""
-    files = (archive / OVERFLOW).glob(f"{_PREFIX}*{_SUFFIX}")
+    files = [file for folder in _FOLDERS for file in (archive / folder).glob(f"{_PREFIX}*{_SUFFIX}")]
     return {file.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for file in files}
 
 
@@ -167,7 +164,7 @@ class ShardWriter:
         return pa.concat_tables([table for table, _ in parts]), [group for _, fit in parts for group in fit]
 
     def _write_overflow(self, group: FinishedGroup, error: Exception) -> None:
-        path = overflow_path(self._folder, group.id)
+        path = self._folder / OVERFLOW / f"{_PREFIX}{group.id}{_SUFFIX}"
         path.parent.mkdir(exist_ok=True)
         write_durably(path, encode(group))
         log.warning("group_overflow", group=group.id, file=str(path), reason=str(error))

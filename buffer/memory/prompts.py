@@ -231,13 +231,13 @@ class MemoryPrompts(MemoryState):
         return None
 
     def _make_member(self, header: TrajectoryHeader, payload: bytes) -> Member:
-        # Lag is that of the oldest token: up to the version that all generators had adopted it grew in flight, from
+        # Lag is that of the oldest token: up to the version that all generators had applied it grew in flight, from
         # there to the announced one in publishing, and what comes after the arrival is time in the queue.
         run = self._opened()
-        adopted = max(header.oldest_version, run.version)
-        announced = max(adopted, run.announced_version)
-        in_flight = adopted - header.oldest_version
-        return Member(header.id, header.checksum, payload, header, in_flight, announced - adopted, announced)
+        applied = max(header.oldest_version, run.version)
+        announced = max(applied, run.announced_version)
+        in_flight = applied - header.oldest_version
+        return Member(header.id, header.checksum, payload, header, in_flight, announced - applied, announced)
 
     # --- evaluations -------------------------------------------------------------------------------------------------
     def open_evaluation(self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int]) -> None:

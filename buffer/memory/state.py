@@ -32,9 +32,9 @@ class Member:
     payload: bytes
     header: TrajectoryHeader
     in_flight: int = 0
-    """Versions that all generators adopted between sampling its oldest token and its arrival."""
+    """Versions that all generators applied between sampling its oldest token and its arrival."""
     publish: int = 0
-    """Versions announced at its arrival and not yet adopted by all."""
+    """Versions announced at its arrival and not yet applied by all."""
     arrived: int = 0
     """Version announced at its arrival."""
 
@@ -128,7 +128,7 @@ class Run:
     fence: int = 0
     """Newest fencing token handed out."""
     learner_fence: int = 0
-    """Fence of the last commit or roll back."""
+    """Fence of the last commit or rollback."""
 
 
 @dataclass

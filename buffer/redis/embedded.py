@@ -159,12 +159,18 @@ class EmbeddedRedis:
 
         Raises StoreUnavailableError, with the end of the server's log, when none does within `timeout_s`.
         """
-        self.directory.mkdir(parents=True, exist_ok=True)
         deadline = time.monotonic() + timeout_s
-        # Two processes may start the same run's store at once: the second waits here, and then adopts the server.
-        with self._locked(deadline):
-            if not self._adopt(deadline):
-                self._launch(deadline)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Two processes may start the same run's store at once: the second waits here, and then adopts the server.
+            with self._locked(deadline):
+                if not self._adopt(deadline):
+                    self._launch(deadline)
+        except StoreUnavailableError:
+            raise
+        except (OSError, redis.RedisError, psutil.Error) as error:
+            # A full disk, or a server that dies while it is adopted. Callers that try again know one error only.
+            raise StoreUnavailableError(f"the embedded store in {self.directory} cannot be started: {error}") from error
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
         """Have the server write its data and exit, for all of its users; kill it after `timeout_s`.

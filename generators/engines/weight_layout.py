@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Update
+from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.records import TensorSlot
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 

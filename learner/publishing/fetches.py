@@ -14,9 +14,8 @@ import structlog
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import NO_EPOCH, Member, Update, UpdateApplied
+from slipstream.broker.messages import NO_EPOCH, Member, SnapshotSource, Update, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
-from slipstream.broker.weights.records import SnapshotSource
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.configs.broker import WeightsConfig

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from slipstream.broker.messages import Member, Members
-from slipstream.broker.weights.records import WeightTransport
+from slipstream.broker.messages import Member, Members, WeightTransport
 from slipstream.runtime.clock import Clock
 
 _FIRST_BACKOFF_S = 2.0

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slipstream.broker.messages import Update
+from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.records import TensorSlot
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.batching.collate import plain_microbatch
 from slipstream.learner.engines.engine import TrainEngine

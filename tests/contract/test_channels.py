@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from slipstream.broker.errors import ChannelClosedError
-from slipstream.broker.transport.channels import ClientChannel, Frames, ServerChannel
+from slipstream.broker.messages import Frames
+from slipstream.broker.transport.channels import ClientChannel, ServerChannel
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.broker.transport.zmq_channels import HIGH_WATER_MARK, ZmqClientChannel, ZmqServerChannel
 
@@ -371,3 +372,20 @@ def test_a_single_thread_never_blocks() -> None:
     assert server.receive(timeout_s=TIMEOUT_S) is None
     assert client.receive(timeout_s=TIMEOUT_S) is None
     assert time.monotonic() - started < 1.0
+
+
+class LateEvent(threading.Event):
+    """Set by another thread right after it was first found unset."""
+
+    def is_set(self) -> bool:
+        found = super().is_set()
+        self.set()
+        return found
+
+
+def test_a_wake_while_a_receive_looks_for_one_is_not_lost(tmp_path: Path):
+    channel = ZmqClientChannel(f"ipc://{tmp_path}/broker", max_message_bytes=MAX_MESSAGE_BYTES)
+    woken = channel._is_woken = LateEvent()
+    channel.receive(timeout_s=0)
+    assert threading.Event.is_set(woken)
+    channel.close()

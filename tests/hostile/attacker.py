@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import zmq
 
-from slipstream.broker.messages import Ack, AnyMessage, Bye, Hello, Message, Nack, Put
+from slipstream.broker.messages import Ack, AnyMessage, Bye, Frames, Hello, Message, Nack, Put
 from slipstream.broker.partial_decode import UNREADABLE
-from slipstream.broker.transport.channels import Frames
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import SCHEMA_VERSION

@@ -9,6 +9,7 @@ import numpy as np
 from slipstream.broker.messages import (
     Bye,
     EpochOpened,
+    Frames,
     Hello,
     LeaseRequest,
     Member,
@@ -17,11 +18,10 @@ from slipstream.broker.messages import (
     Pong,
     Put,
     ReturnLeases,
+    TensorSlot,
     Update,
     UpdateApplied,
 )
-from slipstream.broker.transport.channels import Frames
-from slipstream.broker.weights.records import TensorSlot
 from slipstream.buffer.codec import Packed, encode, pack
 from slipstream.buffer.trajectory import VersionSpan
 from tests.builders import make_packed, make_trajectory

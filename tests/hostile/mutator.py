@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.broker.transport.channels import Frames
+from slipstream.broker.messages import Frames
 from slipstream.buffer.codec import checksum
 from tests.hostile.target import MAX_MESSAGE_BYTES
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Update
+from slipstream.broker.messages import SnapshotSource, Update
 from slipstream.broker.weights.fetcher import Fetcher
-from slipstream.broker.weights.records import SnapshotSource
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.fetches import SnapshotServer

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Member, OpenEpoch
+from slipstream.broker.messages import Member, OpenEpoch, TensorSlot
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
-from slipstream.broker.weights.records import TensorSlot
 
 START_S = 60.0
 TIMEOUT_S = 10.0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.transport.channels import Frames
+from slipstream.broker.messages import Frames
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.snapshot_store import SnapshotStore

@@ -2,7 +2,7 @@
 -- Keys: run, claims, claim_fences, claimed:<step>, used:<step>, used_steps, commit_fences, ledger, consumed_at,
 --   reusable, counters, group:*
 -- Arguments: step, fence, encoded StepEntry
--- Returns: whether the claim is live, and the newest step: the claim's own when it was committed
+-- Returns: 1 if the claim is live or committed, else 0; the newest step: the claim's own when it was committed
 -- Atomic because a lapsed claim must never commit, and the run's step and its ledger must move with its groups. A
 -- repeat of the commit that was accepted is accepted: its answer may have been lost.
 if not run_exists() then return NORUN end
@@ -26,6 +26,9 @@ local function use(group)
 end
 
 local newest = tonumber(redis.call('HGET', run, 'step'))
+-- The order of the checks matters. A repeat first: its claim is gone, so that the check of the fence would refuse it.
+-- Then the fence, so that a claim that lapsed is reported as such. At last the step: steps are committed without gaps,
+-- because a checkpoint of step N covers every group used up to N; `newest` tells the caller that this is not the next.
 if redis.call('HGET', key('commit_fences'), step) == fence then return {1, tonumber(step)} end
 if redis.call('HGET', key('claim_fences'), step) ~= fence then return {0, newest} end
 if tonumber(step) ~= newest + 1 then return {1, newest} end
@@ -41,5 +44,6 @@ end
 redis.call('ZADD', key('used_steps'), step, step)
 redis.call('HSET', key('commit_fences'), step, fence)
 redis.call('HSET', key('ledger'), step, entry)
+-- From here on only the holder of this fence may declare a checkpoint.
 redis.call('HSET', run, 'step', step, 'stepped_at', now(), 'learner_fence', fence)
 return {1, tonumber(step)}

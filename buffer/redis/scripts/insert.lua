@@ -15,7 +15,7 @@ local SUMS = {'members', 'oldest', 'tokens', 'bytes', 'answered', 'reward_sum', 
   'publish', 'arrived', 'sampled', 'correct', 'least', 'most'}
 
 local versions = redis.call('HMGET', key('run'), 'announced_version', 'version')
-local announced_version, adopted_version = tonumber(versions[1]), tonumber(versions[2])
+local announced_version, applied_version = tonumber(versions[1]), tonumber(versions[2])
 
 -- Counters are added up over all trajectories of a call and written once.
 local counted = {}
@@ -89,12 +89,12 @@ local function add_to_sums(sums, new, payload)
   add('correct', answered * new.correct)
   add('reward_sum', answered * reward)
   add('reward_squares', answered * reward * reward)
-  -- Lag is that of the oldest token: up to the version that all generators had adopted it grew in flight, from there
+  -- Lag is that of the oldest token: up to the version that all generators had applied it grew in flight, from there
   -- to the announced one in publishing, and what comes after the arrival is time in the queue.
-  local adopted = math.max(oldest, adopted_version)
-  add('in_flight', adopted - oldest)
-  add('publish', math.max(0, announced_version - adopted))
-  add('arrived', math.max(announced_version, adopted))
+  local applied = math.max(oldest, applied_version)
+  add('in_flight', applied - oldest)
+  add('publish', math.max(0, announced_version - applied))
+  add('arrived', math.max(announced_version, applied))
   count('accepted_tokens', new.written)
   count('payload_bytes', #payload)
 end
@@ -105,8 +105,9 @@ local function complete(group, record)
   end_lease(group, record.owner)
   local reason = rejection_reason(record.sums)
   if reason then
-    -- `end_group` takes all members off `open_members`, so this one is counted first; a group of one never was open.
+    -- `end_group` takes all members off `open_members`, so this one is counted too; a group of one never was open.
     if members > 1 then count('open_members', 1) end
+    -- Written before the end: `end_group` reads the members and tokens from the stored record, and may delete it.
     write_record(group)
     end_group(group, 'rejected', reason)
     return 'inserted'

@@ -9,6 +9,7 @@ local group, row, is_correct, is_failed = ARGV[2], ARGV[4], ARGV[6], ARGV[7]
 local evaluation, answers = key('evaluation:' .. ARGV[3]), key('answers:' .. ARGV[3])
 local asked, answered, purpose = unpack(redis.call('HMGET', evaluation, 'num_prompts', 'num_answered', 'purpose'))
 if purpose ~= ARGV[8] then return 'unknown_group' end
+-- Before the row is looked up: the record of an answered row is gone, and a repeat of its answer must be acknowledged.
 if asked == answered or redis.call('SISMEMBER', answers, row) == 1 then return 'duplicate' end
 local owner, attempt = unpack(redis.call('HMGET', key('group:' .. group), 'owner', 'attempt'))
 if not attempt then return 'unknown_group' end

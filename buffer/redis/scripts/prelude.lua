@@ -48,6 +48,8 @@ local function now()
   return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
+-- A script is never rolled back: what was written before an error stays. Every script therefore checks all that can
+-- refuse it before its first write.
 local function run_exists() return redis.call('EXISTS', key('run')) == 1 end
 
 -- Redis refuses the first write of a script while memory is full, unless that write can only free memory; later writes

@@ -9,6 +9,7 @@ local step, fence, reason, removed = ARGV[2], ARGV[3], ARGV[4], 0
 if redis.call('HGET', key('claim_fences'), step) ~= fence then return -1 end
 for i = 5, #ARGV do
   if redis.call('LREM', key('claimed:' .. step), 1, ARGV[i]) == 1 then
+    -- Out of the claim already, as `end_group` requires.
     if steps_of(ARGV[i]) ~= '' then enqueue(ARGV[i], true) else end_group(ARGV[i], 'rejected', reason) end
     removed = removed + 1
   end

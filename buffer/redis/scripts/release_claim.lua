@@ -5,6 +5,7 @@
 -- Atomic because groups must be in the claim or in the queue.
 if not run_exists() then return NORUN end
 allow_when_full()
+-- Before the queue is read, so that the groups of the earlier claim can be sampled again.
 release_claim(ARGV[2])
 return {tonumber(redis.call('HGET', key('run'), 'step')), redis.call('ZCARD', key('ready')),
   redis.call('ZRANGE', key('ready'), 0, ARGV[3] - 1)}

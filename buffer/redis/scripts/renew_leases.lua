@@ -8,6 +8,7 @@ allow_when_full()
 local owner, deadline, renewed = ARGV[2], now() + tonumber(ARGV[3]), 0
 for i = 4, #ARGV do
   local group = leased_group(ARGV[i])
+  -- `leased_group` compares the attempt: a prompt that was leased again is not extended by its former holder.
   if group and redis.call('SISMEMBER', key('leases_of:' .. owner), group) == 1 then
     redis.call('ZADD', leases_key(group), deadline, group)
     renewed = renewed + 1

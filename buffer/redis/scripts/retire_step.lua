@@ -7,7 +7,9 @@ if not run_exists() then return NORUN end
 allow_when_full()
 local step, list, retired = ARGV[2], key('used:' .. ARGV[2]), 0
 local groups = redis.call('LRANGE', list, 0, -1)
+-- The checkpoint makes the commit final: a repeat of it can only come from a learner that was replaced.
 redis.call('HDEL', key('commit_fences'), step)
+-- Emptied first, then filled with the groups that stay: `end_group` requires a group to be in no list.
 redis.call('DEL', list)
 for _, group in ipairs(groups) do
   if redis.call('ZSCORE', key('reusable'), group) then

@@ -22,7 +22,9 @@ local function undo_uses(group)
   redis.call('HINCRBY', key('counters'), 'trained_tokens', -undone * (f[3] or 0))
 end
 
--- A live claim counts as an attempt: a group that ends every learner that claims it must reach quarantine.
+-- A live claim counts as an attempt: a group that ends every learner that claims it must reach quarantine. Claims come
+-- before used steps, because a reused group goes back to `used:` of the last step that trained on it, which may be
+-- undone below.
 for _, step in ipairs(redis.call('ZRANGE', key('claims'), 0, -1)) do
   returned = returned + fail_claim(step, max_attempts)
 end
@@ -32,8 +34,10 @@ for _, step in ipairs(redis.call('ZRANGEBYSCORE', key('used_steps'), '(' .. ARGV
     redis.call('ZREM', key('reusable'), group)
     undo_uses(group)
   end
+  -- The commit's fence goes too: a late repeat of that commit must not be taken for one that was accepted.
   redis.call('ZREM', key('used_steps'), step)
   redis.call('HDEL', key('commit_fences'), step)
+  -- After `undo_uses`: by the steps that are left, a group is ready again or still used.
   returned = returned + enqueue_all(list)
 end
 for step = to_step + 1, tonumber(redis.call('HGET', run, 'step')) do

@@ -8,6 +8,8 @@ allow_when_full()
 local run = key('run')
 local step = tonumber(redis.call('HGET', run, 'step'))
 local fence = tonumber(redis.call('HGET', run, 'learner_fence') or 0)
+-- Two refusals: the pointer covers steps that are not committed here (the store came back without its last seconds), or
+-- another learner has committed or rolled back since. The caller tells them apart by what is returned.
 if tonumber(ARGV[2]) > step or tonumber(ARGV[3]) ~= fence then return {step, fence} end
 redis.call('HSET', run, 'checkpoint', ARGV[4])
 if redis.call('HGET', run, 'phase') == 'finishing' then redis.call('DEL', key('reusable')) end

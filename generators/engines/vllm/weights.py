@@ -27,10 +27,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch
+from slipstream.broker.messages import OpenEpoch, TensorSlot
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver
-from slipstream.broker.weights.records import TensorSlot
 from slipstream.broker.weights.shared_buckets import map_buckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.generators.engines.vllm.verify import cpu_kernels, first_mismatch, first_stale_kernel

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.archiver import Archiver
+from slipstream.broker.archiver import Archiver, ArchiverThread
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.errors import StoreUnavailableError
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
 from slipstream.configs.buffer import ArchiveConfig
@@ -239,3 +240,30 @@ def test_a_step_is_written_later_after_a_full_disk(archiver, store, tmp_path):
     (tmp_path / "ledger.jsonl").touch()
     archiver.flush()
     assert steps_in(tmp_path) == [1]
+
+
+class RefusingStore(FakeStore):
+    """Refuses everything but reports, as a store with a full disk does for the archiver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[dict[str, Any]] = []
+
+    def run_state(self) -> RunState:
+        raise StoreCannotWriteError("no room")
+
+    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
+        self.reports.append(gauges)
+
+
+def full_disk(_: Path) -> ShardWriter:
+    raise OSError("no space left")
+
+
+@pytest.mark.parametrize(("open_writer", "waits_for"), [(ShardWriter, "store"), (full_disk, "disk")])
+def test_a_stuck_archiver_says_which_side_it_waits_for(tmp_path: Path, open_writer, waits_for: str):
+    store = RefusingStore()
+    thread = ArchiverThread(lambda: store, tmp_path / "archive", CONFIG, tick_s=0.001, open_writer=open_writer)
+    thread.start()
+    assert thread.stop(timeout_s=10)
+    assert thread.status().waits_for == waits_for

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from slipstream.broker.messages import Update
+from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.records import TensorSlot
 
 NAMES = ("embed.weight", "norm.weight", "lm_head.weight")
 BUCKET_BYTES = 32 * 1024

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, Update, UpdateApplied
-from slipstream.broker.weights.records import SnapshotSource
+from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, SnapshotSource, Update, UpdateApplied
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.configs.generators import ScriptedEngineConfig

@@ -5,8 +5,16 @@ from collections import deque
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import EpochOpened, Member, Members, MemberState, OpenEpoch, Update, UpdateApplied
-from slipstream.broker.weights.records import SnapshotSource
+from slipstream.broker.messages import (
+    EpochOpened,
+    Member,
+    Members,
+    MemberState,
+    OpenEpoch,
+    SnapshotSource,
+    Update,
+    UpdateApplied,
+)
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Staged, Stager

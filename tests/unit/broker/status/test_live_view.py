@@ -116,3 +116,20 @@ def test_a_dead_end_is_printed_once():
 
 def test_the_panel_shows_a_dead_end():
     assert "dead end: no generator is alive: start one" in show_dead_end(is_terminal=True)
+
+
+def test_before_the_first_step_each_change_of_the_waits_is_printed_once():
+    monitor, store = make_monitor()
+    output = io.StringIO()
+    view = LiveView(make_run(), console=Console(file=output, width=120))
+    for _ in range(2):
+        view.show(monitor.poll())
+    waits = {"state": "ready", "reason": "loading", "waits_for": "weights"}
+    for state in ("ready", "ready", "gone"):
+        store.report_role("generator-0", {"role": "generator"} | waits | {"state": state})
+        view.show(monitor.poll())
+    assert output.getvalue().splitlines() == [
+        "starting: no role waits",
+        "starting: generator-0: loading",
+        "starting: no role waits",
+    ]

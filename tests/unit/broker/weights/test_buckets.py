@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.records import TensorSlot
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 

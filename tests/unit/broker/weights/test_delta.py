@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as arrays
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import delta
 from slipstream.broker.weights.delta import Delta
-from slipstream.broker.weights.records import TensorSlot
 
 SPECIAL = [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F81, 0xFFFF, 0x3F80, 0x0001]
 """bfloat16: zeros, infinities, NaNs, one, the smallest."""

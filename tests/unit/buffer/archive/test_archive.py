@@ -1,15 +1,19 @@
 """Reading an archive, whole or damaged."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from slipstream.buffer.archive.archive import Archive, ArchiveCheck
+from slipstream.buffer.archive.ledger import LedgerWriter
 from slipstream.buffer.archive.manifest import MANIFEST, Manifest, read_manifest
+from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.errors import ArchiveError, ShardError
 from tests.builders import make_finished, write_archive
+from tests.unit.buffer.archive.test_ledger import make_step
 
 SECOND = "shard-00000002.parquet"
 
@@ -114,3 +118,18 @@ def test_a_check_finds_duplicates(tmp_path: Path) -> None:
     check = Archive(write_archive(tmp_path, [make_finished("0")], [make_finished("0", members=1)])).check()
     assert check.duplicated == 1
     assert not check.is_sound
+
+
+@pytest.mark.parametrize("name", ["overflow", "set_aside"])
+def test_a_group_in_the_overflow_is_not_missed(tmp_path: Path, name: str) -> None:
+    """`set_aside` is the folder's name in archives of earlier versions."""
+    with closing(ShardWriter(tmp_path)) as writer:
+        writer.write([make_finished("0")])
+    LedgerWriter(tmp_path).append([make_step(1, "0", "7")])
+    assert Archive(tmp_path).check().missing == 2
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "group-7.msgpack").write_bytes(b"")
+    check = Archive(tmp_path).check()
+    assert (check.missing, check.is_sound) == (0, True)
+    with closing(ShardWriter(tmp_path)) as writer:
+        assert writer.groups_since(1) == {"0", "7"}

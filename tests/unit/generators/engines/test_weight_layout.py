@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.records import TensorSlot
 from slipstream.generators.engines.weight_layout import WeightLayout, check_tied, load_into
 from tests.tiny_model import make_tiny_module
 
