@@ -13,6 +13,7 @@ from rich.text import Text
 
 from slipstream.broker.status.blocking import dead_end_cause
 from slipstream.broker.status.monitor import RunSnapshot
+from slipstream.broker.status.role_status import number_of
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.configs.run import RunConfig
 
@@ -151,7 +152,7 @@ def _roles(snapshot: RunSnapshot) -> Table:
     for column in ("role", "state", "version", "tokens/s", "running"):
         table.add_column(column)
     for name, gauges in sorted(snapshot.roles.items()):
-        speed = gauges.get("tokens_per_s")
+        speed = number_of(gauges, "tokens_per_s")
         table.add_row(
             name,
             str(gauges.get("state", "")),

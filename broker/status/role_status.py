@@ -1,5 +1,6 @@
 """RoleStatus: status of one role of a run, from its last report."""
 
+import math
 from typing import Any, Literal
 
 from slipstream.buffer.trajectory import Record
@@ -81,7 +82,7 @@ def _role_status(
     name: str, gauges: dict[str, Any], *, run: RunConfig, now: float, announced_version: int, restarts: int | None
 ) -> RoleStatus:
     age_s = max(0.0, now - gauges["reported_at"])
-    progressed_at = gauges.get("progressed_at")
+    progressed_at = number_of(gauges, "progressed_at")
     version = _version(gauges)
     is_generator = gauges.get("role") == "generator"
     has_not_left = gauges.get("state") != "gone"
@@ -98,7 +99,7 @@ def _role_status(
         pid=gauges.get("pid"),
         version=version,
         version_lag=announced_version - version if is_generator and version is not None else None,
-        tokens_per_s=_number(gauges, "tokens_per_s"),
+        tokens_per_s=number_of(gauges, "tokens_per_s"),
         running=_count(gauges, "running"),
         capacity=_capacity(gauges, run) if is_generator and has_not_left else None,
         rewards_failed=_count(gauges, "rewards_failed"),
@@ -117,14 +118,14 @@ def _capacity(gauges: dict[str, Any], run: RunConfig) -> int:
     return _count(gauges, "max_concurrency") or run.generators.max_concurrency
 
 
-def _number(gauges: dict[str, Any], name: str) -> float | None:
-    # Gauges are values sent by peers: any plain type is possible.
+def number_of(gauges: dict[str, Any], name: str) -> float | None:
+    """Return a gauge if it is a finite number: peers send them, so any plain value is possible."""
     value = gauges.get(name)
-    return value if isinstance(value, int | float) else None
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _count(gauges: dict[str, Any], name: str) -> int | None:
-    value = _number(gauges, name)
+    value = number_of(gauges, name)
     return None if value is None else int(value)
 
 

@@ -2,10 +2,12 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from slipstream.broker.status.live_view import LiveView, sparkline
 from slipstream.broker.status.monitor import Monitor
+from slipstream.broker.status.role_status import role_statuses
 from slipstream.buffer.memory.store import MemoryStore
 from tests.builders import make_run
 
@@ -133,3 +135,16 @@ def test_before_the_first_step_each_change_of_the_waits_is_printed_once():
         "starting: generator-0: loading",
         "starting: no role waits",
     ]
+
+
+@pytest.mark.parametrize("value", ["fast", float("nan"), [1]])
+def test_gauges_that_are_no_numbers_are_left_out(value: object):
+    monitor, store = make_monitor()
+    gauges = dict.fromkeys(("tokens_per_s", "running", "max_concurrency", "progressed_at"), value)
+    store.report_role("generator-0", {"role": "generator", "state": "ready"} | gauges)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    view = LiveView(make_run(), console=console)
+    with view.shown():
+        view.show(monitor.poll())
+    (role,) = role_statuses(store.roles(), run=make_run(), now=store.now(), announced_version=0)
+    assert (role.tokens_per_s, role.running, role.progress_age_s) == (None, None, None)
