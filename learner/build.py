@@ -29,7 +29,7 @@ from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
-from slipstream.learner.training.critic import SETTING, Critic, load_value_model
+from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic, load_value_model
 from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.trainer import Trainer
@@ -69,7 +69,9 @@ def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch
             f"algorithm.critic.path must name a model with the policy's vocabulary ({policy.vocab_size} tokens), got "
             f"{model.vocab_size} in {chosen.path}."
         )
-    engine = _build_engine(run, model, optimizer=config.optimizer, setting=SETTING, ranks=ranks, device=device)
+    engine = _build_engine(
+        run, model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING, ranks=ranks, device=device
+    )
     total = run.learner.max_steps * run.algorithm.updates_per_step
     return Critic(config, engine=engine, ranks=ranks, total_updates=total)
 

@@ -93,7 +93,11 @@ def restore_random_state(path: Path) -> None:
 
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 class CheckpointState(Record):
-    """Progress of a run. Example: CheckpointState(step=50, version=50, num_updates=50, seed=0, engine="zero-0")."""
+    """Progress of a run.
+
+    Example: CheckpointState(step=50, version=50, num_updates=50, seed=0, config_hash="5f3a…", engine="zero-0",
+        num_ranks=1)
+    """
 
     step: int
     """Last step that the weights include."""

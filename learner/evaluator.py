@@ -2,7 +2,8 @@
 
 import itertools
 
-from slipstream.buffer.store import EvaluationResult, Store
+from slipstream.buffer.records import EvaluationResult
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.learner import EvaluationConfig
 

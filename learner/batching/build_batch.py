@@ -36,12 +36,17 @@ class BuiltBatch:
 
 
 class _Member(NamedTuple):
-    """A trajectory, the index of its group, and its tokens that are trained on."""
+    """A trajectory of a claimed group, and its tokens that are trained on."""
 
-    group: int
     trajectory: Trajectory
+    group: int
+    """Index of the group."""
     trained: np.ndarray
+    """int64[W]: indices of the tokens that are trained on."""
     lags: np.ndarray
+    """int64[W]: lag of each of them."""
+    num_stale: int
+    """Model-written tokens that are too old."""
 
 
 def build_batch(
@@ -62,41 +67,31 @@ def build_batch(
     among the members of a group (`generators.baseline`). `masks_truncated`: responses cut off at the longest length
     leave the loss and stay in the baseline. `num_mixed`: groups at the end that are another run's.
     """
-    members, num_stale = [], 0
+    num_own = len(groups) - num_mixed
+    members = []
     for index, group in enumerate(groups):
-        is_own = index < len(groups) - num_mixed
         for trajectory in group:
             _check(trajectory, vocab_size=vocab_size, has_baseline=has_baseline)
-            max_lag = max_lags[index]
-            trained = trained_tokens(
-                trajectory, learner_version=learner_version, max_lag=max_lag, masks_truncated=masks_truncated
-            )
+            stale = _stale(trajectory, learner_version=learner_version, max_lag=max_lags[index])
+            trained = _trained_tokens(trajectory, stale, masks_truncated=masks_truncated)
             lags = np.maximum(0, learner_version - trajectory.token_versions()[trained])
-            members.append(_Member(index, trajectory, trained, lags if is_own else np.full_like(lags, _UNKNOWN_LAG)))
-            stale = _stale(trajectory, learner_version=learner_version, max_lag=max_lag)
-            num_stale += 0 if stale is None or trajectory.is_greedy else int(stale.sum())
+            lags = lags if index < num_own else np.full_like(lags, _UNKNOWN_LAG)
+            members.append(_Member(trajectory, index, trained, lags, 0 if stale is None else int(stale.sum())))
     # In turn, so that no update gets all the reused and mixed groups, which come last.
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights)
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]
-    starts = accumulate((len(member.trained) for member in members), initial=0)
-    for (index, trajectory, trained, _), start in zip(members, starts, strict=False):
-        temperature = trajectory.sampling.temperature
-        sample = Sample(trajectory.token_ids, trained, start, group_id=trajectory.group_id, temperature=temperature)
-        updates[update_of[index]].append(sample)
-    is_sampled = torch.tensor([not member.trajectory.is_greedy for member in members], dtype=torch.bool)
-    return BuiltBatch(batch, updates, _metrics(batch.trajectories, is_sampled=is_sampled, num_stale=num_stale))
+    for member, sample in zip(members, _samples(members), strict=True):
+        updates[update_of[member.group]].append(sample)
+    return BuiltBatch(batch, updates, _metrics(members, batch.trajectories))
 
 
-def trained_tokens(
-    trajectory: Trajectory, *, learner_version: int, max_lag: int | None, masks_truncated: bool = False
-) -> np.ndarray:
+def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_truncated: bool) -> np.ndarray:
     """int64[W]: indices of the tokens that are trained on. Nothing predicts token 0, so it never is."""
     is_masked = masks_truncated and trajectory.stop_reason == "length"
     if trajectory.reward.status != "ok" or trajectory.is_greedy or is_masked:
         return _NO_TOKENS
-    mask, stale = trajectory.model_mask, _stale(trajectory, learner_version=learner_version, max_lag=max_lag)
-    mask = mask if stale is None else mask & ~stale
+    mask = trajectory.model_mask if stale is None else trajectory.model_mask & ~stale
     return np.flatnonzero(mask[1:]) + 1
 
 
@@ -122,6 +117,21 @@ def _check(trajectory: Trajectory, *, vocab_size: int, has_baseline: bool) -> No
         )
 
 
+def _samples(members: Sequence[_Member]) -> list[Sample]:
+    """One per member; their tokens have the columns of `Tokens` in this order."""
+    first_indices = [0, *accumulate(len(member.trained) for member in members)][:-1]
+    return [
+        Sample(
+            member.trajectory.token_ids,
+            member.trained,
+            first_index,
+            group_id=member.trajectory.group_id,
+            temperature=member.trajectory.sampling.temperature,
+        )
+        for member, first_index in zip(members, first_indices, strict=True)
+    ]
+
+
 def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequence[float]) -> Batch:
     trajectories = [member.trajectory for member in members]
     groups = np.array([member.group for member in members], dtype=np.int64)
@@ -144,14 +154,13 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
 def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
     """float64[B]: reward of the greedy answer of each member's group, NaN without one. Raises BatchError for two."""
     greedy: dict[int, Trajectory] = {}
-    for index, trajectory, _, _ in members:
-        if trajectory.is_greedy and index in greedy:
+    for trajectory, group in ((member.trajectory, member.group) for member in members if member.trajectory.is_greedy):
+        if group in greedy:
             raise BatchError(
-                f"a group must have one greedy answer at most, got {greedy[index].id} and {trajectory.id}."
+                f"a group must have one greedy answer at most, got {greedy[group].id} and {trajectory.id}."
             )
-        if trajectory.is_greedy:
-            greedy[index] = trajectory
-    rewards = {index: found.reward.total for index, found in greedy.items() if found.reward.status == "ok"}
+        greedy[group] = trajectory
+    rewards = {group: found.reward.total for group, found in greedy.items() if found.reward.status == "ok"}
     return _wide([rewards.get(member.group, float("nan")) for member in members])
 
 
@@ -199,8 +208,10 @@ def _wide(values: list[float] | list[list[float]]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _metrics(trajectories: Trajectories, *, is_sampled: Tensor, num_stale: int) -> dict[str, float]:
+def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str, float]:
     """Metrics of the sampled answers; greedy ones count in none of them."""
+    is_sampled = torch.tensor([not member.trajectory.is_greedy for member in members], dtype=torch.bool)
+    num_stale = sum(member.num_stale for member in members if not member.trajectory.is_greedy)
     answered, num_sampled = trajectories.rewards[trajectories.is_member], int(is_sampled.sum())
     return {
         "learner/trajectories": float(num_sampled),

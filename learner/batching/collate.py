@@ -1,6 +1,6 @@
 """Collation: samples of an optimizer update -> microbatches of tensors, packed and distributed over ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,8 +22,8 @@ from slipstream.learner.batching.packing import (
 _PADDING = -1
 
 
-class Canvas:
-    """Arrays of one microbatch, R empty rows of L tokens. `draw_row` fills one, `finish` returns the microbatch.
+class MicrobatchBuilder:
+    """Arrays of one microbatch, R empty rows of L tokens. Life: fill_row, once for each -> build.
 
     A segment is a run of tokens that see each other; a branch also sees its parent segment, the shared prompt.
     """
@@ -39,26 +39,28 @@ class Canvas:
         self._samples: list[Sample] = []
         self._sources: list[np.ndarray] = []
 
-    def draw_row(self, row: int, bundles: Row) -> None:
+    def fill_row(self, row: int, bundles: Row) -> None:
         """Put the bundles side by side into row `row`, which must be empty."""
         column = 0
         for bundle in bundles:
-            column = self._draw_bundle(row, column, bundle)
+            column = self._put_bundle(row, column, bundle)
 
-    def finish(self, *, is_masked: bool) -> Microbatch:
+    def build(self, *, is_masked: bool) -> Microbatch:
         """The tensors; with an explicit attention mask, or without when rows hold nothing but whole sequences."""
-        token_ids = [sample.token_ids for sample in self._samples]
+        samples = self._samples
+        targets = np.concatenate([sample.token_ids[sample.trained] for sample in samples])
+        temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)
         return Microbatch(
             token_ids=torch.from_numpy(self._token_ids),
             position_ids=torch.from_numpy(self._position_ids),
             attention_mask=self._mask() if is_masked else None,
             sources=torch.from_numpy(np.concatenate(self._sources)),
-            targets=torch.from_numpy(self._take(token_ids).astype(np.int64)),
-            temperatures=self._repeat(lambda sample: sample.temperature),
-            indices=torch.from_numpy(np.concatenate([sample.indices for sample in self._samples])),
+            targets=torch.from_numpy(targets.astype(np.int64)),
+            temperatures=torch.from_numpy(np.repeat(temperatures, [len(sample.trained) for sample in samples])),
+            indices=torch.from_numpy(np.concatenate([sample.indices for sample in samples])),
         )
 
-    def _draw_bundle(self, row: int, column: int, bundle: Bundle) -> int:
+    def _put_bundle(self, row: int, column: int, bundle: Bundle) -> int:
         shared = bundle.num_shared
         # The shared prompt lies in the row once; each branch continues its positions, not the row's.
         trunk = self._next_segment()
@@ -91,14 +93,6 @@ class Canvas:
         # Padding is a segment of its own: a row without any visible token would be NaN in softmax.
         sees = (segments[:, :, None] == segments[:, None, :]) | (parents[:, :, None] == segments[:, None, :])
         return sees.tril_()[:, None]
-
-    def _take(self, arrays: list[np.ndarray]) -> np.ndarray:
-        pairs = zip(arrays, self._samples, strict=True)
-        return np.concatenate([array[sample.trained] for array, sample in pairs])
-
-    def _repeat(self, value: Callable[[Sample], float]) -> Tensor:
-        values = np.array([value(sample) for sample in self._samples], dtype=np.float32)
-        return torch.from_numpy(np.repeat(values, [len(sample.trained) for sample in self._samples]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +128,7 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
         pack(share, row_tokens=row_tokens, microbatch_tokens=layout.microbatch_tokens)
         for share in distribute(bundles, num_ranks=num_ranks)
     ]
-    microbatches = [_draw(rows, layout) for rows in packed[rank]]
+    microbatches = [_build_microbatch(rows, layout) for rows in packed[rank]]
     missing = max(map(len, packed)) - len(microbatches)
     return microbatches + [plain_microbatch(np.zeros((1, 1), dtype=np.int64))] * missing
 
@@ -155,8 +149,8 @@ def plain_microbatch(token_ids: np.ndarray) -> Microbatch:
     )
 
 
-def _draw(rows: list[Row], layout: Layout) -> Microbatch:
-    canvas = Canvas(num_rows=len(rows), length=max(map(row_length, rows)))
+def _build_microbatch(rows: list[Row], layout: Layout) -> Microbatch:
+    builder = MicrobatchBuilder(num_rows=len(rows), length=max(map(row_length, rows)))
     for index, row in enumerate(rows):
-        canvas.draw_row(index, row)
-    return canvas.finish(is_masked=layout.kind == "shared_rows")
+        builder.fill_row(index, row)
+    return builder.build(is_masked=layout.kind == "shared_rows")

@@ -6,7 +6,8 @@ from typing import Any
 import structlog
 
 from slipstream.broker.status.role_status import Roles, role_statuses
-from slipstream.buffer.store import EvaluationResult, Store
+from slipstream.buffer.records import EvaluationResult
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.run import RunConfig
 from slipstream.learner.metrics.alerts import MetricAlerts

@@ -163,7 +163,7 @@ def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -
     return importance.ess_learning_rate_scale(ess, power=config.power, floor=config.floor)
 
 
-def describe(batch: Batch) -> dict[str, float]:
+def describe_advantages(batch: Batch) -> dict[str, float]:
     """`learner/...` about the advantages of a prepared batch."""
     advantages = known(batch.tokens.advantages)
     if not len(advantages):

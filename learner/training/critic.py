@@ -26,7 +26,7 @@ from slipstream.learner.engines.engine import TrainEngine, check_loss
 from slipstream.learner.engines.optimizer import learning_rate, named_parameters, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.model import COMPUTE_DTYPES, load_module, read
+from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module
 
 CRITIC_METRICS = {
     "learner/critic_loss": "clipped squared error of the critic's values, mean over the step's optimizer updates",
@@ -76,7 +76,7 @@ def describe_values(tokens: Tokens) -> dict[str, float]:
 
 # --- the value model -------------------------------------------------------------------------------------------------
 _HEAD_FILE = "value_head.safetensors"
-_SETTING = "algorithm.critic.path (by default model.path)"
+_PATH_SETTING = "algorithm.critic.path (by default model.path)"
 _TRUNK = "trunk."
 
 
@@ -102,7 +102,7 @@ class ValueModel(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """`values`, float32[N], from the hidden state that predicts each trained token."""
-        output = read(self.trunk, microbatch, compute_dtype=self._compute_dtype)
+        output = forward_pass(self.trunk, microbatch, compute_dtype=self._compute_dtype)
         hidden = output.last_hidden_state.flatten(0, 1)[microbatch.sources]
         return {"values": self.head(hidden.float()).squeeze(-1)}
 
@@ -114,12 +114,12 @@ class ValueModel(nn.Module):
 def load_value_model(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> ValueModel:
     """Load a policy's checkpoint, with zeros as the head, or a value model's, without dropout. Raises ModelError."""
     with _without_report():
-        trunk, missing = load_module(AutoModel, config, device=device, setting=_SETTING)
+        trunk, missing = load_module(AutoModel, config, device=device, setting=_PATH_SETTING)
     if missing:
         raise ModelError(
-            f"{_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, which "
-            f"lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another, or an algorithm.advantage "
-            "that needs no critic."
+            f"{_PATH_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
+            f"which lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another, or an "
+            "algorithm.advantage that needs no critic."
         )
     if gradient_checkpointing:
         trunk.gradient_checkpointing_enable({"use_reentrant": False})
@@ -150,8 +150,8 @@ def _without_report() -> Iterator[None]:
 
 
 # --- the critic ------------------------------------------------------------------------------------------------------
-SETTING = "algorithm.critic.optimizer"
-"""Key of its optimizer's settings."""
+OPTIMIZER_SETTING = "algorithm.critic.optimizer"
+"""Config section of the critic's optimizer."""
 
 
 class Critic:
@@ -186,7 +186,7 @@ class Critic:
         for microbatches in updates:
             losses = [self._backward(batch.tokens.take(m.indices), m, metrics=metrics) for m in microbatches]
             total = torch.stack(losses).sum()
-            check_loss(total, what="the critic's loss", step=step, setting=SETTING, ranks=self._ranks)
+            check_loss(total, what="the critic's loss", step=step, setting=OPTIMIZER_SETTING, ranks=self._ranks)
             rate = learning_rate(self.num_updates, config=self._config.optimizer, total_updates=self._total_updates)
             norms.append(self.engine.step(learning_rate=rate))
             self.num_updates += 1

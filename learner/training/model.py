@@ -68,7 +68,7 @@ class Policy(nn.Module):
         """Logits that predict the trained tokens, [N, V]."""
         is_one_row = len(microbatch.token_ids) == 1
         kept = microbatch.sources if is_one_row else 0
-        output = read(self.causal_lm, microbatch, compute_dtype=self._compute_dtype, logits_to_keep=kept)
+        output = forward_pass(self.causal_lm, microbatch, compute_dtype=self._compute_dtype, logits_to_keep=kept)
         logits = output.logits.flatten(0, 1)
         return logits if is_one_row else logits[microbatch.sources]
 
@@ -77,7 +77,7 @@ class Policy(nn.Module):
         return named_parameters(self.causal_lm)
 
 
-def read(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **arguments: Any) -> Any:
+def forward_pass(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **arguments: Any) -> Any:
     """Forward pass of a transformers model over all tokens of a microbatch; `arguments` go to its forward method."""
     is_mixed = compute_dtype != torch.float32
     with torch.autocast(microbatch.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):

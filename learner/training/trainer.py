@@ -25,7 +25,7 @@ from slipstream.learner.engines.engine import TrainEngine, check_loss
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.metrics.step_metrics import StepMetrics
-from slipstream.learner.objective.loss_inputs import describe, learning_rate_scale
+from slipstream.learner.objective.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.objective.objective import Objective
 from slipstream.learner.publishing.staging import canary_logprobs, canary_token_ids
 from slipstream.learner.ranks import Ranks
@@ -85,35 +85,36 @@ class Trainer:
         Raises BatchError, RankGroupError, and DivergenceError: the weights are then those of the update before, and the
         trainer is of no further use.
         """
+        # All that needs no gradient, once and on the whole batch.
         built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
         updates = [self.collate(samples) for samples in built.updates]
         batch = self._recompute(built.batch.to(self.engine.device), [m for update in updates for m in update])
         batch = self.objective.prepare(batch)
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
-        metrics, found = StepMetrics(), []
-        for index, microbatches in enumerate(updates):
-            if self._tokens_of(batch, index).any():
-                found.append(self._update(batch, index, microbatches, metrics=metrics, step=step, scale=scale))
-        norms = [norm for norm in found if norm is not None]
-        reported = metrics.report(self._ranks, num_updates=len(found))
+        kl_coefficient = self.objective.kl_coefficient
+        # The optimizer updates; one without a trainable token is left out.
+        step_metrics = StepMetrics()
+        norms = [
+            self._update(batch, index, microbatches, metrics=step_metrics, step=step, scale=scale)
+            for index, microbatches in enumerate(updates)
+            if self._tokens_of(batch, index).any()
+        ]
+        metrics = built.metrics | describe_advantages(batch)
+        metrics |= step_metrics.report(self._ranks, num_updates=len(norms))
+        moved = [norm for norm in norms if norm is not None]
         # After the updates: the new reference is the learner that this step has made.
         self._frozen_models.refresh_reference(self.engine, step=step)
-        kl_coefficient = self.objective.kl_coefficient
-        if norms:
+        if moved:
             # A step that was only measured has not moved the KL, and must not move its coefficient.
             self.objective.end_step(
-                reference_kl=reported["learner/reference_kl"], num_trajectories=batch.num_trajectories
+                reference_kl=metrics["learner/reference_kl"], num_trajectories=batch.num_trajectories
             )
-        gradients = self.gradients.report(self._ranks)
-        critic = self._train_critic(batch, updates, step=step)
         return {
-            **built.metrics,
-            **describe(batch),
-            **reported,
-            **gradients,
-            **critic,
-            "learner/updates": float(len(norms)),
-            "learner/grad_norm": sum(norms) / max(1, len(norms)),
+            **metrics,
+            **self.gradients.report(self._ranks),
+            **self._train_critic(batch, updates, step=step),
+            "learner/updates": float(len(moved)),
+            "learner/grad_norm": sum(moved) / max(1, len(moved)),
             "learner/learning_rate": scale * self._learning_rate(max(0, self.num_updates - 1)),
             "learner/learning_rate_scale": scale,
             "learner/kl_coefficient": kl_coefficient,

@@ -49,7 +49,7 @@ class Other:
         return values
 
 
-def make_facts(num_tokens: int, **overrides) -> TokenStats:
+def make_stats(num_tokens: int, **overrides) -> TokenStats:
     """On policy, one trajectory, probability 1/4 everywhere."""
     columns = {
         "log_ratio": torch.zeros(num_tokens),
@@ -79,25 +79,25 @@ def make_random(*, seed: int = 0, num_sequences: int = 12) -> TokenStats:
     floats |= {name: -3 * floats[name] for name in ("learner_logprobs", "generator_logprobs")}
     floats["generator_logprobs"][3] = -math.inf
     lags = torch.randint(0, 20, (count,), generator=generator)
-    return make_facts(count, **floats, **flags, lags=lags, sequences=sequences)
+    return make_stats(count, **floats, **flags, lags=lags, sequences=sequences)
 
 
-def take(facts: TokenStats, chosen: torch.Tensor) -> TokenStats:
+def take(stats: TokenStats, chosen: torch.Tensor) -> TokenStats:
     """The trajectories [K] alone."""
-    is_own = torch.isin(facts.sequences, chosen)
-    _, sequences = torch.unique(facts.sequences[is_own], return_inverse=True)
-    columns = {name: getattr(facts, name)[is_own] for name in (*FIELDS, *FLAGS, "lags")}
-    return make_facts(int(is_own.sum()), **columns, sequences=sequences)
+    is_own = torch.isin(stats.sequences, chosen)
+    _, sequences = torch.unique(stats.sequences[is_own], return_inverse=True)
+    columns = {name: getattr(stats, name)[is_own] for name in (*FIELDS, *FLAGS, "lags")}
+    return make_stats(int(is_own.sum()), **columns, sequences=sequences)
 
 
-def described(*facts: TokenStats) -> dict[str, float]:
-    tally = StepMetrics()
-    for part in facts:
-        tally.add(part, loss=torch.tensor(1.0))
-    return tally.report(make_alone(), num_updates=1)
+def described(*parts: TokenStats) -> dict[str, float]:
+    metrics = StepMetrics()
+    for part in parts:
+        metrics.add(part, loss=torch.tensor(1.0))
+    return metrics.report(make_alone(), num_updates=1)
 
 
-HAND = make_facts(
+HAND = make_stats(
     3,
     log_ratio=torch.tensor([1.0, 0.25, 3.0]).log(),
     learner_logprobs=torch.tensor([0.5, 0.125, 0.75]).log(),
@@ -190,45 +190,45 @@ def test_the_buckets_add_up_to_the_whole():
 
 @pytest.mark.parametrize("sizes", [(12,), (1, 11), (4, 4, 4), (0, 12), (1,) * 12])
 def test_the_split_into_microbatches_changes_nothing(sizes):
-    facts = make_random()
-    parts = [take(facts, chosen) for chosen in torch.arange(12).split(list(sizes))]
-    found, whole = described(*parts), described(facts)
+    stats = make_random()
+    parts = [take(stats, chosen) for chosen in torch.arange(12).split(list(sizes))]
+    found, whole = described(*parts), described(stats)
     assert found.pop("learner/loss") == len(sizes)
     assert whole.pop("learner/loss") == 1
     assert found == pytest.approx(whole, rel=1e-12)
 
 
-def test_two_ranks_find_what_one_finds():
-    facts, other = make_random(), Other()
+def test_two_ranks_report_what_one_reports():
+    stats, other = make_random(), Other()
     mine, theirs = StepMetrics(), StepMetrics()
-    theirs.add(take(facts, torch.arange(5)), loss=torch.tensor(0.5))
-    mine.add(take(facts, torch.arange(5, 12)), loss=torch.tensor(0.5))
+    theirs.add(take(stats, torch.arange(5)), loss=torch.tensor(0.5))
+    mine.add(take(stats, torch.arange(5, 12)), loss=torch.tensor(0.5))
     theirs.report(other, num_updates=1)
     other.is_talking = True
-    assert mine.report(other, num_updates=1) == pytest.approx(described(facts), rel=1e-12)
+    assert mine.report(other, num_updates=1) == pytest.approx(described(stats), rel=1e-12)
 
 
 def test_a_rank_without_a_token_changes_nothing():
-    facts, other = make_random(), Other()
+    stats, other = make_random(), Other()
     StepMetrics().report(other, num_updates=1)
     other.is_talking = True
-    tally = StepMetrics()
-    tally.add(facts, loss=torch.tensor(1.0))
-    assert tally.report(other, num_updates=1) == pytest.approx(described(facts), rel=1e-12)
+    metrics = StepMetrics()
+    metrics.add(stats, loss=torch.tensor(1.0))
+    assert metrics.report(other, num_updates=1) == pytest.approx(described(stats), rel=1e-12)
 
 
 def test_ranks_count_twice_what_both_hold():
-    tally = StepMetrics()
-    tally.add(HAND, loss=torch.tensor(1.0))
-    tally.count_forward(8)
-    report = tally.report(BothRanks(), num_updates=1)
+    metrics = StepMetrics()
+    metrics.add(HAND, loss=torch.tensor(1.0))
+    metrics.count_forward(8)
+    report = metrics.report(BothRanks(), num_updates=1)
     assert report["learner/tokens"] == 6
     assert report["learner/computed_tokens"] == 16
     assert report["learner/ess"] == pytest.approx(described(HAND)["learner/ess"])
 
 
-def test_of_no_token_there_is_nothing_to_tell():
-    assert describe(no_counts()) == describe(count_tokens(make_facts(0))) == {}
+def test_without_a_token_no_metric_of_tokens_is_reported():
+    assert describe(no_counts()) == describe(count_tokens(make_stats(0))) == {}
     assert StepMetrics().report(make_alone(), num_updates=0) == {
         "learner/loss": 0,
         "learner/computed_tokens": 0,
@@ -239,15 +239,15 @@ def test_of_no_token_there_is_nothing_to_tell():
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_neutral_and_counted(poison):
-    clean, found = make_facts(4), make_facts(4)
+    clean, found = make_stats(4), make_stats(4)
     found.generator_logprobs[2] = poison
     expected = describe(count_tokens(clean)) | {"nonfinite_fraction": 0.25}
     assert describe(count_tokens(found)) == pytest.approx(expected)
 
 
 def test_a_huge_mismatch_stays_a_finite_number():
-    facts = make_facts(50, learner_logprobs=torch.zeros(50), generator_logprobs=torch.full((50,), -100.0))
-    found = describe(count_tokens(facts))
+    stats = make_stats(50, learner_logprobs=torch.zeros(50), generator_logprobs=torch.full((50,), -100.0))
+    found = describe(count_tokens(stats))
     assert all(math.isfinite(value) for value in found.values())
     assert found["mismatch_max"] == found["mismatch_p99"] == 20
     assert (found["ess"], found["ess_trajectories"]) == pytest.approx((1, 1))
@@ -255,14 +255,14 @@ def test_a_huge_mismatch_stays_a_finite_number():
 
 def test_the_mismatch_of_numerics_is_not_lost_in_rounding():
     distance = torch.full((1000,), 1e-4)
-    facts = make_facts(1000, learner_logprobs=-1 - distance, generator_logprobs=torch.full((1000,), -1.0))
-    assert describe(count_tokens(facts))["mismatch_k3"] == pytest.approx(0.5e-8, rel=1e-2)
+    stats = make_stats(1000, learner_logprobs=-1 - distance, generator_logprobs=torch.full((1000,), -1.0))
+    assert describe(count_tokens(stats))["mismatch_k3"] == pytest.approx(0.5e-8, rel=1e-2)
 
 
 def test_quantiles_are_at_most_an_eighth_too_high():
     distances = torch.logspace(-5, 0, 1001)
-    facts = make_facts(1001, learner_logprobs=-1 - distances, generator_logprobs=torch.full((1001,), -1.0))
-    found = describe(count_tokens(facts))
+    stats = make_stats(1001, learner_logprobs=-1 - distances, generator_logprobs=torch.full((1001,), -1.0))
+    found = describe(count_tokens(stats))
     for name, share in (("mismatch_p50", 0.5), ("mismatch_p99", 0.99)):
         exact = float(distances.quantile(share))
         assert 0.98 * exact <= found[name] <= 1.13 * exact

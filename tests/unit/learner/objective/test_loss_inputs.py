@@ -8,7 +8,7 @@ from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.correction import CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
 from slipstream.learner.batching.build_batch import build_batch
-from slipstream.learner.objective.loss_inputs import describe
+from slipstream.learner.objective.loss_inputs import describe_advantages
 from slipstream.learner.objective.objective import Objective
 from tests.unit.learner.builders import VOCABULARY, make_groups, make_response
 
@@ -94,7 +94,7 @@ def test_after_a_rejection_the_baseline_still_has_who_was_masked_for_its_length(
 def test_a_description_of_no_token_is_zeros():
     batch = prepared(make_groups())
     empty = batch.select(torch.zeros(batch.num_trajectories, dtype=torch.bool))
-    assert set(describe(empty).values()) == {0.0}
+    assert set(describe_advantages(empty).values()) == {0.0}
 
 
 def test_what_is_decided_on_the_whole_batch_needs_the_start_of_the_step():

@@ -55,7 +55,7 @@ def largest_difference(first, second):
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-def test_a_step_tells_of_the_critic_and_moves_it(tmp_path):
+def test_a_step_reports_and_moves_the_critic(tmp_path):
     trainer, metrics = train(make_critic_run(tmp_path))
     before = dict(make_trainer(make_critic_run(tmp_path)).critic.engine.gather_parameters())
     assert set(CRITIC_METRICS) <= set(metrics[0])
