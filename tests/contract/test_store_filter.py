@@ -197,6 +197,18 @@ def test_the_greedy_reward_is_a_signal_and_counts_in_no_share(fresh_store, group
     assert store.audit().is_sound
 
 
+def test_groups_that_stay_open_do_not_keep_later_ones_from_their_deadline(fresh_store, clock, monkeypatch):
+    monkeypatch.setattr("slipstream.buffer.redis.prompts._REAPED_AT_ONCE", 2)
+    store = open_run(fresh_store)
+    *too_few, enough = leased(store, 4)
+    for each in too_few:
+        store.insert(pack(each, rewards(1)))
+    store.insert(pack(enough, rewards(1, 0)))
+    clock.now += 5
+    (line,) = store.reap(group_deadline=TrainShortConfig(after_s=5.0, min_members=2))
+    assert line.startswith(f"group {enough.group_id} has 2 of 3 members")
+
+
 def test_a_group_deadline_counts_sampled_members_alone(fresh_store, clock):
     store = open_run(fresh_store)
     without, too_few, only_greedy = leased(store, 3, has_baseline=True)

@@ -16,7 +16,9 @@ local function complete_short(group, members, size, sums)
   make_ready(group)
 end
 
-for _, group in ipairs(redis.call('ZRANGEBYSCORE', key('open'), '-inf', now() - ARGV[2], 'LIMIT', 0, ARGV[4])) do
+-- The limit counts groups that end: those with too few sampled members stay, and must not hide the younger ones.
+for _, group in ipairs(redis.call('ZRANGEBYSCORE', key('open'), '-inf', now() - ARGV[2])) do
+  if #events == tonumber(ARGV[4]) then break end
   local f = redis.call('HMGET', key('group:' .. group), 'members', 'size', 'owner', 'sampled', 'answered', 'correct',
     'least', 'most')
   local members, size = tonumber(f[1]), tonumber(f[2])
