@@ -1,4 +1,4 @@
-"""Fake generators and a fake snapshot server: they answer as they are told to behave."""
+"""Fake generators and a fake snapshot server: each behaves as the test says."""
 
 from collections import deque
 
@@ -25,7 +25,7 @@ CANARY = ([[1, 2, 3]], [[-1.0, -2.0]])
 
 
 class FakeGenerators:
-    """Client, inbox and sender at once: answers messages as its members are told to behave."""
+    """Client, inbox and sender at once: each member answers as its behaviour says."""
 
     address = ("127.0.0.1", 1)
 

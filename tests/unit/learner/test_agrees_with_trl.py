@@ -111,13 +111,13 @@ def ours(config, **columns):
     return loss, *torch.autograd.grad(loss, [learner, entropies])
 
 
-def assert_same(found, told, *, factor=1.0, has_value=True):
+def assert_same(found, expected, *, factor=1.0, has_value=True):
     loss, gradient, by_entropy = found
-    if "entropy_gradient" in told:
-        torch.testing.assert_close(by_entropy, column(told["entropy_gradient"]), **CLOSE)
+    if "entropy_gradient" in expected:
+        torch.testing.assert_close(by_entropy, column(expected["entropy_gradient"]), **CLOSE)
     if has_value:
-        torch.testing.assert_close(loss, factor * column([told["loss"]])[0], **CLOSE)
-    torch.testing.assert_close(gradient, factor * column(told["gradient"]), **CLOSE)
+        torch.testing.assert_close(loss, factor * column([expected["loss"]])[0], **CLOSE)
+    torch.testing.assert_close(gradient, factor * column(expected["gradient"]), **CLOSE)
 
 
 def trl_epsilon(num_members):
@@ -185,7 +185,7 @@ def test_a_weighted_score_function_has_the_gradient_of_trl(name):
     assert_same(ours(SCORE_FUNCTIONS[name]), TRL["losses"][name], has_value=False)
 
 
-def test_a_log_probability_that_the_generator_did_not_tell_counts_as_no_drift():
+def test_a_log_probability_that_the_generator_did_not_report_counts_as_no_drift():
     unknown = [None if index % 5 == 0 else value for index, value in enumerate(BATCH["generator_logprobs"])]
     config = make_config(correction=make_correction("sequence_truncate"))
     assert_same(ours(config, generator_logprobs=unknown), TRL["losses"]["unknown_logprobs"])
@@ -224,53 +224,53 @@ def test_before_the_learner_moves_rloo_has_the_gradient_of_trl(name):
 GROUPS = torch.arange(NUM_SEQUENCES) // SIZE
 
 
-def told_advantages(name, kind):
+def trl_advantages(name, kind):
     """Rewards, groups and TRL's advantages of the answers that have a reward; in TRL the others have advantage 0."""
-    rewards, told = column(TRL["advantages"][name]["rewards"]), column(TRL["advantages"][name][kind])
+    rewards, expected = column(TRL["advantages"][name]["rewards"]), column(TRL["advantages"][name][kind])
     has_reward = rewards.isfinite()
-    assert not told[~has_reward].any()
-    return rewards[has_reward], GROUPS[has_reward], told[has_reward]
+    assert not expected[~has_reward].any()
+    return rewards[has_reward], GROUPS[has_reward], expected[has_reward]
 
 
 @pytest.mark.parametrize("name", ["mixed", "alone"])
 @pytest.mark.parametrize(("kind", "estimate"), [("none", advantages.dr_grpo), ("rloo", advantages.rloo)])
 def test_advantages_without_a_deviation_are_those_of_trl(name, kind, estimate):
-    rewards, groups, told = told_advantages(name, kind)
-    torch.testing.assert_close(estimate(advantage_inputs(rewards, groups)), told, **CLOSE)
+    rewards, groups, expected = trl_advantages(name, kind)
+    torch.testing.assert_close(estimate(advantage_inputs(rewards, groups)), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["mixed", "alone"])
 def test_advantages_scaled_within_a_group_are_those_of_trl_but_for_bessels_factor(name):
-    rewards, groups, told = told_advantages(name, "group")
+    rewards, groups, expected = trl_advantages(name, "group")
     for group in groups.unique():
         own = groups == group
         found = advantages.grpo(advantage_inputs(rewards[own]), epsilon=trl_epsilon(int(own.sum())))
-        torch.testing.assert_close(found, bessel(int(own.sum())) * told[own], **CLOSE)
+        torch.testing.assert_close(found, bessel(int(own.sum())) * expected[own], **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["mixed", "alone"])
 def test_advantages_scaled_over_the_batch_are_those_of_trl_but_for_bessels_factor(name):
-    rewards, groups, told = told_advantages(name, "batch")
+    rewards, groups, expected = trl_advantages(name, "batch")
     found = advantages.lite_ppo(advantage_inputs(rewards, groups), epsilon=trl_epsilon(len(rewards)))
-    torch.testing.assert_close(found, bessel(len(rewards)) * told, **CLOSE)
+    torch.testing.assert_close(found, bessel(len(rewards)) * expected, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["mixed", "alone"])
 def test_whitened_advantages_are_those_of_trl_but_for_bessels_factor(name):
-    rewards, groups, told = told_advantages(name, "rloo_whitened")
+    rewards, groups, expected = trl_advantages(name, "rloo_whitened")
     has_siblings = (groups.bincount() > 1)[groups]  # who has none is 0 after whitening in TRL, and stays out of it
-    assert not told[~has_siblings].any()
+    assert not expected[~has_siblings].any()
     count = int(has_siblings.sum())
     found = whiten(advantages.rloo(advantage_inputs(rewards, groups))[has_siblings], epsilon=trl_epsilon(count))
-    torch.testing.assert_close(found, bessel(count) * told[has_siblings], **CLOSE)
+    torch.testing.assert_close(found, bessel(count) * expected[has_siblings], **CLOSE)
 
 
 def test_gdpo_whitened_over_sequences_is_that_of_trl_but_for_bessels_factor():
     first, second = torch.tensor(TRL["advantages"]["parts"]["rewards"], dtype=torch.float64).unbind(1)
     summed = sum(w * standardised(x, GROUPS, epsilon=trl_epsilon(SIZE)) for x, w in ((first, 1.0), (second, 0.5)))
     found = whiten(summed / bessel(SIZE), epsilon=trl_epsilon(NUM_SEQUENCES))
-    told = column(TRL["advantages"]["parts"]["gdpo"])
-    torch.testing.assert_close(found, bessel(NUM_SEQUENCES) * told, **CLOSE)
+    expected = column(TRL["advantages"]["parts"]["gdpo"])
+    torch.testing.assert_close(found, bessel(NUM_SEQUENCES) * expected, **CLOSE)
     inputs = advantage_inputs(first, GROUPS, parts={"a": first, "b": second})
     ours = advantages.gdpo(inputs, weights={"a": 1.0, "b": 0.5}, epsilon=trl_epsilon(SIZE))
     torch.testing.assert_close(ours, summed / (summed.std(correction=0) + trl_epsilon(SIZE)), **CLOSE)
@@ -306,10 +306,10 @@ DIVERGENCES = {
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_the_distance_from_a_teacher_is_that_of_trl(name):
-    told = TRL["divergences"]
-    student = torch.tensor(told["student"], dtype=torch.float64, requires_grad=True)
-    teacher = torch.tensor(told["teacher"], dtype=torch.float64).log_softmax(-1)
+    expected = TRL["divergences"]
+    student = torch.tensor(expected["student"], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor(expected["teacher"], dtype=torch.float64).log_softmax(-1)
     loss = DIVERGENCES[name](student.log_softmax(-1), teacher).mean()
     (gradient,) = torch.autograd.grad(loss, student)
-    torch.testing.assert_close(loss.item(), told[name]["loss"], **CLOSE)
-    torch.testing.assert_close(gradient, torch.tensor(told[name]["gradient"], dtype=torch.float64), **CLOSE)
+    torch.testing.assert_close(loss.item(), expected[name]["loss"], **CLOSE)
+    torch.testing.assert_close(gradient, torch.tensor(expected[name]["gradient"], dtype=torch.float64), **CLOSE)

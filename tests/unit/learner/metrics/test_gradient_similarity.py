@@ -40,7 +40,7 @@ class TwoRanks:
 
 
 class Heard:
-    """A rank alone that keeps what it was to tell the others."""
+    """A rank alone that keeps what it would send to the others."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         self.values = values
