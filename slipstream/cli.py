@@ -193,7 +193,10 @@ def data(ctx: typer.Context) -> None:
 
 @app.command()
 def explain(
-    kind: Annotated[Literal["step", "trajectory", "version"], typer.Argument(help="What to explain.")],
+    kind: Annotated[
+        Literal["step", "trajectory", "version"],
+        typer.Argument(metavar="KIND", help="What to explain."),
+    ],
     which: Annotated[str, typer.Argument(metavar="ID", help="Number of a step or version, id of a trajectory.")],
     run: RunWords = None,
 ) -> None:
@@ -240,7 +243,10 @@ def evaluate(
 
 @app.command()
 def check(
-    kind: Annotated[Literal["advantage", "policy_loss"], typer.Argument(help="What the function computes.")],
+    kind: Annotated[
+        Literal["advantage", "policy_loss"],
+        typer.Argument(metavar="KIND", help="What the function computes."),
+    ],
     function: Annotated[str, typer.Argument(metavar="module:function", help="Where it is.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Arguments that it takes by keyword.")
@@ -271,7 +277,9 @@ def plot(run: RunWords = None) -> None:
 
 @app.command()
 def compare(
-    archive: Annotated[Path, typer.Argument(help="Archive of a stored run, such as runs/mine/archive.")],
+    archive: Annotated[
+        Path, typer.Argument(metavar="ARCHIVE", help="Archive of a stored run, such as runs/mine/archive.")
+    ],
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="A folder to be made.")],
     replay: Annotated[list[str], typer.Option(metavar="OVERRIDES", help="Settings of one replay; given 2 to 4 times.")],
     shared: Annotated[

@@ -63,7 +63,7 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
     try:
         code = command.main(arguments or ["--help"], prog_name=program, standalone_mode=False)
     except _UsageError as error:
-        message = error.format_message().rstrip(".")
+        message = " ".join(error.format_message().split()).rstrip(".")
         path = error.ctx.command_path if error.ctx else program
         exit_with_error(f"{message[:1].lower()}{message[1:]}; see `{path} --help`.", code=BAD_INPUT)
     if code:

@@ -85,6 +85,7 @@ def test_the_settings_named_in_the_help_exist() -> None:
         (["xyzzy"], "no command `xyzzy`; there are: run, "),
         (["status", "--jso"], "--jso"),
         (["explain", "steps", "3"], "'steps'"),
+        (["explain"], "'KIND'"),
         (["explain", "step"], "'ID'"),
         (["explain", "step", "three"], "step must be a whole number, got 'three'"),
         (["data", "lst"], "lst"),
