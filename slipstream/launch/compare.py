@@ -1,6 +1,7 @@
 """Compares algorithms on the same data: replays a stored run under several settings, with one table and one picture."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,7 @@ def run_replays(archive: Path, settings: list[str], *, shared: list[str], out: P
             "run",
             "experiment=digits_replay",
             *shared,
-            *replay.label.split(),
+            *shlex.split(replay.label),
             *own,
         ]
         if (code := subprocess.run(command, check=False).returncode) != 0:
