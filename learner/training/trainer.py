@@ -94,11 +94,10 @@ class Trainer:
         kl_coefficient = self.objective.kl_coefficient
         # The optimizer updates; one without a trainable token is left out.
         step_metrics = StepMetrics()
-        norms = [
-            self._update(batch, index, microbatches, metrics=step_metrics, step=step, scale=scale)
-            for index, microbatches in enumerate(updates)
-            if self._tokens_of(batch, index).any()
-        ]
+        norms = []
+        for index, microbatches in enumerate(updates):
+            if self._tokens_of(batch, index).any():
+                norms.append(self._update(batch, index, microbatches, metrics=step_metrics, step=step, scale=scale))
         metrics = built.metrics | describe_advantages(batch)
         metrics |= step_metrics.report(self._ranks, num_updates=len(norms))
         moved = [norm for norm in norms if norm is not None]
