@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check docs test test-all chaos clean
+.PHONY: help setup run check docs test test-all chaos mutants clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-all: $(INSTALLED) ## all tests
 
 chaos: $(INSTALLED) ## kill roles of a run at random, then audit it; ARGS="--seed=7 --kills=200" sets both
 	$(python) -m tests.chaos $(ARGS)
+
+mutants: $(INSTALLED) ## plant one bug after the other, which the fast tests must catch; ARGS="--only NAME" or "--kind delivery"
+	$(python) -m tests.mutants $(ARGS)
 
 clean: ## remove .venv, caches and build output; keep runs, data and models
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,6 +1,7 @@
 """Generator: its status, the leases it returns, and how it ends."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Lease
+from slipstream.buffer.trajectory import TrajectoryHeader
 from slipstream.configs.generators import ScriptedEngineConfig
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import EngineDiedError, EngineError, GeneratorError, PromptError
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
-from tests.builders import make_run
+from tests.builders import make_run, make_trajectory
 
 LEASE = Lease("3-0", "3", "train", 3, 3, 0, [0, 1])
 PROMPT = Prompt(lease=LEASE, uid="u", prompt="1+1=", ground_truth="2", data_source="test", extra_info={})
@@ -36,6 +38,9 @@ class FakeClient:
 
     def send_status(self) -> None:
         """No status is requested."""
+
+    def put(self, header: TrajectoryHeader, payload: bytes) -> None:
+        self.outbox.add(header, payload)
 
 
 class FakeAgent:
@@ -113,3 +118,62 @@ def test_a_dead_connection_ends_the_generator_so_that_it_is_restarted():
 def test_a_refusal_of_the_broker_ends_the_generator_for_good():
     with pytest.raises(GeneratorError, match="another model"):
         asyncio.run(Scene().live(Refuse("another model")))
+
+
+class WritingAgent(FakeAgent):
+    """Answers every prompt at once, or never."""
+
+    def __init__(self, *, answers: bool) -> None:
+        self._answers = answers
+
+    async def answer(self, prompt: Prompt, index: int) -> Any:
+        if not self._answers:
+            await asyncio.Event().wait()
+        return make_trajectory(prompt.lease.group_id, index)
+
+
+async def served(scene: Scene, agent: FakeAgent) -> "asyncio.Task[None]":
+    """The running generator, with two answers of one prompt under way."""
+    scene.generator._agent = agent  # type: ignore[assignment]
+    running = asyncio.create_task(scene.generator.run())
+    await until(lambda: scene.status.state == "unsynced")
+    scene.generator._set_state("ready", "")
+    scene.generator.receive(Prompts([PROMPT]))
+    await asyncio.sleep(0.05)
+    return running
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError("it must hold within 10 s")
+
+
+def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_they_are_acknowledged():
+    async def scenario(scene: Scene) -> None:
+        running = await served(scene, WritingAgent(answers=True))
+        assert len(scene.client.outbox) == 0
+        assert scene.status.lease_ids == ["3-0"]
+        scene.generator._weight_updates.is_verified.set()
+        await until(lambda: len(scene.client.outbox) == 2)
+        await until(lambda: scene.status.gauges["running"] == 0)
+        assert scene.status.lease_ids == ["3-0"], "the broker renews only the leases that are listed"
+        scene.client.outbox.acknowledge(["3-0-0", "3-0-1"])
+        assert scene.status.lease_ids == []
+        scene.generator.drain("the test is over")
+        await asyncio.wait_for(running, timeout=10)
+
+    asyncio.run(scenario(Scene()))
+
+
+def test_a_drained_generator_returns_what_it_has_not_answered():
+    async def scenario(scene: Scene) -> None:
+        running = await served(scene, WritingAgent(answers=False))
+        scene.generator.drain("ordered to")
+        await asyncio.wait_for(running, timeout=10)
+        assert scene.last_return().lease_ids == ["3-0"]
+        assert scene.status.gauges["running"] == 0
+
+    asyncio.run(scenario(Scene()))

@@ -1,0 +1,49 @@
+"""`python -m tests.mutants`: plant one bug after the other in a copy of the tree; the fast tests must catch each.
+
+Exit codes: 0 when every mutant was caught, 1 when one survived, 2 when one cannot be applied or tests fail without one.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.mutants.mutant import KINDS, Copy, Mutant, MutantError, read_mutants
+
+
+def main(arguments: list[str]) -> int:
+    """Try the chosen mutants, one line each; return the exit code."""
+    chosen = _choose(arguments)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = Copy(Path(folder))
+        try:
+            copy.check_untouched(sorted({test for mutant in chosen for test in mutant.tests}))
+            survivors = [mutant.name for mutant in chosen if not _try_out(copy, mutant)]
+        except MutantError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    print(f"{len(chosen) - len(survivors)} caught, {len(survivors)} survived: {', '.join(survivors) or 'none'}")
+    return 1 if survivors else 0
+
+
+def _try_out(copy: Copy, mutant: Mutant) -> bool:
+    verdict = copy.try_out(mutant)
+    word = "caught" if verdict.is_caught else "SURVIVED"
+    print(f"{word:<9} {mutant.name:<32} {verdict.seconds:5.1f} s  {verdict.by}", flush=True)
+    return verdict.is_caught
+
+
+def _choose(arguments: list[str]) -> list[Mutant]:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", allow_abbrev=False)
+    parser.add_argument("--kind", choices=KINDS, help="mutants of one kind alone")
+    parser.add_argument("--only", metavar="NAME", action="append", help="one mutant; repeatable")
+    parsed = parser.parse_args(arguments)
+    mutants = [mutant for kind in KINDS if parsed.kind in (None, kind) for mutant in read_mutants(kind)]
+    chosen = [mutant for mutant in mutants if not parsed.only or mutant.name in parsed.only]
+    if missing := set(parsed.only or ()) - {mutant.name for mutant in chosen}:
+        parser.error(f"--only must name mutants, got {', '.join(sorted(missing))}")
+    return chosen
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""Mutant: one planted bug, and how it is put into a copy of the tree and tried."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("algorithms", "delivery")
+"""Tables of mutants: tests/mutants/KIND.toml."""
+_NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs", "data", "models", "*.egg-info")
+_TIMEOUT_S = 240.0
+
+
+class Mutant(NamedTuple):
+    """One change of one file.
+
+    Example: Mutant("ppo_sign", "learner/algorithms/policy_losses.py", "-torch.minimum(", "-torch.maximum(",
+    ("tests/unit/learner/algorithms/test_policy_losses.py",))
+    """
+
+    name: str
+    file: str
+    """Path from the root of the checkout."""
+    old: str
+    """Text that occurs exactly once in the file."""
+    new: str
+    """Its replacement: the bug."""
+    tests: tuple[str, ...]
+    """Test files that must catch it, the likeliest first."""
+
+
+class Verdict(NamedTuple):
+    """Verdict of the tests. Example: Verdict(is_caught=True, by="test_policy_losses.py::test_by_hand", seconds=3.1)."""
+
+    is_caught: bool
+    by: str
+    """First test that failed, or why no test ran to its end; empty if none did."""
+    seconds: float
+
+
+class MutantError(RuntimeError):
+    """A mutant that cannot be applied, or tests that fail without one."""
+
+
+class Copy:
+    """A copy of the tree, in which one mutant at a time lives. Life: (check_untouched? -> try_out*)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "tree"
+        shutil.copytree(ROOT, self._folder, symlinks=True, ignore=_NOT_COPIED)
+
+    def check_untouched(self, tests: list[str]) -> None:
+        """Run the tests without a mutant: one that fails anyway would catch everything. Raises MutantError."""
+        verdict = self._run(tests)
+        if verdict.is_caught:
+            raise MutantError(f"the tests must pass without a mutant, got a failure: {verdict.by}.")
+
+    def try_out(self, mutant: Mutant) -> Verdict:
+        """Apply the mutant, run its tests up to the first failure, and take it back. Raises MutantError."""
+        path = self._folder / mutant.file
+        text = path.read_text(encoding="utf-8")
+        path.write_text(mutated(text, mutant), encoding="utf-8")
+        try:
+            return self._run(list(mutant.tests))
+        finally:
+            path.write_text(text, encoding="utf-8")
+
+    def _run(self, tests: list[str]) -> Verdict:
+        arguments = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *tests]
+        # Without bytecode: two versions of a file of one size and one second would be taken for the same.
+        own = {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        started_at = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=self._folder,
+                env=os.environ | own,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Verdict(True, f"still running after {_TIMEOUT_S:g} s", time.monotonic() - started_at)
+        seconds = time.monotonic() - started_at
+        if done.returncode == 0:
+            return Verdict(False, "", seconds)
+        return Verdict(True, _first_failure(done.stdout) or f"pytest ended with {done.returncode}", seconds)
+
+
+def read_mutants(kind: str) -> list[Mutant]:
+    """Every mutant of a table."""
+    table = tomllib.loads((Path(__file__).parent / f"{kind}.toml").read_text(encoding="utf-8"))
+    return [
+        Mutant(name, planted["file"], old, new, tuple(planted["tests"]))
+        for planted in table["planted"]
+        for name, (old, new) in planted["mutants"].items()
+    ]
+
+
+def mutated(text: str, mutant: Mutant) -> str:
+    """The file with the bug. Raises MutantError."""
+    count = text.count(mutant.old)
+    if count != 1:
+        raise MutantError(
+            f"the old text of mutant {mutant.name} must occur once in {mutant.file}, got {count} occurrences of "
+            f"{mutant.old!r}: write the mutant anew in tests/mutants."
+        )
+    return text.replace(mutant.old, mutant.new)
+
+
+def _first_failure(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return lines[0].split(" ", 1)[1].split(" - ")[0] if lines else ""

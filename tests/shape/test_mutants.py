@@ -1,0 +1,23 @@
+"""The planted bugs of `make mutants` still apply to the tree, and name tests that exist."""
+
+from tests.mutants.mutant import KINDS, ROOT, MutantError, mutated, read_mutants
+from tests.shape.tree import assert_none, text
+
+
+def test_every_mutant_still_applies():
+    violations = []
+    for mutant in (mutant for kind in KINDS for mutant in read_mutants(kind)):
+        try:
+            if mutated(text(mutant.file), mutant) == text(mutant.file):
+                violations.append(f"{mutant.name} changes nothing")
+        except (MutantError, OSError) as error:
+            violations.append(str(error))
+        violations += [f"{mutant.name}: no {test}" for test in mutant.tests if not (ROOT / test).is_file()]
+    assert_none(violations)
+
+
+def test_there_are_thirty_mutants_of_either_kind_and_every_one_has_a_name_of_its_own():
+    tables = [read_mutants(kind) for kind in KINDS]
+    assert all(len(table) >= 30 for table in tables)
+    names = [mutant.name for table in tables for mutant in table]
+    assert sorted(names) == sorted(set(names))
