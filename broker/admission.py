@@ -11,11 +11,12 @@ from slipstream.configs.run import RunConfig
 def admission_limit(run: RunConfig, *, consumed: int) -> int:
     """Total number of groups that may ever have been admitted, given the groups `consumed` by the committed version.
 
-    limit = min(consumed + (max_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
+    limit = min(consumed + (pacing_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
 
-    With max_lag = 0 exactly one version's worth of groups is out at a time: the synchronous run. The store subtracts
-    groups that leave without a step (rejected, expired, quarantined) from `admitted`, which returns their budget. Both
-    counters live in the store, so a restarted broker neither bursts nor starves.
+    `pacing_lag` is max_lag unless configured. With 0 exactly one version's worth of groups is out at a time: the
+    synchronous run. The store subtracts groups that leave without a step (rejected, expired, quarantined) from
+    `admitted`, which returns their budget. Both counters live in the store, so a restarted broker neither bursts nor
+    starves.
 
     Source: AReaL, arXiv:2505.24298, section 5.1; its version * groups_per_version equals `consumed` if every group is
         trained on once.
@@ -24,7 +25,7 @@ def admission_limit(run: RunConfig, *, consumed: int) -> int:
     """
     if run.mode == "replay":
         return 0
-    paced = consumed + (run.buffer.staleness.max_lag + 1) * run.groups_per_version
+    paced = consumed + int(run.buffer.staleness.window * run.groups_per_version)
     return min(paced, run.learner.max_steps * run.claimed_groups_per_step)
 
 

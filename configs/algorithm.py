@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from msgspec import Meta
+from msgspec import Meta, structs
 
 from slipstream.configs.advantages import (
     AdvantageConfig,
@@ -44,10 +44,11 @@ class AlgorithmConfig(Config):
     """Masks of tokens that leave the policy loss because the learner has moved away from the policy that sampled them.
     """
     correction: CorrectionConfig = CorrectionConfig()
-    proximal: Literal["recompute", "reuse", "generator", "interpolate"] = "recompute"
+    proximal: Literal["auto", "recompute", "reuse", "generator", "interpolate"] = "auto"
     """Policy that the ratio is taken around. `recompute`: the learner at the start of the step, by a forward pass.
-    `reuse`: the same, by the update's own values (one update per step). `generator`: the generator, without correction
-    weights (bypass). `interpolate`: between generator and learner by each token's lag (A-3PO)."""
+    `reuse`: the same, by the update's own values (one update per step). `auto`: `reuse` where that gives the same step
+    and no other setting takes the pass, else `recompute`; `config.yaml` holds which. `generator`: the generator,
+    without correction weights (bypass). `interpolate`: between generator and learner by each token's lag (A-3PO)."""
     aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
@@ -67,6 +68,9 @@ class AlgorithmConfig(Config):
     """Optimizer updates into which a claimed batch is split."""
 
     def __post_init__(self) -> None:
+        if self.proximal == "auto":
+            # The record is complete only now, and nobody else has seen it: a run's config.yaml holds what is used.
+            structs.force_setattr(self, "proximal", "reuse" if self._can_reuse else "recompute")
         for check in _CHECKS:
             check(self)
 
@@ -90,7 +94,24 @@ class AlgorithmConfig(Config):
         return (
             (self.proximal == "recompute" and (self.policy_loss.has_ratio or self.updates_per_step > 1))
             or (self.proximal == "generator" and self.correction.rejects)
-            or self.correction.needs_whole_batch
+            or self._takes_start_logprobs
+        )
+
+    @property
+    def _can_reuse(self) -> bool:
+        """Whether the ratio around the update's own values gives the same step as around recomputed ones, and saves the
+        pass."""
+        correction = self.correction
+        # What the correction drops must be known before the gradient: masks choose among the rest, and an update of
+        # which nothing is left must not move.
+        drops = correction.rejects or (correction.bound == "mask" and self.needs_current_logprobs)
+        return self.updates_per_step == 1 and not drops and not self._takes_start_logprobs
+
+    @property
+    def _takes_start_logprobs(self) -> bool:
+        """Whether something beside the ratio takes that forward pass."""
+        return (
+            self.correction.needs_whole_batch
             or (self.kl.charged_in == "reward" and self.kl.coefficient > 0)
             or self.advantage.needs_start_logprobs
             or self.ess_learning_rate is not None
@@ -102,7 +123,7 @@ def _check_one_update(config: AlgorithmConfig) -> None:
     if config.proximal == "reuse" and config.policy_loss.has_ratio and config.updates_per_step > 1:
         raise ConfigError(
             f"algorithm.proximal=reuse needs algorithm.updates_per_step=1, got {config.updates_per_step}: "
-            "after the first update the values at the start of the step are gone."
+            "after the first update the values at the start of the step are gone; choose proximal=auto."
         )
 
 
@@ -115,7 +136,7 @@ def _check_not_counted_twice(config: AlgorithmConfig) -> None:
         )
         raise ConfigError(
             f"algorithm.proximal=generator needs algorithm.correction.level=none, got {config.correction.level}: "
-            f"{reason}; choose algorithm/correction=none, or proximal=recompute."
+            f"{reason}; choose algorithm/correction=none, or proximal=auto."
         )
 
 
@@ -123,7 +144,7 @@ def _check_whole_batch(config: AlgorithmConfig) -> None:
     if config.correction.needs_whole_batch and config.proximal in ("reuse", "interpolate"):
         raise ConfigError(
             "algorithm.correction.normalise, rebaseline and denominator=kept need weights of the whole batch before "
-            f"the first gradient, got algorithm.proximal={config.proximal}: choose proximal=recompute."
+            f"the first gradient, got algorithm.proximal={config.proximal}: choose proximal=auto."
         )
 
 
@@ -150,7 +171,7 @@ def _check_interpolate(config: AlgorithmConfig) -> None:
         raise ConfigError(
             "algorithm.proximal=interpolate splits the log-ratio learner/generator between weight and ratio, got "
             f"algorithm.policy_loss={config.policy_loss.kind}, which has no ratio: a part of it would be lost; choose "
-            "proximal=recompute or reuse."
+            "proximal=auto."
         )
 
 
@@ -162,7 +183,7 @@ def _check_vtrace(config: AlgorithmConfig) -> None:
         raise ConfigError(
             "algorithm.advantage=vtrace needs algorithm.correction.level=none and a ratio around the learner itself, "
             f"got level={config.correction.level}, proximal={config.proximal}: its advantages contain the ratio "
-            "learner/generator already, and it would count twice; choose algorithm/correction=none, proximal=recompute."
+            "learner/generator already, and it would count twice; choose algorithm/correction=none, proximal=auto."
         )
 
 

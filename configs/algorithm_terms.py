@@ -71,7 +71,8 @@ class KlConfig(Config):
     estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "k3_off_policy", "full"] = "k3"
     """Estimator of the KL, `learner.algorithms.kl`. `k1`, `abs`, `k2`, `k3`: of the sampled token. With `+`: the value
     of that estimator and the gradient of k2, which is that of the KL. `k3_off_policy`: k3 times the ratio
-    learner/generator. `full`: over the whole vocabulary."""
+    learner/generator. `full`: over the whole vocabulary. `k2`, those with `+`, `k3_off_policy` and `full` have the
+    gradient of the KL."""
     charged_in: Literal["loss", "reward"] = "loss"
     """`loss`: a term of the loss. `reward`: subtracted from the reward of each token."""
     adaptive: AdaptiveKlConfig | None = None

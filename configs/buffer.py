@@ -182,6 +182,21 @@ class StalenessConfig(Config):
     on_stale: Literal["mask", "drop"] = "mask"
     """Treatment of tokens beyond the bound. mask: they leave the loss; the trajectory's reward stays in the baseline of
     its group. drop: a ready group with such a token expires, and another prompt is admitted for it."""
+    pacing_lag: Annotated[float, Meta(ge=0)] | None = None
+    """Mean lag that pacing admits prompts for, versions, at most `max_lag`; null = `max_lag`. Lower it where answers
+    differ much in length: `learner/stale_fraction` falls, and so does the number of groups generated at a time."""
+
+    def __post_init__(self) -> None:
+        if self.pacing_lag is not None and self.pacing_lag > self.max_lag:
+            raise ConfigError(
+                f"buffer.staleness.pacing_lag must be <= max_lag ({self.max_lag}), got {self.pacing_lag:g}: groups "
+                "would be admitted that are stale when they are trained on."
+            )
+
+    @property
+    def window(self) -> float:
+        """Versions' worth of groups that may be generated or wait at a time."""
+        return (self.max_lag if self.pacing_lag is None else self.pacing_lag) + 1
 
 
 class MixConfig(Config):

@@ -73,7 +73,9 @@ class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):
     """Fixed tokens at fixed times without a model, for protocol and chaos tests."""
 
     tokens_per_response: Annotated[int, Meta(ge=1)] = 6
-    """Length of every response, tokens."""
+    """Length of every response, or their median, tokens."""
+    length_sigma: Annotated[float, Meta(ge=0)] = 0.0
+    """Standard deviation of the logarithm of the lengths, which are lognormal; 0 = all are equal."""
     seconds_per_token: Annotated[float, Meta(ge=0)] = 0.0
     """Simulated decoding time per token, seconds."""
 

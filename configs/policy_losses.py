@@ -187,7 +187,7 @@ class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
     clip_high: Positive = 0.2
     """Distance of the upper clip bound above ratio 1."""
     share: Share = 2e-4
-    """Share of all tokens that is dropped."""
+    """Share of all tokens that is dropped, at least one token; 0 = none."""
     covariance_low: float = 1.0
     """Smallest covariance of a token that may be dropped."""
     covariance_high: float = 5.0
@@ -201,7 +201,7 @@ class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
     selector: ClassVar[str] = "token_masks.kl_cov_mask"
 
     share: Share = 2e-4
-    """Share of all tokens that is penalised."""
+    """Share of all tokens that is penalised, at least one token; 0 = none."""
     coefficient: Positive = 1.0
     """Weight of the KL penalty on the selected tokens."""
 

@@ -86,7 +86,8 @@ class Generator:
         self._load = EngineLoad()
         self._next_load_poll_at = 0.0
         self._next_idle_log_at = 0.0
-        self._tokens = Rate(clock=clock)
+        # In real time, also where a serial run counts turns.
+        self._tokens = Rate()
         self._gauges: dict[str, float] = {"trajectories": 0, "rewards_failed": 0}
         self._weight_updates = WeightUpdates(
             member=member, client=client, engine=engine, set_state=self._set_state, release=self._release

@@ -17,7 +17,7 @@ def arithmetic(config: RunConfig) -> dict[str, str]:
     trajectories = learner.groups_per_step * generators.group_size
     response = generators.sampling.max_tokens
     longest = config.data.max_prompt_tokens + response
-    admitted = (config.buffer.staleness.max_lag + 1) * config.groups_per_version
+    admitted = int(config.buffer.staleness.window * config.groups_per_version)
     gpus = generators.engine.tensor_parallel_size if isinstance(generators.engine, VllmEngineConfig) else 1
     return {
         "trajectories per step": f"{trajectories} = {learner.groups_per_step} groups x {generators.group_size}",
@@ -27,7 +27,7 @@ def arithmetic(config: RunConfig) -> dict[str, str]:
         "tokens per step": f"<= {trajectories * longest:,} = {trajectories} x {longest} (prompt and response)",
         "microbatches per step": f"<= {-(-trajectories * longest // learner.tokens_per_microbatch)} over all ranks",
         "groups per version": f"{config.groups_per_version}",
-        "groups running or waiting": f"< {admitted} = (max lag {config.buffer.staleness.max_lag} + 1) x "
+        "groups running or waiting": f"< {admitted} = (paced lag {config.buffer.staleness.window - 1:g} + 1) x "
         f"{config.groups_per_version}",
         "trajectories in flight": f"<= {generators.count * generators.max_concurrency} = {generators.count} generators "
         f"x {generators.max_concurrency}",

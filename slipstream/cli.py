@@ -293,7 +293,7 @@ def compare(
     \b
     slipstream compare runs/mine/archive --out runs/losses \\
         --replay algorithm/policy_loss=ppo_clip --replay algorithm/policy_loss=reinforce \\
-        --all learner.max_steps=60 --all algorithm.updates_per_step=4 --all algorithm.proximal=recompute
+        --all learner.max_steps=60 --all algorithm.updates_per_step=4
 
     Each replay is a run of its own in the new folder: replay-1, replay-2, ...
     """

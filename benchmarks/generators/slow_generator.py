@@ -11,7 +11,6 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from slipstream.buffer.codec import unpack
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.generators import ScriptedEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -64,18 +64,18 @@ class FleetRun:
         self._learner = self._join("learner", "learner", StatusBoard())
         self.committed_at: list[float] = []
         """Monotonic time of each step."""
-        self.made_by: list[Counter[str]] = []
-        """Trajectories of each step by generator."""
+        self.batches: list[list[Trajectory]] = []
+        """Trajectories of each step."""
         self.publishing_s: list[float] = []
         """Time until all generators had applied the version of each step."""
         self.started_at = 0.0
 
-    def add_generator(self, name: str, *, seconds_per_token: float) -> None:
+    def add_generator(self, name: str, engine: ScriptedEngineConfig) -> None:
         """Start a generator in a thread of its own."""
         board, ready = StatusBoard(), threading.Event()
         session = self._join("generator", name, board)
         self._members.append(session.member)
-        generator = _generator(self._run, session, seconds_per_token=seconds_per_token)
+        generator = _generator(self._run, session, engine)
         board.set_source(generator.status)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=_serve, args=(loop, generator, session, ready), name=name)
@@ -84,13 +84,15 @@ class FleetRun:
         self._stack.callback(loop.call_soon_threadsafe, generator.drain, "the benchmark is over")
         ready.wait(_TIMEOUT_S)
 
-    def train(self, *, seconds: float) -> None:
-        """Claim, commit and publish until `seconds` have passed."""
+    def train(self, *, seconds: float, step_s: float = 0.0) -> None:
+        """Claim, commit and publish until `seconds` have passed; a step takes at least `step_s`."""
         self._publish(0)
         self.started_at, step = time.monotonic(), 0
         while time.monotonic() < self.started_at + seconds:
             step += 1
-            self._train_on(self._claim(step))
+            claim = self._claim(step)
+            time.sleep(step_s)
+            self._train_on(claim)
             used_at = time.monotonic()
             self._publish(step)
             self.publishing_s.append(time.monotonic() - used_at)
@@ -114,19 +116,19 @@ class FleetRun:
             self._store.claim,
             step=step,
             version=step - 1,
-            num_groups=_GROUPS_PER_STEP,
+            num_groups=self._run.learner.groups_per_step,
             rules=SamplingRules(),
             lease_s=_TIMEOUT_S,
         )
         while not isinstance(outcome := claim(), Claim):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a batch must be ready within {_TIMEOUT_S:g} s: {outcome.reason}")
-            self._store.wait_ready(num_groups=_GROUPS_PER_STEP, timeout_s=1.0)
+            self._store.wait_ready(num_groups=self._run.learner.groups_per_step, timeout_s=1.0)
         return outcome
 
     def _train_on(self, claim: Claim) -> None:
         groups = [[unpack(payload) for payload in group] for group in self._store.fetch(claim.group_ids)]
-        self.made_by.append(Counter(trajectory.generator_id for group in groups for trajectory in group))
+        self.batches.append([trajectory for group in groups for trajectory in group])
         ids = [[trajectory.id for trajectory in group] for group in groups]
         self._store.commit(claim, StepEntry(claim.step, claim.step - 1, claim.fence, 0, "", claim.group_ids, ids))
         self.committed_at.append(time.monotonic())
@@ -159,8 +161,8 @@ class FleetRun:
 
 
 # --- roles ---------------------------------------------------------------------------------------------------------
-def _generator(run: RunConfig, session: Session, *, seconds_per_token: float) -> Generator:
-    engine = ScriptedEngine(ScriptedEngineConfig(tokens_per_response=_TOKENS, seconds_per_token=seconds_per_token))
+def _generator(run: RunConfig, session: Session, config: ScriptedEngineConfig) -> Generator:
+    engine = ScriptedEngine(config)
     reward = run.generators.reward
     pool = RewardPool(reward.function, reward.arguments, num_workers=0, timeout_s=reward.timeout_s)
     agent = SingleTurn(
@@ -218,15 +220,19 @@ def _measure(speeds: dict[str, float], settings: list[str], *, warm_up_s: float,
         prepare(run)
         fleet = FleetRun(run, stack)
         for name, seconds_per_token in speeds.items():
-            fleet.add_generator(name, seconds_per_token=seconds_per_token)
+            fleet.add_generator(
+                name, ScriptedEngineConfig(tokens_per_response=_TOKENS, seconds_per_token=seconds_per_token)
+            )
         fleet.train(seconds=warm_up_s + seconds)
     starts_at = fleet.started_at + warm_up_s
     times = [at for at in fleet.committed_at if at >= starts_at]
-    by_slow = sum(makers["slow"] for makers in fleet.made_by[-len(times) :]) / (
-        len(times) * _GROUPS_PER_STEP * _GROUP_SIZE
-    )
+    made = [trajectory.generator_id for batch in fleet.batches[-len(times) :] for trajectory in batch]
     publishing_s = statistics.mean(fleet.publishing_s[-len(times) :])
-    return {"batch_s": (times[-1] - times[0]) / (len(times) - 1), "publishing_s": publishing_s, "by_slow": by_slow}
+    return {
+        "batch_s": (times[-1] - times[0]) / (len(times) - 1),
+        "publishing_s": publishing_s,
+        "by_slow": made.count("slow") / len(made),
+    }
 
 
 def _row(measured: dict[str, list[dict[str, float]]], *, max_lag: int, concurrency: int) -> dict[str, float]:

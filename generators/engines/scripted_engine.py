@@ -40,7 +40,7 @@ class ScriptedEngine:
         """There is no model to load."""
 
     async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """Return `tokens_per_response` tokens ending in the end token, cut off at `max_tokens`."""
+        """Return about `tokens_per_response` tokens ending in the end token, cut off at `max_tokens`."""
         script = self._script(sampling.seed)
         length = min(len(script), sampling.max_tokens)
         spans: list[VersionSpan] = []
@@ -82,5 +82,8 @@ class ScriptedEngine:
             self._receiver.close()
 
     def _script(self, seed: int) -> list[int]:
-        rng = random.Random(seed)
-        return [rng.choice(VOCABULARY) for _ in range(self._config.tokens_per_response - 1)] + [END_TOKEN_ID]
+        rng, config = random.Random(seed), self._config
+        length = config.tokens_per_response
+        if config.length_sigma:
+            length = max(1, round(length * rng.lognormvariate(0.0, config.length_sigma)))
+        return [rng.choice(VOCABULARY) for _ in range(length - 1)] + [END_TOKEN_ID]

@@ -29,6 +29,9 @@ def interpolation(
     where several updates make one version.
 
     Source: A-3PO, arXiv:2512.06547.
+    Differs: of a token of lag k, alpha is k / (k + 1), because the proximal policy is the learner at the start of the
+    step, as in decoupled PPO, and the learner is what the step makes. The authors' program takes the learner at the
+    start as v_learner and the version before it as v_proximal: (k - 1) / k, so that at lag 1 nothing is corrected.
     """
     gone, whole = proximal_version - token_versions, learner_version - token_versions
     return (gone / whole.clamp(min=1)).clamp(0, 1)
@@ -202,7 +205,9 @@ def ess_learning_rate_scale(ess: float, *, power: float = 0.5, floor: float) -> 
     scale = max(ess^power, floor), power 1/2 for Adam-like optimizers, 1 for SGD
 
     Source: VCPO, arXiv:2602.17616, learning rate by effective sample size.
-    Differs: the floor, and that a share that is not a number (no weight is left) counts as 0.
+    Differs: the floor, and that a share that is not a number (no weight is left) counts as 0. The paper's other half,
+    the off-policy optimal baseline sum_i w_i^2 |grad_i|^2 R_i / sum_i w_i^2 |grad_i|^2, is missing: it takes the norm
+    of every trajectory's gradient, a backward pass each. `optimal_token_baseline` is its form with a proxy.
     """
     return max(floor, min(ess, 1.0) ** power) if ess > 0 else floor
 

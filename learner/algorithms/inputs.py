@@ -58,7 +58,7 @@ class AdvantageInputs:
     generator_logprobs: Float[Tensor, "N"]
     """float32, of the distribution each token was sampled from."""
     learner_logprobs: Float[Tensor, "N"] | None = None
-    """float32, at the start of the step; None unless the settings ask for them."""
+    """float32, at the start of the step; None unless the settings, as `algorithm.proximal=recompute`, ask for them."""
     collisions: Float[Tensor, "N"] | None = None
     """Chance that two draws from the learner's distribution are equal; None unless the advantage needs it."""
     values: Float[Tensor, "N"] | None = None

@@ -53,7 +53,9 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy; squared weights as its off-policy
     form.
     Differs: epsilon is added to each W, not to their sum, so that where no member could have done otherwise (W = 0) B
-    is the mean, and equal returns give advantage 0. The authors' form for agents is without `per_turn`.
+    is the mean, and equal returns give advantage 0. The tail of the longest member, which no other reaches, has
+    advantage 0 here; the authors' program gives it baseline 0 there, so the whole return, without anything to compare
+    it with. The authors' form for agents is without `per_turn`.
     """
     returns = returns_to_go(inputs, gamma=1.0)
     norms = score_norms(known(inputs.learner_logprobs), known(inputs.collisions))

@@ -20,6 +20,9 @@ def m2po_mask(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
     dropped: the fewest candidates, largest (log ratio)^2 first, with mean over the rest of (log ratio)^2 <= threshold
 
     Source: M2PO, arXiv:2510.01161, algorithm 1.
+    Differs: no floor. Where every candidate is beyond the threshold, all are dropped, and an update may be left with
+    the tokens that move back alone. AReaL's form, arXiv:2505.24298, always keeps the smallest, takes all tokens as
+    candidates and measures log(generator/proximal).
     """
     log_ratio, advantages = inputs.log_ratio, inputs.advantages
     moves_away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
@@ -64,16 +67,19 @@ def clip_cov_mask(
 ) -> Bool[Tensor, "N"]:
     """Drop a few tokens at random among those of high covariance, to keep the entropy from collapsing.
 
-    dropped: floor(share * N) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, all if they are fewer
+    dropped: max(1, floor(share * N)) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, all if they are
+    fewer, none with share 0
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
+    Differs: the paper writes floor(share * N), which is 0 below 5,000 tokens; at least one, as in the authors' program.
+    That program leaves out tokens that the clip has stopped, whose gradient is 0 already.
     """
     covariances = covariance(inputs)
     is_high = (covariances >= covariance_low) & (covariances <= covariance_high)
     candidates = (is_high & inputs.is_counted).nonzero().squeeze(1)
     # Drawn on the CPU by the update's seed, so that every rank draws the same tokens.
     generator = torch.Generator().manual_seed(inputs.seed)
-    drawn = torch.randperm(len(candidates), generator=generator)[: int(share * int(inputs.is_counted.sum()))]
+    drawn = torch.randperm(len(candidates), generator=generator)[: _share_of(inputs, share)]
     kept = torch.ones_like(is_high)
     kept[candidates[drawn.to(candidates.device)]] = False
     return kept
@@ -82,12 +88,18 @@ def clip_cov_mask(
 def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
     """The tokens that `policy_losses.kl_cov` penalises: those of the largest covariance.
 
-    True: the floor(share * N) largest cov_t, the earlier of equals
+    True: the max(1, floor(share * N)) largest cov_t, the earlier of equals; none with share 0
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13.
+    Differs: at least one, as in the authors' program; the paper writes floor(share * N), 0 below 5,000 tokens.
     """
     counted = inputs.is_counted.nonzero().squeeze(1)
-    largest = covariance(inputs)[counted].argsort(descending=True, stable=True)[: int(share * len(counted))]
+    largest = covariance(inputs)[counted].argsort(descending=True, stable=True)[: _share_of(inputs, share)]
     selected = torch.zeros_like(inputs.is_counted)
     selected[counted[largest]] = True
     return selected
+
+
+def _share_of(inputs: MaskInputs, share: float) -> int:
+    """Number of tokens that a share of the counted ones makes, at least one of a share above 0."""
+    return max(1, int(share * int(inputs.is_counted.sum()))) if share else 0

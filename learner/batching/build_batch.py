@@ -213,9 +213,14 @@ def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str
     is_sampled = torch.tensor([not member.trajectory.is_greedy for member in members], dtype=torch.bool)
     num_stale = sum(member.num_stale for member in members if not member.trajectory.is_greedy)
     answered, num_sampled = trajectories.rewards[trajectories.is_member], int(is_sampled.sum())
+    lengths = trajectories.lengths[is_sampled].double()
+    is_cut = torch.tensor([member.num_stale > 0 for member in members], dtype=torch.bool)[is_sampled]
+    # Missing where nothing is stale, as every metric with nothing to measure.
+    bias = {"learner/stale_length_ratio": float(lengths[is_cut].mean() / lengths.mean())} if is_cut.any() else {}
     return {
         "learner/trajectories": float(num_sampled),
         "learner/reward_mean": float(answered.mean()) if len(answered) else 0.0,
         "learner/stale_fraction": num_stale / max(1, int(trajectories.lengths[is_sampled].sum())),
         "learner/failed_fraction": 1.0 - len(answered) / max(1, num_sampled),
+        **bias,
     }

@@ -63,6 +63,7 @@ METRICS = {
     "learner/advantage_std": "standard deviation of their advantages",
     "learner/advantage_zero_fraction": "share of those tokens whose advantage is exactly 0: their group is all equal",
     "learner/stale_fraction": "share of model-written tokens masked because they are older than max_lag",
+    "learner/stale_length_ratio": "mean length of the trajectories that such tokens were masked of / of all",
     "learner/failed_fraction": "share of trajectories masked because their reward function did not answer",
 }
 """Key -> description of everything that `Trainer.step` returns; BY_LAG stands for all keys of its kind."""
@@ -126,7 +127,12 @@ RANGES = {
         high=0.5, advice="stale gradients repeat themselves: " + _TOO_OLD, patience=5, only_stale=True
     ),
     "learner/failed_fraction": Range(high=0.1, advice="a reward function raises or hangs"),
-    "learner/stale_fraction": Range(high=0.5, advice="most tokens are too old to train on: " + _TOO_OLD),
+    "learner/stale_fraction": Range(
+        high=0.05,
+        advice="early tokens of long answers are too old to train on, see learner/stale_length_ratio: lower "
+        "buffer.staleness.pacing_lag, or raise max_lag",
+        patience=5,
+    ),
     "learner/advantage_zero_fraction": Range(
         high=0.95, advice="few groups have a gradient: prompts are too easy or too hard, see buffer.filter", patience=5
     ),

@@ -70,8 +70,11 @@ class Pump:
     Life: start -> (turn | get)* -> stop -> close.
     """
 
-    def __init__(self, *, clock: TurnClock, router: Router, learner: SerialPeer, generator: SerialPeer) -> None:
+    def __init__(
+        self, *, clock: TurnClock, router: Router, store: MemoryStore, learner: SerialPeer, generator: SerialPeer
+    ) -> None:
         self._clock = clock
+        self._store = store
         self._router = router
         self._learner = learner
         self._peer = generator
@@ -93,6 +96,7 @@ class Pump:
         self._router.step(timeout_s=0)
         self._peer.client.step(timeout_s=0)
         self._loop.run_until_complete(self._run_tasks())
+        self._report()
         if self._running and self._running.done():
             # Raises in the learner's thread of control what ended the generator; it must not train on alone.
             self._running.result()
@@ -117,6 +121,13 @@ class Pump:
             self._running.cancel()
             self._loop.run_until_complete(asyncio.wait([self._running]))
             self._loop.close()
+
+    def _report(self) -> None:
+        """Store the generator's gauges: pings, which carry them otherwise, are seconds apart by a clock that moves by
+        milliseconds."""
+        status = self._peer.board()
+        gauges = {"role": "generator", "state": status.state, "version": status.version}
+        self._store.report_role(self._peer.member.peer_id, status.gauges | gauges)
 
     async def _run_tasks(self) -> None:
         assert self._generator is not None
@@ -148,7 +159,7 @@ def run_serial(
     router = _build_router(run, hub, store, clock)
     prepare_store(store)
     learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
-    pump = Pump(clock=clock, router=router, learner=learner_peer, generator=generator_peer)
+    pump = Pump(clock=clock, router=router, store=store, learner=learner_peer, generator=generator_peer)
     with closing(pump):
         pump.start(
             assemble(

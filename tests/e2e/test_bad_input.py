@@ -95,7 +95,7 @@ def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder
         # One key, one preset and one contradiction: tests/unit/configs has all forms of them.
         ("learner.max_step=3", ("learner.max_step", "learner.max_steps")),
         ("experiment=digits_gpu", ("experiment=digits_gpu", "experiment=digits_cpu")),
-        ("algorithm.updates_per_step=3", ("algorithm.proximal=reuse", "algorithm.updates_per_step=1", "got 3")),
+        ("algorithm/advantage=win_rate", ("algorithm.policy_loss=sppo", "policy_loss=ppo_clip")),
         ("model.path=models/nope", ("model.path", "models/nope", "no such folder")),
         ("model.path=data/digits", ("model.path", "data/digits", "no config.json")),
         ("data.train_path=data/nope.parquet", ("data/nope.parquet", "no such file")),

@@ -59,3 +59,6 @@ def test_max_lag_zero_is_exactly_on_policy(folder: Path):
         assert row["lag/max"] == 0
         assert row["learner/weight_mean"] == pytest.approx(1.0, abs=1e-4)
         assert row["learner/mismatch_max"] < 1e-4
+        assert row["generators/tokens_per_s"] > 0
+    # With max_lag > 0 so short a run has generated everything before its first step begins.
+    assert runs.summary(folder, "synchronous")["generated_tokens_per_s"] > 0

@@ -6,7 +6,8 @@ import pytest
 from slipstream.broker.admission import admission_limit, admission_reason, capacity_limit, capacity_reason
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import RunState
-from slipstream.configs.buffer import CapacityConfig
+from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import CapacityConfig, StalenessConfig
 from tests.builders import make_run
 
 
@@ -21,6 +22,19 @@ def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_ev
         learner={"groups_per_step": 4, "max_steps": 10},
     )
     assert admission_limit(run, consumed=consumed) == limit
+
+
+@pytest.mark.parametrize(("pacing_lag", "limit"), [(None, 20), (4, 20), (2, 12), (1.5, 10), (0, 4)])
+def test_a_lower_lag_to_pace_for_admits_fewer_groups(pacing_lag, limit):
+    staleness = {"max_lag": 4, "pacing_lag": pacing_lag}
+    run = make_run(buffer={"staleness": staleness}, learner={"groups_per_step": 4, "max_steps": 100})
+    assert admission_limit(run, consumed=0) == limit
+    assert admission_limit(run, consumed=8) == limit + 8
+
+
+def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for():
+    with pytest.raises(ConfigError, match=r"pacing_lag must be <= max_lag \(2\), got 2.5"):
+        StalenessConfig(max_lag=2, pacing_lag=2.5)
 
 
 def test_a_replay_admits_no_prompt():

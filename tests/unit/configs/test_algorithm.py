@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load
+from slipstream.configs.load import load, to_plain
 
 
 @pytest.mark.parametrize(
@@ -19,9 +19,9 @@ from slipstream.configs.load import load
         (["algorithm/policy_loss=gmpo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
         (["algorithm/advantage=win_rate"], "needs algorithm.advantage=win_rate"),
         (["algorithm/policy_loss=sppo"], "needs algorithm.advantage=win_rate"),
-        (["algorithm.correction.normalise=true"], "weights of the whole batch"),
+        (["algorithm.proximal=reuse", "algorithm.correction.normalise=true"], "weights of the whole batch"),
         (["algorithm/policy_loss=gspo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
-        (["algorithm.updates_per_step=4"], "needs algorithm.updates_per_step=1"),
+        (["algorithm.proximal=reuse", "algorithm.updates_per_step=4"], "needs algorithm.updates_per_step=1"),
         (["algorithm.correction.low=3"], "must be in order"),
         (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
         (
@@ -41,3 +41,34 @@ from slipstream.configs.load import load
 def test_what_cannot_be_right_is_refused_with_its_key(overrides, key):
     with pytest.raises(ConfigError, match=key):
         load(overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "proximal"),
+    [
+        ([], "reuse"),
+        (["experiment=gsm8k_1gpu"], "reuse"),
+        (["experiment=gsm8k_8gpu"], "reuse"),
+        (["recipe=dapo"], "reuse"),
+        (["algorithm.updates_per_step=4"], "recompute"),
+        (["recipe=decoupled_ppo"], "recompute"),
+        (["recipe=naive_ppo"], "recompute"),
+        # The pass is taken anyway, and its values must then be those of the weights.
+        (["algorithm.correction.normalise=true"], "recompute"),
+        (["recipe=reinforce_plus_plus"], "recompute"),
+        # What is rejected must be known before the gradient.
+        (["algorithm/correction=geo_rs"], "recompute"),
+        (["algorithm/correction=icepop"], "reuse"),
+        (["recipe=opsm", "algorithm/correction=icepop"], "recompute"),
+        (["recipe=vcpo"], "recompute"),
+        (["recipe=a3po"], "interpolate"),
+        (["recipe=gspo"], "generator"),
+        (["algorithm.proximal=recompute"], "recompute"),
+    ],
+)
+def test_the_proximal_policy_takes_a_forward_pass_only_where_it_is_needed(overrides, proximal):
+    run = load(overrides)
+    # As it is written to config.yaml: a reader sees what the run does.
+    assert to_plain(run)["algorithm"]["proximal"] == proximal
+    if proximal == "reuse":
+        assert not run.algorithm.needs_start_logprobs

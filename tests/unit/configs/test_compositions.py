@@ -16,7 +16,7 @@ NEEDED = {
     "buffer/store=memory": ["experiment=digits_serial"],
     "algorithm/advantage=remax": ["generators.baseline=greedy"],
     "algorithm/advantage=win_rate": ["recipe=sppo"],
-    "algorithm/advantage=vtrace": ["algorithm/correction=none", "algorithm.proximal=recompute"],
+    "algorithm/advantage=vtrace": ["algorithm/correction=none"],
     "algorithm/advantage=custom": ["algorithm.advantage.function=my_module:my_advantage"],
     "algorithm/policy_loss=custom": ["algorithm.policy_loss.function=my_module:my_loss"],
     "algorithm/policy_loss=sppo": ["recipe=sppo"],

@@ -47,7 +47,7 @@ def test_a_variant_without_a_kind_names_the_kinds() -> None:
 
 
 def test_an_error_of_a_record_comes_through_as_it_is() -> None:
-    overrides = ["learner.groups_per_step=33", "algorithm.updates_per_step=2", "algorithm.proximal=recompute"]
+    overrides = ["learner.groups_per_step=33", "algorithm.updates_per_step=2"]
     with pytest.raises(
         ConfigError, match=r"^learner\.groups_per_step must be a multiple of algorithm\.updates_per_step"
     ):

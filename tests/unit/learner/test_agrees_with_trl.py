@@ -50,7 +50,8 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 
 def make_config(**settings):
     plain = {"advantage": DrGrpoConfig(), "policy_loss": CLIP, "correction": NONE}
-    return AlgorithmConfig(**(plain | {"aggregation": "seq_mean_token_mean"} | settings))
+    composed = {"aggregation": "seq_mean_token_mean", "proximal": "recompute"}
+    return AlgorithmConfig(**(plain | composed | settings))
 
 
 def make_correction(mode):

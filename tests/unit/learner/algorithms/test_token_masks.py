@@ -152,9 +152,22 @@ def test_clip_cov_leaves_the_global_random_state_alone():
     assert torch.get_rng_state().equal(before)
 
 
-def test_clip_cov_takes_all_candidates_if_they_are_fewer_than_the_share_and_none_below_one_token():
+def test_clip_cov_takes_all_candidates_if_they_are_fewer_than_the_share():
     assert dropped(clip_cov_mask(rising(4), share=0.9, low=1.0, high=4.0)) == [1, 2]
-    assert dropped(clip_cov_mask(rising(4), share=0.19, low=1.0, high=4.0)) == []
+
+
+@pytest.mark.parametrize("share", [2e-4, 0.19])
+def test_clip_cov_and_kl_cov_take_one_token_where_their_share_is_less_than_one(share):
+    assert len(dropped(clip_cov_mask(rising(4), share=share, low=1.0, high=4.0))) == 1
+    assert checked(token_masks.kl_cov_mask)(rising(4), share=share).nonzero().flatten().tolist() == [4]
+
+
+def test_clip_cov_and_kl_cov_take_none_of_no_candidates_and_with_a_share_of_0():
+    assert dropped(clip_cov_mask(rising(4), share=2e-4, low=500.0, high=600.0)) == []
+    assert dropped(clip_cov_mask(rising(4), share=0.0, low=1.0, high=4.0)) == []
+    assert not checked(token_masks.kl_cov_mask)(rising(4), share=0.0).any()
+    none_counted = inputs_of(wide(1, 2), wide(1, 2), is_counted=torch.tensor([False, False]))
+    assert not checked(token_masks.kl_cov_mask)(none_counted, share=0.5).any()
 
 
 def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals():
@@ -163,7 +176,7 @@ def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals():
     values = wide(3, 3, -6)
     equal = inputs_of(values, values, learner_logprobs=wide(3, 3, -6))
     assert kl_cov_mask(equal, share=0.7).tolist() == [True, False, True]
-    assert not kl_cov_mask(equal, share=0.3).any()
+    assert kl_cov_mask(equal, share=0.3).tolist() == [False, False, True]
 
 
 def test_tokens_that_the_correction_rejects_take_no_share_and_move_no_mean():

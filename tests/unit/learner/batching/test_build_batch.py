@@ -109,6 +109,16 @@ def test_stale_tokens_leave_the_loss_and_stay_in_the_baseline():
     assert samples[0].trained.tolist() == [6, 7]
     assert result.batch.trajectories.is_member.all()
     assert result.metrics["learner/stale_fraction"] == pytest.approx(2 / 8)
+    assert result.metrics["learner/stale_length_ratio"] == 1.0
+
+
+def test_the_length_of_answers_that_lose_their_beginning_is_compared_with_that_of_all():
+    long = make_response(0, 0, response=(5,) * 9, version_spans=[VersionSpan(4, 2), VersionSpan(6, 3)])
+    short = make_response(0, 1, response=(5,) * 3, version=3)
+    metrics = built([[long, short]]).metrics
+    assert metrics["learner/stale_fraction"] == pytest.approx(2 / 12)
+    assert metrics["learner/stale_length_ratio"] == pytest.approx(9 / 6)
+    assert "learner/stale_length_ratio" not in built([[short]]).metrics
 
 
 def test_tokens_newer_than_the_learner_are_trained_on():

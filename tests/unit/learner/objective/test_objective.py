@@ -1,5 +1,6 @@
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -35,6 +36,8 @@ def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
 
 def loss_of(config, tokens, logprobs, *, proximal=None, reference=None, entropies=None, metrics=None):
     entropies = torch.zeros_like(logprobs) if entropies is None else entropies
+    if proximal is not None and config.proximal == "reuse":
+        config = msgspec.structs.replace(config, proximal="recompute")
     tokens = tokens.replace(start_logprobs=proximal, reference_logprobs=reference)
     measured = {"logprobs": logprobs, "entropies": entropies}
     return Objective(config, max_tokens=8).loss(tokens, measured, metrics=metrics or StepMetrics())

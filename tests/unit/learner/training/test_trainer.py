@@ -44,7 +44,7 @@ def test_the_same_seed_gives_the_same_numbers_bit_for_bit(tmp_path):
 
 def test_every_metric_is_documented_and_a_finite_number(tmp_path):
     (first, second), _ = train(make_run(make_model(tmp_path)), [make_groups(seed=0), make_groups(seed=1)])
-    assert documented(second) == set(METRICS)
+    assert documented(second) == set(METRICS) - {"learner/stale_length_ratio"}, "nothing is stale"
     assert set(second) - set(first) == {"learner/grad_cosine"}
     assert all(type(value) is float and np.isfinite(value) for value in second.values())
 

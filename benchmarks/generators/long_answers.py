@@ -1,0 +1,123 @@
+"""Tokens masked for their age where answers differ much in length, by what pacing admits.
+
+Real broker over ZeroMQ, a real generator role with the scripted engine, whose lengths are lognormal, and a learner that
+claims a batch, takes its time, commits it and publishes the next version. Two learners: one that waits for groups, and
+one that groups wait for. Every value of `buffer.staleness.pacing_lag` in turn; tokens older than `max_lag` when their
+group is claimed would leave the loss.
+"""
+
+import argparse
+import itertools
+import tempfile
+from contextlib import ExitStack
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.generators.slow_generator import FleetRun
+from benchmarks.harness import make_parser, write_result
+from slipstream.buffer.trajectory import stale_mask
+from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.load import load
+from slipstream.launch.preflight import prepare
+from slipstream.runtime.logs import configure_logs
+
+_GROUPS_PER_STEP = 4
+_GROUP_SIZE = 4
+_MAX_TOKENS = 400
+_CONCURRENCY = 512
+_WARM_UP = 0.25
+"""Share of the steps that are not counted: the first ones hold short answers alone."""
+
+console = Console(highlight=False)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure every bound with both learners."""
+    configure_logs("benchmark")
+    rows = []
+    for step_s, pacing_lag in itertools.product((0.0, arguments.step_s), arguments.pacing_lags):
+        rows.append(_measure(arguments, step_s=step_s, pacing_lag=pacing_lag))
+        console.print(f"step {step_s:g} s, pacing_lag {pacing_lag:g}: {rows[-1]['stale_fraction']:.2%} stale")
+    table = Table(
+        "learner's step, s", "pacing_lag", "stale tokens", "of answers x as long", "s/step", "trained tokens/s"
+    )
+    for row in rows:
+        table.add_row(
+            f"{row['step_s']:g}",
+            f"{row['pacing_lag']:g}",
+            f"{row['stale_fraction']:.2%}",
+            f"{row['stale_length_ratio']:.1f}",
+            f"{row['seconds_per_step']:.2f}",
+            f"{row['trained_tokens_per_s']:,.0f}",
+        )
+    console.print(table)
+    write_result(arguments, {"rows": rows})
+
+
+def _measure(arguments: argparse.Namespace, *, step_s: float, pacing_lag: float) -> dict[str, float]:
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="long-"))
+        run = load(
+            [
+                "generators/engine=scripted",
+                f"generators.group_size={_GROUP_SIZE}",
+                f"generators.max_concurrency={_CONCURRENCY}",
+                f"generators.sampling.max_tokens={_MAX_TOKENS}",
+                f"model.max_length={_MAX_TOKENS + 16}",
+                f"learner.groups_per_step={_GROUPS_PER_STEP}",
+                f"buffer.staleness.max_lag={arguments.max_lag}",
+                f"buffer.staleness.pacing_lag={pacing_lag}",
+                "learner.max_steps=1000000",
+                f"broker.address=ipc://{folder}/broker.sock",
+                *arguments.overrides,
+            ]
+        )
+        prepare(run)
+        fleet = FleetRun(run, stack)
+        fleet.add_generator(
+            "generator-0",
+            ScriptedEngineConfig(
+                tokens_per_response=40, seconds_per_token=arguments.token_s, length_sigma=arguments.sigma
+            ),
+        )
+        fleet.train(seconds=arguments.seconds, step_s=step_s)
+    return _row(fleet, arguments, step_s=step_s, pacing_lag=pacing_lag)
+
+
+def _row(fleet: FleetRun, arguments: argparse.Namespace, *, step_s: float, pacing_lag: float) -> dict[str, float]:
+    first = int(_WARM_UP * len(fleet.batches))
+    lengths, stale = [], []
+    for version, batch in enumerate(fleet.batches):
+        if version >= first:
+            lengths += [int(trajectory.model_mask.sum()) for trajectory in batch]
+            masks = [stale_mask(each, learner_version=version, max_lag=arguments.max_lag) for each in batch]
+            stale += [int(mask.sum()) for mask in masks]
+    num_steps = len(fleet.batches) - first - 1
+    seconds = fleet.committed_at[-1] - fleet.committed_at[first]
+    cut = [length for length, number in zip(lengths, stale, strict=True) if number]
+    mean = sum(lengths) / len(lengths)
+    return {
+        "step_s": step_s,
+        "pacing_lag": pacing_lag,
+        "stale_fraction": sum(stale) / sum(lengths),
+        "stale_length_ratio": sum(cut) / len(cut) / mean if cut else 0.0,
+        "seconds_per_step": seconds / num_steps,
+        "trained_tokens_per_s": (sum(lengths) - sum(stale)) / seconds * num_steps / (num_steps + 1),
+    }
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    parser = make_parser("benchmarks.generators.long_answers", __doc__)
+    parser.add_argument("--max-lag", type=int, default=4, help="buffer.staleness.max_lag (4)")
+    parser.add_argument("--pacing-lags", type=_numbers, default=[4.0, 3.0, 2.0, 1.0], help="bounds (4,3,2,1)")
+    parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths, log scale (1)")
+    parser.add_argument("--token-s", type=float, default=0.005, help="seconds per token (0.005)")
+    parser.add_argument("--step-s", type=float, default=0.5, help="step of the slow learner, seconds (0.5)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of one measurement (30)")
+    parser.add_argument("overrides", nargs="*", help="settings of the run")
+    main(parser.parse_args())
