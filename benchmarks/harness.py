@@ -15,7 +15,10 @@ import psutil
 def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
     """Build the parser of `python -m MODULE`, with --out."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        allow_abbrev=False,
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, help="write all figures to this JSON file")
     return parser

@@ -30,6 +30,7 @@ from slipstream.buffer.records import FinishedGroup, RunState, StepEntry
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.buffer import ArchiveConfig
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.disk import describe_disk, is_disk_full
 
 _SAMPLED_GROUPS = 8
 """Groups whose mean size estimates that of all."""
@@ -149,6 +150,8 @@ class Archiver:
             raise
         self.num_groups = 0
         """Groups archived by this archiver."""
+        self.num_left_out = 0
+        """Groups that it let go since the archive has reached its limit."""
 
     @property
     def last_step(self) -> int:
@@ -192,15 +195,27 @@ class Archiver:
         groups = self._peek()
         # Some may be in the archive already: an archiver died, or the store failed, before it forgot them.
         new = [group for group in groups if not self._writer.has(group.id)]
-        if new and (shard := self._writer.write(new)):
-            log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
+        if new and self._is_full:
+            # Let go rather than kept in the store, which would fill up and stop the run. Their steps are not marked:
+            # the ledger ends where the archive does, and what is there can be replayed.
+            if not self.num_left_out:
+                log.warning("archive_full", max_gib=self._config.max_gib)
+            self.num_left_out += len(new)
+            new = []
+        else:
+            if new and (shard := self._writer.write(new)):
+                log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
+            self._steps.mark_archived(group.id for group in groups)
         # Forgotten last: after a crash in between, the store offers the groups again and `has` recognizes them.
         if groups:
-            self._steps.mark_archived(group.id for group in groups)
             self._store.forget([group.id for group in groups])
         self._waiting_since = None
         self.num_groups += len(new)
         return len(groups)
+
+    @property
+    def _is_full(self) -> bool:
+        return sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30
 
     def _peek(self) -> list[FinishedGroup]:
         """Read as many finished groups as fill a shard, by number or by bytes."""
@@ -215,14 +230,14 @@ class Archiver:
 class ArchiverStatus(Record):
     """Gauges of the archiver. Example: ArchiverStatus(state="archiving", groups=2048, last_step=64)."""
 
-    state: Literal["starting", "archiving", "stuck", "gone"] = "starting"
-    """stuck: it cannot archive and keeps trying; see `reason`."""
+    state: Literal["starting", "archiving", "stuck", "full", "gone"] = "starting"
+    """stuck: it cannot archive and keeps trying; full: it has reached its limit and lets groups go; see `reason`."""
     groups: int = 0
     """Groups archived since it started."""
     last_step: int = 0
     """Newest step in the archive's ledger."""
     reason: str = ""
-    """Error that prevents archiving; empty without one."""
+    """Cause for which it does not archive; empty if it does."""
     waits_for: WaitsFor = ""
 
 
@@ -246,6 +261,7 @@ class ArchiverThread:
         self._open_writer = open_writer
         self._stopping = threading.Event()
         self._status = ArchiverStatus()
+        self._last_error = ""
         self._thread = threading.Thread(target=self._run, name="archiver", daemon=True)
 
     def start(self) -> None:
@@ -304,10 +320,18 @@ class ArchiverThread:
         self._report(store)
 
     def _record_progress(self, archiver: Archiver, *, state: Literal["archiving", "gone"]) -> None:
-        if self._status.reason:
+        if self._last_error:
+            self._last_error = ""
             log.info("archiving_resumed")
+        reason = ""
+        if archiver.num_left_out:
+            reason = (
+                f"the archive has reached buffer.archive.max_gib ({self._config.max_gib:g}): {archiver.num_left_out} "
+                "groups have left the store without it"
+            )
         self._status = ArchiverStatus(
-            state=state,
+            state="full" if reason and state == "archiving" else state,
+            reason=reason,
             groups=self._status.groups + archiver.num_groups,
             last_step=archiver.last_step,
         )
@@ -315,7 +339,10 @@ class ArchiverThread:
 
     def _record_error(self, error: Exception) -> None:
         reason = str(error)
-        if reason != self._status.reason:
+        if is_disk_full(error):
+            reason = f"no room on the disk {describe_disk(self._folder)}: {error}"
+        if str(error) != self._last_error:
+            self._last_error = str(error)
             log.warning("not_archiving", reason=reason, folder=str(self._folder))
         # StoreUnavailableError is an OSError too, so that it is tested for first.
         waits_for: WaitsFor = "store" if isinstance(error, StoreUnavailableError) else "disk"

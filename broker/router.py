@@ -60,6 +60,8 @@ _CREDIT_MESSAGES, _CREDIT_BYTES = 512, 64 * 2**20
 a round trip, few enough that those of all generators fit into memory while the store is away."""
 _SERVE_INTERVAL_S = 0.02
 _REAP_INTERVAL_S = 1.0
+_REAP_AFTER_OUTAGE_S = 10.0
+"""Time for peers and the learner to renew, after the last call that the store did not take."""
 _SUSPECT_AFTER_PINGS = 2.5
 """Unanswered pings after which a generator is left out of broadcasts; an answer is due within one interval."""
 _LEFT = "left"
@@ -140,6 +142,8 @@ class Router:
             action()
         except StoreUnavailableError as error:
             self._outage.record(error)
+            # Leases and claims lapse while the store cannot take their renewals, which must come first afterwards.
+            self._next_reap_at = max(self._next_reap_at, self._clock() + _REAP_AFTER_OUTAGE_S)
 
     # --- receiving -----------------------------------------------------------------------------------------------
     def _receive_all(self, *, timeout_s: float) -> int:

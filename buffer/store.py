@@ -274,6 +274,10 @@ class Store(Protocol):
         """Return the stored rows after the `after`-th ever appended, and the number ever appended."""
         ...
 
+    def full_disk(self) -> str:
+        """Return the disk for want of which the store takes no writes, in words; empty while it takes them."""
+        ...
+
     def close(self) -> None:
         """Release all connections to the server."""
         ...

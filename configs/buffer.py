@@ -47,6 +47,8 @@ class ArchiveConfig(Config):
     """Number of waiting groups at which a shard is written."""
     flush_s: Annotated[float, Meta(gt=0)] = 30.0
     """Longest wait of a group for its shard to fill up, seconds."""
+    max_gib: Annotated[float, Meta(gt=0)] = 100.0
+    """Size from which on groups leave the store without being archived, GiB; `status` says so."""
 
 
 # --- groups whose last members do not arrive -------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.run_folder import RunFolder
 
 T = TypeVar("T", bound=Trainable)
@@ -147,13 +148,15 @@ def build_learner(
     # Weights are sent in the dtype in which the engines hold them.
     stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
     mix = run.buffer.mix
+    disk = DiskWait(while_waiting=rank_group.keep_alive)
     return Learner(
         run=run,
         store=store,
         rank_group=rank_group,
         publisher=BackgroundPublisher(publisher, stager, store, in_background=not run.is_one_process),
-        metrics_log=MetricsLog(run, folder=folder, store=store),
+        metrics_log=MetricsLog(run, folder=folder, store=store, disk=disk),
         wait=wait,
         rollouts=Rollouts(Path(mix.archive), seed=run.seed) if mix.archive else None,
+        disk=disk,
         clock=clock,
     )

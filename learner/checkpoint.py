@@ -9,15 +9,21 @@ A checkpoint is written to `draft/`, synced, and renamed. It counts only once th
 <folder>/step-00000050/random-rank-*     random number generators of each rank
 <folder>/step-00000050/reference/        the reference policy, where it is refreshed
 <folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, where there is one
+<folder>/step-00000050/checksums.json    xxh3-64 of every other file, checked before anything is loaded
 """
 
+import errno
+import os
 import random
 import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from slipstream.buffer.codec import decode, encode
@@ -34,9 +40,15 @@ from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
 from slipstream.learner.training.model import Policy, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
+from slipstream.runtime.disk import is_disk_full
 
 _REFERENCE = "reference"
 _CRITIC = "critic"
+_STATE = "state.json"
+_CHECKSUMS = "checksums.json"
+_HASH_BLOCK_BYTES = 4 * 2**20
+_MAX_HASH_THREADS = 8
+"""One thread reads about as fast as one disk; the hash lets go of the interpreter's lock."""
 
 
 # --- random number generators ----------------------------------------------------------------------------------------
@@ -117,6 +129,36 @@ class CheckpointState(Record):
     """State that the objective carries from step to step: `ObjectiveState.save`."""
 
 
+class _Writes:
+    """Writes of all ranks to one folder: those that a full disk refuses are undone on every rank together.
+
+    Life: (attempt* -> agree)*.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._error: Exception | None = None
+
+    def attempt(self, write: Callable[[], object]) -> None:
+        """Call `write`, which must take part in its collectives before it writes; a full disk is kept for `agree`."""
+        try:
+            write()
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            self._error = error
+
+    def agree(self) -> None:
+        """Wait for all ranks; raise OSError on each and delete the folder if one has met a full disk. Collective."""
+        # A rank that raised alone would leave the others in their next collective.
+        if not self._ranks.max(torch.tensor([float(self._error is not None)])).item():
+            return
+        if self._ranks.is_first:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({self._error or 'on another rank'})")
+
+
 class Checkpoints:
     """Saves and restores a trainer. Every method but `names` and `prune` is collective; rank 0 writes shared files."""
 
@@ -139,24 +181,33 @@ class Checkpoints:
 
     # --- saving --------------------------------------------------------------------------------------------------
     def save(self, *, step: int, version: int) -> str:
-        """Write a checkpoint that covers `step`, durable on return; returns its name (on rank 0)."""
-        name = ""
-        draft = self._folder / "draft"
+        """Write a checkpoint that covers `step`, durable on return; returns its name (on rank 0).
+
+        Raises OSError on every rank when one has no room on its disk; nothing is left then, and it may be called again.
+        """
+        draft, names = self._folder / "draft", list[str]()
+        writes = _Writes(draft, self._ranks)
         if self._ranks.is_first:
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
-        self._ranks.barrier()
-        self._trainer.engine.save_state(draft)
-        save_random_state(draft / f"random-rank-{self._ranks.rank}")
-        save_model(self._trainer, draft / "model", run=self._run, ranks=self._ranks)
-        self._save_critic(draft / _CRITIC)
+            writes.attempt(lambda: self._make_folders(draft))
+        writes.agree()
+        writes.attempt(lambda: self._trainer.engine.save_state(draft))
+        writes.attempt(lambda: save_random_state(draft / f"random-rank-{self._ranks.rank}"))
+        writes.attempt(lambda: save_model(self._trainer, draft / "model", run=self._run, ranks=self._ranks))
+        writes.attempt(lambda: self._save_critic(draft / _CRITIC))
+        if self._ranks.is_first:
+            writes.attempt(lambda: self._save_reference(draft / _REFERENCE))
         # The rename declares the draft complete: every rank must have written its files before.
-        self._ranks.barrier()
+        writes.agree()
         if self._ranks.is_first:
-            self._save_reference(draft / _REFERENCE)
-            name = self._finish(draft, step=step, version=version)
-        self._ranks.barrier()
-        return name
+            writes.attempt(lambda: names.append(self._finish(draft, step=step, version=version)))
+        writes.agree()
+        return names[0] if names else ""
+
+    def _make_folders(self, draft: Path) -> None:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        if self._trainer.critic:
+            (draft / _CRITIC).mkdir()
 
     def _save_reference(self, folder: Path) -> None:
         """Write the reference policy, if it is refreshed; else it is the initial policy."""
@@ -168,11 +219,9 @@ class Checkpoints:
     def _save_critic(self, folder: Path) -> None:
         if not (critic := self._trainer.critic):
             return
-        if self._ranks.is_first:
-            folder.mkdir()
-        self._ranks.barrier()
-        critic.engine.save_state(folder)
+        # Gathered first: that takes every rank, also those whose disk is full.
         weights = gather_to_first(critic.engine, ranks=self._ranks)
+        critic.engine.save_state(folder)
         if self._ranks.is_first:
             save_value_model(critic.engine.model, folder / "model", weights=weights)
 
@@ -188,7 +237,8 @@ class Checkpoints:
             num_ranks=self._ranks.size,
             objective=self._trainer.objective.state.save(),
         )
-        (draft / "state.json").write_bytes(msgspec.json.encode(state))
+        (draft / _STATE).write_bytes(msgspec.json.encode(state))
+        (draft / _CHECKSUMS).write_bytes(msgspec.json.encode(_checksums(draft)))
         # Contents before the name: after the rename the checkpoint must survive a power failure.
         for path in (*draft.rglob("*"), draft):
             sync_path(path)
@@ -201,9 +251,13 @@ class Checkpoints:
 
     # --- restoring -----------------------------------------------------------------------------------------------
     def restore(self, name: str) -> CheckpointState:
-        """Load a checkpoint into the trainer. Raises CheckpointError."""
+        """Load a checkpoint into the trainer. Raises CheckpointError, and for damaged files before it loads any."""
         folder = self._folder / name
         state = _read_state(folder)
+        # Rank 0 alone reads them all; the others load nothing before it has.
+        if self._ranks.is_first and (damage := _find_damage(folder)):
+            raise CheckpointError(f"{damage}: restore the file from a copy{self._advise_other(name)}.")
+        self._ranks.barrier()
         self._check_fits(folder, state)
         policy = self._read_policy(folder / "model")
         weights = {name: parameter.detach() for name, parameter in named_parameters(policy.causal_lm)}
@@ -217,6 +271,12 @@ class Checkpoints:
         restore_random_state(folder / f"random-rank-{self._ranks.rank}")
         self._ranks.barrier()
         return state
+
+    def _advise_other(self, damaged: str) -> str:
+        """Return advice to begin a new run with the newest checkpoint that is whole."""
+        others = (self._folder / name for name in reversed(self.names()) if name != damaged)
+        whole = next((folder for folder in others if not _find_damage(folder)), None)
+        return f", or start a new run with model.path={whole / 'model'}" if whole else ""
 
     def _restore_critic(self, folder: Path, *, num_updates: int) -> None:
         if not (critic := self._trainer.critic):
@@ -263,9 +323,42 @@ def _engine_name(run: RunConfig) -> str:
     return f"zero-{engine.zero_stage}" if isinstance(engine, DeepSpeedEngineConfig) else "torch"
 
 
+# --- damage ----------------------------------------------------------------------------------------------------------
+def _checksums(folder: Path) -> dict[str, str]:
+    """Return the checksum of every file but that of the checksums, by its path within the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / _CHECKSUMS)
+    with ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:
+        return dict(zip((str(path.relative_to(folder)) for path in files), pool.map(_checksum, files), strict=True))
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _find_damage(folder: Path) -> str:
+    """Return which file of a checkpoint is not as it was written, as the beginning of a sentence; empty if none."""
+    path = folder / _CHECKSUMS
+    try:
+        expected = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+        found = _checksums(folder)
+    except (OSError, msgspec.MsgspecError) as error:
+        return f"{path} must hold the checksums of its checkpoint, got {error}"
+    name = next((name for name in sorted(expected | found) if expected.get(name) != found.get(name)), None)
+    if name is None:
+        return ""
+    return (
+        f"{folder / name} must have the checksum it was written with ({expected.get(name, 'none')}), got "
+        f"{found.get(name, 'no file')}"
+    )
+
+
 def _read_state(folder: Path) -> CheckpointState:
     try:
-        return msgspec.json.decode((folder / "state.json").read_bytes(), type=CheckpointState)
+        return msgspec.json.decode((folder / _STATE).read_bytes(), type=CheckpointState)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(
             f"{folder} must be a complete checkpoint, got {error}: put it back, or start a new run with model.path set "

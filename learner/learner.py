@@ -33,6 +33,7 @@ from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.stall.detector import StallDetector
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.disk import DiskWait
 
 _POLL_EVERY_S = 0.2
 
@@ -52,11 +53,12 @@ class Learner:
         metrics_log: MetricsLog,
         wait: Callable[[int, float], object],
         rollouts: Rollouts | None = None,
+        disk: DiskWait | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`wait(num_ready, timeout_s)` blocks until so many groups may be ready: on the store, or for a serial turn.
 
-        `rollouts` of another run are mixed into every step.
+        `rollouts` of another run are mixed into every step. `disk` is that of `metrics_log`.
         """
         self._run = run
         self._store = store
@@ -65,6 +67,7 @@ class Learner:
         self._metrics_log = metrics_log
         self._wait = wait
         self._rollouts = rollouts
+        self._disk = disk or DiskWait()
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation)
         self._stall = StallDetector(
@@ -82,7 +85,9 @@ class Learner:
     def status(self) -> PeerStatus:
         """Content of the next Pong; callable from any thread."""
         gauges = self._metrics_log.gauges() | self._stall.gauges()
-        return PeerStatus("ready", version=self._version, reason=self._reason, gauges=gauges)
+        full = self._disk.reason
+        waits = {"waits_for": "disk"} if full else {}
+        return PeerStatus("ready", version=self._version, reason=full or self._reason, gauges=gauges | waits)
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the beginning. Raises DeadEndError, with all steps saved."""
@@ -146,7 +151,8 @@ class Learner:
         # The token of the last claim: a step that is rolled back and trained again is another policy.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
-        self._rank_group.save_model(self._metrics_log.folder.final_model)
+        final = self._metrics_log.folder.final_model
+        self._disk.retry(lambda: self._rank_group.save_model(final), what="the final model", path=final)
         self._metrics_log.write_summary(step=self._step, after=after)
         self._publisher.close()
         self._store.set_phase("finished")
@@ -278,7 +284,11 @@ class Learner:
 
     def _checkpoint(self) -> None:
         self._reason = f"saving the checkpoint of step {self._step}"
-        pointer = self._rank_group.save_checkpoint(step=self._step, version=self._version)
+        pointer = self._disk.retry(
+            lambda: self._rank_group.save_checkpoint(step=self._step, version=self._version),
+            what="a checkpoint",
+            path=self._metrics_log.folder.checkpoints,
+        )
         # In this order: the store never points at a checkpoint that is incomplete or deleted.
         self._store.checkpoint(pointer, fence=self._fence)
         self._rank_group.prune_checkpoints(pinned=pointer)

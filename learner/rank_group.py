@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -124,7 +125,10 @@ class RankGroup:
         return self._trainer.canary()
 
     def save_checkpoint(self, *, step: int, version: int) -> CheckpointPointer:
-        """Write a checkpoint, durable on return. Only the store's pointer makes it the one that a resume loads."""
+        """Write a checkpoint, durable on return. Only the store's pointer makes it the one that a resume loads.
+
+        Raises OSError when the disk is full, and can be called again then; so does `save_model`.
+        """
         self._broadcast(SaveCheckpoint(step, version))
         return CheckpointPointer(step, version, self._checkpoints.save(step=step, version=version))
 
@@ -177,7 +181,9 @@ class RankGroup:
             case ComputeCanary():
                 self._trainer.canary()
             case SaveCheckpoint(step=step, version=version):
-                self._checkpoints.save(step=step, version=version)
+                # Rank 0 raises the same, waits for room, and repeats the command.
+                with suppress(OSError):
+                    self._checkpoints.save(step=step, version=version)
             case RestoreCheckpoint(name=name):
                 self._checkpoints.restore(name)
             case SaveModel(folder=folder):

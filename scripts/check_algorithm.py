@@ -163,7 +163,7 @@ def _show(findings: list[Finding], *, title: str) -> None:
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m slipstream.scripts.check_algorithm")
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m slipstream.scripts.check_algorithm")
     parser.add_argument("kind", choices=("advantage", "policy_loss"))
     parser.add_argument("function", help="module:function")
     parser.add_argument("argument", nargs="*", help="name=value, passed by keyword")

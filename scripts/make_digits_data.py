@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the files."""
     parser = argparse.ArgumentParser(
         "python -m slipstream.scripts.make_digits_data",
+        allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

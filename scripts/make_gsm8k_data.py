@@ -74,6 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and write the files."""
     parser = argparse.ArgumentParser(
         "python -m slipstream.scripts.make_gsm8k_data",
+        allow_abbrev=False,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -42,7 +42,9 @@ def arithmetic(config: RunConfig) -> dict[str, str]:
 @fail_cleanly()
 def main(arguments: list[str] | None = None) -> None:
     """Parse the command line and print; raises SystemExit with code 2 for a setting that cannot work."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--sources", action="store_true", help="also print the preset, argument or default that set each value"
     )

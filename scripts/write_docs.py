@@ -90,7 +90,9 @@ def stale_pages(*, write: bool = False) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Parse the command line, write or check; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m slipstream.scripts.write_docs", description=__doc__)
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m slipstream.scripts.write_docs", description=__doc__
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is not up to date")
     is_check = parser.parse_args(arguments).check
     stale = stale_pages(write=not is_check)

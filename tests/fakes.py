@@ -1,5 +1,8 @@
 """Fakes and scenes that several test modules share: a clock, a router with its peers, and the reports of a run."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +172,7 @@ def status_of(
     ready_versions: dict[int, int] | None = None,
     events: list[Event] | None = None,
     rows: tuple[dict[str, Any], ...] = (),
+    full_disk: str = "",
 ) -> RunStatus:
     """The status of a run with these reports."""
     clock, now = FakeClock(0.0), 1000.0
@@ -182,4 +186,20 @@ def status_of(
         clock.now = now - age_s
         store.report_role(name, gauges)
     snapshot = Monitor(store, run).poll()
-    return make_status(snapshot, run=run, now=now, ready_versions=ready_versions or {}, events=events or [])
+    return make_status(
+        snapshot, run=run, now=now, ready_versions=ready_versions or {}, events=events or [], full_disk=full_disk
+    )
+
+
+# --- a full disk ---
+
+
+@contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    """A disk that is full for this process: no file can be written beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

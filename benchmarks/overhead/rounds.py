@@ -14,7 +14,9 @@ Contestant = Callable[[], Awaitable[float]]
 def side_arguments(module: str) -> argparse.Namespace:
     """Parse the command line with which `benchmarks.overhead` starts a side."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description="Started by benchmarks.overhead; prints one line of JSON."
+        allow_abbrev=False,
+        prog=f"python -m {module}",
+        description="Started by benchmarks.overhead; prints one line of JSON.",
     )
     parser.add_argument("--seconds", type=float, required=True, help="length of one measurement")
     parser.add_argument("--rounds", type=int, required=True, help="measurements of each contestant")

@@ -100,6 +100,7 @@ def _parse_arguments() -> argparse.Namespace:
         return tuple(int(number) for number in text.split(","))
 
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m benchmarks.staleness",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -51,6 +51,7 @@ def make_model(*, seed: int) -> GPT2LMHeadModel:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="python -m benchmarks.staleness.model",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -34,13 +34,17 @@ class Wait(Record):
     reason: str
 
 
-def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str) -> list[Wait]:
+def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str, full_disk: str = "") -> list[Wait]:
     """Return the waits, those for dead roles first; none once the run has ended.
 
-    `admission_reason`: reason why no prompt is admitted now; empty if some are.
+    `admission_reason`: reason why no prompt is admitted now; empty if some are. `full_disk`: as the store returns it.
     """
     if state.phase in _ENDED_PHASES:
         return []
+    if full_disk:
+        # No role can report: what is known of them is from before.
+        reason = f"the store takes no writes until there is room on {full_disk}; all goes on by itself then"
+        return [Wait(_ALL, _DISK, reason)]
     own = list(filter(None, map(_own_wait, roles)))
     return [*_for_missing_roles(roles), *_for_admission(roles, own, admission_reason), *own]
 

@@ -100,11 +100,18 @@ class StatusReader:
             now=self._store.now(),
             ready_versions=self._store.ready_versions(),
             events=self._store.events(limit=_NUM_EVENTS),
+            full_disk=self._store.full_disk(),
         )
 
 
 def make_status(
-    snapshot: RunSnapshot, *, run: RunConfig, now: float, ready_versions: dict[int, int], events: list[Event]
+    snapshot: RunSnapshot,
+    *,
+    run: RunConfig,
+    now: float,
+    ready_versions: dict[int, int],
+    events: list[Event],
+    full_disk: str = "",
 ) -> RunStatus:
     """Build the status from a snapshot taken at `now`, seconds of the store's clock."""
     state, counts = snapshot.state, snapshot.counts
@@ -126,7 +133,7 @@ def make_status(
         progress_age_s=None if state.stepped_at is None else max(0.0, now - state.stepped_at),
         eta_s=snapshot.eta_s,
         roles=roles,
-        waits=find_waits(state, roles, admission_reason=admission.reason),
+        waits=find_waits(state, roles, admission_reason=admission.reason, full_disk=full_disk),
         learner_wait_fraction=wait_fraction(snapshot.rows[-_RECENT_STEPS:]),
         generators_target=snapshot.roles.get(LAUNCHER, {}).get("generators_target"),
         generators_busy_fraction=busy_fraction(roles),

@@ -273,6 +273,9 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             packed = list(self._metrics)[max(0, after - (last - len(self._metrics))) :]
             return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
 
+    def full_disk(self) -> str:
+        return ""
+
 
 def _ready_group(stored: FinishedGroup, *, sequence: int) -> Group:
     group = Group(stored.id, "train", len(stored.payloads), sequence)

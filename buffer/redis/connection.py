@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 import redis
@@ -14,6 +15,7 @@ from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, St
 from slipstream.buffer.redis.retry import RetryPolicy, refuses_writes
 from slipstream.buffer.redis.scripts import load_script
 from slipstream.buffer.transitions import no_run
+from slipstream.runtime.disk import describe_disk
 
 PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
 """Environment variable, because a password in the config would end up in logs and run folders."""
@@ -120,6 +122,15 @@ def address_of(client: redis.Redis) -> str:
     if "path" in target:
         return f"unix://{target['path']}"
     return f"redis://{target.get('host', 'localhost')}:{target.get('port', 6379)}/{target.get('db', 0)}"
+
+
+def describe_store_disk(client: redis.Redis) -> str:
+    """Return the disk that holds the server's data, in words."""
+    path = client.connection_pool.connection_kwargs.get("path")
+    if path is None:
+        return f"that of the store at {address_of(client)}"
+    # An embedded server's own folder: its socket may be elsewhere, where paths are shorter.
+    return describe_disk(Path(client.config_get("dir").get("dir") or path))
 
 
 class CommandPacker:

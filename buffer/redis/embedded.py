@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -89,10 +90,13 @@ _LOG_LINES = 5
 _KILL_TIMEOUT_S = 5.0
 """Time in which a killed server must be gone."""
 _REAP_TIMEOUT_S = 0.5
+_IDLE_TIMEOUT_S = 300.0
+"""Time without any connection after which a server ends by itself: longer than every restart of a role takes."""
+_IDLE_STOP = Path(__file__).with_name("idle_stop.py")
 
 
 class EmbeddedRedis:
-    """Starts, adopts and stops one server; the server outlives this process unless stopped.
+    """Starts, adopts and stops one server; the server outlives this process unless stopped, or unused for minutes.
 
     Durability: `fast` loses everything when the server restarts. `standard` writes before it answers: the death of the
     process loses nothing that was answered, the death of the machine what came after the last fsync, which is the duty
@@ -101,9 +105,20 @@ class EmbeddedRedis:
     Example: server = EmbeddedRedis(folder / "store"); server.start(); open_run_store(server.url, run_id, timeout_s=5)
     """
 
-    def __init__(self, directory: Path, *, durability: Durability = "standard", max_memory_mib: int = 1024) -> None:
-        """`directory` is created if missing; it holds the data, the log, the pid file and (if short) the socket."""
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        durability: Durability = "standard",
+        max_memory_mib: int = 1024,
+        idle_timeout_s: float = _IDLE_TIMEOUT_S,
+    ) -> None:
+        """`directory` is created if missing; it holds the data, the log, the pid file and (if short) the socket.
+
+        A server started here saves its data and ends once nobody has been connected for `idle_timeout_s`.
+        """
         self.directory = directory.resolve()
+        self._idle_timeout_s = idle_timeout_s
         self.durability = durability
         self._socket = socket_path(self.directory)
         self._settings = _APPEND_ONLY[durability] | {
@@ -153,6 +168,10 @@ class EmbeddedRedis:
     @property
     def log_path(self) -> Path:
         return self.directory / "redis.log"
+
+    @property
+    def _lock_path(self) -> Path:
+        return self.directory / "redis.lock"
 
     def start(self, *, timeout_s: float = 30.0) -> None:
         """Start a server, or adopt the one that answers on this directory's socket; block until it answers.
@@ -212,7 +231,10 @@ class EmbeddedRedis:
         # Unfinished rewrites of the log by a killed server, each as large as the data.
         for leftover in self.directory.glob("temp-*.aof"):
             leftover.unlink(missing_ok=True)
-        (self.directory / "redis.socket-path").write_text(f"{self._socket}\n")
+        path = self.directory / "redis.socket-path"
+        # A server must be able to restart on a full disk.
+        if not path.is_file() or path.read_text() != f"{self._socket}\n":
+            path.write_text(f"{self._socket}\n")
         with self.log_path.open("ab") as log:
             # A session of its own: Ctrl-C in the terminal must reach the roles first and the store last.
             self._process = psutil.Popen(
@@ -225,10 +247,23 @@ class EmbeddedRedis:
             )
         try:
             self._await_start(self._process, deadline)
-        except StoreUnavailableError:
+            self._watch_for_idleness()
+        except (StoreUnavailableError, OSError):
             _kill(self._process)
             self._process = None
             raise
+
+    def _watch_for_idleness(self) -> None:
+        # A process of its own: the store must end, too, when all who could end it were killed. Returns once detached.
+        subprocess.run(
+            [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)],
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            check=False,
+        )
 
     def _await_start(self, process: psutil.Process, deadline: float) -> None:
         client = connect(self.url)
@@ -268,7 +303,7 @@ class EmbeddedRedis:
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
-        with (self.directory / "redis.lock").open("w") as lock:
+        with self._lock_path.open("w") as lock:
             while not _try_lock(lock.fileno()):
                 if time.monotonic() > deadline:
                     raise StoreUnavailableError(

@@ -12,7 +12,9 @@ import redis
 import structlog
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
+
+from slipstream.runtime.disk import is_disk_full
 
 _FIRST_WAIT_S = 0.02
 _LONGEST_WAIT_S = 0.5
@@ -28,6 +30,8 @@ log = structlog.get_logger(__name__)
 class RetryPolicy(Retry):
     """Repeats a client's commands for `timeout_s` after the first failure; with 0, not at all. Thread-safe.
 
+    A full disk does not count: its commands are repeated until somebody has made room.
+
     With 0, one unanswered command makes all commands of the next second fail at once: a suspended server delays a loop
     that must not block now and then, not with every command.
 
@@ -40,6 +44,7 @@ class RetryPolicy(Retry):
         self.timeout_s = timeout_s
         self._target = target
         self._waiting_since: dict[int, float] = {}
+        self._is_disk_full = False
         self._thread = threading.local()
         self._next_log_at = 0.0
         self._cools_until = 0.0
@@ -54,6 +59,8 @@ class RetryPolicy(Retry):
         since = min(list(self._waiting_since.values()), default=None)
         if since is None:
             return ""
+        if self._is_disk_full:
+            return f"waiting {time.monotonic() - since:.0f} s for room on the disk of {self._target}"
         return f"waiting for {self._target} for {time.monotonic() - since:.0f} s of {self.timeout_s:g} s"
 
     def call_with_retry(self, *arguments: Any, **named: Any) -> Any:
@@ -73,7 +80,7 @@ class RetryPolicy(Retry):
     def _retrying(self) -> Retrying:
         return Retrying(
             retry=retry_if_exception(is_transient),
-            stop=stop_after_delay(self.timeout_s),
+            stop=_StopAfter(self.timeout_s),
             wait=wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
             before_sleep=self._record_wait,
             reraise=True,
@@ -91,10 +98,26 @@ class RetryPolicy(Retry):
     def _record_wait(self, state: RetryCallState) -> None:
         self._waiting_since.setdefault(threading.get_ident(), state.start_time)
         now = time.monotonic()
+        error = state.outcome.exception() if state.outcome else None
+        self._is_disk_full = error is not None and is_disk_full(error)
         if now >= self._next_log_at:
             self._next_log_at = now + _LOG_EVERY_S
-            error = state.outcome.exception() if state.outcome else None
             log.warning("waiting", for_=self._target, timeout_s=self.timeout_s, error=str(error))
+
+
+class _StopAfter:
+    """Ends the attempts of one command `timeout_s` after the first, or after the last that met a full disk."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._begins_at = 0.0
+
+    def __call__(self, state: RetryCallState) -> bool:
+        error = state.outcome.exception() if state.outcome else None
+        now = time.monotonic()
+        if error is not None and is_disk_full(error):
+            self._begins_at = now
+        return now - max(self._begins_at, state.start_time) >= self._timeout_s
 
 
 def is_transient(error: BaseException) -> bool:

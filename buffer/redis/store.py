@@ -28,7 +28,7 @@ from slipstream.buffer.records import (
     progress_mark,
 )
 from slipstream.buffer.redis.batches import RedisBatches
-from slipstream.buffer.redis.connection import text
+from slipstream.buffer.redis.connection import describe_store_disk, text
 from slipstream.buffer.redis.prompts import RedisPrompts
 from slipstream.buffer.transitions import PHASES, check_same_run, no_run
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
@@ -256,6 +256,14 @@ class RedisStore(RedisPrompts, RedisBatches):
     def metrics(self, *, after: int = 0) -> MetricsRows:
         last, packed = self._run("read_metrics", after)
         return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
+
+    def full_disk(self) -> str:
+        with self._mapped_errors():
+            info = self._client.info("persistence")
+        # Set by the first write that fails, and cleared by the server itself once it can write again.
+        if info.get("aof_last_write_status", "ok") == "ok":
+            return ""
+        return describe_store_disk(self._client)
 
 
 def _numbers(flat: list[Any]) -> dict[str, int]:

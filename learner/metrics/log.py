@@ -13,6 +13,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.learner.metrics.alerts import MetricAlerts
 from slipstream.learner.publishing.publisher import Published
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.rates import Growth, Rate
 from slipstream.runtime.run_folder import RunFolder
 
@@ -46,8 +47,18 @@ class MetricsLog:
     Life: record_before? -> start_training -> add_step* -> end_training -> write_summary.
     """
 
-    def __init__(self, run: RunConfig, *, folder: RunFolder, store: Store, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        folder: RunFolder,
+        store: Store,
+        disk: DiskWait | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`disk` waits while there is no room for a file."""
         self.folder = folder
+        self._disk = disk or DiskWait()
         self._run = run
         self._store = store
         self._clock = clock
@@ -76,7 +87,9 @@ class MetricsLog:
     def start_training(self, *, step: int) -> None:
         """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers."""
         # Later rows are of steps that were rolled back.
-        kept = self.folder.keep_metrics(up_to_step=step)
+        kept = self._disk.retry(
+            lambda: self.folder.keep_metrics(up_to_step=step), what="the metrics", path=self.folder.metrics
+        )
         self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._started_at = self._clock() - self._resumed_at_s
         for row in kept:
@@ -111,7 +124,7 @@ class MetricsLog:
         row["generators/tokens_per_s"] = self._generated_per_s(version)
         row |= _publish_row(published) | _evaluation_row(evaluated)
         self._accumulate(row)
-        self.folder.append_metrics(row)
+        self._disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
         self._store.append_metrics(row)
         self._alerts.check(row)
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
@@ -121,24 +134,23 @@ class MetricsLog:
         # Tokens are counted by this process alone, so their rates leave out the time before a resume.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
-        self.folder.write_summary(
-            {
-                "accuracy_sampled": after["sampled"].accuracy,
-                "accuracy_greedy": after["greedy"].accuracy,
-                "accuracy_before": self._before["sampled"].accuracy if self._before else None,
-                "accuracy_before_greedy": self._before["greedy"].accuracy if self._before else None,
-                "seconds_to_goal": self._seconds_to_goal,
-                "train_seconds": round(seconds, 3),
-                "steps": step,
-                "generated_tokens_per_s": self._generated.total / own_seconds,
-                "learner_tokens_per_s": self._tokens.total / own_seconds,
-                "lag_mean": self._lag_sum / max(1, self._num_rows),
-                "lag_max": self._lag_max,
-                "logprob_diff_max": self._probe_diff_max,
-                "seed": self._run.seed,
-                "mode": self._run.mode,
-            }
-        )
+        summary = {
+            "accuracy_sampled": after["sampled"].accuracy,
+            "accuracy_greedy": after["greedy"].accuracy,
+            "accuracy_before": self._before["sampled"].accuracy if self._before else None,
+            "accuracy_before_greedy": self._before["greedy"].accuracy if self._before else None,
+            "seconds_to_goal": self._seconds_to_goal,
+            "train_seconds": round(seconds, 3),
+            "steps": step,
+            "generated_tokens_per_s": self._generated.total / own_seconds,
+            "learner_tokens_per_s": self._tokens.total / own_seconds,
+            "lag_mean": self._lag_sum / max(1, self._num_rows),
+            "lag_max": self._lag_max,
+            "logprob_diff_max": self._probe_diff_max,
+            "seed": self._run.seed,
+            "mode": self._run.mode,
+        }
+        self._disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
     def _accumulate(self, row: Row) -> None:
         """Add a row, a new one or one from before a resume, to the figures of the summary."""

@@ -8,6 +8,7 @@ import structlog
 from slipstream.configs.run import RunConfig
 from slipstream.learner.sft.dataset import SftFile
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.run_folder import RunFolder
 
 SFT_ROW_KEYS = (
@@ -36,6 +37,7 @@ class SftLog:
         self, run: RunConfig, *, folder: RunFolder, train: SftFile, heldout: SftFile, clock: Clock = time.monotonic
     ) -> None:
         self._folder = folder
+        self._disk = DiskWait()
         self._run = run
         self._train = train
         self._heldout = heldout
@@ -44,7 +46,7 @@ class SftLog:
 
     def start(self, *, step: int) -> None:
         """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers."""
-        kept = self._folder.keep_metrics(up_to_step=step if step else -1)
+        kept = self._keep(up_to_step=step if step else -1)
         self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
 
     def add(self, *, step: int, epoch: float, metrics: dict[str, float], heldout_loss: float | None) -> None:
@@ -52,29 +54,33 @@ class SftLog:
         row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
         if heldout_loss is not None:
             row["eval/loss"] = heldout_loss
-        self._folder.append_metrics(row)
+        self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
     def finish(self, *, step: int) -> None:
         """Write the summary of all rows."""
-        rows = self._folder.keep_metrics(up_to_step=step)
+        rows = self._keep(up_to_step=step)
         trained = [row for row in rows if row["step"] > 0]
         losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
         seconds = rows[-1]["time_s"]
-        self._folder.write_summary(
-            {
-                "heldout_loss": losses[-1] if losses else None,
-                "heldout_loss_before": losses[0] if losses else None,
-                "train_loss": trained[-1]["learner/loss"],
-                "steps": step,
-                "epochs": trained[-1]["epoch"],
-                "train_seconds": seconds,
-                "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
-                **_counts("train", self._train),
-                **_counts("heldout", self._heldout),
-                "seed": self._run.seed,
-                "mode": self._run.mode,
-            }
+        summary = {
+            "heldout_loss": losses[-1] if losses else None,
+            "heldout_loss_before": losses[0] if losses else None,
+            "train_loss": trained[-1]["learner/loss"],
+            "steps": step,
+            "epochs": trained[-1]["epoch"],
+            "train_seconds": seconds,
+            "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
+            **_counts("train", self._train),
+            **_counts("heldout", self._heldout),
+            "seed": self._run.seed,
+            "mode": self._run.mode,
+        }
+        self._disk.retry(lambda: self._folder.write_summary(summary), what="the summary", path=self._folder.summary)
+
+    def _keep(self, *, up_to_step: int) -> list[dict[str, Any]]:
+        return self._disk.retry(
+            lambda: self._folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self._folder.metrics
         )
 
 

@@ -23,14 +23,16 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_trainer
-from slipstream.learner.checkpoint import Checkpoints, save_model
+from slipstream.learner.checkpoint import Checkpoints, gather_to_first
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.sft.dataset import read_heldout, read_train
 from slipstream.learner.sft.demonstration import Demonstration
 from slipstream.learner.sft.log import SftLog
 from slipstream.learner.sft.trainer import SftTrainer
+from slipstream.learner.training.model import save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.run_folder import RunFolder
 
 log = structlog.get_logger(__name__)
@@ -66,6 +68,7 @@ class SftRun:
         self._sft = SftTrainer(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
         self._saved_step = 0
+        self._disk = DiskWait()
 
     def run(self) -> None:
         """Train from the newest checkpoint (or the beginning) to the end. Raises LearnerError."""
@@ -110,7 +113,12 @@ class SftRun:
             self._log.add(step=self._step, epoch=epoch, metrics=metrics, heldout_loss=heldout_loss)
 
     def _checkpoint(self) -> None:
-        name = self._checkpoints.save(step=self._step, version=self._step)
+        # Every rank raises, waits and tries again together.
+        name = self._disk.retry(
+            lambda: self._checkpoints.save(step=self._step, version=self._step),
+            what="a checkpoint",
+            path=self._final_model.parent,
+        )
         if self._ranks.is_first:
             self._checkpoints.prune(pinned=name)
         self._saved_step = self._step
@@ -118,7 +126,15 @@ class SftRun:
     def _finish(self) -> None:
         if self._saved_step < self._step:
             self._checkpoint()
-        save_model(self._trainer, self._final_model, run=self._run, ranks=self._ranks)
+        weights = gather_to_first(self._trainer.engine, ranks=self._ranks)
+        if self._ranks.is_first:
+            self._disk.retry(
+                lambda: save_pretrained(
+                    self._trainer.engine.model, self._final_model, weights=weights, config=self._run.model
+                ),
+                what="the final model",
+                path=self._final_model,
+            )
         if self._log:
             self._log.finish(step=self._step)
         self._ranks.barrier()

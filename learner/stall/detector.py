@@ -5,6 +5,7 @@ Produces: the reason shown in status and live view, a log line every few seconds
 Waits for: nothing.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -52,6 +53,8 @@ class StallDetector:
         self._progress = Progress(run, clock=clock)
         self._cause: StallCause | None = None
         self._goal = ""
+        self._disk = ""
+        self._excused_until = -math.inf
         self._waits_for: WaitsFor = ""
         self._check_at = self._log_at = clock()
 
@@ -74,8 +77,15 @@ class StallDetector:
         now = self._clock()
         if now >= self._check_at:
             self._check_at = now + _CHECK_EVERY_S
-            self._progress.update(take_snapshot(self._store, self._run, answered=answered))
-            self._set_cause(find_cause(self._progress))
+            self._disk = self._store.full_disk()
+            if self._disk:
+                # No dead end: every role waits for the same room, and none can report.
+                self._excused_until = now + self._run.broker.peer_timeout_s
+            if now < self._excused_until:
+                self._progress.excuse()
+            else:
+                self._progress.update(take_snapshot(self._store, self._run, answered=answered))
+                self._set_cause(find_cause(self._progress))
         if now >= self._log_at:
             self._log_at = now + _LOG_EVERY_S
             # Before the timeout of the collective in which the other ranks wait for a command.
@@ -84,6 +94,8 @@ class StallDetector:
                 self._warn(self._cause)
             else:
                 log.info("waiting", goal=self._goal, missing=f"{missing}, {self._who_is_missing()}")
+        if self._disk:
+            return f"waiting for {self._goal}, which needs room on the disk of the store: {self._disk}"
         return f"waiting for {self._goal}: {missing}" + (f"; dead end: {self._cause}" if self._cause else "")
 
     def reject_unscored(self, claim: Claim) -> bool:

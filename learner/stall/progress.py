@@ -107,6 +107,12 @@ class Progress:
         self._base: StoreCounts | None = None
         self._most_arrived: tuple[int, ...] = (0, 0)
 
+    def excuse(self) -> None:
+        """Nothing could arrive or be reported up to now: a standstill counts from here."""
+        self._progressed_at = self._applied_at = self._clock()
+        if self._served_since is not None:
+            self._served_since = self._clock()
+
     def update(self, now: Snapshot) -> None:
         """Take in the newest snapshot."""
         self.now, now_s = now, self._clock()

@@ -13,7 +13,7 @@ from slipstream.broker.status.live_view import LiveView
 from slipstream.broker.status.monitor import Monitor
 from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.store_outage import StoreOutage
-from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
+from slipstream.buffer.errors import ReplayBufferError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
@@ -29,6 +29,7 @@ from slipstream.launch.generator_pool import (
     visible_gpus,
 )
 from slipstream.launch.scaling import LauncherReport, Scaling
+from slipstream.runtime.logs import make_output_lossy
 from slipstream.runtime.process import LAUNCHER_VARIABLE, Restart, RoleDiedError, RoleProcess, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
@@ -55,10 +56,8 @@ class Launcher:
         self._visible_gpus = visible_gpus()
         self._gpus = place(run, gpus=self._visible_gpus)
         self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="always")
-        # An error of the learner itself would repeat; after a kill it resumes from its newest checkpoint.
-        self._learner = self._role(
-            "learner", ["slipstream.learner", *overrides], restart="on_kill", restart_arguments=["resume=true"]
-        )
+        # It resumes from its newest checkpoint. Its own verdicts (exit code 2) would repeat and end the run.
+        self._learner = self._role("learner", ["slipstream.learner", *overrides], restart_arguments=["resume=true"])
         self._living_generators: set[str] = set()
         self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
 
@@ -91,6 +90,7 @@ class Launcher:
 
     def launch(self) -> None:
         """Start everything, watch until the learner has finished, stop everything."""
+        make_output_lossy()
         raise_on_stop_signal()
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         # In this order, so that the store outlives the roles and the view shows their end.
@@ -196,7 +196,9 @@ class Launcher:
             self._outage.end()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            if self._outage.seconds > self._run.buffer.retry_timeout_s:
+            # A store that only refuses writes waits for somebody to make room, and the roles wait with it.
+            is_away = not isinstance(error, StoreCannotWriteError)
+            if is_away and self._outage.seconds > self._run.buffer.retry_timeout_s:
                 raise
         except ReplayBufferError:
             # Until the broker has opened the run, the store does not know it.

@@ -1,5 +1,6 @@
 """Conventions of every command line: exit codes, errors as one sentence, `--help`."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -53,6 +54,9 @@ def fail_cleanly(*errors: type[Exception], restartable: tuple[type[Exception], .
     except (ConfigError, WaitTimeoutError, *errors) as error:
         exit_with_error(error, code=BAD_INPUT)
     except KeyboardInterrupt:
+        # The interpreter's teardown takes a while with torch: another signal would print a traceback into it.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         print("interrupted", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
 

@@ -4,7 +4,9 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -65,8 +67,36 @@ class LogLimiter:
         self._write(event, kind=kind, **details, **more)
 
 
+class _LossyStream:
+    """A text stream that loses what it cannot write, rather than end its process."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def make_output_lossy() -> None:
+    """From now on, output that cannot be written is lost: the disk is full, or the terminal is closed."""
+    if not isinstance(sys.stdout, _LossyStream):
+        sys.stdout = cast(TextIO, _LossyStream(sys.stdout))
+    if not isinstance(sys.stderr, _LossyStream):
+        sys.stderr = cast(TextIO, _LossyStream(sys.stderr))
+
+
 def configure_logs(role: str) -> None:
     """Set up structlog and the standard library's logging for this process; call once, from a `__main__` file."""
+    make_output_lossy()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from slipstream.runtime.command_line import BAD_INPUT, TRY_AGAIN
+from slipstream.runtime.command_line import BAD_INPUT
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles, which end when it does, however it ends."""
@@ -28,10 +29,12 @@ _SAME_SIGNAL_S = 1.0
 _LOG_TAIL_LINES = 15
 _ERROR_PREFIX = "error: "
 """Beginning of the line that `exit_with_error` prints."""
+_MAX_LOG_BYTES = 128 * 2**20
+"""Size at which a log is cut to its newest quarter."""
 
-Restart = Literal["on_kill", "on_death", "always"]
-"""Ends after which a role is restarted: a signal or exit code 75 | any but success and exit code 2 (bad settings) |
-also success, unless it was asked to end."""
+Restart = Literal["on_death", "always"]
+"""Ends after which a role is restarted: any but success and exit code 2 (the role's own verdict, such as bad settings
+or a dead end) | also success, unless it was asked to end."""
 
 
 class RoleDiedError(RuntimeError):
@@ -66,7 +69,8 @@ def die_with_parent(number: signal.Signals) -> None:
 
 
 def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
-    """Call `stop` on the first SIGTERM or SIGINT, and return a function that tells whether there was one.
+    """Call `stop` on the first stop signal (SIGTERM, SIGINT, SIGHUP), and return a function that tells whether there
+    was one.
 
     Another one, more than a second later, ends the process at once.
     """
@@ -84,22 +88,31 @@ def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)
+    _handle_stop_signals(handle)
     return lambda: first_at is not None
 
 
 def raise_on_stop_signal() -> None:
-    """Raise KeyboardInterrupt on SIGTERM, for a process whose loop is synchronous code.
-
-    Also on SIGINT, which Python ignores in processes that a script started in the background.
-    """
+    """Raise KeyboardInterrupt on a stop signal, for a process whose loop is synchronous code."""
+    raised_at = -math.inf
 
     def interrupt(_number: int, _frame: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal raised_at
+        # The end of a terminal sends several: a second exception would interrupt the orderly end.
+        if time.monotonic() - raised_at > _SAME_SIGNAL_S:
+            raised_at = time.monotonic()
+            raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, interrupt)
+    _handle_stop_signals(interrupt)
+
+
+def _handle_stop_signals(handle: Callable[[int, object], None]) -> None:
+    # SIGINT even if ignored, as it is in processes that a script started in the background.
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
+    # Ignored under nohup: the user wants the process to outlive the terminal.
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, handle)
 
 
 class RoleProcess:
@@ -117,6 +130,7 @@ class RoleProcess:
         restart: Restart = "on_death",
         restart_arguments: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
+        max_log_bytes: int = _MAX_LOG_BYTES,
     ) -> None:
         """`variables` extend its environment; `restart_arguments` extend its arguments from the first restart on."""
         self.name = name
@@ -125,6 +139,7 @@ class RoleProcess:
         self._log = logs / f"{name}.log"
         self._restart = restart
         self._restart_arguments = restart_arguments
+        self._max_log_bytes = max_log_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._log_starts_at = 0
         self.num_restarts = 0
@@ -163,10 +178,11 @@ class RoleProcess:
             )
 
     def poll(self) -> list[str]:
-        """Detect a death, restart after the back-off; return messages for the user.
+        """Detect a death, restart after the back-off, keep the log within its budget; return messages for the user.
 
         Raises RoleDiedError after a death that calls for no restart.
         """
+        self._trim_log()
         if self._restart_at is not None:
             return self._restart_if_due()
         code = self._process.poll() if self._process else None
@@ -214,9 +230,23 @@ class RoleProcess:
     def _lines_since_start(self) -> list[str]:
         return self._log.read_bytes()[self._log_starts_at :].decode(errors="replace").splitlines()
 
+    def _trim_log(self) -> None:
+        # A full disk, or a log that somebody removed, must not end the run.
+        with contextlib.suppress(OSError):
+            size = self._log.stat().st_size
+            if size <= self._max_log_bytes:
+                return
+            # The role goes on writing to the same file, and so do we: both append, wherever its end is.
+            with self._log.open("rb") as log:
+                log.seek(size - self._max_log_bytes // 4)
+                newest = log.read()
+            os.truncate(self._log, 0)
+            self._log_starts_at = max(0, self._log_starts_at - (size - self._max_log_bytes // 4))
+            with self._log.open("ab") as log:
+                log.write(newest)
+
     def _may_restart(self, code: int) -> bool:
-        is_curable = code < 0 or code == TRY_AGAIN if self._restart == "on_kill" else code != BAD_INPUT
-        return is_curable and self._num_deaths_in_a_row < _MAX_RESTARTS
+        return code != BAD_INPUT and self._num_deaths_in_a_row < _MAX_RESTARTS
 
     def _restart_if_due(self) -> list[str]:
         if self._restart_at is None or time.monotonic() < self._restart_at:

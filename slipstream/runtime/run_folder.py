@@ -15,6 +15,7 @@ runs/<name>/
 """
 
 import json
+import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.disk import is_disk_full
 
 _CONFIG = "config.yaml"
 _RECORDED = (
@@ -39,6 +42,8 @@ _RECORDED = (
     "msgspec",
     "numpy",
 )
+
+log = structlog.get_logger(__name__)
 
 
 class RunFolder:
@@ -70,30 +75,76 @@ class RunFolder:
             )
 
     def open(self) -> None:
-        """Create missing folders, and write the configuration and the library versions."""
-        for folder in (self.path, self.logs, self.store, self.checkpoints):
-            folder.mkdir(parents=True, exist_ok=True)
-        (self.path / _CONFIG).write_bytes(msgspec.yaml.encode(self._run))
-        (self.path / "versions.json").write_text(json.dumps(_versions(), indent=2) + "\n")
+        """Create missing folders, and write the configuration and the library versions. Raises ConfigError."""
+        try:
+            for folder in (self.path, self.logs, self.store, self.checkpoints):
+                folder.mkdir(parents=True, exist_ok=True)
+            _replace(self.path / _CONFIG, msgspec.yaml.encode(self._run))
+            _replace(self.path / "versions.json", json.dumps(_versions(), indent=2).encode() + b"\n")
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            if not (self.path / _CONFIG).is_file():
+                raise ConfigError(f"the disk of {self.path} must have room, got {error}: make some.") from error
+            # A role that restarts on a full disk: the launcher has written these files when the run began.
+            log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        """Append a row, whole or not at all. Raises OSError, and can be called again then."""
+        line = memoryview(json.dumps(row).encode() + b"\n")
+        with self.metrics.open("ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                # A disk that fills up takes a part of the line first.
+                while line:
+                    line = line[file.write(line) :]
+            except OSError:
+                file.truncate(size)
+                raise
 
     def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        """Drop the rows after `up_to_step`, which a resume rolls back, and an incomplete last row; return the rest."""
+        """Drop the rows after `up_to_step`, which a resume rolls back, and what a crash left damaged; return the rest.
+
+        Raises OSError, and can be called again then.
+        """
         if not self.metrics.exists():
             return []
-        rows = [json.loads(line) for line in self.metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        kept = [row for row in rows if row["step"] <= up_to_step]
-        # Renamed into place, so that a crash leaves either the old rows or the new ones.
-        rewritten = self.metrics.with_suffix(".new")
-        rewritten.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        rewritten.replace(self.metrics)
+        lines = self.metrics.read_bytes().splitlines(keepends=True)
+        rows = [_parse_row(line) for line in lines]
+        if damaged := [number for number, row in enumerate(rows, start=1) if row is None]:
+            log.warning(
+                "damaged_metrics_dropped", file=str(self.metrics), lines=damaged, whole=len(rows) - len(damaged)
+            )
+        kept = [row for row in rows if row is not None and row["step"] <= up_to_step]
+        _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in kept).encode())
         return kept
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        """Write the results, whole or not at all. Raises OSError, and can be called again then."""
+        _replace(self.summary, json.dumps(summary, indent=2).encode() + b"\n")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file unless it has this content. Raises OSError; the file of before stays then."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    # Renamed into place, so that neither a crash nor a full disk leaves half a file.
+    draft = path.with_name(f"{path.name}.new")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | None:
+    """Decode a row of metrics; None if a crash, or a power failure (which leaves NULs), cut it short."""
+    try:
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _versions() -> dict[str, str]:

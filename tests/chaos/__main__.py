@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="seed of the run and of the strikes")
     parser.add_argument("--kills", type=int, default=100, help="processes to end (stops and continues come on top)")
     parser.add_argument("--minutes", type=float, default=30.0, help="time limit of the strikes")

@@ -12,7 +12,7 @@ from tests.hostile.siege import Siege
 
 def main() -> None:
     """Run one attack and print its figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -19,7 +19,7 @@ KEYS = ("learner/loss", "learner/grad_norm", "learner/kept_fraction", "learner/i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--zero", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)

@@ -23,7 +23,7 @@ TIMEOUT_S = 60.0
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--zero", type=int, required=True)

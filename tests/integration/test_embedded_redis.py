@@ -4,6 +4,7 @@ import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from tests.builders import make_packed
+from tests.runs import processes_of, until
 
 GROUP_SIZE = 4
 
@@ -270,3 +272,22 @@ def test_two_runs_share_a_server_without_meeting(server):
     assert (other.counts().ready, other.run_state().step, other.roles(), other.metrics().rows) == (1, 0, {}, [])
     keys = connect(server.url).keys("*")
     assert all(key.startswith((b"{one}:", b"{other}:")) for key in keys), keys
+
+
+# --- nobody uses it any more -----------------------------------------------------------------------------------------
+def test_a_server_that_nobody_uses_saves_and_ends_and_one_in_use_stays(tmp_path: Path) -> None:
+    server = EmbeddedRedis(tmp_path / "store", idle_timeout_s=0.6)
+    server.start()
+    store = open_run_store(server.url, "run", timeout_s=10)
+    store.open_run("run", config_json="{}", num_rows=10, seed=7)
+    time.sleep(1.5)
+    assert store.run_state().phase == "starting"
+    store.close()
+    unused_since = time.monotonic()
+    until(lambda: not server.is_alive, timeout_s=10, what="its end")
+    assert time.monotonic() - unused_since > 0.5
+    server.start()
+    with open_run_store(server.url, "run", timeout_s=10) as store:
+        assert store.run_state().run_id == "run"
+    server.stop()
+    until(lambda: processes_of(tmp_path) == [], timeout_s=5, what="the end of those who watched it")

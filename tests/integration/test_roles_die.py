@@ -1,7 +1,17 @@
 """Roles are killed in mid-run, with a real store, real sockets and real processes; the engine alone is scripted."""
 
+import fcntl
+import os
+import pty
 import re
+import select
+import signal
+import subprocess
+import termios
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -9,7 +19,17 @@ import pytest
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from tests import runs
-from tests.runs import SMALL, Run, assert_all_steps_once, assert_reconciled, end, has_stepped, start_role, until
+from tests.runs import (
+    SMALL,
+    Run,
+    assert_all_steps_once,
+    assert_reconciled,
+    end,
+    has_stepped,
+    kill_tree,
+    start_role,
+    until,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -116,3 +136,77 @@ def trajectories_of(folder: Path, generator: str) -> float:
         return store.roles().get(generator, {}).get("trajectories", 0)
     finally:
         store.close()
+
+
+FAULTY = """
+import pathlib
+
+def centred(inputs):
+    fallen = pathlib.Path("fallen")
+    if pathlib.Path("runs/faulty/checkpoints/step-00000005").exists() and not fallen.exists():
+        fallen.touch()
+        raise RuntimeError("not a verdict of the learner")
+    return inputs.rewards - inputs.rewards.mean()
+"""
+
+
+def test_a_learner_that_falls_over_an_error_is_restarted_from_its_checkpoint(folder: Path) -> None:
+    (folder / "faulty.py").write_text(FAULTY)
+    own = ["algorithm/advantage=custom", "algorithm.advantage.function=faulty:centred"]
+    with Run(folder, "faulty", *own, "learner.max_steps=12").ended_at_last() as run:
+        assert run.await_end() == 0, run.printed[-3000:]
+    assert re.search(r"learner died \(exit code 1\).* RuntimeError: not a verdict .*; restarting in 1 s", run.printed)
+    assert "learner restarted" in run.printed
+    assert_all_steps_once(run, 12)
+    assert_reconciled(run)
+
+
+@contextmanager
+def in_a_terminal(folder: Path, *overrides: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """A run in a terminal of its own, which is closed by the end of the block."""
+    ours, theirs = pty.openpty()
+
+    def take_terminal() -> None:
+        os.setsid()
+        # Ignored where these tests run under nohup.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    command = runs.command(*SMALL, f"broker.address=ipc://{folder}/terminal.sock", *overrides)
+    launcher = subprocess.Popen(
+        command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal
+    )
+    os.close(theirs)
+    is_closing = threading.Event()
+
+    def show() -> None:
+        while not is_closing.is_set():
+            if select.select([ours], [], [], 0.1)[0]:
+                os.read(ours, 65536)
+
+    screen = threading.Thread(target=show, daemon=True)
+    screen.start()
+    try:
+        yield launcher
+    finally:
+        is_closing.set()
+        screen.join()
+        os.close(ours)
+
+
+def test_closing_the_terminal_ends_the_run_as_ctrl_c_does(folder: Path) -> None:
+    path = folder / "runs" / "terminal"
+    try:
+        with in_a_terminal(folder, "name=terminal", "learner.max_steps=100000") as launcher:
+            metrics = path / "metrics.jsonl"
+            until(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, timeout_s=90, what="a first step")
+        launcher.wait(timeout=20)
+        assert launcher.returncode == 130
+        until(lambda: runs.processes_of(folder) == [], timeout_s=1, what="the end of all")
+    finally:
+        kill_tree(launcher)
+        runs.kill_processes_of(folder)
+    logs = {log.stem: log.read_text() for log in (path / "logs").glob("*.log")}
+    assert {"learner", "broker", "generator-0"} <= set(logs)
+    assert not [name for name, text in logs.items() if "Traceback" in text]
+    assert "ready to exit" in (path / "store" / "redis.log").read_text()

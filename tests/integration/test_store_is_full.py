@@ -1,7 +1,10 @@
 """A store that refuses writes: trajectories are deferred and nothing is lost; when there is room, all goes on."""
 
 import contextlib
+import json
+import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +21,9 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis, find_redis_binary
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from tests import runs
 from tests.builders import make_packed
+from tests.runs import Run, assert_all_steps_once, assert_reconciled, has_stepped, until
 
 GROUP_SIZE = 4
 SENDER = b"generator-0"
@@ -173,3 +178,42 @@ def test_a_strict_store_ends_at_a_full_disk_having_acknowledged_only_what_is_on_
         assert retrying.audit().is_sound
     finally:
         supervisor.stop()
+
+
+def limit_all(processes: list[psutil.Process], size: int) -> None:
+    for process in processes:
+        process.rlimit(psutil.RLIMIT_FSIZE, (size, psutil.RLIM_INFINITY))
+
+
+def waits_for(folder: Path) -> dict[str, str]:
+    """Return waiter -> the side it waits for and the reason, as `status` shows them."""
+    command = runs.command("status", "--json", "name=full")
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
+    return {wait["waiter"]: f"{wait['blocked_on']}: {wait['reason']}" for wait in json.loads(done.stdout)["waits"]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_run_pauses_on_a_full_disk_by_name_and_goes_on_when_there_is_room(tmp_path: Path, limitable: None):
+    folder = runs.make_task(tmp_path, warm=False)
+    settings = ["learner.max_steps=25", "buffer.retry_timeout_s=2", "buffer.claim_lease_s=4"]
+    with Run(folder, "full", *settings).ended_at_last() as run:
+        until(has_stepped(run, 6), timeout_s=120, what="training has begun")
+        launcher = psutil.Process(run.launcher.pid)
+        roles = launcher.children(recursive=True)
+        limit_all([launcher, *roles], 1)
+        until(lambda: "all roles" in waits_for(folder), timeout_s=60, what="a word in the status")
+        steps = run.steps
+        full_until = time.monotonic() + 8
+        until(lambda: time.monotonic() > full_until, timeout_s=10, what="four times what a silent store gets")
+        reason = waits_for(folder)["all roles"]
+        assert reason.startswith("the disk: ")
+        assert str(folder / "runs" / "full" / "store") in reason
+        assert run.steps == steps
+        assert all(process.is_running() for process in roles)
+        limit_all([launcher, *roles], psutil.RLIM_INFINITY)
+        assert run.await_end() == 0, run.printed[-3000:]
+    assert "restarted" not in run.printed
+    assert "Traceback" not in run.log("learner") + run.log("broker") + run.log("generator-0")
+    assert_all_steps_once(run, 25)
+    assert_reconciled(run)

@@ -43,6 +43,18 @@ def test_no_folder_holds_more_than_16_modules() -> None:
     assert_none([f"{folder}/: {count} modules" for folder, count in counts.items() if count > MAX_FOLDER_MODULES])
 
 
+def test_no_command_line_takes_abbreviations() -> None:
+    # `--jso` would become another option with the next one that begins so.
+    assert_none([found for path in paths(".py") for found in abbreviating_parsers(path)])
+
+
+def abbreviating_parsers(path: str) -> Iterator[str]:
+    for node in ast.walk(syntax(path)):
+        is_parser = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ArgumentParser")
+        if is_parser and "allow_abbrev=False" not in ast.unparse(node):
+            yield f"{path}:{node.lineno}"
+
+
 def test_no_module_has_a_name_that_says_nothing() -> None:
     assert_none([path for path in paths(".py") if PurePosixPath(path).stem.lower() in BANNED_STEMS])
 

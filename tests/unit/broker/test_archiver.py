@@ -1,5 +1,6 @@
 """The archiver writes shards and steps when they are due and loses nothing by errors of store or disk."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,31 @@ def test_a_stuck_archiver_says_which_side_it_waits_for(tmp_path: Path, open_writ
     thread.start()
     assert thread.stop(timeout_s=10)
     assert thread.status().waits_for == waits_for
+
+
+def test_a_full_archive_lets_groups_go_and_its_ledger_ends_where_it_does(tmp_path: Path, store: FakeStore):
+    config = msgspec.structs.replace(CONFIG, max_gib=1 / 2**30)
+    archiver = Archiver(store, tmp_path, config)
+    store.train(1, 1, 2, 3)
+    archiver.flush()
+    store.train(2, 4, 5, 6)
+    archiver.flush()
+    archiver.close()
+    assert store.groups == []
+    assert (archiver.num_groups, archiver.num_left_out) == (3, 3)
+    assert steps_in(tmp_path) == [1]
+    assert Archive(tmp_path).check().problems == []
+
+
+def test_a_full_archive_is_shown(tmp_path: Path, store: FakeStore):
+    config = msgspec.structs.replace(CONFIG, max_gib=1 / 2**30)
+    store.finish(1, 2, 3, 4, 5, 6)
+    reports: list[dict[str, Any]] = []
+    store.report_role = lambda role_id, gauges: reports.append(gauges)
+    thread = ArchiverThread(lambda: store, tmp_path, config, tick_s=0.001)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not any(report["state"] == "full" for report in reports):
+        assert time.monotonic() < deadline
+    thread.stop(timeout_s=10)
+    assert "buffer.archive.max_gib" in reports[-1]["reason"]

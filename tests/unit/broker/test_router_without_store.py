@@ -117,3 +117,18 @@ def test_a_peer_that_came_back_meanwhile_keeps_its_leases(scene: RouterScene):
     beat(scene)
     assert scene.store.counts().leased == 2
     assert scene.store.counts().returned == 0
+
+
+def test_nothing_lapses_right_after_an_outage_so_that_its_holder_can_renew_it_first(scene: RouterScene):
+    reaped_at: list[float] = []
+    scene.store.reap = lambda **_: reaped_at.append(scene.clock.now) or []
+    beat(scene)
+    assert len(reaped_at) == 1
+    scene.store.error = StoreCannotWriteError("its disk is full")
+    beat(scene)
+    scene.store.error = None
+    beat(scene)
+    assert len(reaped_at) == 1
+    scene.clock.now += 10
+    scene.step()
+    assert len(reaped_at) == 2

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,12 @@ COMMANDS = [
     "plot",
     "compare",
 ]
+
+
+@pytest.fixture(autouse=True)
+def folder_without_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands look for runs in the current folder, which may be a checkout in which some were made."""
+    monkeypatch.chdir(tmp_path)
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -128,3 +128,10 @@ def test_admission_has_the_reason_why_no_prompts_are_admitted():
     assert status_of(phase="finishing").admission.reason == "the run is finishing"
     lagging = make_run(buffer={"staleness": {"max_lag": 1}})
     assert status_of(run=lagging).admission.limit == 2 * lagging.learner.groups_per_step
+
+
+def test_a_store_without_room_is_the_one_wait_of_all_roles():
+    (wait,) = status_of(full_disk="/data (0 MiB of 9 MiB free), which holds runs/x/store").waits
+    assert (wait.waiter, wait.blocked_on) == ("all roles", "the disk")
+    assert "/data (0 MiB of 9 MiB free)" in wait.reason
+    assert status_of(phase="finished", full_disk="/data").waits == []

@@ -107,3 +107,28 @@ def test_with_a_timeout_of_zero_a_server_that_hangs_is_spared_for_a_moment():
         with contextlib.suppress(redis.TimeoutError):
             answer = policy.call_with_retry(server, lambda error: None)
     assert answer == "PONG"
+
+
+def test_a_full_disk_does_not_count_and_is_named():
+    full = redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device")
+    policy = make(0.05)
+    seen: list[str] = []
+
+    def ask() -> object:
+        seen.append(policy.reason)
+        time.sleep(0.03)
+        return server()
+
+    server = Server(*[full] * 5, "OK")
+    assert policy.call_with_retry(ask, lambda error: None) == "OK"
+    assert seen[-1].endswith("for room on the disk of the store at unix:///x")
+    server = Server(full, *[redis.ConnectionError("gone")] * 20)
+    with pytest.raises(redis.ConnectionError, match="gone"):
+        policy.call_with_retry(ask, lambda error: None)
+
+
+def test_other_refused_writes_count():
+    with pytest.raises(redis.OutOfMemoryError):
+        make(0.1).call_with_retry(
+            Server(*[redis.OutOfMemoryError("OOM command not allowed")] * 100), lambda error: None
+        )

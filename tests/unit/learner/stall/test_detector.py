@@ -146,3 +146,16 @@ def test_an_evaluation_without_a_reward_is_a_dead_end_until_a_reward_comes(patie
     patient.detector.end()
     assert "dead end: none of the last 4 trajectories" in patient.wait(3, trajectories=4, rewards_failed=4)
     assert patient.wait(1, trajectories=5, rewards_failed=4) == STEP_1
+
+
+def test_a_full_disk_is_no_dead_end_and_the_time_after_it_starts_anew(monkeypatch):
+    scene = Scene(policy="fail")
+    monkeypatch.setattr(scene.store, "full_disk", lambda: "/data (0 MiB of 9 MiB free)")
+    for _ in range(3 * AFTER_S):
+        reason = scene.detector.poll("0 are ready")
+        scene.clock.now += 1
+    assert "room on the disk of the store: /data" in reason
+    monkeypatch.setattr(scene.store, "full_disk", lambda: "")
+    scene.wait(AFTER_S - 5)
+    with pytest.raises(DeadEndError):
+        scene.wait(AFTER_S)

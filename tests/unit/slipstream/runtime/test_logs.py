@@ -1,5 +1,8 @@
 """A flood of events becomes a few lines, which count all of them."""
 
+import subprocess
+import sys
+
 from slipstream.runtime.logs import LogLimiter
 from tests.fakes import FakeClock
 
@@ -48,3 +51,19 @@ def test_a_minute_of_a_flood_gives_a_few_lines_that_add_up():
     limiter.flush()
     assert len(lines) <= BURST + 13
     assert sum(("peer" in details) + details.get("more", 0) for _, details in lines) == 6000
+
+
+LOGGING = """
+import sys, structlog
+from slipstream.runtime.logs import configure_logs
+configure_logs("role")
+for number in range(1000):
+    structlog.get_logger().info("a line that is long enough to fill a buffer soon", number=number)
+    print("another one", flush=True)
+"""
+
+
+def test_a_role_outlives_the_disk_of_its_log():
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        done = subprocess.run([sys.executable, "-c", LOGGING], stdout=full, stderr=full, timeout=30)
+    assert done.returncode == 0

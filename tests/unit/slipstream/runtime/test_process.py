@@ -52,24 +52,20 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
 
 @pytest.mark.parametrize(
     ("end", "restart"),
-    [("kill", "on_kill"), ("75", "on_kill"), ("kill", "on_death"), ("1", "on_death"), ("75", "on_death")],
+    [("kill", "on_death"), ("1", "on_death"), ("75", "on_death"), ("130", "on_death"), ("0", "always")],
 )
 def test_a_death_that_a_restart_may_cure_leads_to_one(folder: Path, end: str, restart: Restart):
     assert "restarting in 1 s" in fate(folder, end, restart)
 
 
-@pytest.mark.parametrize(("end", "restart"), [("1", "on_kill"), ("2", "on_kill"), ("2", "on_death")])
-def test_a_death_that_no_restart_cures_ends_the_run(folder: Path, end: str, restart: Restart):
-    with pytest.raises(RoleDiedError, match=f"role ended with exit code {end}"):
-        fate(folder, end, restart)
+@pytest.mark.parametrize("restart", ["on_death", "always"])
+def test_a_verdict_of_the_role_ends_the_run(folder: Path, restart: Restart):
+    with pytest.raises(RoleDiedError, match="role ended with exit code 2"):
+        fate(folder, "2", restart)
 
 
 def test_a_role_that_succeeds_is_not_restarted(folder: Path):
     assert fate(folder, "0", "on_death") == "finished"
-
-
-def test_a_role_with_restart_always_is_restarted_after_success_too(folder: Path):
-    assert "restarting in 1 s" in fate(folder, "0", "always")
 
 
 def until(reached: Callable[[], bool]) -> None:
@@ -117,6 +113,79 @@ def test_terminate_signals_a_role_once(folder: Path):
     assert role.is_running
     role.stop(ends_at=0.0)
     assert not role.is_running
+
+
+@pytest.mark.parametrize(("before", "stops"), [("SIG_DFL", True), ("SIG_IGN", False)])
+def test_a_closed_terminal_stops_a_role_as_ctrl_c_does_but_not_under_nohup(before: str, stops: bool):
+    program = f"import signal; signal.signal(signal.SIGHUP, signal.{before})\n{NEVER_DONE}"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGHUP)
+        if stops:
+            assert process.stdout.readline() == "stopping\n"
+        time.sleep(0.3)
+        process.kill()
+        assert process.stdout.read() == ""
+
+
+TIDY = """
+import os, signal, time
+from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.process import raise_on_stop_signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+with fail_cleanly():
+    raise_on_stop_signal()
+    try:
+        os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("put in order", flush=True)
+"""
+TEARDOWN = """
+import atexit, os, signal
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), print("torn down", flush=True)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"), [(TIDY, "put in order\n"), (TEARDOWN + TIDY, "put in order\ntorn down\n")]
+)
+def test_the_signals_of_a_closing_terminal_interrupt_once_and_leave_no_traceback(program: str, printed: str):
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (130, printed, "interrupted\n")
+
+
+CHATTY = """
+import sys, time
+for number in range(int(sys.argv[1])):
+    print("line", number, flush=True)
+print("error: the last line", flush=True)
+sys.exit(2) if len(sys.argv) > 2 else time.sleep(60)
+"""
+
+
+def test_a_log_is_cut_to_its_newest_lines_while_the_role_goes_on_writing(folder: Path):
+    (folder / "chatty.py").write_text(CHATTY)
+    role = RoleProcess("role", ["chatty", "5000"], logs=folder, max_log_bytes=8000)
+    role.start()
+    until(lambda: "the last line" in role.log_tail(num_lines=1))
+    assert role.poll() == []
+    log = (folder / "role.log").read_text()
+    assert 1000 < len(log) <= 2000
+    assert log.endswith("line 4999\nerror: the last line\n")
+    role.stop(ends_at=0.0)
+
+
+def test_an_error_is_found_in_a_log_that_was_cut(folder: Path):
+    (folder / "chatty.py").write_text(CHATTY)
+    (folder / "role.log").write_text("error: of a start before\n" * 400)
+    role = RoleProcess("role", ["chatty", "5000", "ends"], logs=folder, max_log_bytes=8000)
+    role.start()
+    until(lambda: not role.is_running)
+    with pytest.raises(RoleDiedError, match="role: the last line"):
+        role.poll()
 
 
 ORPHAN = """

@@ -1,0 +1,76 @@
+"""Full disks: recognized in the errors of any library, described by name, and waited for.
+
+A wait for room has no deadline, because a person ends it; it is logged and reported until then.
+"""
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+T = TypeVar("T")
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No room | quota used up | `ulimit -f`, which is how tests fill a disk."""
+_TEXTS = tuple(os.strerror(number) for number in _FULL)
+"""For libraries that keep the text only: safetensors, and Redis in its answers."""
+_RETRY_EVERY_S = 1.0
+_LOG_EVERY_S = 5.0
+
+log = structlog.get_logger(__name__)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    return any(text in str(error) for text in _TEXTS)
+
+
+def describe_disk(path: Path) -> str:
+    """Return the disk of an existing or future file, such as `/data (12 MiB of 9216 MiB free), which holds runs/x`."""
+    path = path.absolute()
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    mount = next(folder for folder in (existing, *existing.parents) if folder.is_mount())
+    usage = shutil.disk_usage(existing)
+    return f"{mount} ({usage.free // 2**20} MiB of {usage.total // 2**20} MiB free), which holds {path}"
+
+
+class DiskWait:
+    """Repeats writes for which there is no room until there is. Used by one thread; `reason` may be read by any."""
+
+    def __init__(
+        self, *, while_waiting: Callable[[], object] = lambda: None, retry_every_s: float = _RETRY_EVERY_S
+    ) -> None:
+        """`while_waiting` is called every few seconds of a wait."""
+        self._while_waiting = while_waiting
+        self._retry_every_s = retry_every_s
+        self.reason = ""
+        """The wait under way, such as `waiting 12 s for room on the disk /data (...) for metrics`; else empty."""
+
+    def retry(self, write: Callable[[], T], *, what: str, path: Path) -> T:
+        """Call `write`, which writes `what` to `path` whole or not at all, until there is room for it."""
+        began_at, log_at = time.monotonic(), 0.0
+        while True:
+            try:
+                result = write()
+            except Exception as error:
+                if not is_disk_full(error):
+                    raise
+                now = time.monotonic()
+                self.reason = f"waiting {now - began_at:.0f} s for room for {what} on the disk {describe_disk(path)}"
+                if now >= log_at:
+                    log_at = now + _LOG_EVERY_S
+                    log.warning("disk_full", reason=self.reason, error=str(error))
+                    self._while_waiting()
+                time.sleep(self._retry_every_s)
+            else:
+                if self.reason:
+                    log.info("disk_has_room", what=what, after_s=round(time.monotonic() - began_at, 1))
+                self.reason = ""
+                return result
