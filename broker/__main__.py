@@ -19,13 +19,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import structlog
 
 from slipstream.broker.archiver import ArchiverThread
-from slipstream.broker.dataset import Dataset
+from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.errors import BrokerError
 from slipstream.broker.handshake import read_token
 from slipstream.broker.router import Router
@@ -60,7 +59,7 @@ def main(overrides: list[str]) -> None:
     die_with_launcher()
     # Whatever the user can get wrong is checked before the store starts.
     token = read_token(run.broker)
-    train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
+    train, heldout = open_datasets(run)
     channel = ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes)
     folder = RunFolder(run)
     folder.open()

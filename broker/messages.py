@@ -84,6 +84,8 @@ class Welcome(Message):
     """Payload bytes the peer may have sent without an Ack."""
     broker_incarnation: str
     """Random, new for every start of the broker."""
+    num_heldout: int
+    """Number of held-out prompts."""
     model: ModelFingerprint | None = None
     """Fingerprint of `model.path` on the broker's machine; None if there is no such folder."""
 

@@ -107,6 +107,7 @@ class Router:
         self._log_limiter = LogLimiter(log.warning, clock=clock)
         limit = run.broker.max_message_bytes
         self._ingest = Ingest(store, self._outage, log_limiter=self._log_limiter, max_payload_bytes=limit)
+        self._num_heldout = len(heldout)
         self._leases = LeaseScheduler(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
         self._drain_requests = DrainRequests()
         self._departed: list[tuple[Peer, str]] = []
@@ -235,6 +236,7 @@ class Router:
                 credit_messages=_CREDIT_MESSAGES,
                 credit_bytes=_CREDIT_BYTES,
                 broker_incarnation=self._incarnation,
+                num_heldout=self._num_heldout,
                 model=self._model,
             ),
         )

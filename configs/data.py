@@ -45,7 +45,10 @@ class DataConfig(Config):
     heldout_path: str
     """File of the prompts for evaluation, never trained on."""
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 32
-    """Longest prompt, tokens; a file with a longer one is refused."""
+    """Longest prompt, tokens."""
+    too_long: Literal["refuse", "drop"] = "refuse"
+    """Treatment of a file with longer prompts when it is read: it is refused, or its other rows are used; how many are
+    left out is logged."""
 
 
 class PrepareStep(Config):

@@ -90,7 +90,14 @@ class RewardConfig(Config):
     num_workers: Annotated[int, Meta(ge=0)] = 1
     """Worker processes; 0 = score inside the generator process, without a time limit (serial mode)."""
     timeout_s: Annotated[float, Meta(gt=0)] = 5.0
-    """Wall-clock limit of one call, seconds; then the worker is killed and `reward_status` is `timeout`."""
+    """Wall-clock limit of one call, seconds; then the worker and all that the function started are killed, and
+    `reward_status` is `timeout`."""
+    max_cpu_s: Annotated[int, Meta(ge=1)] | None = None
+    """CPU time of one call, over the worker's threads, seconds; beyond it `reward_status` is `timeout`. A process that
+    the function starts has as much for itself. null = as long as `timeout_s` lasts."""
+    max_memory_mib: Annotated[int, Meta(ge=64)] | None = 4096
+    """Memory that the worker may allocate, and each process that the function starts, MiB; beyond it an allocation
+    fails, with `reward_status` `error`. null = no limit. Like `timeout_s`, not enforced with `num_workers=0`."""
 
 
 class GeneratorsConfig(Config):

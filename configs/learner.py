@@ -13,7 +13,8 @@ class EvaluationConfig(Config):
     every_steps: Annotated[int, Meta(ge=0)] = 10
     """Steps between two monitored evaluations; 0 = only before and after training."""
     monitor_prompts: Annotated[int, Meta(ge=1)] = 128
-    """First rows of the held-out file, evaluated during training and for early stopping."""
+    """First rows of the held-out file, evaluated during training and for early stopping. A file with fewer rows than
+    `monitor_prompts` + `final_prompts` is shared between the two in that proportion."""
     final_prompts: Annotated[int, Meta(ge=1)] = 512
     """Rows after those, evaluated once before and once after training."""
     goal_sampled: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -23,6 +24,19 @@ class EvaluationConfig(Config):
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest wait for the evaluations before and after training while answers arrive, seconds; without any hope of
     answers it ends earlier, see `learner.dead_end`."""
+
+    def rows(self, num_rows: int) -> tuple[range, range]:
+        """Rows monitored during training and rows evaluated before and after it, of a file with `num_rows`.
+
+        No row is in both, unless the file has only one: early stopping must not choose by the numbers reported.
+        """
+        wanted = self.monitor_prompts + self.final_prompts
+        if num_rows >= wanted:
+            return range(self.monitor_prompts), range(self.monitor_prompts, wanted)
+        if num_rows == 1:
+            return range(1), range(1)
+        monitored = min(max(1, num_rows * self.monitor_prompts // wanted), num_rows - 1)
+        return range(monitored), range(monitored, num_rows)
 
 
 Decay = Annotated[float, Meta(ge=0, lt=1)]

@@ -32,7 +32,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.engines.vllm.environment import vllm_environment
-from slipstream.generators.errors import EngineDiedError, GeneratorError
+from slipstream.generators.errors import EngineDiedError, EngineStartError, GeneratorError
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
@@ -43,7 +43,12 @@ _FLUSH_S = 3.0
 log = structlog.get_logger(__name__)
 
 
-@fail_cleanly(BrokerError, GeneratorError, restartable=(EngineDiedError, ClientDiedError))
+@fail_cleanly(
+    BrokerError,
+    GeneratorError,
+    restartable=(EngineDiedError, ClientDiedError),
+    restartable_once=(EngineStartError,),
+)
 def main(arguments: list[str]) -> None:
     """Join a run and generate until drained."""
     exit_after_help(arguments, __doc__)

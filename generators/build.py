@@ -45,8 +45,7 @@ def assemble(
 ) -> Generator:
     """Build a Generator and its parts. Nothing runs until `Generator.run`."""
     engine = build_engine(run, receiver=receiver)
-    reward = run.generators.reward
-    pool = RewardPool(reward.function, reward.arguments, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
+    pool = RewardPool(run.generators.reward)
     agent = SingleTurn(
         run=run,
         engine=engine,

@@ -3,6 +3,7 @@
 GeneratorError
 ├── EngineError               the engine does not start, or fails a request
 │   └── EngineDiedError       the engine is gone or stalled: the process must be restarted
+│       └── EngineStartError  it ended before its first answer: a restart helps unless the same comes back
 ├── PromptError               a prompt cannot be tokenised or is too long
 └── UnverifiedWeightsError    loaded weights that the probe or a check found wrong
 """
@@ -18,6 +19,10 @@ class EngineError(GeneratorError, RuntimeError):
 
 class EngineDiedError(EngineError):
     """The engine is gone or stalled; restarting the generator process recovers it."""
+
+
+class EngineStartError(EngineDiedError):
+    """The engine ended before its first answer. A restart is worth one try: the same error again will not go away."""
 
 
 class PromptError(GeneratorError, ValueError):

@@ -70,6 +70,7 @@ class Generator:
         clock: Clock = time.monotonic,
     ) -> None:
         self._group_size = run.generators.members_per_group
+        self._max_payload_bytes = run.broker.max_message_bytes
         self._client = client
         self._engine = engine
         self._agent = agent
@@ -77,6 +78,7 @@ class Generator:
         self._clock = clock
         self._state = "starting"
         self._reason = "loading the model"
+        self._prompt_error = ""
         self._error: Exception | None = None
         self._wake_up = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], Prompt] = {}
@@ -230,7 +232,9 @@ class Generator:
         # `list` copies in one step: this may run on the client's thread while the loop changes the dict. A lease is
         # held until its last trajectory is acknowledged, not only until it is generated.
         held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
-        reason = f"trajectories are deferred: {outbox.deferral_reason}" if outbox.deferral_reason else self._reason
+        reason = self._prompt_error or self._reason
+        if outbox.deferral_reason:
+            reason = f"trajectories are deferred: {outbox.deferral_reason}"
         return PeerStatus(self._state, self._weight_updates.version, reason, gauges, lease_ids=sorted(held))
 
     @property
@@ -288,6 +292,14 @@ class Generator:
         lease = prompt.lease
         group_size = self._group_size if lease.purpose == "train" else 1
         header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
+        if len(payload) > self._max_payload_bytes:
+            # Sent all the same it would cost the connection, again after every reconnect.
+            raise PromptError(
+                f"a trajectory must fit into broker.max_message_bytes ({self._max_payload_bytes}), {header.id} of "
+                f"{len(trajectory.token_ids)} tokens has {len(payload)} bytes: raise that limit in a new run, or lower "
+                "generators.sampling.max_tokens"
+            )
+        self._prompt_error = ""
         self._tokens.add(int(trajectory.model_mask.sum()))
         self._gauges["trajectories"] += 1
         self._gauges["rewards_failed"] += trajectory.reward.status != "ok"
@@ -300,6 +312,7 @@ class Generator:
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.error("prompt_failed", prompt=prompt.uid, error=str(error))
+        self._prompt_error = str(error)
         self._return_leases([prompt.lease.id], str(error))
         # A bad prompt is the dataset's fault and costs one lease; anything else would hit every prompt.
         if isinstance(error, Exception) and not isinstance(error, PromptError):

@@ -132,9 +132,10 @@ def build_learner(
     sender: WeightSender,
     snapshots: SnapshotServer | None = None,
     wait: Callable[[int, float], object],
+    num_heldout: int,
     clock: Clock = time.monotonic,
 ) -> Learner:
-    """Build rank 0's loop and everything it calls. See Learner for `wait`, Publisher for `snapshots`."""
+    """Build rank 0's loop and all it calls. See Learner for `wait`, `num_heldout`, and Publisher for `snapshots`."""
     publisher = Publisher(
         client=client,
         inbox=inbox,
@@ -156,6 +157,7 @@ def build_learner(
         publisher=BackgroundPublisher(publisher, stager, store, in_background=not run.is_one_process),
         metrics_log=MetricsLog(run, folder=folder, store=store, disk=disk),
         wait=wait,
+        num_heldout=num_heldout,
         rollouts=Rollouts(Path(mix.archive), seed=run.seed) if mix.archive else None,
         disk=disk,
         clock=clock,

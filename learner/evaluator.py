@@ -12,15 +12,12 @@ PURPOSES: tuple[Purpose, ...] = ("sampled", "greedy")
 
 
 class Evaluator:
-    """Opens evaluations in the store.
+    """Opens evaluations in the store, over the rows that `EvaluationConfig.rows` chooses."""
 
-    The first `monitor_prompts` rows of the held-out file serve during training, the rows after them before and after
-    it: early stopping must not choose by the numbers that are reported.
-    """
-
-    def __init__(self, store: Store, config: EvaluationConfig) -> None:
+    def __init__(self, store: Store, config: EvaluationConfig, *, num_rows: int) -> None:
+        """`num_rows`: number of held-out prompts."""
         self._store = store
-        self._config = config
+        self._monitored, self._final = config.rows(num_rows)
         self._open: list[str] = []
 
     def open_monitor(self, *, step: int, fence: int, version: int) -> str:
@@ -29,7 +26,7 @@ class Evaluator:
         `fence`, the token of the step's claim, tells the step from the same one trained again after a rollback.
         """
         name = f"step-{step}-{fence}"
-        self._request(name, version=version, rows=range(self._config.monitor_prompts))
+        self._request(name, version=version, rows=self._monitored)
         self._open.append(name)
         return name
 
@@ -42,8 +39,7 @@ class Evaluator:
         # whose reward function failed throughout is requested anew, since its answers are final.
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         fresh = next(each for each in names if not self._has_failed(each))
-        first = self._config.monitor_prompts
-        self._request(fresh, version=version, rows=range(first, first + self._config.final_prompts))
+        self._request(fresh, version=version, rows=self._final)
         return fresh
 
     def num_answered(self, name: str) -> int:

@@ -122,6 +122,7 @@ def _build_learner(
             snapshots, StreamServer(snapshots, host=run.weights.host, port=run.weights.fetch_port)
         ),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
+        num_heldout=session.welcome.num_heldout,
     )
 
 

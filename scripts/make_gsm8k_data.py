@@ -17,6 +17,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from slipstream.configs.base import ConfigError
+from slipstream.generators.rewards.functions import true_number
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.scripts.make_digits_data import make_row, write_pair
 
@@ -29,8 +30,10 @@ SPLITS = {"train": "train", "heldout": "test"}
 def final_answer(answer: str) -> str:
     """Extract the number after `####`, without thousands separators. Raises ConfigError."""
     _, mark, number = answer.rpartition("####")
-    if not mark:
-        raise ConfigError(f"an answer of GSM8K must end in `#### number`, got `{answer[-40:]}`.")
+    try:
+        true_number(number if mark else "")
+    except ValueError:
+        raise ConfigError(f"an answer of GSM8K must end in `#### number`, got `{answer[-40:]}`.") from None
     return number.strip().replace(",", "")
 
 

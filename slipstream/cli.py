@@ -226,7 +226,7 @@ def evaluate(
     slipstream evaluate runs/mine/final_model generators/engine=hf    without vLLM
 
     The prompts are those on which a run reports its final accuracy: evaluation.final_prompts rows of
-    data.heldout_path, after the first evaluation.monitor_prompts.
+    data.heldout_path, after the first evaluation.monitor_prompts; of a shorter file, its share.
     """
     from slipstream.configs.load import load
     from slipstream.launch.evaluate import evaluate as measure

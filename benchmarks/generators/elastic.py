@@ -46,7 +46,10 @@ def main(arguments: argparse.Namespace) -> None:
         finally:
             launcher.terminate()
             launcher.wait()
-        rows = [json.loads(line) for line in (Path(runs_dir) / _NAME / "metrics.jsonl").read_text().splitlines()]
+            # Also of a run that failed.
+            metrics = Path(runs_dir) / _NAME / "metrics.jsonl"
+            rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
+            write_result(arguments, {"rows": rows})
         summary = json.loads((Path(runs_dir) / _NAME / "summary.json").read_text())
     result = {"joined": joined, "phases": by_phase(rows, arguments.phases), "summary": summary}
     steps = [row["step"] for row in rows]

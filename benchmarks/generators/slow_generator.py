@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -163,8 +164,7 @@ class FleetRun:
 # --- roles ---------------------------------------------------------------------------------------------------------
 def _generator(run: RunConfig, session: Session, config: ScriptedEngineConfig) -> Generator:
     engine = ScriptedEngine(config)
-    reward = run.generators.reward
-    pool = RewardPool(reward.function, reward.arguments, num_workers=0, timeout_s=reward.timeout_s)
+    pool = RewardPool(msgspec.structs.replace(run.generators.reward, num_workers=0))
     agent = SingleTurn(
         run=run,
         engine=engine,
@@ -189,15 +189,16 @@ def main(arguments: argparse.Namespace) -> None:
     warm_up_s = _WARM_UP_GROUPS * _TOKENS * slow
     fleets = {"alone": {"fast": _SECONDS_PER_TOKEN}, "both": {"slow": slow, "fast": _SECONDS_PER_TOKEN}}
     rows = []
-    for max_lag, concurrency in _SETTINGS:
+    for max_lag, concurrency in _SETTINGS[: arguments.settings]:
         settings = _settings(arguments, max_lag=max_lag, concurrency=concurrency)
         measured: dict[str, list[dict[str, float]]] = {name: [] for name in fleets}
         for _ in range(arguments.rounds):
             for name, speeds in fleets.items():
                 measured[name].append(_measure(speeds, settings, warm_up_s=warm_up_s, seconds=arguments.seconds))
         rows.append(_row(measured, max_lag=max_lag, concurrency=concurrency))
+        write_result(arguments, {"rows": rows})
         console.print(f"max_lag {max_lag}, concurrency {concurrency}: ratio {rows[-1]['ratio']:.3f}")
-    _print_table(rows, arguments)
+    _print_table(rows, slowdown=arguments.times)
 
 
 def _settings(arguments: argparse.Namespace, *, max_lag: int, concurrency: int) -> list[str]:
@@ -249,8 +250,8 @@ def _row(measured: dict[str, list[dict[str, float]]], *, max_lag: int, concurren
     }
 
 
-def _print_table(rows: list[dict[str, float]], arguments: argparse.Namespace) -> None:
-    title = f"a generator {arguments.times:g} times slower, {_GROUPS_PER_STEP} groups a batch"
+def _print_table(rows: list[dict[str, float]], *, slowdown: float) -> None:
+    title = f"a generator {slowdown:g} times slower, {_GROUPS_PER_STEP} groups a batch"
     table = Table(
         "max_lag", "concurrency", "alone, s/batch", "both, s/batch", "ratio", "share of the slow one", title=title
     )
@@ -261,7 +262,6 @@ def _print_table(rows: list[dict[str, float]], arguments: argparse.Namespace) ->
             f"{row['max_lag']}", f"{row['concurrency']}", *times, f"{row['ratio']:.3f}", f"{row['by_slow']:.1%}"
         )
     console.print(table)
-    write_result(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":
@@ -269,5 +269,6 @@ if __name__ == "__main__":
     parser.add_argument("--times", type=float, default=10.0, help="slowdown of the slow generator (10)")
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one measurement, after its warm-up (8)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each fleet (3)")
+    parser.add_argument("--settings", type=int, help="number of settings to measure, from the first (all)")
     parser.add_argument("overrides", nargs="*", help="settings of the run")
     main(parser.parse_args())

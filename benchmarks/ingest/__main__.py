@@ -45,7 +45,7 @@ def main(arguments: argparse.Namespace) -> None:
                 for num_tokens in arguments.tokens:
                     console.print(f"measuring {num_tokens} tokens, {level} ...", highlight=False)
                     rows += _measure(served, level, num_tokens, skipped=skipped, arguments=arguments)
-    write_result(arguments, {"group_size": GROUP_SIZE, "skipped": skipped, "rows": rows})
+                    write_result(arguments, {"group_size": GROUP_SIZE, "skipped": skipped, "rows": rows})
     console.print(_rates_table(rows))
     console.print(_stages_table([row for row in rows if row["path"] == _OURS]))
 

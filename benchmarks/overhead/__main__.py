@@ -49,12 +49,14 @@ def main(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {"run": to_plain(run), "load_averages": {}}
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
         result["versions"] = _versions(run, Path(folder))
-        for part in arguments.parts:
-            console.print(f"measuring {part} ...", highlight=False)
-            result[part] = _PARTS[part](arguments, environment=_environment(run), folder=Path(folder))
-            result["load_averages"][part] = psutil.getloadavg()
-            write_result(arguments, result)
-    _print_tables(result)
+        try:
+            for part in arguments.parts:
+                console.print(f"measuring {part} ...", highlight=False)
+                result[part] = _PARTS[part](arguments, environment=_environment(run), folder=Path(folder))
+                result["load_averages"][part] = psutil.getloadavg()
+                write_result(arguments, result)
+        finally:
+            _print_tables(result)
 
 
 def _generators(arguments: argparse.Namespace, *, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
@@ -86,7 +88,9 @@ def _together(arguments: argparse.Namespace, *, environment: Mapping[str, str], 
     # The first half is warm-up: compilation, filling of the buffer, the first lag.
     steady = rows[len(rows) // 2 :]
     tokens = sum(row["learner/tokens"] for row in steady[1:])
-    return {key: statistics.median(row[key] for row in steady) for key in _KEYS} | {
+    # A step after which nothing was published has no figures of a weight update.
+    measured = {key: [row[key] for row in steady if key in row] for key in _KEYS}
+    return {key: statistics.median(values) for key, values in measured.items() if values} | {
         "steps": len(rows),
         "measured_steps": len(steady),
         "tokens_per_s": tokens / (steady[-1]["time_s"] - steady[0]["time_s"]),

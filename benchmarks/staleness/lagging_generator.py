@@ -77,7 +77,7 @@ class LaggingGenerator:
         self._score = load_reward(run.generators.reward.function, run.generators.reward.arguments)
         self._train = Dataset(run.data.train_path)
         heldout = Dataset(run.data.heldout_path)
-        self._heldout = [heldout.row(index) for index in range(run.evaluation.monitor_prompts)]
+        self._heldout = [heldout.row(index) for index in run.evaluation.rows(len(heldout))[0]]
         self._past = PastWeights(lag)
         self._random = torch.Generator().manual_seed(run.seed)
 

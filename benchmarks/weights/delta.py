@@ -54,6 +54,7 @@ def main(arguments: argparse.Namespace) -> None:
         for (dtype, apart), rows in zip(CASES, versions.values(), strict=True):
             if len(history) > apart:
                 rows.append(compare(history[-1 - apart][dtype], history[-1][dtype]))
+        write_result(arguments, {"parameters": size, "versions": versions})
     fetched = fetch(history[-2][torch.bfloat16], history[-1][torch.bfloat16])
     print_tables(versions, fetched)
     write_result(arguments, {"parameters": size, "versions": versions, "fetched": fetched})

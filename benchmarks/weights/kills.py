@@ -146,6 +146,7 @@ def _measure(
         processes.start(victim)
         seconds["back_s"].append(learner.until(others + 1, after_version=-1, timeout_s=_START_S) - started_at)
         console.print(f"kill {kill}: next version after {seconds['next_s'][-1]:.2f} s")
+        write_result(arguments, seconds)
     return seconds
 
 
@@ -199,7 +200,6 @@ def _print_table(result: dict[str, Any], arguments: argparse.Namespace) -> None:
     for key, name in names.items():
         table.add_row(name, f"{statistics.median(result[key]):.3f}", f"{max(result[key]):.3f}")
     console.print(table)
-    write_result(arguments, result)
 
 
 if __name__ == "__main__":

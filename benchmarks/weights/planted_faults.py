@@ -319,7 +319,10 @@ def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         scene = PlantedFaults(Path(folder) / "model")
         try:
-            outcomes = {fault.name: scene.run(fault) for fault in FAULTS}
+            outcomes = {}
+            for fault in FAULTS[: arguments.faults]:
+                outcomes[fault.name] = scene.run(fault)
+                write_result(arguments, {"faults": msgspec.to_builtins(outcomes)})
         finally:
             scene.close()
     table = Table("fault", "caught by", "load", "afterwards", "healed", "s", title="Planted faults, real vLLM")
@@ -329,8 +332,9 @@ def main(arguments: argparse.Namespace) -> None:
         healed = "yes" if outcome.is_healed else "NO"
         table.add_row(name, outcome.caught_by, when, afterwards, healed, f"{outcome.seconds:.3f}")
     console.print(table)
-    write_result(arguments, {"faults": {name: msgspec.to_builtins(outcome) for name, outcome in outcomes.items()}})
 
 
 if __name__ == "__main__":
-    main(make_parser("benchmarks.weights.planted_faults", __doc__).parse_args())
+    parser = make_parser("benchmarks.weights.planted_faults", __doc__)
+    parser.add_argument("--faults", type=int, help="number of faults to plant, from the first (all)")
+    main(parser.parse_args())

@@ -46,6 +46,7 @@ _BUCKET_BYTES = 64 << 20
 _MAX_TOKENS = 200
 _PROMPT = [2 + i % 12 for i in range(64)]
 _PARTS = ("_receive", "_load", "_verify_loaded")
+_KV_SETTINGS = ["keep", "recompute"]
 
 console = Console(highlight=False)
 Seconds = dict[str, list[float]]
@@ -102,7 +103,7 @@ def main(arguments: argparse.Namespace) -> None:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     versions = Versions(arguments)
     results: dict[str, Seconds] = {"raw": _raw(versions, arguments.updates)}
-    for kv_on_update in ("keep", "recompute"):
+    for kv_on_update in arguments.kv_on_update:
         config = VllmEngineConfig(max_num_seqs=arguments.requests, kv_on_update=kv_on_update)
         with (
             tempfile.TemporaryDirectory(prefix="pause-") as folder,
@@ -111,6 +112,7 @@ def main(arguments: argparse.Namespace) -> None:
             measured = rig.run(_measure(rig, versions, arguments), timeout_s=1800)
         results["raw"]["load"] = measured.pop("idle")["load"]
         results |= {f"{kv_on_update}, {transport}": seconds for transport, seconds in measured.items()}
+        write_result(arguments, {"bytes": versions.num_bytes, "seconds": results})
     _show(results, versions, arguments)
 
 
@@ -287,7 +289,6 @@ def _show(results: dict[str, Seconds], versions: Versions, arguments: argparse.N
             if name != "raw":
                 parts.add_row(f"{name}: {part}", _ms(seconds[part]))
     console.print(parts)
-    write_result(arguments, {"bytes": versions.num_bytes, "seconds": results})
 
 
 def _ms(seconds: list[float]) -> str:
@@ -300,4 +301,7 @@ if __name__ == "__main__":
     parser.add_argument("--requests", type=int, default=32, help="requests running at any time (32)")
     parser.add_argument("--layers", type=int, default=4, help="of the model (4)")
     parser.add_argument("--width", type=int, default=128, help="of the model (128)")
+    parser.add_argument(
+        "--kv-on-update", nargs="+", choices=_KV_SETTINGS, default=_KV_SETTINGS, help="settings to measure (both)"
+    )
     main(parser.parse_args())

@@ -1,6 +1,7 @@
 """Reward functions: exact match, share of matching positions, final number of a worked answer."""
 
 import re
+from collections import deque
 from fractions import Fraction
 
 from slipstream.buffer.trajectory import Reward
@@ -31,47 +32,94 @@ def position_match(sample: RewardInput) -> Reward:
     return Reward(total=share, parts={"positions": share}, is_correct=answer == truth and is_end_right)
 
 
-_NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?"
-_FORMATS = (
-    re.compile(rf"####\s*\$?\s*({_NUMBER})"),
-    re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"),
-    re.compile(rf"answer\s*(?:is|:|=)\s*\$?\s*({_NUMBER})", re.IGNORECASE),
+_MAX_NUMBER = 100
+"""Characters of the longest number: comparing those of millions of digits would take minutes."""
+_MINUS = "\u2212"
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = rf"[-+]?(?:\\\$|\$)?\s?(?:{_DIGITS})(?:\s?/\s?(?:{_DIGITS}))?"
+_FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]{1,50})\}\{([^{}]{1,50})\}")
+# A number is the answer only where no expression goes on behind it: 3\sqrt{2}, 2^{10}, 1e5, 1,2, 7 1/2, 2x, 3 + 4 do.
+# Atomic (`?>`): a shorter beginning of the number, with the rest behind it, must not match either.
+_ENDED_NUMBER = (
+    rf"(?>{_NUMBER})(?![ \t]?\d|[.,:]\d|[\^_{{(]|[eE][-+]?\d|[a-zA-Z]\b|\s?\\(?!text|mathrm|quad|end)[a-zA-Z]"
+    r"|\s?[*/+=^-]\s?(?:[\d\\(]|[a-zA-Z]\b))"
 )
-_ANY_NUMBER = re.compile(_NUMBER)
-_LATEX_FRACTION = re.compile(r"\\d?frac\{([^{}]+)\}\{([^{}]+)\}")
+_ANSWER = re.compile(_ENDED_NUMBER)
+_LAST_NUMBER = re.compile(rf"(?<![\w^{{\\.,])({_ENDED_NUMBER})")
+_HASHES = re.compile(rf"####\s*(?={_NUMBER})")
+_PHRASE = re.compile(rf"answer\s*(?:is|:|=)\s*(?={_NUMBER})", re.IGNORECASE)
+_BOX = re.compile(r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
+_WHOLE_NUMBER = re.compile(_NUMBER)
+_DECORATION = re.compile(r"\\text\{[^{}]*\}|\\[,;!%$ ]|[$%]")
 
 
 def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
     """Reward 1 for the right final number, plus `format_reward` for a recognised format, in the manner of GSM8K.
 
     Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response cut off at its length limit is
-    wrong.
+    wrong. Raises ValueError for a ground truth that is not one number: formulas, sets and texts need a function that
+    understands them.
     """
-    answer, has_format = final_answer(sample.response)
-    truth, _ = final_answer(sample.ground_truth)
-    is_right = answer is not None and answer == truth
-    is_correct = is_right and sample.stop_reason == "stop"
-    parts = {"answer": float(is_correct), "format": format_reward * has_format}
+    truth = true_number(sample.ground_truth)
+    answer, has_format = final_number(sample.response)
+    is_correct = answer == truth and sample.stop_reason == "stop"
+    parts = {"answer": float(answer == truth), "format": format_reward * has_format}
     return Reward(total=sum(parts.values()), parts=parts, is_correct=is_correct)
 
 
-def final_answer(text: str) -> tuple[Fraction | str | None, bool]:
-    """Extract the final answer as an exact number, or as text if it is none; and whether it was in a known format.
+def true_number(text: str) -> Fraction:
+    """Read a ground truth: the text behind its last `####`, else in its last box, else all of it. Raises ValueError."""
+    _, mark, answer = _plain(text).rpartition("####")
+    box = None if mark else _last(_BOX, answer)
+    number = _number(box.group(1) if box else answer)
+    if number is None:
+        raise ValueError(
+            f"a ground truth of math_answer must be one number of at most {_MAX_NUMBER} characters, got {text[-60:]!r}"
+        )
+    return number
 
-    Tried in turn: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number of the text. The last match of a
-    kind wins.
+
+def final_number(text: str) -> tuple[Fraction | None, bool]:
+    """Extract the final number of a response, None if there is none; and whether it was in a known format.
+
+    Tried in turn: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number of the text. The last one of a
+    kind wins; where it is part of a formula or a list, there is no number.
     """
-    for pattern in _FORMATS:
-        if found := pattern.findall(text):
-            return _value(found[-1]), True
-    numbers = _ANY_NUMBER.findall(text)
-    return (_value(numbers[-1]) if numbers else None), False
+    text = _plain(text)
+    if mark := _last(_HASHES, text):
+        number = _number_at(text, mark.end())
+    elif box := _last(_BOX, text):
+        number = _number(box.group(1))
+    elif mark := _last(_PHRASE, text):
+        number = _number_at(text, mark.end())
+    else:
+        found = _last(_LAST_NUMBER, text)
+        return (_number(found.group()) if found else None), False
+    return number, number is not None
 
 
-def _value(text: str) -> Fraction | str:
-    plain = _LATEX_FRACTION.sub(r"\1/\2", text)
-    plain = re.sub(r"[\s,$%]|\\[!,;%$]|\\text\{[^{}]*\}", "", plain).rstrip(".")
-    try:
-        return Fraction(plain)
-    except (ValueError, ZeroDivisionError):
-        return plain
+def _plain(text: str) -> str:
+    return text.replace(_MINUS, "-").replace("{,}", ",")
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
+
+
+def _number_at(text: str, start: int) -> Fraction | None:
+    found = _ANSWER.match(text, start)
+    return _number(found.group()) if found else None
+
+
+def _number(text: str) -> Fraction | None:
+    """Value of a text that is one number and nothing else; None for any other."""
+    if len(text) > _MAX_NUMBER:
+        return None
+    plain = _DECORATION.sub("", text).strip().rstrip(".")
+    if found := _FRACTION.fullmatch(plain):
+        plain = "{}{}/{}".format(*(part.strip() for part in found.groups()))
+    if not _WHOLE_NUMBER.fullmatch(plain):
+        return None
+    top, slash, bottom = re.sub(r"[,\s]", "", plain).partition("/")
+    divisor = Fraction(bottom) if slash else Fraction(1)
+    return Fraction(top) / divisor if divisor else None

@@ -6,19 +6,25 @@ that loop for the interpreter lock, and could not tell which of several calls in
 """
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
 
 from slipstream.buffer.trajectory import Reward
+from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.reward import RewardInput, evaluate, failed_reward, load_reward
-from slipstream.generators.rewards.worker import FrameDecoder, Job, decode_reply, frame
+from slipstream.generators.rewards.worker import SIGNAL_EXIT, FrameDecoder, Job, decode_reply, frame
 
 _START_TIMEOUT_S = 60.0
 _REAP_TIMEOUT_S = 2.0
+"""Longest wait for a worker to kill what its reward function started, and to end."""
+_REAP_INTERVAL_S = 0.01
 _MAX_PENDING = 16
 """Samples sent to one worker ahead of its replies: enough to keep it busy, few enough that a hang delays few others."""
 _MAX_FAILED_STARTS = 3
@@ -38,25 +44,24 @@ class ScoreRequest:
 
 
 class RewardWorker(asyncio.Protocol):
-    """Connection to one worker process. Life: open -> ready -> (submit, reply)* -> closed.
+    """Connection to one worker process. Life: open -> ready -> (submit, reply)* -> ending -> closed.
 
     A worker replies in order, so the time limit always applies to its oldest pending request, and a timeout or crash is
     that request's fault alone. `on_change(worker)` is called when it may have capacity, and when it is closed.
     """
 
-    def __init__(self, job: Job, *, timeout_s: float, on_change: Callable[["RewardWorker"], None]) -> None:
-        self._job = job
-        self._timeout_s = timeout_s
+    def __init__(self, config: RewardConfig, *, on_change: Callable[["RewardWorker"], None]) -> None:
+        self._config = config
         self._on_change = on_change
         self._decoder = FrameDecoder()
         self._socket, self._process = _launch()
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
-        self._is_closing = False
+        self._is_ending = False
         self.pending: deque[ScoreRequest] = deque()
         """Submitted and not yet answered, oldest first; once closed, for another worker to answer."""
-        self.is_ready = False
-        """Whether the reward function is loaded."""
+        self.pid = 0
+        """Process that scores; 0 until the reward function is loaded."""
         self.is_closed = False
         self.error = ""
 
@@ -65,58 +70,89 @@ class RewardWorker(asyncio.Protocol):
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=self._socket)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def is_ready(self) -> bool:
+        """Whether it takes requests."""
+        return bool(self.pid) and not self._is_ending
 
     def submit(self, requests: list[ScoreRequest]) -> None:
         assert self._transport is not None
         # With requests pending the timer already runs, for the oldest of them.
         if not self.pending:
-            self._start_timer(self._timeout_s, "timeout")
+            self._start_timer(self._config.timeout_s, "timeout")
         self.pending.extend(requests)
         self._transport.write(b"".join(frame(request.sample) for request in requests))
 
-    def close(self) -> None:
-        """Kill the process; unanswered requests stay in `pending`."""
+    def end(self) -> None:
+        """Ask the process to end with all that the function started; unanswered requests stay in `pending`."""
         # Marks the end as ours: `connection_lost` must not blame the oldest request for it.
-        self._is_closing = True
-        self._process.kill()
-        self._process.wait(_REAP_TIMEOUT_S)
+        self._is_ending = True
+        self._process.terminate()
         if self._transport is None:
             self._socket.close()
         else:
             self._transport.abort()
+
+    def reap(self, *, timeout_s: float) -> None:
+        """Wait for the end, then kill what is left; blocks at most `timeout_s`."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._kill()
 
     # --- asyncio.Protocol ----------------------------------------------------------------------------------------
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._start_timer(_START_TIMEOUT_S, "error")
-        transport.write(frame(self._job))
+        config = self._config
+        job = Job(config.function, config.arguments, config.max_cpu_s, config.max_memory_mib)
+        transport.write(frame(job))
 
     def data_received(self, data: bytes) -> None:
         for body in self._decoder.feed(data):
-            reward = decode_reply(body)
-            if reward is None:
-                self.is_ready = True
+            reply = decode_reply(body)
+            if isinstance(reply, int):
+                self.pid = reply
             elif self.pending:
-                self.pending.popleft().resolve(reward)
+                self.pending.popleft().resolve(reply)
         # The limit starts anew for the next request, which the worker begins with this reply.
         self._stop_timer()
         if self.pending:
-            self._start_timer(self._timeout_s, "timeout")
+            self._start_timer(self._config.timeout_s, "timeout")
         self._on_change(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Fail the oldest request, which took the process down; the others are left to another worker."""
+        """Await the exit code, which says why; the worker ends a little later than its connection."""
         self._stop_timer()
-        self._process.kill()
-        code = self._process.wait(_REAP_TIMEOUT_S)
+        is_ours, self._is_ending = self._is_ending, True
+        loop = asyncio.get_running_loop()
+        self._poll_exit(ends_at=loop.time() + _REAP_TIMEOUT_S, is_ours=is_ours)
+
+    def _poll_exit(self, *, ends_at: float, is_ours: bool) -> None:
+        # In steps: a wait here would hold up every other request of this process.
+        loop, code = asyncio.get_running_loop(), self._process.poll()
+        if code is None and loop.time() < ends_at:
+            loop.call_later(_REAP_INTERVAL_S, lambda: self._poll_exit(ends_at=ends_at, is_ours=is_ours))
+            return
+        if code is None or code < 0:
+            self._kill()
+        self._close(code, is_ours=is_ours)
+
+    def _close(self, code: int | None, *, is_ours: bool) -> None:
+        """Fail the oldest request if it took the process down; the others are left to another worker."""
         self.is_closed = True
-        self.error = self.error or f"the reward worker died (exit code {code}) while it scored this response"
-        if self.pending and not self._is_closing:
-            self.pending.popleft().resolve(failed_reward("error", self.error))
+        status, error = _describe_exit(code, self._config)
+        self.error = self.error or error
+        if self.pending and not is_ours:
+            self.pending.popleft().resolve(failed_reward(status, self.error))
         self._on_change(self)
+
+    def _kill(self) -> None:
+        """Kill a worker that did not end, or whose supervisor was killed before it could clean up."""
+        self._process.kill()
+        if self.pid:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     # --- time limit ----------------------------------------------------------------------------------------------
     def _start_timer(self, limit_s: float, status: str) -> None:
@@ -130,12 +166,22 @@ class RewardWorker(asyncio.Protocol):
     def _on_timeout(self, limit_s: float, status: str) -> None:
         self.error = (
             f"the reward function must answer within generators.reward.timeout_s ({limit_s:g} s), it did not"
-            if self.is_ready
+            if self.pid
             else f"a reward worker must be ready within {limit_s:g} s, it was not"
         )
         if self.pending:
             self.pending.popleft().resolve(failed_reward(status, self.error))
-        self.close()
+        self.end()
+
+
+def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
+    """Return status and detail for the request during which a worker ended with this exit code."""
+    number = code - SIGNAL_EXIT if code and code > SIGNAL_EXIT else -code if code and code < 0 else 0
+    if number == signal.SIGXCPU:
+        limit = f"generators.reward.max_cpu_s ({config.max_cpu_s} s)"
+        return "timeout", f"the reward function must do with {limit} of CPU time, it used more"
+    cause = f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
+    return "error", f"the reward worker died ({cause}) while it scored this response"
 
 
 def _launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
@@ -157,12 +203,10 @@ class RewardPool:
     Invariant: every `score` call ends in a Reward, whatever the function does; `status` tells whether it answered.
     """
 
-    def __init__(self, function: str, arguments: dict[str, Any], *, num_workers: int, timeout_s: float) -> None:
-        """`function` is `module:function`; 0 workers = score in this process without a limit. Raises ConfigError."""
-        self._function = load_reward(function, arguments)
-        self._job = Job(function, arguments)
-        self._num_workers = num_workers
-        self._timeout_s = timeout_s
+    def __init__(self, config: RewardConfig) -> None:
+        """Import the function; without workers it is called in this process, without a limit. Raises ConfigError."""
+        self._config = config
+        self._function = load_reward(config.function, config.arguments)
         self._queue: deque[ScoreRequest] = deque()
         self._workers: list[RewardWorker] = []
         self._opening: set[asyncio.Task[None]] = set()
@@ -175,7 +219,7 @@ class RewardPool:
 
     async def score(self, sample: RewardInput) -> Reward:
         """Return the reward of one sample, at most timeout_s after a worker starts on it; raises nothing."""
-        if self._num_workers == 0:
+        if self._config.num_workers == 0:
             return evaluate(self._function, sample)
         request = ScoreRequest(sample)
         self._queue.append(request)
@@ -183,7 +227,7 @@ class RewardPool:
         return await request.reward
 
     def close(self) -> None:
-        """Kill the workers; unanswered calls end with status `error`. Idempotent."""
+        """End the workers; unanswered calls end with status `error`. Blocks a moment. Idempotent."""
         workers, self._workers = self._workers, []
         unanswered = [*self._queue]
         self._queue.clear()
@@ -192,13 +236,17 @@ class RewardPool:
         for worker in workers:
             unanswered += worker.pending
             worker.pending.clear()
-            worker.close()
+            worker.end()
+        ends_at = time.monotonic() + _REAP_TIMEOUT_S
+        for worker in workers:
+            worker.reap(timeout_s=max(0.0, ends_at - time.monotonic()))
         for request in unanswered:
             request.resolve(failed_reward("error", "the reward pool was closed before this response was scored"))
 
     @property
     def worker_pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers if not worker.is_closed]
+        """Processes that score."""
+        return [worker.pid for worker in self._workers if worker.is_ready]
 
     def _schedule_dispatch(self) -> None:
         # At most once per turn of the loop, so that samples that arrive together are sent together.
@@ -223,8 +271,8 @@ class RewardPool:
             worker.submit([self._queue.popleft() for _ in range(share)])
 
     def _start_workers(self) -> None:
-        while len(self._workers) < self._num_workers:
-            worker = RewardWorker(self._job, timeout_s=self._timeout_s, on_change=self._on_change)
+        while len(self._workers) < self._config.num_workers:
+            worker = RewardWorker(self._config, on_change=self._on_change)
             self._workers.append(worker)
             task = asyncio.create_task(worker.open())
             self._opening.add(task)
@@ -235,7 +283,7 @@ class RewardPool:
             self._workers.remove(worker)
             # Requests that were behind the culprit go back to the head of the queue, in their order.
             self._queue.extendleft(reversed(worker.pending))
-            self._record_start(has_failed=not worker.is_ready, error=worker.error)
+            self._record_start(has_failed=not worker.pid, error=worker.error)
         elif worker.is_ready:
             self._record_start(has_failed=False)
         if self._queue:

@@ -3,8 +3,8 @@
     def my_reward(sample: RewardInput, *, strictness: float = 1.0) -> Reward | float | dict: ...
 
 in an importable module, configured as `generators.reward.function=my_module:my_reward`; keyword arguments come from
-`generators.reward.arguments`. It runs in a worker process that is killed at the wall-clock limit and restarted, so it
-should import nothing large.
+`generators.reward.arguments`. It runs in a worker process that is killed at the wall-clock limit, with every process
+that it started, and restarted; so it should import nothing large.
 """
 
 import math
@@ -44,6 +44,12 @@ class RewardInput(Record):
     """Further columns of the dataset's row."""
 
 
+_MAX_DETAIL = 300
+"""Characters of a `detail`, which travels with its trajectory and is stored in the archive."""
+_MAX_PARTS = 64
+_MAX_PART_NAME = 64
+
+
 def load_reward(path: str, arguments: dict[str, Any]) -> RewardFunction:
     """Import `module:function` and bind its keyword arguments. Raises ConfigError."""
     function = load_function(path, setting="generators.reward", num_values=1, arguments=arguments)
@@ -54,22 +60,38 @@ def evaluate(function: RewardFunction, sample: RewardInput) -> Reward:
     """Call a reward function. Any exception becomes a Reward with status `error` and one line of detail."""
     try:
         return _checked(function(sample))
+    except SystemExit as error:
+        return failed_reward("error", f"the reward function must return, it called sys.exit({error.code!r})")
+    except MemoryError:
+        return failed_reward(
+            "error", "MemoryError: the reward function must do with generators.reward.max_memory_mib, it asked for more"
+        )
     except Exception as error:
         return failed_reward("error", f"{type(error).__name__}: {error}")
 
 
 def failed_reward(status: str, detail: str) -> Reward:
     """Build the reward of a failed call: masked in training rather than a silent zero. `status`: error | timeout."""
-    return Reward(total=0.0, status=status, detail=" ".join(detail.split())[:300])  # type: ignore[arg-type]
+    return Reward(total=0.0, status=status, detail=_one_line(detail))  # type: ignore[arg-type]
+
+
+def _one_line(text: str) -> str:
+    # Cut twice: a message may hold gigabytes, and blanks that are dropped shorten it.
+    return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL]
 
 
 def _checked(value: Any) -> Reward:
     reward = _as_reward(value)
+    if len(reward.parts) > _MAX_PARTS or any(len(name) > _MAX_PART_NAME for name in reward.parts):
+        raise ValueError(
+            f"a reward must have at most {_MAX_PARTS} parts with names of at most {_MAX_PART_NAME} characters, got "
+            f"{len(reward.parts)} with names of up to {max(map(len, reward.parts))}"
+        )
     for name, number in {"total": reward.total, **reward.parts}.items():
         # One NaN would spread over the whole group through its mean.
         if not math.isfinite(number):
             raise ValueError(f"a reward must be a finite number, got {name}={number}")
-    return reward
+    return msgspec.structs.replace(reward, detail=_one_line(reward.detail)) if reward.detail else reward
 
 
 def _as_reward(value: Any) -> Reward:

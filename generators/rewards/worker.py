@@ -3,19 +3,28 @@
 Consumes: a Job, then RewardInputs, from socket FD.
 Produces: one Reward per sample, in order.
 Waits for: its pool. It holds no state and may be killed at any moment.
+Invariant: nothing that a reward function started outlives its worker.
+
+It is two processes: one scores, and its parent, the supervisor, cleans up when that one ends or SIGTERM comes.
 """
 
+import math
+import os
+import resource
 import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
+import psutil
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
-from slipstream.runtime.process import die_with_parent
+from slipstream.runtime.process import adopt_orphans, die_with_parent
 
 # --- frames: four bytes of length, then MessagePack ------------------------------------------------------------------
 _LENGTH = struct.Struct("<I")
@@ -23,20 +32,29 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Job(msgspec.Struct):
-    """A worker's first frame: its reward function. Example: Job("my_rewards:score", {"strictness": 2})."""
+    """A worker's first frame: its reward function and limits.
+
+    Example: Job("my_rewards:score", {"strictness": 2}, max_cpu_s=None, max_memory_mib=4096)
+    """
 
     function: str
     """Import path of the reward function, `module:function`."""
     arguments: dict
+    max_cpu_s: int | None = None
+    """CPU time of one call, seconds; None = no limit."""
+    max_memory_mib: int | None = None
+    """Memory of each process, MiB; None = no limit."""
 
 
 decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_sample = msgspec.msgpack.Decoder(RewardInput).decode
-decode_reply = msgspec.msgpack.Decoder(Reward | None).decode
-"""One reply per sample, in order; preceded by one None once the worker is ready."""
+decode_reply = msgspec.msgpack.Decoder(Reward | int).decode
+"""One reply per sample, in order; preceded by the id of the process that scores, once that is ready."""
+SIGNAL_EXIT = 128
+"""Exit code of a worker whose scoring process a signal ended, less the signal's number, as shells report it."""
 
 
-def frame(record: Job | RewardInput | Reward | None) -> bytes:
+def frame(record: Job | RewardInput | Reward | int) -> bytes:
     """Encode a record as one frame."""
     body = _encode(record)
     return _LENGTH.pack(len(body)) + body
@@ -61,14 +79,14 @@ class FrameDecoder:
         del self._pending[:start]
 
 
-# --- the process -----------------------------------------------------------------------------------------------------
+# --- the scoring process ---------------------------------------------------------------------------------------------
 _READ_BYTES = 1 << 16
+_MIB = 2**20
 
 
-def main(fd: int) -> None:
-    """Serve until the pool closes the socket."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A worker stuck in a reward function does not see the socket close: the kernel must end it.
+def _serve(fd: int) -> None:
+    """Score until the pool closes the socket."""
+    # A reward function that hangs does not see the socket close: the kernel must end it with its supervisor.
     die_with_parent(signal.SIGKILL)
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
@@ -77,17 +95,96 @@ def main(fd: int) -> None:
             # The pool closed before it had anything to score.
             return
         job = decode_job(first)
+        _limit_memory(job.max_memory_mib)
         function = load_reward(job.function, job.arguments)
+        pid = os.getpid()
         # Ready: the import above may have taken long, and the time limit of samples must not include it.
-        pool.sendall(frame(None))
+        pool.sendall(frame(pid))
         for body in bodies:
-            pool.sendall(frame(evaluate(function, decode_sample(body))))
+            _limit_cpu(job.max_cpu_s)
+            reward = evaluate(function, decode_sample(body))
+            # A copy of this process that the function forked and let return must not answer in its place.
+            if os.getpid() != pid:
+                os._exit(0)
+            pool.sendall(frame(reward))
 
 
 def _receive(pool: socket.socket) -> Iterator[bytes]:
     decoder = FrameDecoder()
     while data := pool.recv(_READ_BYTES):
         yield from decoder.feed(data)
+
+
+def _limit_memory(limit_mib: int | None) -> None:
+    """Bound the private writable memory of this process and, separately, of each one that it starts."""
+    # Not the address space, of which runtimes such as Java's or Go's reserve far more than they use.
+    if limit_mib is not None:
+        _lower(resource.RLIMIT_DATA, limit_mib * _MIB)
+
+
+def _limit_cpu(limit_s: int | None) -> None:
+    """Allow `limit_s` of CPU time from now; beyond it the kernel ends this process with SIGXCPU."""
+    if limit_s is not None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _lower(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + limit_s)
+
+
+def _lower(limit: int, value: int) -> None:
+    _, most = resource.getrlimit(limit)
+    resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))
+
+
+# --- the supervisor --------------------------------------------------------------------------------------------------
+_REAP_TIMEOUT_S = 1.0
+_REAP_INTERVAL_S = 0.005
+
+
+def main(fd: int) -> None:
+    """Fork the scoring process, wait for its end or SIGTERM, and kill everything that it started.
+
+    Exits with its exit code, or 128 + the number of the signal that ended it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Processes whose parent has ended become children of this one, even if they left the process group.
+    adopt_orphans()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    scorer = os.fork()
+    if scorer == 0:
+        os.setpgid(0, 0)
+        _serve(fd)
+        return
+    # In both processes, so that neither goes on before the group exists.
+    with suppress(ProcessLookupError):
+        os.setpgid(scorer, scorer)
+    os.close(fd)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: _kill_group(scorer))
+    die_with_parent(signal.SIGTERM)
+    code = os.waitstatus_to_exitcode(os.waitpid(scorer, 0)[1])
+    _kill_group(scorer)
+    _kill_children()
+    raise SystemExit(code if code >= 0 else SIGNAL_EXIT - code)
+
+
+def _kill_group(scorer: int) -> None:
+    # One call for the whole group, which a process that forks without end cannot outrun.
+    with suppress(ProcessLookupError):
+        os.killpg(scorer, signal.SIGKILL)
+
+
+def _kill_children() -> None:
+    """Kill and reap children until none is left; those of a killed one are children of this process from then on."""
+    ends_at = time.monotonic() + _REAP_TIMEOUT_S
+    me = psutil.Process()
+    while time.monotonic() < ends_at:
+        for child in me.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+            time.sleep(_REAP_INTERVAL_S)
+            continue
+        return
 
 
 if __name__ == "__main__":

@@ -123,7 +123,8 @@ def _groups_lost(progress: Progress) -> StallCause | None:
         )
         return StallCause("filtered", f"buffer.filter rejected {lost}", remedy)
     remedy = "speed up generators, or loosen buffer.staleness, group_deadline or max_attempts in a new run"
-    return StallCause("lost", f"the buffer dropped {lost}", remedy)
+    generators = _describe(progress.now.living)
+    return StallCause("lost", f"the buffer dropped {lost}{generators and f' ({generators})'}", remedy)
 
 
 def _frames_refused(progress: Progress) -> StallCause | None:

@@ -4,12 +4,11 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from slipstream.broker.dataset import Dataset
+from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.messages import Prompt
 from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Purpose, Record, Reward
-from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.single_turn import SingleTurn
 from slipstream.generators.build import build_engine
@@ -40,13 +39,8 @@ def evaluate(run: RunConfig) -> dict[Purpose, Score]:
     Blocks until all are answered. Raises ConfigError, GeneratorError.
     """
     check_model_path(run.model.path)
-    heldout = Dataset(run.data.heldout_path)
-    first = run.evaluation.monitor_prompts
-    rows = range(first, min(first + run.evaluation.final_prompts, len(heldout)))
-    if not rows:
-        raise ConfigError(
-            f"{run.data.heldout_path} must have more than evaluation.monitor_prompts={first} rows, got {len(heldout)}."
-        )
+    _, heldout = open_datasets(run)
+    _, rows = run.evaluation.rows(len(heldout))
     print(f"{run.model.path}: {len(rows)} prompts of {run.data.heldout_path}", flush=True)
     os.environ.update(vllm_environment(run))
     return asyncio.run(_evaluate(run, heldout, rows))
@@ -55,8 +49,7 @@ def evaluate(run: RunConfig) -> dict[Purpose, Score]:
 async def _evaluate(run: RunConfig, heldout: Dataset, rows: Sequence[int]) -> dict[Purpose, Score]:
     # The receiver is never used: the engine samples from the weights of the folder.
     engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
-    reward = run.generators.reward
-    pool = RewardPool(reward.function, reward.arguments, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
+    pool = RewardPool(run.generators.reward)
     encoder = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
     agent = SingleTurn(run=run, engine=engine, rewards=pool, encoder=encoder, generator_id="evaluate")
     slots = asyncio.Semaphore(run.generators.max_concurrency)

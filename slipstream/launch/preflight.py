@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slipstream.broker.dataset import Dataset
+from slipstream.broker.dataset import Dataset, describe_shortage
 from slipstream.broker.handshake import read_token
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.redis.run_store import open_run_store
@@ -59,7 +59,8 @@ def check_surroundings(run: RunConfig) -> None:
     Raises ConfigError, BrokerError, ReplayBufferError.
     """
     Dataset(run.data.train_path)
-    Dataset(run.data.heldout_path)
+    if shortage := describe_shortage(run, num_heldout=len(Dataset(run.data.heldout_path))):
+        print(f"note: {shortage}", flush=True)
     check_model_path(run.model.path)
     # Imported here once, because an error inside a generator's worker process would come a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):

@@ -148,7 +148,7 @@ def rescore(
 async def _rescore(
     groups: list[FinishedGroup], reward: RewardConfig, rows: Mapping[str, Row], prompting: PromptEncoder
 ) -> list[FinishedGroup]:
-    pool = RewardPool(reward.function, reward.arguments, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
+    pool = RewardPool(reward)
     statuses: Counter[str] = Counter()
     rescored = []
     try:

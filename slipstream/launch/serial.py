@@ -11,13 +11,12 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import msgspec
 import torch
 
 from slipstream.broker.archiver import Archiver
-from slipstream.broker.dataset import Dataset
+from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.messages import Hello, Member, Message
 from slipstream.broker.router import Router
 from slipstream.broker.transport.client import BrokerClient
@@ -156,7 +155,8 @@ def run_serial(
     torch.use_deterministic_algorithms(True, warn_only=True)
     clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()
     store = MemoryStore(clock=clock, max_attempts=run.buffer.max_attempts)
-    router = _build_router(run, hub, store, clock)
+    train, heldout = open_datasets(run)
+    router = _build_router(run, hub, store, clock, train=train, heldout=heldout)
     prepare_store(store)
     learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
     pump = Pump(clock=clock, router=router, store=store, learner=learner_peer, generator=generator_peer)
@@ -181,6 +181,7 @@ def run_serial(
             inbox=pump,
             sender=MemorySender(weights),
             wait=lambda _num_ready, _timeout_s: pump.turn(),
+            num_heldout=len(heldout),
             clock=clock,
         )
         learner_peer.board.set_source(learner.status)
@@ -190,8 +191,9 @@ def run_serial(
         _archive(run, folder, store)
 
 
-def _build_router(run: RunConfig, hub: MemoryBroker, store: MemoryStore, clock: TurnClock) -> Router:
-    train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
+def _build_router(
+    run: RunConfig, hub: MemoryBroker, store: MemoryStore, clock: TurnClock, *, train: Dataset, heldout: Dataset
+) -> Router:
     config_json = msgspec.json.encode(run).decode()
     store.open_run(
         run.name,

@@ -17,6 +17,8 @@ BAD_INPUT = 2
 """Exit code of an error that the user can correct."""
 TRY_AGAIN = 75
 """Exit code of an error that a restart may cure: EX_TEMPFAIL of sysexits.h."""
+TRY_ONCE = 76
+"""Exit code of an error that a restart may cure, but none after it if the same error comes back."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 
@@ -38,17 +40,24 @@ def exit_after_help(arguments: list[str], text: str | None) -> None:
 
 
 @contextmanager
-def fail_cleanly(*errors: type[Exception], restartable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def fail_cleanly(
+    *errors: type[Exception],
+    restartable: tuple[type[Exception], ...] = (),
+    restartable_once: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
     """Turn ConfigError, WaitTimeoutError, `errors` and Ctrl-C into a message and an exit code.
 
     Any other exception is a bug and passes.
 
-    `restartable` errors end with exit code 75, which asks a launcher for a restart.
+    `restartable` errors end with exit code 75, which asks a launcher for a restart; `restartable_once` with 76, which
+    asks for one unless the same error ended the process before.
 
     Usable as a context and as a decorator: `@fail_cleanly(ReplayBufferError, BrokerError)` above `main`.
     """
     try:
         yield
+    except restartable_once as error:
+        exit_with_error(error, code=TRY_ONCE)
     except restartable as error:
         exit_with_error(error, code=TRY_AGAIN)
     except (ConfigError, WaitTimeoutError, *errors) as error:

@@ -114,7 +114,7 @@ def fingerprint(path: str) -> ModelFingerprint | None:
 
     Reads no weights and does not ask the hub. Skips files that cannot be read: loading the model reports what is wrong.
     """
-    settings = _read_json(path, _CONFIG)
+    settings = read_json(path, _CONFIG)
     if not settings:
         return None
     # A model of several modalities describes its language model under this key.
@@ -154,14 +154,14 @@ def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, 
 
 
 def _tokenizer_files(path: str) -> dict[str, str]:
-    contents = {name: _read(found) for name in _TOKENIZER_FILES if (found := _find(path, name))}
+    contents = {name: _read(found) for name in _TOKENIZER_FILES if (found := find_file(path, name))}
     return {name: _digest(content) for name, content in contents.items() if content}
 
 
 def _tensors(path: str) -> dict[str, Any]:
     shapes: dict[str, list[int]] = {}
     for name in _weight_files(path):
-        found = _find(path, name)
+        found = find_file(path, name)
         header = _header(found) if found else None
         if header is None:
             return {}
@@ -176,7 +176,7 @@ def _tensors(path: str) -> dict[str, Any]:
 
 
 def _weight_files(path: str) -> list[str]:
-    weight_map = _read_json(path, _INDEX).get("weight_map")
+    weight_map = read_json(path, _INDEX).get("weight_map")
     return sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else [_WEIGHTS]
 
 
@@ -191,9 +191,9 @@ def _header(file: Path) -> dict[str, list[int]] | None:
         return None
 
 
-def _read_json(path: str, name: str) -> dict[str, Any]:
+def read_json(path: str, name: str) -> dict[str, Any]:
     """Read a JSON object; empty when the file is missing or holds something else."""
-    found = _find(path, name)
+    found = find_file(path, name)
     try:
         content = json.loads(_read(found) or "{}") if found else {}
     except ValueError:
@@ -201,7 +201,8 @@ def _read_json(path: str, name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _find(path: str, name: str) -> Path | None:
+def find_file(path: str, name: str) -> Path | None:
+    """Find a file of the checkpoint in the folder `path`, or of that name in the hub's cache; None without one."""
     if Path(path).is_dir():
         return file if (file := Path(path) / name).is_file() else None
     try:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from slipstream.runtime.command_line import BAD_INPUT
+from slipstream.runtime.command_line import BAD_INPUT, TRY_ONCE
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles, which end when it does, however it ends."""
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _MAX_RESTARTS = 5
 """Restarts in a row before a role is abandoned."""
 _HEALTHY_AFTER_S = 300.0
@@ -33,8 +34,8 @@ _MAX_LOG_BYTES = 128 * 2**20
 """Size at which a log is cut to its newest quarter."""
 
 Restart = Literal["on_death", "always"]
-"""Ends after which a role is restarted: any but success and exit code 2 (the role's own verdict, such as bad settings
-or a dead end) | also success, unless it was asked to end."""
+"""Ends after which a role is restarted: any but success, exit code 2 (the role's own verdict, such as bad settings or a
+dead end) and the same error twice in a row with exit code 76 | also success, unless it was asked to end."""
 
 
 class RoleDiedError(RuntimeError):
@@ -66,6 +67,12 @@ def die_with_parent(number: signal.Signals) -> None:
     # The parent may have died before the call: the kernel sends no signal then.
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose own parent ends. No effect on systems other than Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
@@ -145,6 +152,7 @@ class RoleProcess:
         self.num_restarts = 0
         """Restarts by `poll` so far."""
         self._num_deaths_in_a_row = 0
+        self._last_error = ""
         self._started_at = 0.0
         self._restart_at: float | None = None
         self._is_asked_to_end = False
@@ -222,10 +230,14 @@ class RoleProcess:
 
     def _describe_death(self, code: int) -> str:
         """Quote the error that the process printed before it ended, else the end of its log."""
-        errors = [line for line in self._lines_since_start() if line.startswith(_ERROR_PREFIX)]
-        if errors and code > 0:
-            return f"{self.name}: {errors[-1].removeprefix(_ERROR_PREFIX)} (the log is {self._log})"
+        if code > 0 and (error := self._error()):
+            return f"{self.name}: {error} (the log is {self._log})"
         return f"{self.name} ended with {_describe_exit(code)}. The end of {self._log}:\n{self.log_tail()}"
+
+    def _error(self) -> str:
+        """Error that the process printed as it ended; empty if there is none."""
+        errors = [line for line in self._lines_since_start() if line.startswith(_ERROR_PREFIX)]
+        return errors[-1].removeprefix(_ERROR_PREFIX) if errors else ""
 
     def _lines_since_start(self) -> list[str]:
         return self._log.read_bytes()[self._log_starts_at :].decode(errors="replace").splitlines()
@@ -246,6 +258,10 @@ class RoleProcess:
                 log.write(newest)
 
     def _may_restart(self, code: int) -> bool:
+        error, before = self._error(), self._last_error
+        self._last_error = error
+        if code == TRY_ONCE and error == before:
+            return False
         return code != BAD_INPUT and self._num_deaths_in_a_row < _MAX_RESTARTS
 
     def _restart_if_due(self) -> list[str]:

@@ -139,6 +139,7 @@ def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
         inbox=joined.inbox,
         sender=CollectiveSender(run.weights.host, device="cpu"),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
+        num_heldout=joined.welcome.num_heldout,
     )
     board.set_source(learner.status)
     learner.run()

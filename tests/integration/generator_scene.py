@@ -12,7 +12,7 @@ from slipstream.broker.messages import Member, Message, Update
 from slipstream.broker.router import Router
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.generators import RewardConfig, ScriptedEngineConfig
 from slipstream.generators.agents.single_turn import SingleTurn
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.generator import Generator
@@ -87,7 +87,7 @@ class GeneratorScene:
 
 
 def make_generator(scene: GeneratorScene) -> Generator:
-    pool = RewardPool(scene.reward, {}, num_workers=0, timeout_s=1.0)
+    pool = RewardPool(RewardConfig(scene.reward, num_workers=0))
     agent = SingleTurn(
         run=scene.run,
         engine=scene.engine,

@@ -17,7 +17,7 @@ from slipstream.buffer.codec import unpack
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.generators import RewardConfig, ScriptedEngineConfig
 from slipstream.generators.agents.single_turn import SingleTurn
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.generator import Generator
@@ -79,8 +79,7 @@ class SimulatedRun:
         engine = ScriptedEngine(
             ScriptedEngineConfig(tokens_per_response=TOKENS_PER_RESPONSE, seconds_per_token=seconds_per_token)
         )
-        reward = "tests.integration.generator_scene:always_one"
-        pool = RewardPool(reward, {}, num_workers=0, timeout_s=1.0)
+        pool = RewardPool(RewardConfig("tests.integration.generator_scene:always_one", num_workers=0))
         agent = SingleTurn(
             run=self.run,
             engine=engine,

@@ -31,6 +31,7 @@ from slipstream.configs.data import ModelConfig
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
 from slipstream.generators.engines.vllm.environment import engine_environment
+from slipstream.generators.engines.vllm.fatal_error import read_fatal_error
 from slipstream.generators.engines.vllm.process import (
     check_environment,
     engine_arguments,
@@ -40,7 +41,7 @@ from slipstream.generators.engines.vllm.process import (
 )
 from slipstream.generators.engines.vllm.stats import StepWatchdog, read_load
 from slipstream.generators.engines.weight_layout import WeightLayout
-from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
+from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -69,6 +70,7 @@ class VllmEngine:
         self._to_restart: set[str] = set()
         self._is_paused = False
         self._unanswered = ""
+        self._has_answered = False
         self._watchdog = StepWatchdog(limit_s=engine.stall_timeout_s)
 
     @property
@@ -147,7 +149,7 @@ class VllmEngine:
     async def check_health(self) -> None:
         """Raise EngineDiedError if the engine process is gone, or has requests and makes no step."""
         if self._running.errored:
-            raise EngineDiedError("vLLM's engine process died: see the log above")
+            raise self._death()
         # Within an update a late call may still be followed by an answer, see `_abort_weight_update`.
         if self._unanswered and not self._is_paused:
             raise EngineDiedError(f"{self._unanswered}: see the log above")
@@ -264,10 +266,11 @@ class VllmEngine:
                 async for output in self._running.generate(prompt, params, request_id):
                     final = output
                 if request_id not in self._to_restart:
+                    self._has_answered = True
                     return final
                 self._to_restart.remove(request_id)
         except EngineDeadError as error:
-            raise EngineDiedError("vLLM's engine process died: see the log above") from error
+            raise self._death() from error
         except EngineError:
             raise
         except Exception as error:
@@ -288,10 +291,22 @@ class VllmEngine:
                 self._unanswered or f"vLLM's engine process must answer within {timeout_s:g} s, got no answer"
             )
             raise EngineError(self._unanswered) from error
+        except EngineDeadError as error:
+            raise self._death() from error
         except Exception as error:
             raise EngineError(one_line(error)) from error
         self._unanswered = ""
         return answer
+
+    def _death(self) -> EngineDiedError:
+        """The error that ended the engine process; without one it was killed."""
+        cause = read_fatal_error()
+        if not cause:
+            return EngineDiedError(
+                "vLLM's engine process died without an error of its own, as a process that is killed"
+            )
+        kind = EngineDiedError if self._has_answered else EngineStartError
+        return kind(f"vLLM's engine process died: {cause}")
 
     @property
     def _known_layout(self) -> WeightLayout:

@@ -16,9 +16,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.generators import VllmEngineConfig
+from slipstream.generators.engines.vllm.fatal_error import forget_fatal_error, read_fatal_error
 from slipstream.generators.engines.vllm.stats import LoadRecorder
 from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
-from slipstream.generators.errors import EngineDiedError, EngineError
+from slipstream.generators.errors import EngineError, EngineStartError
 
 _STOP_GRACE_S = 1.0
 """Time for the engine process to clean up; it holds no state worth waiting for."""
@@ -66,13 +67,14 @@ def check_environment(required: Mapping[str, str]) -> None:
 
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Start the engine process and wait until the model is loaded. Raises EngineError."""
+    forget_fatal_error()
     # In a thread, because the constructor blocks; shielded below, because a thread cannot be cancelled.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
     try:
         return await asyncio.wait_for(asyncio.shield(starting), timeout_s)
     except TimeoutError as error:
         await _abandon(starting)
-        raise EngineDiedError(
+        raise EngineStartError(
             f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), it did not: "
             "see the log above, or raise the limit"
         ) from error
@@ -80,13 +82,15 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
         await _abandon(starting)
         raise
     except Exception as error:
-        raise EngineError(f"vLLM did not start with model.path={arguments.model!r}: {one_line(error)}") from error
+        cause = read_fatal_error() or one_line(error)
+        raise EngineError(f"vLLM did not start with model.path={arguments.model!r}: {cause}") from error
 
 
 async def stop_llm(llm: AsyncLLM) -> None:
     """Shut the engine process down, then kill whatever is left; a few seconds at most."""
     await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
     _kill_engine_processes()
+    forget_fatal_error()
 
 
 def one_line(error: BaseException) -> str:

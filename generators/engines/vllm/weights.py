@@ -32,6 +32,7 @@ from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.broker.weights.shared_buckets import map_buckets
 from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.generators.engines.vllm.fatal_error import report_fatal_errors
 from slipstream.generators.engines.vllm.verify import cpu_kernels, first_mismatch, first_stale_kernel
 from slipstream.generators.engines.weight_layout import check_tied
 
@@ -48,6 +49,7 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
     if multiprocessing.current_process().name.startswith(VLLM_PROCESSES):
         die_with_parent()
+        report_fatal_errors()
 
 
 # --- parent watch ----------------------------------------------------------------------------------------------------

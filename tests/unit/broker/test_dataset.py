@@ -9,8 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.broker.dataset import Dataset, Row
+from slipstream.broker.dataset import Dataset, Row, describe_shortage, open_datasets
 from slipstream.configs.base import ConfigError
+from slipstream.generators.tokenization import PromptEncoder
+from tests.builders import make_prompt, make_run
+from tests.tiny_model import make_tokenizer
 
 ROW: dict[str, Any] = {
     "data_source": "digits/reverse",
@@ -121,3 +124,54 @@ def test_a_row_without_a_value_is_named(tmp_path: Path, broken: dict[str, Any], 
 def test_the_dataset_loads_without_torch() -> None:
     program = "import slipstream.broker.dataset, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def open_with(folder: Path, prompts: list[Any], **data: Any) -> tuple[Dataset, Dataset]:
+    make_tokenizer().save_pretrained(folder / "model")
+    paths = {}
+    for name in ("train", "heldout"):
+        (folder / name).mkdir(exist_ok=True)
+        paths[f"{name}_path"] = str(write(folder / name, [ROW | {"prompt": prompt} for prompt in prompts]))
+    return open_datasets(make_run(model={"path": str(folder / "model")}, data=paths | {"max_prompt_tokens": 8} | data))
+
+
+@pytest.mark.parametrize("kind", [str, list])
+def test_prompts_over_the_limit_are_refused_with_their_number_or_dropped(kind: type, tmp_path: Path) -> None:
+    user = [{"role": "user", "content": "1" * length} for length in (3, 20, 6, 30)]
+    prompts = [[message] for message in user] if kind is list else [message["content"] for message in user]
+    with pytest.raises(
+        ConfigError, match=r"at most data.max_prompt_tokens \(8\) tokens, but 2 of 4 are longer, up to 3\d"
+    ):
+        open_with(tmp_path, prompts)
+    train, heldout = open_with(tmp_path, prompts, too_long="drop")
+    assert [row.uid for row in train] == ["train/00000", "train/00002"]
+    assert len(heldout) == 2
+
+
+def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 of 2 are longer, up to 10 tokens in row 1"):
+        open_with(tmp_path, ["1" * 9, "1" * 10], too_long="drop")
+
+
+@pytest.mark.parametrize("most", [8, 9, 10])
+def test_the_file_is_measured_as_generators_encode_it(most: int, tmp_path: Path) -> None:
+    encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=99)
+    prompt = [{"role": "user", "content": "1+2+3+4"}]
+    length = len(encoder.encode(make_prompt(prompt)))
+    if length > most:
+        with pytest.raises(ConfigError, match=f"up to {length} tokens"):
+            open_with(tmp_path, [prompt], max_prompt_tokens=most)
+    else:
+        assert len(open_with(tmp_path, [prompt], max_prompt_tokens=most)[0]) == 1
+
+
+def test_a_shortage_of_heldout_prompts_is_described() -> None:
+    run = make_run(evaluation={"monitor_prompts": 2, "final_prompts": 6})
+    assert describe_shortage(run, num_heldout=8) == ""
+    assert "ask for 8: 1 are evaluated during training, 3 before and after it" in describe_shortage(run, num_heldout=4)
+
+
+def test_prompts_that_nobody_can_measure_here_are_left_to_the_generators(tmp_path: Path) -> None:
+    path = write(tmp_path, [ROW | {"prompt": "1" * 99}])
+    data = {"train_path": str(path), "heldout_path": str(path), "max_prompt_tokens": 8}
+    assert len(open_datasets(make_run(model={"path": str(tmp_path / "elsewhere")}, data=data))[0]) == 1

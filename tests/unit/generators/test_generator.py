@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slipstream.broker.errors import ClientDiedError
@@ -12,8 +13,8 @@ from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Lease
-from slipstream.buffer.trajectory import TrajectoryHeader
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
+from slipstream.configs.generators import RewardConfig, ScriptedEngineConfig
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import EngineDiedError, EngineError, GeneratorError, PromptError
 from slipstream.generators.generator import Generator
@@ -44,25 +45,27 @@ class FakeClient:
 
 
 class FakeAgent:
-    """Fails every prompt with one error."""
+    """Fails every prompt with one error, or answers it with this trajectory."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    def __init__(self, outcome: Exception | Trajectory) -> None:
+        self.outcome = outcome
 
-    async def answer(self, prompt: Prompt, index: int) -> Any:
-        raise self.error
+    async def answer(self, prompt: Prompt, index: int) -> Trajectory:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
 
 
 class Scene:
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, outcome: Exception | Trajectory | None = None) -> None:
         self.client = FakeClient()
         self.generator = Generator(
-            run=make_run(generators={"group_size": 2}),
+            run=make_run(generators={"group_size": 2}, broker={"max_message_bytes": 4096}),
             member=Member("g", "1"),
             client=self.client,  # type: ignore[arg-type]
             engine=ScriptedEngine(ScriptedEngineConfig()),
-            agent=FakeAgent(error or PromptError("too long")),
-            rewards=RewardPool("tests.unit.generators.rewards.samples:by_response", {}, num_workers=0, timeout_s=1.0),
+            agent=FakeAgent(outcome or PromptError("too long")),
+            rewards=RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", num_workers=0)),
         )
 
     @property
@@ -177,3 +180,27 @@ def test_a_drained_generator_returns_what_it_has_not_answered():
         assert scene.status.gauges["running"] == 0
 
     asyncio.run(scenario(Scene()))
+
+
+@pytest.mark.parametrize(("num_tokens", "fits"), [(10, True), (4000, False)])
+def test_a_trajectory_over_the_message_limit_is_returned_with_its_size(num_tokens: int, fits: bool):
+    mask = np.arange(num_tokens) >= 6
+    logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    scene = Scene(make_trajectory(token_ids=tokens, model_mask=mask, generator_logprobs=logprobs))
+    scene.generator._weight_updates.is_verified.set()
+    scene.generator._set_state("ready", "")
+
+    async def use() -> None:
+        scene.generator._accept([PROMPT])
+        await asyncio.gather(*scene.generator._tasks, return_exceptions=True)
+        await asyncio.sleep(0)
+
+    asyncio.run(use())
+    # Both members of the group are one trajectory here.
+    assert len(scene.client.outbox) == int(fits)
+    if not fits:
+        assert scene.last_return().lease_ids == ["3-0"]
+        for reason in (scene.last_return().reason, scene.status.reason):
+            assert "must fit into broker.max_message_bytes (4096)" in reason
+            assert f"of {num_tokens} tokens has" in reason

@@ -19,7 +19,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def evaluator(store: MemoryStore) -> Evaluator:
-    return Evaluator(store, EvaluationConfig(monitor_prompts=1, final_prompts=2))
+    return Evaluator(store, EvaluationConfig(monitor_prompts=1, final_prompts=2), num_rows=3)
 
 
 def reply(store: MemoryStore, *, status: str) -> int:
@@ -36,6 +36,29 @@ def test_progress_and_result_are_of_both_purposes(store, evaluator):
     assert reply(store, status="ok") == 4
     assert evaluator.num_answered("before") == 4
     assert set(evaluator.result("before")) == {"sampled", "greedy"}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "monitored", "final"),
+    [
+        (640, range(128), range(128, 640)),
+        (9999, range(128), range(128, 640)),
+        (639, range(127), range(127, 639)),
+        (30, range(6), range(6, 30)),
+        (3, range(1), range(1, 3)),
+        (2, range(1), range(1, 2)),
+        (1, range(1), range(1)),
+    ],
+)
+def test_a_small_file_is_shared_between_monitored_and_final_rows(num_rows: int, monitored: range, final: range):
+    assert EvaluationConfig().rows(num_rows) == (monitored, final)
+
+
+def test_only_rows_that_exist_are_requested(store):
+    evaluator = Evaluator(store, EvaluationConfig(monitor_prompts=4, final_prompts=4), num_rows=2)
+    evaluator.open_monitor(step=1, fence=1, version=0)
+    evaluator.open_final("before", version=0)
+    assert [each.row for each in lease(store, 16) if each.purpose != "train"] == [0, 0, 1, 1]
 
 
 def test_a_repeated_step_is_evaluated_again(store, evaluator):

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from slipstream.generators.rewards.functions import exact_match, math_answer, position_match
@@ -44,7 +46,12 @@ def test_exact_match_is_all_or_nothing():
         ("The answer is -5.", "-5"),
         ("12 apples and 3 more make 15", "15"),
         ("The answer is 5%", "5"),
-        ("\\boxed{x + 1}", "\\boxed{x+1}"),
+        ("**7**", "\\boxed{7}"),
+        ("#### Conclusion\n\\boxed{7}", "7"),
+        ("7 (seven)", "7"),
+        ("\\boxed{7\\text{ km}}", "7"),
+        ("\\boxed{1{,}200}", "1200"),
+        ("\\boxed{-\\dfrac{3}{4}}", "-0.75"),
     ],
 )
 def test_math_answer_finds_equal_answers(response: str, truth: str):
@@ -55,6 +62,44 @@ def test_math_answer_finds_equal_answers(response: str, truth: str):
 def test_math_answer_rejects_other_answers(response: str):
     reward = math_answer(make_sample(response, truth="#### 7"))
     assert (reward.total, reward.is_correct, reward.status) == (0.0, False, "ok")
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("\\boxed{3\\sqrt{2}}", "2"),
+        ("#### 3\\sqrt{2}", "3"),
+        ("it is 3\\sqrt{2}", "2"),
+        ("it is 2^{10}", "10"),
+        ("the answer is 2^10", "2"),
+        ("\\boxed{1e5}", "100000"),
+        ("#### 1e5", "1"),
+        ("#### 2x", "2"),
+        ("\\boxed{1,2}", "12"),
+        ("\\boxed{3\\frac{1}{2}}", "15.5"),
+        ("#### 7 1/2", "7"),
+        ("the answer is 3 + 4", "3"),
+    ],
+)
+def test_a_part_of_a_formula_is_no_answer(response: str, truth: str):
+    assert not math_answer(make_sample(response, truth=truth)).is_correct
+
+
+@pytest.mark.parametrize(
+    "truth", ["3\\sqrt{2}", "2^{10}", "\\boxed{x+1}", "12 apples", "7 or 8", "1e5", "1,2", "", "9" * 101, "1/0"]
+)
+def test_a_truth_of_math_answer_is_one_number(truth: str):
+    with pytest.raises(ValueError, match="must be one number of at most 100 characters, got"):
+        math_answer(make_sample("#### 2", truth=truth))
+
+
+@pytest.mark.parametrize(
+    "response", ["\\boxed{1e20000000}", "#### " + "9" * 10**6, "answer" + " " * 10**6, "\\boxed{" * 10**5]
+)
+def test_math_answer_is_fast_for_any_response(response: str):
+    started_at = time.process_time()
+    assert not math_answer(make_sample(response, truth="7")).is_correct
+    assert time.process_time() - started_at < 2
 
 
 def test_math_answer_can_reward_the_format():

@@ -5,11 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from slipstream.buffer.trajectory import Reward
+from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 
@@ -20,11 +23,9 @@ def sample(response: str = "") -> RewardInput:
     return RewardInput(prompt="48213=", response=response, ground_truth="31284")
 
 
-def use_pool(
-    use: Callable[[RewardPool], Awaitable[None]], *, num_workers: int = 1, timeout_s: float = 20.0, name: str = FUNCTION
-) -> None:
+def use_pool(use: Callable[[RewardPool], Awaitable[None]], *, timeout_s: float = 20.0, **settings: Any) -> None:
     async def session() -> None:
-        pool = RewardPool(name, {}, num_workers=num_workers, timeout_s=timeout_s)
+        pool = RewardPool(RewardConfig(FUNCTION, timeout_s=timeout_s, **settings))
         try:
             await asyncio.wait_for(use(pool), 50)
         finally:
@@ -78,14 +79,73 @@ def test_time_in_the_queue_does_not_count():
     use_pool(use, timeout_s=0.9)
 
 
-@pytest.mark.parametrize("response", ["die", "exit"])
-def test_a_reward_that_kills_its_worker_is_an_error_and_the_others_are_scored(response: str):
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        ("die", "worker died (signal SIGKILL)"),
+        ("leave", "worker died (exit code 3)"),
+        ("exit", "called sys.exit(3)"),
+        ("allocate 900", "generators.reward.max_memory_mib"),
+    ],
+)
+def test_a_reward_that_ends_its_worker_is_an_error_and_the_others_are_scored(response: str, words: str):
     async def use(pool: RewardPool) -> None:
         rewards = await asyncio.gather(*(pool.score(sample(r)) for r in ["", response, "", ""]))
         assert [r.status for r in rewards] == ["ok", "error", "ok", "ok"]
-        assert "worker died" in rewards[1].detail
+        assert words in rewards[1].detail
+
+    use_pool(use, max_memory_mib=600)
+
+
+def test_cpu_time_is_limited_per_call():
+    async def use(pool: RewardPool) -> None:
+        rewards = await asyncio.gather(*(pool.score(sample(r)) for r in ["", "burn", ""]))
+        assert [r.status for r in rewards] == ["ok", "timeout", "ok"]
+        assert "generators.reward.max_cpu_s (1 s)" in rewards[1].detail
+
+    use_pool(use, max_cpu_s=1)
+
+
+@pytest.mark.parametrize(("response", "status"), [("litter", "timeout"), ("litter-and-die", "error")])
+def test_what_a_function_started_ends_with_its_worker(response: str, status: str, tmp_path: Path):
+    async def use(pool: RewardPool) -> None:
+        await pool.score(sample())
+        reward = await pool.score(sample(f"{response} {tmp_path / 'pids'}"))
+        assert reward.status == status
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert len(pids) == 3
+        await until(lambda: not any(map(psutil.pid_exists, pids)), seconds=5)
+
+    use_pool(use, timeout_s=1.0)
+
+
+def test_a_copy_that_the_function_forked_does_not_answer():
+    async def use(pool: RewardPool) -> None:
+        rewards = [(await pool.score(sample(response))).total for response in ["fork", "", "fork", ""]]
+        assert rewards == [0.5] * 4
 
     use_pool(use)
+
+
+def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slipstream.generators.rewards.pool._REAP_TIMEOUT_S", 0.5)
+
+    async def use(pool: RewardPool) -> None:
+        await pool.score(sample())
+        supervisor = psutil.Process(pool.worker_pids[0]).parent()
+        assert supervisor is not None
+        supervisor.suspend()
+        call = asyncio.create_task(pool.score(sample("sleep 20")))
+        while not call.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - before < 0.3
+        assert (await call).status == "timeout"
+        assert await pool.score(sample()) == Reward(total=0.5)
+        assert not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE
+        psutil.Process(pool.worker_pids[0]).parent().suspend()  # `close` ends such a worker, too
+
+    use_pool(use, timeout_s=0.5)
 
 
 def test_a_worker_killed_from_outside_is_replaced():
@@ -139,7 +199,7 @@ def test_a_cancelled_call_does_not_disturb_the_next():
 
 def test_closing_ends_open_calls_and_workers():
     async def session() -> None:
-        pool = RewardPool(FUNCTION, {}, num_workers=1, timeout_s=20.0)
+        pool = RewardPool(RewardConfig(FUNCTION, timeout_s=20.0))
         await pool.score(sample())
         (worker,) = pool.worker_pids
         call = asyncio.create_task(pool.score(sample("sleep 60")))
@@ -154,11 +214,12 @@ def test_closing_ends_open_calls_and_workers():
 
 _PARENT = """
 import asyncio, sys
+from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 
 async def main():
-    pool = RewardPool("tests.unit.generators.rewards.samples:by_response", {}, num_workers=1, timeout_s=60)
+    pool = RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", timeout_s=60))
     await pool.score(RewardInput(prompt="", response="", ground_truth=""))
     print(pool.worker_pids[0], flush=True)
     await pool.score(RewardInput(prompt="", response=sys.argv[1], ground_truth=""))

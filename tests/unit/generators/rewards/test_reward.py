@@ -34,6 +34,9 @@ def test_a_dict_with_the_fields_of_a_reward_is_a_reward():
         ("by_response", "text", "got str"),
         ("as_unknown_dict", "", "score"),
         ("by_response", "raise now", "ValueError: no good: now"),
+        ("by_response", "exit", "must return, it called sys.exit(3)"),
+        ("by_response", "shout", "ValueError: no good: no good:"),
+        ("with_many_parts", "", "at most 64 parts"),
     ],
 )
 def test_an_invalid_reward_is_an_error_with_one_line_of_detail(name: str, response: str, words: str):
@@ -41,6 +44,13 @@ def test_an_invalid_reward_is_an_error_with_one_line_of_detail(name: str, respon
     assert reward.status == "error"
     assert words in reward.detail
     assert "\n" not in reward.detail
+    assert len(reward.detail) <= 300
+
+
+def test_the_detail_of_a_reward_is_cut():
+    reward = run_sample("with_long_detail")
+    assert reward.total == 0.75
+    assert reward.detail == ("wordy " * 50)[:300]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,25 @@ def test_a_verdict_of_the_role_ends_the_run(folder: Path, restart: Restart):
         fate(folder, "2", restart)
 
 
+def test_an_error_that_comes_back_the_same_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("slipstream.runtime.process._RESTART_AFTER_S", 0.0)
+    # Each start takes the next line: the error changes once, then it comes back.
+    (folder / "errors").write_text("of the machine\nof the model\nof the model\n")
+    (folder / "fails.py").write_text(
+        "import sys, pathlib\n"
+        f"path = pathlib.Path({str(folder / 'errors')!r})\n"
+        "error, *others = path.read_text().splitlines()\n"
+        "path.write_text('\\n'.join(others))\n"
+        "print('error: ' + error)\n"
+        "sys.exit(76)\n"
+    )
+    role = RoleProcess("role", ["fails"], logs=folder)
+    role.start()
+    with pytest.raises(RoleDiedError, match="role: of the model"):
+        until(lambda: bool(role.poll()) and False)
+    assert role.num_restarts == 2
+
+
 def test_a_role_that_succeeds_is_not_restarted(folder: Path):
     assert fate(folder, "0", "on_death") == "finished"
 
