@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("algorithms", "delivery")
 """Tables of mutants: tests/mutants/KIND.toml."""
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs", "data", "models", "*.egg-info")
-_TIMEOUT_S = 240.0
+_TIMEOUT_S, _UNTOUCHED_TIMEOUT_S = 240.0, 1200.0
 
 
 class Mutant(NamedTuple):
@@ -56,7 +56,7 @@ class Copy:
 
     def check_untouched(self, tests: list[str]) -> None:
         """Run the tests without a mutant: one that fails anyway would catch everything. Raises MutantError."""
-        verdict = self._run(tests)
+        verdict = self._run(tests, timeout_s=_UNTOUCHED_TIMEOUT_S)
         if verdict.is_caught:
             raise MutantError(f"the tests must pass without a mutant, got a failure: {verdict.by}.")
 
@@ -66,11 +66,11 @@ class Copy:
         text = path.read_text(encoding="utf-8")
         path.write_text(mutated(text, mutant), encoding="utf-8")
         try:
-            return self._run(list(mutant.tests))
+            return self._run(list(mutant.tests), timeout_s=_TIMEOUT_S)
         finally:
             path.write_text(text, encoding="utf-8")
 
-    def _run(self, tests: list[str]) -> Verdict:
+    def _run(self, tests: list[str], *, timeout_s: float) -> Verdict:
         arguments = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *tests]
         # Without bytecode: two versions of a file of one size and one second would be taken for the same.
         own = {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
@@ -82,11 +82,11 @@ class Copy:
                 env=os.environ | own,
                 capture_output=True,
                 text=True,
-                timeout=_TIMEOUT_S,
+                timeout=timeout_s,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Verdict(True, f"still running after {_TIMEOUT_S:g} s", time.monotonic() - started_at)
+            return Verdict(True, f"still running after {timeout_s:g} s", time.monotonic() - started_at)
         seconds = time.monotonic() - started_at
         if done.returncode == 0:
             return Verdict(False, "", seconds)

@@ -15,6 +15,7 @@ from slipstream.broker.messages import (
     ReturnLeases,
     Welcome,
 )
+from slipstream.buffer.codec import encode
 from tests.builders import make_packed
 from tests.fakes import FakePeer, RouterScene
 
@@ -114,6 +115,16 @@ def test_returned_leases_and_a_bye_make_the_prompts_available_again(scene: Route
     assert scene.store.counts().returned == 1
     peer.exchange(Bye())
     assert scene.store.counts().returned == 2
+
+
+def test_prompts_that_cannot_be_delivered_are_available_again(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "g0")
+    peer.receive()
+    peer.channel.send([encode(LeaseRequest(max_trajectories=4))])
+    # Its request leaves, and it is gone when the answer is sent.
+    peer.channel.close()
+    scene.step()
+    assert (scene.store.counts().leased, scene.store.counts().returned) == (0, 2)
 
 
 def test_the_learner_receives_the_members_and_its_orders_reach_those_it_names(scene: RouterScene):

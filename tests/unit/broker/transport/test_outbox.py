@@ -36,6 +36,16 @@ def test_the_credit_in_bytes_binds_but_one_trajectory_always_fits():
     assert ids(outbox.pop_sendable()) == ["0-0-1"]
 
 
+def test_acknowledged_bytes_are_free_again():
+    payload_bytes = len(make_packed(index=0)[1])
+    outbox = make_outbox(messages=10, size_bytes=2 * payload_bytes)
+    for index in range(6):
+        outbox.add(*make_packed(index=index, group_size=6))
+    for first in (0, 2, 4):
+        assert ids(sent := outbox.pop_sendable()) == [f"0-0-{first}", f"0-0-{first + 1}"]
+        outbox.acknowledge(ids(sent))
+
+
 def test_everything_unacknowledged_is_resent_to_a_new_broker():
     outbox = make_outbox()
     outbox.add(*make_packed(index=0))
