@@ -11,6 +11,7 @@ import itertools
 import tempfile
 from contextlib import ExitStack
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -61,6 +62,7 @@ def _measure(arguments: argparse.Namespace, *, step_s: float, pacing_lag: float)
         run = load(
             [
                 "generators/engine=scripted",
+                "model.path=models/digits-random",
                 f"generators.group_size={_GROUP_SIZE}",
                 f"generators.max_concurrency={_CONCURRENCY}",
                 f"generators.sampling.max_tokens={_MAX_TOKENS}",
@@ -73,7 +75,9 @@ def _measure(arguments: argparse.Namespace, *, step_s: float, pacing_lag: float)
                 *arguments.overrides,
             ]
         )
-        prepare(run)
+        # The scripted engine needs a vocabulary, and no model that has learnt anything.
+        untrained = [step for step in run.prepare if step.creates != "models/digits-warm"]
+        prepare(msgspec.structs.replace(run, prepare=untrained))
         fleet = FleetRun(run, stack)
         fleet.add_generator(
             "generator-0",

@@ -520,3 +520,13 @@ def test_with_an_archive_a_group_stays_until_it_is_forgotten(fresh_store):
     assert store.finished(limit=9) == []
     assert store.insert([answer(used)]) == [SUPERSEDED]
     assert store.audit().is_sound
+
+
+def test_every_trajectory_that_was_accepted_can_be_fetched(store):
+    num_groups = 60
+    packed = [answer(each, index) for each in lease(store, num_groups) for index in each.indices]
+    outcomes = store.insert(packed)
+    assert all(outcome.outcome == "inserted" for outcome in outcomes)
+    claimed = claim(store, 1, num_groups)
+    fetched = [payload for group in store.fetch(claimed.group_ids) for payload in group]
+    assert fetched == [payload for _, payload in packed]

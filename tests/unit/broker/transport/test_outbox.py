@@ -42,8 +42,9 @@ def test_acknowledged_bytes_are_free_again():
     for index in range(6):
         outbox.add(*make_packed(index=index, group_size=6))
     for first in (0, 2, 4):
-        assert ids(sent := outbox.pop_sendable()) == [f"0-0-{first}", f"0-0-{first + 1}"]
-        outbox.acknowledge(ids(sent))
+        sent = ids(outbox.pop_sendable())
+        assert sent == [f"0-0-{first}", f"0-0-{first + 1}"]
+        outbox.acknowledge(sent)
 
 
 def test_everything_unacknowledged_is_resent_to_a_new_broker():
