@@ -20,6 +20,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TEXTS = tuple(os.strerror(number) for number in _FULL)
 """For libraries that keep the text only: safetensors, and Redis in its answers."""
 _RETRY_EVERY_S = 1.0
+_MAX_DELAY_S = 60.0
+_MORE_ROOM_BYTES = 2**20
 _LOG_EVERY_S = 5.0
 
 log = structlog.get_logger(__name__)
@@ -35,10 +37,18 @@ def is_disk_full(error: BaseException) -> bool:
 def describe_disk(path: Path) -> str:
     """Return the disk of an existing or future file, such as `/data (12 MiB of 9216 MiB free), which holds runs/x`."""
     path = path.absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    existing = _existing(path)
     mount = next(folder for folder in (existing, *existing.parents) if folder.is_mount())
     usage = shutil.disk_usage(existing)
     return f"{mount} ({usage.free // 2**20} MiB of {usage.total // 2**20} MiB free), which holds {path}"
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _free_bytes(path: Path) -> int:
+    return shutil.disk_usage(_existing(path.absolute())).free
 
 
 class DiskWait:
@@ -50,27 +60,35 @@ class DiskWait:
         """`while_waiting` is called every few seconds of a wait."""
         self._while_waiting = while_waiting
         self._retry_every_s = retry_every_s
+        self._log_at = 0.0
         self.reason = ""
         """The wait under way, such as `waiting 12 s for room on the disk /data (...) for metrics`; else empty."""
 
     def retry(self, write: Callable[[], T], *, what: str, path: Path) -> T:
         """Call `write`, which writes `what` to `path` whole or not at all, until there is room for it."""
-        began_at, log_at = time.monotonic(), 0.0
+        began_at, delay_s = time.monotonic(), self._retry_every_s
         while True:
             try:
                 result = write()
             except Exception as error:
                 if not is_disk_full(error):
                     raise
-                now = time.monotonic()
-                self.reason = f"waiting {now - began_at:.0f} s for room for {what} on the disk {describe_disk(path)}"
-                if now >= log_at:
-                    log_at = now + _LOG_EVERY_S
-                    log.warning("disk_full", reason=self.reason, error=str(error))
-                    self._while_waiting()
-                time.sleep(self._retry_every_s)
+                self._await_room(what, path, error, began_at=began_at, at_most_s=delay_s)
+                # A checkpoint may take minutes to fail: without more room it is tried ever less often.
+                delay_s = min(2 * delay_s, _MAX_DELAY_S)
             else:
                 if self.reason:
                     log.info("disk_has_room", what=what, after_s=round(time.monotonic() - began_at, 1))
                 self.reason = ""
                 return result
+
+    def _await_room(self, what: str, path: Path, error: Exception, *, began_at: float, at_most_s: float) -> None:
+        """Wait until the disk has more room than now, at most `at_most_s`: quotas do not show as room."""
+        free, ends_at = _free_bytes(path), time.monotonic() + at_most_s
+        while (now := time.monotonic()) < ends_at and _free_bytes(path) < free + _MORE_ROOM_BYTES:
+            self.reason = f"waiting {now - began_at:.0f} s for room for {what} on the disk {describe_disk(path)}"
+            if now >= self._log_at:
+                self._log_at = now + _LOG_EVERY_S
+                log.warning("disk_full", reason=self.reason, error=str(error))
+                self._while_waiting()
+            time.sleep(self._retry_every_s)

@@ -71,3 +71,31 @@ def test_a_write_is_repeated_until_there_is_room_and_the_wait_is_shown(tmp_path:
     assert calls == ["kept alive"]
     assert [line["event"] for line in logged] == ["disk_full", "disk_has_room"]
     assert os.strerror(28) in logged[0]["error"]
+
+
+class FakeTime:
+    """The time module for a wait: sleeping takes no time."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_write_is_repeated_once_there_is_more_room_else_ever_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    time, tried_at = FakeTime(), list[float]()
+    monkeypatch.setattr("slipstream.runtime.disk.time", time)
+    monkeypatch.setattr("slipstream.runtime.disk._free_bytes", lambda path: 2**21 if time.now >= 9.0 else 0)
+
+    def write() -> None:
+        tried_at.append(time.now)
+        if time.now < 9.0:
+            fill(tmp_path)
+
+    DiskWait().retry(write, what="a checkpoint", path=tmp_path)
+    assert tried_at == [0.0, 1.0, 3.0, 7.0, 9.0]

@@ -163,8 +163,8 @@ with fail_cleanly():
         print("put in order", flush=True)
 """
 TEARDOWN = """
-import atexit, os, signal
-atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), print("torn down", flush=True)))
+import atexit, os, signal, time
+atexit.register(lambda: (time.sleep(1.1), os.kill(os.getpid(), signal.SIGTERM), print("torn down", flush=True)))
 """
 
 
