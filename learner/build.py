@@ -29,8 +29,9 @@ from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
-from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic, load_value_model
+from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
 from slipstream.learner.training.frozen_models import FrozenModels
+from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
@@ -53,15 +54,29 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     # First, because a user's function that is not there must be reported before anything is waited for.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
     policy = load_policy(run.model, device=device, gradient_checkpointing=_recomputes_activations(run))
+    # Each model is probed before an engine shards it, when ranks need not compute together.
+    chooser = LayoutChooser(run, policy, ranks=ranks, device=device)
     engine = _build_engine(
         run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
     )
-    frozen_models = _load_frozen_models(run, policy, device=device)
-    critic = _build_critic(run, policy, ranks=ranks, device=device) if run.algorithm.advantage.needs_critic else None
-    return Trainer(run, engine=engine, ranks=ranks, objective=objective, frozen_models=frozen_models, critic=critic)
+    frozen_models = _load_frozen_models(run, policy, device=device, chooser=chooser)
+    critic = None
+    if run.algorithm.advantage.needs_critic:
+        critic = _build_critic(run, policy, ranks=ranks, device=device, chooser=chooser)
+    return Trainer(
+        run,
+        engine=engine,
+        ranks=ranks,
+        objective=objective,
+        frozen_models=frozen_models,
+        critic=critic,
+        layout=chooser.choose(),
+    )
 
 
-def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device) -> Critic:
+def _build_critic(
+    run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device, chooser: LayoutChooser
+) -> Critic:
     config = run.algorithm.critic
     chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
     model = load_value_model(chosen, device=device, gradient_checkpointing=_recomputes_activations(run))
@@ -70,6 +85,7 @@ def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch
             f"algorithm.critic.path must name a model with the policy's vocabulary ({policy.vocab_size} tokens), got "
             f"{model.vocab_size} in {chosen.path}."
         )
+    chooser.check(model, setting=PATH_SETTING, path=chosen.path)
     engine = _build_engine(
         run, model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING, ranks=ranks, device=device
     )
@@ -77,7 +93,9 @@ def _build_critic(run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch
     return Critic(config, engine=engine, ranks=ranks, total_updates=total)
 
 
-def _load_frozen_models(run: RunConfig, policy: Policy, *, device: torch.device) -> FrozenModels:
+def _load_frozen_models(
+    run: RunConfig, policy: Policy, *, device: torch.device, chooser: LayoutChooser
+) -> FrozenModels:
     """Load the reference and the teacher if the settings need them."""
     reference = teacher = None
     if run.algorithm.kl.coefficient:
@@ -90,6 +108,7 @@ def _load_frozen_models(run: RunConfig, policy: Policy, *, device: torch.device)
                 f"algorithm.distillation.teacher_path must name a model with the learner's vocabulary "
                 f"({policy.vocab_size} tokens), got {teacher.vocab_size} in {distillation.teacher_path}."
             )
+        chooser.check(teacher, setting="algorithm.distillation.teacher_path", path=distillation.teacher_path)
     return FrozenModels(run.algorithm, reference=reference, teacher=teacher)
 
 

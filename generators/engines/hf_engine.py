@@ -191,6 +191,9 @@ class HfEngine:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
         except (OSError, ValueError) as error:
             raise EngineError(f"model.path must hold a transformers checkpoint, got {path!r}: {error}") from error
+        if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
+            # transformers' SDPA leaves the soft cap of attention scores out without a word.
+            model.set_attn_implementation("eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model = model.to(device).eval().requires_grad_(False)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)

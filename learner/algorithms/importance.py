@@ -60,14 +60,15 @@ Bound = float | Float[Tensor, "N"]
 
 
 def bounded(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """clamp(x, -20, 20); not finite becomes 0."""
+    """clamp(x, -20, 20) with the gradient of x; not finite becomes 0, without gradient."""
     # Replaced first, because a clamp lets NaN through.
     finite = torch.where(log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
-    return finite.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    # A clamp's own gradient is 0 beyond its bounds: the loss would let go of the tokens that are furthest off.
+    return finite.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) + (finite - finite.detach())
 
 
 def token_log_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """clamp(numerator - denominator, -20, 20) of two log-probabilities; not finite becomes 0."""
+    """clamp(numerator - denominator, -20, 20) of two log-probabilities, as `bounded`; not finite becomes 0."""
     return bounded(_wide(numerator) - _wide(denominator))
 
 

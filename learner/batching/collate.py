@@ -21,6 +21,8 @@ from slipstream.learner.batching.packing import (
 
 _PADDING = -1
 
+LayoutKind = Literal["shared_rows", "one_row", "one_per_row"]
+
 
 class MicrobatchBuilder:
     """Arrays of one microbatch, R empty rows of L tokens. Life: fill_row, once for each -> build.
@@ -45,14 +47,15 @@ class MicrobatchBuilder:
         for bundle in bundles:
             column = self._put_bundle(row, column, bundle)
 
-    def build(self, *, is_masked: bool) -> Microbatch:
-        """The tensors; with an explicit attention mask, or without when rows hold nothing but whole sequences."""
+    def build(self, *, is_masked: bool, has_positions: bool = True) -> Microbatch:
+        """The tensors; without an attention mask where rows hold nothing but whole sequences, without positions where
+        each holds one."""
         samples = self._samples
         targets = np.concatenate([sample.token_ids[sample.trained] for sample in samples])
         temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)
         return Microbatch(
             token_ids=torch.from_numpy(self._token_ids),
-            position_ids=torch.from_numpy(self._position_ids),
+            position_ids=torch.from_numpy(self._position_ids) if has_positions else None,
             attention_mask=self._mask() if is_masked else None,
             sources=torch.from_numpy(np.concatenate(self._sources)),
             targets=torch.from_numpy(targets.astype(np.int64)),
@@ -97,14 +100,15 @@ class MicrobatchBuilder:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Arrangement of sequences in a microbatch.
+    """Arrangement of sequences in a microbatch, the densest first.
 
     `shared_rows`: rows of about the longest sequence, each prompt once, an explicit mask; for SDPA and eager attention.
-    `one_row`: a single row of whole sequences, no mask; for attention kernels that take sequence boundaries.
+    `one_row`: a single row of whole sequences, no mask; for attention that restarts where positions do.
+    `one_per_row`: a padded row for each sequence, neither mask nor positions; for every causal model.
     """
 
-    kind: Literal["shared_rows", "one_row"]
-    """One of the two above."""
+    kind: LayoutKind
+    """One of the three above."""
     microbatch_tokens: int
     """Largest number of input tokens of a forward pass, padding included."""
     row_tokens: int = 64
@@ -119,10 +123,11 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
-    if layout.kind == "one_row":
-        bundles, row_tokens = bundle_singly(trained), layout.microbatch_tokens
-    else:
+    if layout.kind == "shared_rows":
         bundles = bundle_by_prompt(trained, max_tokens=row_tokens)
+    else:
+        # No second sequence fits into a row of one token.
+        bundles, row_tokens = bundle_singly(trained), layout.microbatch_tokens if layout.kind == "one_row" else 1
     # Every rank packs every rank's share, to know how many microbatches the others have.
     packed = [
         pack(share, row_tokens=row_tokens, microbatch_tokens=layout.microbatch_tokens)
@@ -130,27 +135,18 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     ]
     microbatches = [_build_microbatch(rows, layout) for rows in packed[rank]]
     missing = max(map(len, packed)) - len(microbatches)
-    return microbatches + [plain_microbatch(np.zeros((1, 1), dtype=np.int64))] * missing
-
-
-def plain_microbatch(token_ids: np.ndarray) -> Microbatch:
-    """One sequence per row, int[R, L], of which every token but the first is predicted, at temperature 1."""
-    num_rows, length = token_ids.shape
-    flat = np.arange(num_rows * length).reshape(num_rows, length)
-    num_trained = num_rows * (length - 1)
-    return Microbatch(
-        token_ids=torch.from_numpy(token_ids.astype(np.int64)),
-        position_ids=torch.arange(length).repeat(num_rows, 1),
-        attention_mask=None,
-        sources=torch.from_numpy(flat[:, :-1].reshape(-1)),
-        targets=torch.from_numpy(token_ids[:, 1:].reshape(-1).astype(np.int64)),
-        temperatures=torch.ones(num_trained),
-        indices=torch.arange(num_trained),
-    )
+    return microbatches + [_empty_microbatch()] * missing
 
 
 def _build_microbatch(rows: list[Row], layout: Layout) -> Microbatch:
     builder = MicrobatchBuilder(num_rows=len(rows), length=max(map(row_length, rows)))
     for index, row in enumerate(rows):
         builder.fill_row(index, row)
-    return builder.build(is_masked=layout.kind == "shared_rows")
+    return builder.build(is_masked=layout.kind == "shared_rows", has_positions=layout.kind != "one_per_row")
+
+
+def _empty_microbatch() -> Microbatch:
+    """One token to read, none to predict: what a rank computes while others have more to do."""
+    none = torch.zeros(0, dtype=torch.int64)
+    token_ids = torch.zeros(1, 1, dtype=torch.int64)
+    return Microbatch(token_ids, None, None, sources=none, targets=none, temperatures=torch.ones(0), indices=none)

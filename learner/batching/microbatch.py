@@ -53,8 +53,8 @@ class Microbatch:
 
     token_ids: Int[Tensor, "R L"]
     """Input tokens; 0 in the padding at the end of a row."""
-    position_ids: Int[Tensor, "R L"]
-    """Position within the own sequence."""
+    position_ids: Int[Tensor, "R L"] | None
+    """Position within the own sequence; None: that in the row, which holds one sequence."""
     attention_mask: Bool[Tensor, "R 1 L L"] | None
     """Tokens (last axis) that each token sees; None: causal, restarted wherever `position_ids` restart."""
     sources: Int[Tensor, "N"]

@@ -37,7 +37,8 @@ TOKEN_METRICS = {
     "ess_trajectories": "the same of its product over a trajectory, share of the trajectories",
     "chi2": "chi-square divergence, mean (pi_learner / pi_generator)^2 - 1 over tokens",
     "chi2_trajectories": "the same of the products over trajectories",
-    "nonfinite_fraction": "share of tokens with a ratio that was not finite and was set to 1",
+    "nonfinite_fraction": "share of tokens with a ratio that was not finite and was set to 1; those that the learner "
+    "finds impossible (-inf) have no loss",
     "entropy": "mean entropy at the sampled tokens, nats",
     "reference_kl": "KL(learner || reference policy), by the configured estimator; 0 without a reference",
 }

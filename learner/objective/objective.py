@@ -96,6 +96,10 @@ class Objective:
         numbers, sequences = torch.unique(tokens.sequences, return_inverse=True)
         tokens = tokens.replace(sequences=sequences)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
+        # One token that the learner finds impossible (-inf) would make the loss infinite: it has none, and is counted
+        # in `nonfinite_fraction`. NaN stays, and ends the run, because it is the model that is broken then.
+        is_possible = learner.detach() != -torch.inf
+        correction = correction._replace(is_kept=correction.is_kept & is_possible)
         is_trusted = torch.ones_like(correction.is_kept) if tokens.is_trusted is None else tokens.is_trusted
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
         # 0 * log_ratio, because ranks call backward together and a loss without a counted token needs a graph too.
@@ -116,7 +120,7 @@ class Objective:
         # A sum: the weights have the denominator of the whole update, so the losses of all microbatches add up to it.
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
-            loss = loss - (tokens.nll_weights * correction.is_kept * learner).sum()
+            loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()
         stats = _token_stats(
             tokens, inputs, correction, is_idle=is_idle, entropies=measured["entropies"], divergence=divergence
         )

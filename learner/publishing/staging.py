@@ -9,7 +9,8 @@ import torch
 from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets
 from slipstream.configs.broker import WeightsConfig
-from slipstream.learner.batching.collate import plain_microbatch
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.engines.engine import TrainEngine
 
 SEQUENCE_TOKENS = 16
@@ -32,10 +33,19 @@ def canary_token_ids(*, seed: int, vocab_size: int, num_sequences: int, max_leng
 
 
 @torch.no_grad()
-def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray) -> list[list[float]]:
-    """The learner's log-probability of token t + 1 given tokens <= t, temperature 1, for each sequence. Collective."""
-    logprobs = engine.forward(plain_microbatch(token_ids).to(engine.device))["logprobs"]
-    return logprobs.reshape(len(token_ids), -1).tolist()
+def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layout) -> list[list[float]]:
+    """The learner's log-probability of token t + 1 given tokens <= t, temperature 1, for each sequence, by the layout
+    that trains. Collective."""
+    num_sequences, length = token_ids.shape
+    trained = np.arange(1, length)
+    samples = [
+        Sample(sequence, trained, index * len(trained), group_id=str(index)) for index, sequence in enumerate(token_ids)
+    ]
+    logprobs = torch.zeros(num_sequences * len(trained))
+    # Every rank computes all of it: a sharded model needs the same calls from each.
+    for microbatch in collate(samples, layout=layout):
+        logprobs[microbatch.indices] = engine.forward(microbatch.to(engine.device))["logprobs"].float().cpu()
+    return logprobs.reshape(num_sequences, -1).tolist()
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def describe_values(tokens: Tokens) -> dict[str, float]:
 
 # --- the value model -------------------------------------------------------------------------------------------------
 _HEAD_FILE = "value_head.safetensors"
-_PATH_SETTING = "algorithm.critic.path (by default model.path)"
+PATH_SETTING = "algorithm.critic.path (by default model.path)"
 _TRUNK = "trunk."
 
 
@@ -93,7 +93,8 @@ class ValueModel(nn.Module):
         # With zeros, advantages are the returns themselves until the critic has learnt something.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._compute_dtype = compute_dtype
+        self.compute_dtype = compute_dtype
+        """Data type of the trunk's matrix products."""
 
     @property
     def vocab_size(self) -> int:
@@ -102,9 +103,21 @@ class ValueModel(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """`values`, float32[N], from the hidden state that predicts each trained token."""
-        output = forward_pass(self.trunk, microbatch, compute_dtype=self._compute_dtype)
-        hidden = output.last_hidden_state.flatten(0, 1)[microbatch.sources]
-        return {"values": self.head(hidden.float()).squeeze(-1)}
+        return {"values": self.head(self._hidden(microbatch)).squeeze(-1)}
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The transformers model."""
+        return self.trunk
+
+    def probe(self, microbatch: Microbatch) -> Tensor:
+        """Numbers by which two layouts are compared, [N, D]: hidden states, scaled to about 1."""
+        hidden = self._hidden(microbatch)
+        return hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+
+    def _hidden(self, microbatch: Microbatch) -> Tensor:
+        output = forward_pass(self.trunk, microbatch, compute_dtype=self.compute_dtype)
+        return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of the trunk as `trunk.*`, of the head as `head.*`."""
@@ -114,10 +127,10 @@ class ValueModel(nn.Module):
 def load_value_model(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> ValueModel:
     """Load a policy's checkpoint, with zeros as the head, or a value model's, without dropout. Raises ModelError."""
     with _without_report():
-        trunk, missing = load_module(AutoModel, config, device=device, setting=_PATH_SETTING)
+        trunk, missing = load_module(AutoModel, config, device=device, setting=PATH_SETTING)
     if missing:
         raise ModelError(
-            f"{_PATH_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
+            f"{PATH_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
             f"which lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another, or an "
             "algorithm.advantage that needs no critic."
         )

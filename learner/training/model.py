@@ -8,10 +8,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, logging
 
 from slipstream.configs.data import ModelConfig
+from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.logprobs import LOGPROBS, Requested, measure_tokens
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_parameters
@@ -22,6 +23,9 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 FLASH = "flash_attention_2"
 
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+"""Kinds of layers, as transformers names them."""
+
 
 class Policy(nn.Module):
     """The module that a training engine runs: float32 master weights, matrix products in `compute_dtype`."""
@@ -29,7 +33,8 @@ class Policy(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self._compute_dtype = compute_dtype
+        self.compute_dtype = compute_dtype
+        """Data type of matrix products."""
 
     @property
     def vocab_size(self) -> int:
@@ -42,9 +47,13 @@ class Policy(nn.Module):
         return self.causal_lm.config.get_text_config().hidden_size
 
     @property
-    def takes_one_row(self) -> bool:
-        """Whether attention takes sequence boundaries instead of a mask."""
-        return self.causal_lm.config._attn_implementation == FLASH
+    def backbone(self) -> PreTrainedModel:
+        """The transformers model."""
+        return self.causal_lm
+
+    def probe(self, microbatch: Microbatch) -> Tensor:
+        """Numbers by which two layouts are compared, [N, 1]: log-probabilities of the trained tokens."""
+        return self(microbatch)["logprobs"][:, None]
 
     def forward(
         self,
@@ -68,7 +77,7 @@ class Policy(nn.Module):
         """Logits that predict the trained tokens, [N, V]."""
         is_one_row = len(microbatch.token_ids) == 1
         kept = microbatch.sources if is_one_row else 0
-        output = forward_pass(self.causal_lm, microbatch, compute_dtype=self._compute_dtype, logits_to_keep=kept)
+        output = forward_pass(self.causal_lm, microbatch, compute_dtype=self.compute_dtype, logits_to_keep=kept)
         logits = output.logits.flatten(0, 1)
         return logits if is_one_row else logits[microbatch.sources]
 
@@ -80,14 +89,40 @@ class Policy(nn.Module):
 def forward_pass(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **arguments: Any) -> Any:
     """Forward pass of a transformers model over all tokens of a microbatch; `arguments` go to its forward method."""
     is_mixed = compute_dtype != torch.float32
+    positions = {} if microbatch.position_ids is None else {"position_ids": microbatch.position_ids}
     with torch.autocast(microbatch.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
         return module(
             input_ids=microbatch.token_ids,
-            position_ids=microbatch.position_ids,
-            attention_mask=microbatch.attention_mask,
+            attention_mask=_attention_mask(module.config, microbatch),
             use_cache=False,
+            **positions,
             **arguments,
         )
+
+
+def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
+    """The mask as transformers takes it: one for all layers, or by kind of layer where only some have a window.
+
+    transformers makes masks with a window only if it is given none, so that of shared rows gets its window here.
+    """
+    mask = microbatch.attention_mask
+    if mask is None:
+        return None
+    text = config.get_text_config()
+    finish = _additive if config._attn_implementation == "eager" else lambda visible: visible
+    window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or [_WINDOWED])
+    if not window or mask.shape[-1] <= window or kinds not in ({_WINDOWED}, {_WINDOWED, _FULL}):
+        return finish(mask)
+    # Counted along the sequence, not along the row: siblings may lie between a response and its prompt.
+    positions = known(microbatch.position_ids)
+    near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
+    return {_WINDOWED: finish(near), _FULL: finish(mask)} if _FULL in kinds else finish(near)
+
+
+def _additive(visible: Tensor) -> Tensor:
+    """Eager attention adds its mask to the scores."""
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo(torch.float32).min)
 
 
 def load_policy(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> Policy:
@@ -123,7 +158,7 @@ def load_module(
             config.path,
             config=settings,
             dtype=torch.float32,
-            attn_implementation=_choose_attention(device, COMPUTE_DTYPES[config.dtype]),
+            attn_implementation=_choose_attention(settings, device, COMPUTE_DTYPES[config.dtype]),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
@@ -136,13 +171,18 @@ def load_module(
     return module.to(device), sorted(found["missing_keys"])
 
 
-def _disable_dropout(settings: object) -> None:
-    """Dropout would make the learner's probabilities differ from the generator's at random."""
-    for name, value in vars(settings).items():
-        if "dropout" in name and isinstance(value, float):
-            setattr(settings, name, 0.0)
+def _disable_dropout(settings: PreTrainedConfig) -> None:
+    """Dropout, or jitter of a router, would make the learner's probabilities differ from the generator's at random."""
+    for part in (settings, settings.get_text_config()):
+        for name, value in vars(part).items():
+            # GPT-2 says `resid_pdrop`, OPT `layerdrop`.
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
-def _choose_attention(device: torch.device, dtype: torch.dtype) -> str:
-    can_flash = device.type == "cuda" and dtype == torch.bfloat16 and is_flash_attn_2_available()
-    return FLASH if can_flash else "sdpa"
+def _choose_attention(settings: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """None: SDPA where the model has it, else eager."""
+    if device.type == "cuda" and dtype == torch.bfloat16 and is_flash_attn_2_available():
+        return FLASH
+    # transformers' SDPA leaves the soft cap of attention scores out without a word.
+    return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None

@@ -33,8 +33,6 @@ from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import Policy
 
-_MIN_ROW_TOKENS = 64
-
 
 class Trainer:
     """One per rank. Life: step, again and again, with `canary` in between. Every method is collective."""
@@ -47,16 +45,18 @@ class Trainer:
         ranks: Ranks,
         objective: Objective,
         frozen_models: FrozenModels,
+        layout: Layout,
         critic: Critic | None = None,
     ) -> None:
         """`frozen_models` hold the initial policy when `algorithm.kl.coefficient` > 0, and the configured teacher.
+        `layout` must be exact for all models, see LayoutChooser.
 
         `critic` is there exactly when `algorithm.advantage` needs one.
         """
         self._run = run
         self._ranks = ranks
         self._frozen_models = frozen_models
-        self._layout = _choose_layout(engine.model, microbatch_tokens=run.learner.tokens_per_microbatch)
+        self._layout = layout
         self.engine = engine
         """Holds the policy's parameters and optimizer."""
         self.objective = objective
@@ -235,12 +235,4 @@ class Trainer:
             num_sequences=PROBE_SEQUENCES,
             max_length=self._run.model.max_length,
         )
-        return token_ids.tolist(), canary_logprobs(self.engine, token_ids)
-
-
-def _choose_layout(policy: Policy, *, microbatch_tokens: int) -> Layout:
-    """Attention costs row length x width, everything else 12 x width^2: rows of half the width cost next to nothing."""
-    if policy.takes_one_row:
-        return Layout("one_row", microbatch_tokens)
-    row_tokens = min(microbatch_tokens, max(_MIN_ROW_TOKENS, policy.hidden_size // 2))
-    return Layout("shared_rows", microbatch_tokens, row_tokens)
+        return token_ids.tolist(), canary_logprobs(self.engine, token_ids, layout=self._layout)

@@ -22,6 +22,7 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
+from slipstream.learner.batching.collate import Layout
 from slipstream.learner.build import build_learner
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.torch_engine import TorchEngine
@@ -67,6 +68,7 @@ class ScriptedTrainer(Trainer):
             ranks=ranks,
             objective=Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens),
             frozen_models=FrozenModels(run.algorithm),
+            layout=Layout("shared_rows", run.learner.tokens_per_microbatch),
         )
         self._settings = run
         self._lineage_engine = engine

@@ -41,6 +41,14 @@ def test_the_log_ratio_is_clamped():
     assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
 
+def test_the_clamp_bounds_the_value_and_not_the_gradient():
+    learner = torch.tensor([-90.0, -25.0, -3.0, 0.0], requires_grad=True)
+    log_ratio = token_log_ratio(learner, torch.tensor([0.0, 0.0, -1.0, -90.0]))
+    log_ratio.sum().backward()
+    assert log_ratio.tolist() == [-20.0, -20.0, -2.0, 20.0]
+    assert learner.grad.tolist() == [1.0] * 4
+
+
 def test_what_is_not_finite_becomes_neutral_and_is_counted():
     numerator = torch.tensor([float("nan"), -1.0, float("-inf"), -1.0])
     denominator = torch.tensor([-1.0, float("inf"), -1.0, -1.0])

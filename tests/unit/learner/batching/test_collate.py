@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from slipstream.learner.batching.collate import Layout, collate, plain_microbatch
+from slipstream.learner.batching.collate import Layout, collate
 from tests.unit.learner.builders import make_groups, make_policy, make_response, make_sample, make_samples
 
 ROWS = Layout("shared_rows", microbatch_tokens=4096)
 NARROW_ROWS = Layout("shared_rows", microbatch_tokens=40, row_tokens=20)
 ONE_ROW = Layout("one_row", microbatch_tokens=4096)
-LAYOUTS = [ROWS, NARROW_ROWS, ONE_ROW]
+ONE_PER_ROW = Layout("one_per_row", microbatch_tokens=64)
+LAYOUTS = [ROWS, NARROW_ROWS, ONE_ROW, ONE_PER_ROW]
 
 
 def random_samples(seed: int = 0):
@@ -56,6 +57,14 @@ def test_a_shared_prompt_is_computed_once():
     assert alone.num_tokens == 8 * (4 + 2)
 
 
+def test_one_sample_per_row_needs_neither_mask_nor_positions():
+    samples = [make_sample(make_response(0, i, response=(5, 6, 7))) for i in range(8)]
+    (microbatch,) = collate(samples, layout=ONE_PER_ROW)
+    assert microbatch.token_ids.shape == (8, 4 + 2)
+    assert microbatch.attention_mask is None
+    assert microbatch.position_ids is None
+
+
 def test_tokens_come_with_their_own_numbers():
     trajectory = make_response(0, 0, prompt=(4, 8), response=(5, 6))
     (microbatch,) = collate([make_sample(trajectory, first_index=48)], layout=ROWS)
@@ -86,13 +95,3 @@ def test_a_rank_without_samples_still_has_its_microbatch():
 
 def test_nothing_to_train_on_makes_no_microbatch():
     assert collate([], layout=ROWS) == []
-
-
-@torch.no_grad()
-def test_a_plain_microbatch_wants_all_but_the_first_token_of_each_row():
-    policy = make_policy()
-    token_ids = torch.randint(0, 39, (3, 5))
-    logprobs = policy(plain_microbatch(token_ids.numpy()))["logprobs"]
-    logits = policy.causal_lm(input_ids=token_ids).logits.log_softmax(-1)
-    expected = logits[:, :-1].gather(-1, token_ids[:, 1:, None]).flatten()
-    assert torch.allclose(logprobs, expected, atol=1e-5)

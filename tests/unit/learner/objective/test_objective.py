@@ -8,7 +8,15 @@ import torch
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.algorithm_terms import KlConfig
 from slipstream.configs.correction import CorrectionConfig, RejectionConfig
-from slipstream.configs.policy_losses import GmpoConfig, GspoConfig, PpoClipConfig, ReinforceConfig, ToprConfig
+from slipstream.configs.policy_losses import (
+    CispoConfig,
+    DppoConfig,
+    GmpoConfig,
+    GspoConfig,
+    PpoClipConfig,
+    ReinforceConfig,
+    ToprConfig,
+)
 from slipstream.learner.batching.batch import Tokens
 from slipstream.learner.metrics.step_metrics import METRICS, StepMetrics
 from slipstream.learner.objective.objective import Objective
@@ -233,3 +241,34 @@ def test_mismatch_is_seen_whatever_policy_is_the_proximal_one(proximal):
     assert report["learner/mismatch_max"] == pytest.approx(np.log(4.0))
     assert report["learner/by_lag/0/mismatch_k1"] == pytest.approx(np.log(2.0))
     assert report["learner/by_lag/2-3/mismatch_k1"] == pytest.approx(-np.log(4.0))
+
+
+@pytest.mark.parametrize("policy_loss", [CispoConfig(), ToprConfig(), DppoConfig()])
+def test_a_token_beyond_the_clamp_of_log_ratios_keeps_its_gradient(policy_loss):
+    tokens = make_tokens(2, generator_logprobs=torch.tensor([-1.0, -1.0]), advantages=torch.tensor([1.0, 1.0]))
+    config = AlgorithmConfig(policy_loss=policy_loss, correction=NONE, proximal="generator")
+    near, far = gradient(config, tokens, torch.tensor([-20.9, -21.1])).tolist()
+    assert far == pytest.approx(near, rel=0.3)
+    assert far != 0
+
+
+@pytest.mark.parametrize("policy_loss", [PpoClipConfig(), ReinforceConfig(), CispoConfig(), GspoConfig()])
+@pytest.mark.parametrize("proximal", ["recompute", "reuse"])
+def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(policy_loss, proximal):
+    kl = KlConfig(coefficient=0.1, estimator="k2")
+    config = AlgorithmConfig(policy_loss=policy_loss, kl=kl, proximal=proximal, entropy_coefficient=0.1)
+    tokens = make_tokens(4, nll_weights=torch.full((4,), 0.25))
+    possible = torch.tensor([-0.5, -1.0, -2.0, -0.3])
+    impossible = possible.clone()
+    impossible[1] = -torch.inf
+    found, metrics = [], StepMetrics()
+    for logprobs, counted in ((impossible, metrics), (possible, StepMetrics())):
+        leaf = logprobs.clone().requires_grad_()
+        start = logprobs if proximal == "recompute" else None
+        loss = loss_of(config, tokens, leaf, proximal=start, reference=possible - 1, metrics=counted)
+        found.append(torch.autograd.grad(loss, leaf)[0])
+        assert loss.isfinite()
+    others = torch.tensor([0, 2, 3])
+    assert found[0][1] == 0
+    assert torch.allclose(found[0][others], found[1][others])
+    assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == 0.25

@@ -1,0 +1,276 @@
+"""Families of models: packed exactly as they compute one sample alone, or refused by name."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slipstream.configs.advantages import GaeConfig
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import DistillationConfig
+from slipstream.configs.data import DataConfig, ModelConfig
+from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.errors import ModelError
+from slipstream.learner.training import layout as layout_module
+from slipstream.learner.training import model as model_module
+from slipstream.learner.training.layout import LayoutChooser
+from slipstream.learner.training.model import load_policy
+from tests.tiny_model import make_tokenizer
+from tests.unit.learner.builders import (
+    CPU,
+    VOCABULARY,
+    make_alone,
+    make_groups,
+    make_model,
+    make_run,
+    make_samples,
+    make_trainer,
+    weights,
+)
+
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+WINDOW = {"sliding_window": 8}
+BOTH = WINDOW | {"layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+LATENT = EXPERTS | {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+FAMILIES = {
+    "qwen2": ("shared_rows", {}),
+    "qwen2_moe": ("shared_rows", EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
+    "qwen3": ("shared_rows", {}),
+    "llama": ("shared_rows", {}),
+    "gpt2": ("shared_rows", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
+    "opt": ("shared_rows", {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3}),
+    "gpt_neox": ("shared_rows", {}),
+    "olmo2": ("shared_rows", {}),
+    "falcon": ("shared_rows", {"alibi": False}),
+    "deepseek_v2": ("shared_rows", LATENT),
+    "deepseek_v3": ("shared_rows", LATENT),
+    # A window in every layer, or in some.
+    "mistral": ("shared_rows", WINDOW),
+    "mixtral": ("shared_rows", WINDOW | {"num_local_experts": 4}),
+    "phi3": ("shared_rows", WINDOW),
+    "gemma2": ("shared_rows", BOTH),
+    "gemma3_text": ("shared_rows", BOTH),
+    "gpt_oss": ("shared_rows", BOTH | EXPERTS | {"num_local_experts": 4}),
+    # Positions that are counted along the row; chunks of it; states that run along it.
+    "bloom": ("one_per_row", {"n_layer": 2, "n_head": 2}),
+    "falcon-alibi": ("one_per_row", {"alibi": True}),
+    "llama4_text": (
+        "one_per_row",
+        {"attention_chunk_size": 8, "num_local_experts": 2, "layer_types": ["chunked_attention", "full_attention"]},
+    ),
+    "mamba2": (
+        "one_per_row",
+        {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16},
+    ),
+    "qwen3_next": (
+        "one_per_row",
+        LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_5_text": ("one_per_row", LINEAR),
+    # It sees what follows: no layout is exact, because none of its numbers is one of a causal language model.
+    "bert": ("", {}),
+}
+"""Type of model -> layout that must be chosen, or none; settings that make it small."""
+
+
+def make_family(folder, name):
+    """Write a tiny random model of that family."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name.split("-")[0], **(SMALL | FAMILIES[name][1]))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return folder / name
+
+
+def choose(path, *, ranks=None, **overrides):
+    run = make_run(path, **overrides)
+    policy = load_policy(run.model, device=CPU)
+    return policy, LayoutChooser(run, policy, ranks=ranks or make_alone(), device=CPU).choose()
+
+
+@torch.no_grad()
+def logprobs(policy, layout, samples):
+    column = torch.zeros(sum(len(sample.trained) for sample in samples))
+    for microbatch in collate(samples, layout=layout):
+        column[microbatch.indices] = policy(microbatch)["logprobs"]
+    return column
+
+
+@torch.no_grad()
+def logprobs_alone(policy, samples):
+    """Log-probabilities from transformers itself, one sample at a time, without any of our batching."""
+    found = []
+    for sample in samples:
+        token_ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+        logits = policy.causal_lm(input_ids=token_ids, use_cache=False).logits[0].log_softmax(-1)
+        trained = torch.from_numpy(sample.trained)
+        found.append(logits[trained - 1].gather(-1, token_ids[0, trained][:, None])[:, 0])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in FAMILIES.items() if kind])
+def test_a_family_is_packed_as_densely_as_is_exact(tmp_path, name):
+    policy, layout = choose(make_family(tmp_path, name))
+    assert layout.kind == FAMILIES[name][0]
+    samples = make_samples([m for group in make_groups(num_groups=3, longest=20) for m in group])
+    packed, alone = logprobs(policy, layout, samples), logprobs_alone(policy, samples)
+    assert float((packed - alone).abs().max()) < 1e-4
+    assert float(alone.std()) > 0.1
+
+
+def test_a_model_that_fits_no_layout_is_refused_by_name(tmp_path):
+    with pytest.raises(ModelError, match=r"model\.path .*got '.*bert' \(BertLMHeadModel\)") as caught:
+        choose(make_family(tmp_path, "bert"))
+    assert "one_per_row differs by" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# --- what the probe sees ---------------------------------------------------------------------------------------------
+def ignore_windows(monkeypatch):
+    monkeypatch.setattr(model_module, "_attention_mask", lambda config, microbatch: microbatch.attention_mask)
+
+
+def test_a_window_that_the_mask_ignores_is_seen(tmp_path, monkeypatch):
+    ignore_windows(monkeypatch)
+    _, layout = choose(make_family(tmp_path, "mistral"))
+    # Without a mask transformers makes its own, which has the window.
+    assert layout.kind == "one_row"
+
+
+def test_the_probe_is_longer_than_any_window(tmp_path, monkeypatch):
+    ignore_windows(monkeypatch)
+    path = make_family(tmp_path, "mistral")
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"sliding_window": 90}))
+    assert choose(path, model=ModelConfig(path=str(path), max_length=128))[1].kind == "one_row"
+    # A run whose sequences fit into the window need not know of it.
+    assert choose(path, model=ModelConfig(path=str(path), max_length=64))[1].kind == "shared_rows"
+
+
+def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
+    path = make_model(tmp_path)
+    settings = {
+        "model": ModelConfig(path=str(path), max_length=2),
+        "data": DataConfig(train_path="a", heldout_path="b", max_prompt_tokens=1),
+        "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=1)),
+    }
+    assert choose(path, **settings)[1].kind == "shared_rows"
+
+
+def test_bfloat16_is_probed_in_float32(tmp_path):
+    path = make_family(tmp_path, "mamba2")
+    policy, layout = choose(path, model=ModelConfig(path=str(path), dtype="bfloat16"))
+    assert layout.kind == "one_per_row"
+    assert policy.compute_dtype == torch.bfloat16
+
+
+def test_the_probe_reads_the_prompts_of_the_run(tmp_path):
+    path, data = make_model(tmp_path), tmp_path / "train.parquet"
+    prompts = [[{"role": "user", "content": "12+"}], [{"role": "user", "content": "34="}]]
+    pq.write_table(pa.table({"prompt": prompts}), data)
+    run = make_run(path, data=DataConfig(train_path=str(data), heldout_path="b"))
+    expected = make_tokenizer().encode("12+34=", add_special_tokens=False)
+    for count in (3, 40):
+        found = layout_module._token_ids(run, vocab_size=VOCABULARY, count=count)
+        assert len(found) == count
+        assert found[:6].tolist() == expected[:count]
+
+
+class OtherRank:
+    """The rank group of a rank beside which another finds shared rows inexact."""
+
+    is_first = True
+
+    def max(self, values):
+        return torch.maximum(values, torch.tensor([1.0, *[0.0] * (len(values) - 1)]))
+
+
+def test_all_ranks_choose_the_same(tmp_path):
+    assert choose(make_model(tmp_path), ranks=OtherRank())[1].kind == "one_row"
+
+
+# --- all models of a run ---------------------------------------------------------------------------------------------
+def layout_of(trainer):
+    return trainer._layout.kind
+
+
+def test_a_teacher_and_a_critic_read_the_same_microbatches(tmp_path):
+    path, recurrent = make_model(tmp_path), make_family(tmp_path, "mamba2")
+    assert layout_of(make_trainer(make_run(path))) == "shared_rows"
+    distilled = AlgorithmConfig(distillation=DistillationConfig(teacher_path=str(recurrent)))
+    assert layout_of(make_trainer(make_run(path, algorithm=distilled))) == "one_per_row"
+    with_critic = AlgorithmConfig(advantage=GaeConfig())
+    assert layout_of(make_trainer(make_run(recurrent, algorithm=with_critic))) == "one_per_row"
+
+
+@torch.no_grad()
+def canary_error(trainer):
+    """Largest distance of the canary from each of its sequences alone, nats."""
+    token_ids, found = trainer.canary()
+    alone = trainer.engine.model.causal_lm(input_ids=torch.tensor(token_ids), use_cache=False).logits.log_softmax(-1)
+    expected = alone[:, :-1].gather(-1, torch.tensor(token_ids)[:, 1:, None])[..., 0]
+    return float((torch.tensor(found) - expected).abs().max())
+
+
+def test_the_canary_shows_a_layout_that_is_wrong(tmp_path):
+    trainer = make_trainer(make_run(make_family(tmp_path, "mamba2")))
+    trainer._layout = Layout("shared_rows", 4096)
+    assert canary_error(trainer) > 0.1
+
+
+@pytest.mark.parametrize("name", ["mistral", "mamba2"])
+def test_the_split_into_microbatches_changes_neither_canary_nor_step(tmp_path, name):
+    path = make_family(tmp_path, name)
+    steps = []
+    for budget in (64, 4096):
+        trainer = make_trainer(make_run(path, learner={"tokens_per_microbatch": budget}))
+        assert layout_of(trainer) == FAMILIES[name][0]
+        assert canary_error(trainer) < 1e-5
+        trainer.step(make_groups(num_groups=4, longest=20), learner_version=0, step=1)
+        steps.append(weights(trainer))
+    assert max(float((steps[0][name] - steps[1][name]).abs().max()) for name in steps[0]) < 1e-5
+
+
+def test_the_soft_cap_of_attention_scores_is_kept(tmp_path):
+    path = make_family(tmp_path, "gemma2")
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"attn_logit_softcapping": 0.1}))
+    token_ids = torch.arange(2, 40)[None]
+    # Eager attention, the reference: SDPA would leave the cap out.
+    expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits
+    assert torch.allclose(load_policy(ModelConfig(path=str(path)), device=CPU).causal_lm(token_ids).logits, expected)
