@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
@@ -18,7 +19,7 @@ from slipstream.configs.run import RunConfig
 def open_router(run: RunConfig, store: MemoryStore) -> Iterator[Router]:
     """Create the run in `store` and a router that serves it; the caller steps the router."""
     train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
-    channel = ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes)
+    channel = ZmqServerChannel(run.broker.address, keys=derive_keys(make_token(run)))
     config_json = msgspec.json.encode(run).decode()
     store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
     yield Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout)

@@ -1,12 +1,12 @@
 """python -m broker [KEY=VALUE]...: start the broker and, without a launcher, the embedded store.
 
 python -m broker experiment=digits_cpu name=mine                         on this machine
-python -m broker name=mine broker.token_file=token                       peers must present the token
+python -m broker name=mine broker.token_file=token                       with a token of your own
 
 Most used settings; those of the learner must be the same:
   experiment=PRESET, name=NAME  the run; resume=true continues it
   broker.address=ADDRESS        loopback or ipc:// endpoint that peers connect to, such as tcp://127.0.0.1:5757
-  broker.token_file=FILE        secret that peers must present to join
+  broker.token_file=FILE        secret of the run; by default one is made in the run folder
   buffer/store=embedded         or redis, with buffer.store.url=redis://HOST:PORT/0
   buffer.staleness.max_lag=4    versions that a trajectory may be old
   data.train_path=FILE          prompts, in Parquet
@@ -24,9 +24,9 @@ import msgspec
 import structlog
 
 from slipstream.broker.archiver import ArchiverThread
+from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.errors import BrokerError
-from slipstream.broker.handshake import read_token
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
@@ -58,16 +58,17 @@ def main(overrides: list[str]) -> None:
     configure_logs("broker")
     die_with_launcher()
     # Whatever the user can get wrong is checked before the store starts.
-    token = read_token(run.broker)
     train, heldout = open_datasets(run)
-    channel = ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes)
     folder = RunFolder(run)
+    if not has_launcher():
+        folder.lock()
+    channel = ZmqServerChannel(run.broker.address, keys=derive_keys(make_token(run)))
     folder.open()
     supervisor = _make_supervisor(run, folder)
     try:
         if supervisor:
             supervisor.start()
-        _serve(run, folder, channel, supervisor, token=token, train=train, heldout=heldout)
+        _serve(run, folder, channel, supervisor, train=train, heldout=heldout)
     finally:
         channel.close()
         if supervisor:
@@ -89,7 +90,6 @@ def _serve(
     channel: ZmqServerChannel,
     supervisor: RedisSupervisor | None,
     *,
-    token: str,
     train: Dataset,
     heldout: Dataset,
 ) -> None:
@@ -112,7 +112,6 @@ def _serve(
         train=train,
         heldout=heldout,
         store_url=url,
-        token=token,
         model=fingerprint(run.model.path),
     )
     is_stopping = on_stop_signal(lambda: None)

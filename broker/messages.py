@@ -43,6 +43,13 @@ Gauge = bool | int | float | Annotated[str, Meta(max_length=1024)] | None
 Gauges = Annotated[dict[Name, Gauge], Meta(max_length=256)]
 
 
+PEER_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._@:-]*\Z"
+"""Printable, on one line: such names reach logs, events and terminals. With \\Z, as $ allows a line feed at the end."""
+PeerId = Annotated[str, Meta(max_length=128, pattern=PEER_ID_PATTERN)]
+"""Logical name of a peer."""
+HostName = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:-]*\Z")]
+
+
 class Message(Record, tag_field="type", tag=True):
     """Base of all messages, tagged by `type`."""
 
@@ -55,18 +62,16 @@ class Hello(Message):
     """
 
     role: Literal["generator", "learner"]
-    peer_id: Annotated[str, Meta(min_length=1, max_length=128)]
-    """Logical name, unique among the connected peers."""
-    incarnation: Annotated[str, Meta(max_length=128)]
+    peer_id: PeerId
+    """Logical name, unique among the connected peers; a learner's is `learner`."""
+    incarnation: PeerId
     """Random, new for every process start."""
-    host: Annotated[str, Meta(max_length=256)]
+    host: HostName
     pid: int
     schema_version: int = SCHEMA_VERSION
     """Peers of another version are refused."""
     weight_transport: Literal["", "collective", "snapshot", "delta"] = ""
     """This generator's own choice of transport; empty: `weights.transport` of the run."""
-    token: Annotated[str, Meta(max_length=1024)] = ""
-    """The run's token; a secret, which the broker neither logs nor stores. Empty for a run without one."""
 
 
 class Welcome(Message):

@@ -30,7 +30,7 @@ class HelloHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
     @property
     def sender(self) -> str:
         """Printable name of the sender, bounded in length."""
-        return str(self.peer_id)[:_MAX_SENDER_LENGTH]
+        return "".join(letter if letter.isprintable() else "?" for letter in str(self.peer_id)[:_MAX_SENDER_LENGTH])
 
 
 class RefuseHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Refuse"):

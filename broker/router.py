@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 import structlog
 
 from slipstream.broker.dataset import Dataset
@@ -83,11 +82,10 @@ class Router:
         train: Dataset,
         heldout: Dataset,
         store_url: str = "",
-        token: str = "",
         model: ModelFingerprint | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`token`: required of peers unless empty. `model`: fingerprint sent to them; None if the broker has none."""
+        """`model`: fingerprint sent to peers; None if the broker has none."""
         self._channel = channel
         self._store = store
         self._run = run
@@ -102,7 +100,7 @@ class Router:
             transport=run.weights.transport,
             clock=clock,
         )
-        self._handshake = Handshake(token=token, locate_duplicate=self._locate_duplicate)
+        self._handshake = Handshake(locate_duplicate=self._locate_duplicate)
         self._outage = StoreOutage(report=log.warning, clock=clock)
         self._log_limiter = LogLimiter(log.warning, clock=clock)
         limit = run.broker.max_message_bytes
@@ -184,7 +182,7 @@ class Router:
         elif self._peers.get(identity):
             for nack in nacks_for_unreadable(frames, refusal):
                 self._send(identity, nack)
-        # The bytes of a Hello are never stored: they may contain a token.
+        # The bytes of a Hello are never stored: those of an older version contain a token.
         self._store.quarantine(refusal.reason, b"" if hello or not frames else frames[0])
 
     def _dispatch(self, peer: Peer, message: Message, frames: Frames) -> None:
@@ -202,7 +200,7 @@ class Router:
                 # With the owner, so that a peer cannot return the leases of another.
                 self._store.return_leases(lease_ids=ids, reason=reason, owner=peer.owner)
                 log.info("leases_returned", peer=peer.hello.peer_id, leases=len(ids), reason=reason)
-            case OpenEpoch() | Update() if peer.hello.role == "learner":
+            case OpenEpoch() | Update() if peer is self._peers.learner():
                 self._relay(message.members, message)
             # A generator answers for itself only: the name in the message must be that of its connection.
             case EpochOpened() | UpdateApplied() if message.member == peer.member:
@@ -219,8 +217,7 @@ class Router:
         if rejection := self._handshake.check(hello):
             self._reject(identity, hello.peer_id, rejection)
             return
-        # The token has been checked: no record of the peer contains it from here on.
-        replaced = self._peers.add(identity, msgspec.structs.replace(hello, token=""))
+        replaced = self._peers.add(identity, hello)
         for older in replaced:
             # The same incarnation on a new connection keeps its leases; an older process of that name has lost them.
             if older.owner != f"{hello.peer_id}/{hello.incarnation}":
@@ -314,8 +311,14 @@ class Router:
             self._report_to_store()
         if now >= self._next_reap_at:
             self._next_reap_at = now + _REAP_INTERVAL_S
+            self._report_strangers()
             self._log_limiter.flush()
             self._reap()
+
+    def _report_strangers(self) -> None:
+        num_refused = self._channel.take_refused()
+        if num_refused and self._log_limiter.log("strangers_refused", "token", connections=num_refused):
+            self._store.record_event("broker", f"refused: {num_refused} connections without the run's token")
 
     def _reap(self) -> None:
         reaped = self._store.reap(group_deadline=self._run.buffer.group_deadline)

@@ -20,12 +20,12 @@ class BrokerConfig(Config):
     """ZeroMQ endpoint that the broker binds, loopback or `ipc://` only; for a generator on another machine, its end of
     a tunnel."""
     token_file: str | None = None
-    """File with the token that a peer must present to join, readable by its owner alone. `SLIPSTREAM_TOKEN` in the
-    environment takes precedence; without either, every process that reaches the address may join."""
+    """File with the token that encrypts and admits to all sockets of the run, readable by its owner alone.
+    `SLIPSTREAM_TOKEN` in the environment takes precedence; without either, a token is made in the run folder."""
     join_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest wait of a starting role for the broker to admit it, seconds; the broker may start later."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
-    """Largest frame accepted, bytes; a frame of more than twice this size closes its connection."""
+    """Largest frame accepted, bytes. A larger one is refused by name."""
     peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
     """Silence after which a peer counts as gone, seconds. Larger values tolerate longer pauses and detect deaths later.
     """

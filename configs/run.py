@@ -15,12 +15,16 @@ from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, Replay
 from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig
 
+NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}\Z"
+"""Of a run. Never `.` or `..`, nor anything with a separator: the name is the last part of a path."""
+
 
 class RunConfig(Config):
     """All settings of a run, one field per role."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,80}$")]
-    """Name of the run folder and prefix of the run's keys in the store."""
+    name: Annotated[str, Meta(pattern=NAME_PATTERN)]
+    """Name of the run folder and prefix of the run's keys in the store: up to 80 of `A-Z a-z 0-9 . _ -`, of which a dot
+    is not the first."""
     model: ModelConfig
     data: DataConfig
     mode: Literal["async", "serial", "replay", "sft"] = "async"

@@ -1,12 +1,16 @@
 """python -m generators [--id NAME] [KEY=VALUE]...: start a generator; the broker sends it the run's settings.
 
-python -m generators                                                     on the machine of the broker
-python -m generators broker.address=tcp://HOST:5757 broker.token_file=token    on another machine
+python -m generators name=mine                                           on the machine of the run, in its folder
+python -m generators broker.address=tcp://HOST:5757 broker.token_file=token    elsewhere
 
 Most used settings:
   --id NAME                     name in the status, the logs and the trajectories; by default host and process id
+  name=NAME                     run in runs_dir, which holds address, token and code; by default the newest, or that of
+                                the address
   broker.address=ADDRESS        where the broker listens
-  broker.token_file=FILE        secret of the run, when the broker asks for one
+  broker.token_file=FILE        secret of the run, or SLIPSTREAM_TOKEN in the environment
+  model.path=FOLDER             where the model lies here, if elsewhere than at the broker
+  generators.reward.function=F, model.trust_remote_code=true    code of the user's own, which no broker may name
   broker.join_timeout_s=SECONDS how long to wait for a broker
   weights.transport=TRANSPORT   how this generator gets weights, in place of the run's choice
 
@@ -16,29 +20,50 @@ Outside a checkout the module is called slipstream.generators.
 
 import asyncio
 import os
+import re
 import socket
 import sys
+import time
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 
+from slipstream.broker.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
 from slipstream.broker.errors import BrokerError, ClientDiedError
-from slipstream.broker.handshake import read_token
+from slipstream.broker.messages import PEER_ID_PATTERN
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
+from slipstream.broker.transport.zmq_channels import is_listening
+from slipstream.buffer.redis.run_store import read_config
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.errors import EngineDiedError, EngineStartError, GeneratorError
+from slipstream.runtime.clock import Deadline
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
 from slipstream.runtime.process import die_with_launcher, on_stop_signal
+from slipstream.runtime.run_folder import list_runs
 
 _FLUSH_S = 3.0
+_LOOK_EVERY_S = 1.0
+_BUILT_IN_REWARDS = "slipstream.generators.rewards.functions:"
+_OWN_SETTINGS = (
+    "broker.",
+    "weights.transport=",
+    "name=",
+    "runs_dir=",
+    "model.path=",
+    "model.trust_remote_code=",
+    "generators.reward.function=",
+)
+"""Settings that concern this machine. The code to execute is among them: it never comes from the broker."""
 
 log = structlog.get_logger(__name__)
 
@@ -55,28 +80,31 @@ def main(arguments: list[str]) -> None:
     peer_id, overrides = split_id(arguments)
     configure_logs(peer_id)
     die_with_launcher()
-    broker = load(overrides).broker
+    given = load(overrides)
     if ignored := ignored_settings(overrides):
         log.warning("settings_ignored", settings=ignored, reason="the broker sends those of the run")
     board = StatusBoard()
+    deadline = Deadline(given.broker.join_timeout_s, what="a run to join")
+    own, token = wait_for_token(given, overrides, deadline=deadline)
+    keys = derive_keys(token)
     session = join(
         "generator",
-        address=broker.address,
-        max_message_bytes=broker.max_message_bytes,
+        address=own[0].broker.address,
+        keys=keys,
+        max_message_bytes=given.broker.max_message_bytes,
         peer_id=peer_id,
         status=board,
-        timeout_s=broker.join_timeout_s,
-        token=read_token(broker),
+        timeout_s=deadline.left_s,
         weight_transport=_transport_override(overrides),
     )
     with session.leave_at_exit(flush_s=_FLUSH_S):
-        asyncio.run(_generate(session, board))
+        run = msgspec.json.decode(session.welcome.config_json, type=RunConfig)
+        log.info("joined", run=run.name)
+        asyncio.run(_generate(session, board, run=with_own_code(run, own, overrides), keys=keys))
     log.info("stopped")
 
 
-async def _generate(session: Session, board: StatusBoard) -> None:
-    run = msgspec.json.decode(session.welcome.config_json, type=RunConfig)
-    log.info("joined", run=run.name)
+async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, keys: Keys) -> None:
     os.environ.update(vllm_environment(run))
     check_model_path(run.model.path)
     check_same_model(run.model.path, session.welcome.model)
@@ -91,12 +119,83 @@ async def _generate(session: Session, board: StatusBoard) -> None:
         client=session.client,
         tokenizer=load_tokenizer(run.model),
         receiver=CollectiveReceiver(device="cpu"),
+        keys=keys,
     )
     board.set_source(generator.status)
     loop = asyncio.get_running_loop()
     session.inbox.forward_to(partial(call_threadsafe, loop, generator.receive))
     on_stop_signal(partial(call_threadsafe, loop, generator.drain, "stop signal"))
     await generator.run()
+
+
+# --- what this machine knows of the run ------------------------------------------------------------------------------
+def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline) -> tuple[list[RunConfig], str]:
+    """Return the settings that this machine has of the run, those with its address first, and the run's token.
+
+    Waits for a run that was not started yet. Raises ConfigError, WaitTimeoutError.
+    """
+    while True:
+        known = find_local_run(given, overrides)
+        is_addressed = "broker.address" in _keys(overrides)
+        own = [given] if known is None else [given, known] if is_addressed else [known, given]
+        if token := find_token(given) or (find_token(known) if known else ""):
+            return own, token
+        if is_addressed and is_listening(given.broker.address):
+            raise ConfigError(
+                f"the token must be that of the broker at {given.broker.address}, got none: {TOKEN_REMEDY}"
+            )
+        missing = f"a run in {given.runs_dir}/, or a token; {TOKEN_REMEDY}"
+        deadline.check(missing=missing)
+        log.info("waiting", for_=missing)
+        time.sleep(min(_LOOK_EVERY_S, deadline.left_s))
+
+
+def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
+    """Return the settings of the run in `runs_dir` that is to be joined: of that name, or the newest at that address.
+
+    None if there is none, as on another machine.
+    """
+    keys = _keys(overrides)
+    is_named, is_addressed = "name" in keys, "broker.address" in keys
+    folders = [Path(given.runs_dir) / given.name] if is_named else list_runs(Path(given.runs_dir))
+    for folder in folders:
+        try:
+            found = read_config(folder)
+        except ConfigError:
+            continue  # of another version, or not there yet
+        # At the other end of a tunnel or a relay the address differs.
+        if is_named or not is_addressed or found.broker.address == given.broker.address:
+            return msgspec.structs.replace(found, runs_dir=given.runs_dir, name=folder.name)
+    return None
+
+
+def with_own_code(run: RunConfig, own: Sequence[RunConfig], overrides: list[str]) -> RunConfig:
+    """Return the run with this machine's model path, once it names no code but ours or that of `own` settings.
+
+    A broker must not choose what is executed here. Raises ConfigError.
+    """
+    function = run.generators.reward.function
+    if not function.startswith(_BUILT_IN_REWARDS) and function not in [o.generators.reward.function for o in own]:
+        raise ConfigError(
+            f"a reward function of the user's own must be named on the generator's machine, got {function!r} from the "
+            f"broker alone: add generators.reward.function={function} if that code may run here."
+        )
+    if "model.path" in _keys(overrides):
+        path = load(overrides).model.path
+        run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, path=path))
+    if run.model.trust_remote_code and not any(
+        o.model.trust_remote_code and o.model.path == run.model.path for o in own
+    ):
+        raise ConfigError(
+            f"code in a checkpoint must be trusted on the generator's machine, got trust_remote_code for "
+            f"{run.model.path!r} from the broker alone: add model.path={run.model.path} model.trust_remote_code=true "
+            "if that code may run here."
+        )
+    return run
+
+
+def _keys(overrides: list[str]) -> set[str]:
+    return {text.lstrip("+").partition("=")[0] for text in overrides}
 
 
 def _transport_override(overrides: list[str]) -> Any:
@@ -107,7 +206,7 @@ def _transport_override(overrides: list[str]) -> Any:
 
 def ignored_settings(overrides: list[str]) -> list[str]:
     """Overrides without an effect here, where the broker sends the settings of the run."""
-    return [text for text in overrides if not text.lstrip("+").startswith(("broker.", "weights.transport="))]
+    return [text for text in overrides if not text.lstrip("+").startswith(_OWN_SETTINGS)]
 
 
 def split_id(arguments: list[str]) -> tuple[str, list[str]]:
@@ -120,6 +219,8 @@ def split_id(arguments: list[str]) -> tuple[str, list[str]]:
     at = words.index("--id")
     if at + 1 == len(words) or not words[at + 1] or "=" in words[at + 1]:
         raise ConfigError("--id must be followed by a name, got none: write --id NAME.")
+    if not re.match(PEER_ID_PATTERN, words[at + 1]):
+        raise ConfigError(f"--id must be made of letters, digits and . _ @ : -, got {words[at + 1]!r}.")
     return words[at + 1], words[:at] + words[at + 2 :]
 
 

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from slipstream.broker.credentials import Keys
 from slipstream.broker.messages import Member
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.transport import WeightReceiver
@@ -41,6 +42,7 @@ def assemble(
     client: BrokerClient,
     tokenizer: Any,
     receiver: WeightReceiver,
+    keys: Keys | None = None,
     clock: Clock = time.monotonic,
 ) -> Generator:
     """Build a Generator and its parts. Nothing runs until `Generator.run`."""
@@ -53,4 +55,6 @@ def assemble(
         encoder=PromptEncoder(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens),
         generator_id=member.peer_id,
     )
-    return Generator(run=run, member=member, client=client, engine=engine, agent=agent, rewards=pool, clock=clock)
+    return Generator(
+        run=run, member=member, client=client, engine=engine, agent=agent, rewards=pool, keys=keys, clock=clock
+    )

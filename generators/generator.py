@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import structlog
 
+from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import ClientDiedError
 from slipstream.broker.messages import (
     MAX_REASON_LENGTH,
@@ -67,8 +68,10 @@ class Generator:
         engine: Engine,
         agent: Agent,
         rewards: RewardPool,
+        keys: Keys | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`keys`: of the run, for fetching weights; None where they are handed over within the process."""
         self._group_size = run.generators.members_per_group
         self._max_payload_bytes = run.broker.max_message_bytes
         self._client = client
@@ -92,7 +95,7 @@ class Generator:
         self._tokens = Rate()
         self._gauges: dict[str, float] = {"trajectories": 0, "rewards_failed": 0}
         self._weight_updates = WeightUpdates(
-            member=member, client=client, engine=engine, set_state=self._set_state, release=self._release
+            member=member, client=client, engine=engine, set_state=self._set_state, release=self._release, keys=keys
         )
 
     # --- life ----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from threading import Event
 import numpy as np
 import structlog
 
+from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, Update, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
@@ -79,14 +80,18 @@ class WeightUpdates:
         engine: Engine,
         set_state: Callable[[str, str], None],
         release: Callable[[str], Awaitable[None]],
+        keys: Keys | None = None,
     ) -> None:
-        """`set_state(state, reason)` sets the generator's state; `release(reason)` cancels its requests in flight."""
+        """`set_state(state, reason)` sets the generator's state; `release(reason)` cancels its requests in flight.
+
+        `keys`: of the run, for fetching.
+        """
         self._member = member
         self._client = client
         self._engine = engine
         self._set_state = set_state
         self._release = release
-        self._fetcher = Fetcher()
+        self._fetcher = Fetcher(keys)
         self._fetch_thread = ThreadPoolExecutor(1, thread_name_prefix="fetch-weights")
         self._commands: asyncio.Queue[OpenEpoch | Update] = asyncio.Queue()
         self._newest: OpenEpoch | Update | None = None

@@ -6,7 +6,8 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.broker.handshake import read_token
+from slipstream.broker.credentials import Keys, derive_keys, make_token
+from slipstream.broker.handshake import LEARNER
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
@@ -69,14 +70,16 @@ def _set_environment(device: torch.device) -> None:
 
 def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | None) -> None:
     board = StatusBoard()
+    # Made here if the learner starts before the broker, which then takes it from the run folder.
+    keys = derive_keys(make_token(run))
     session = join(
         "learner",
         address=run.broker.address,
+        keys=keys,
         max_message_bytes=run.broker.max_message_bytes,
-        peer_id="learner",
+        peer_id=LEARNER,
         status=board,
         timeout_s=run.broker.join_timeout_s,
-        token=read_token(run.broker),
     )
     with session.leave_at_exit():
         _check_same_run(run, session.welcome.config_json)
@@ -92,7 +95,9 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
             max_attempts=max_attempts,
         )
         rank_group = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
-        learner = _build_learner(run, session, store=store, rank_group=rank_group, folder=folder, device=device)
+        learner = _build_learner(
+            run, session, keys=keys, store=store, rank_group=rank_group, folder=folder, device=device
+        )
         board.set_source(lambda: _status(learner, store))
         learner.run()
         rank_group.shutdown()
@@ -103,6 +108,7 @@ def _build_learner(
     run: RunConfig,
     session: Session,
     *,
+    keys: Keys,
     store: RedisStore,
     rank_group: RankGroup,
     folder: RunFolder,
@@ -119,7 +125,7 @@ def _build_learner(
         inbox=session.inbox,
         sender=CollectiveSender(run.weights.host, device=wire_device),
         snapshots=SnapshotServer(
-            snapshots, StreamServer(snapshots, host=run.weights.host, port=run.weights.fetch_port)
+            snapshots, StreamServer(snapshots, keys=keys, host=run.weights.host, port=run.weights.fetch_port)
         ),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
         num_heldout=session.welcome.num_heldout,

@@ -10,6 +10,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slipstream.broker.credentials import derive_keys
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Prompts
 from slipstream.broker.router import Router
@@ -22,6 +23,9 @@ from slipstream.buffer.records import Event
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
+
+TOKEN = "the token of all tests"
+KEYS = derive_keys(TOKEN)
 
 
 class FakeClock:
@@ -40,9 +44,7 @@ class FakeClock:
 class RouterScene:
     """A router that admits two groups, over a store in memory, on a fake clock."""
 
-    def __init__(
-        self, folder: Path, *, token: str = "", model: ModelFingerprint | None = None, **buffer: object
-    ) -> None:
+    def __init__(self, folder: Path, *, model: ModelFingerprint | None = None, **buffer: object) -> None:
         """`buffer`: settings in addition to `max_lag=0`."""
         self.clock = FakeClock()
         self.store = MemoryStore(clock=self.clock)
@@ -58,7 +60,6 @@ class RouterScene:
             config_json=self.config_json,
             train=data,
             heldout=data,
-            token=token,
             model=model,
             clock=self.clock,
         )
@@ -70,11 +71,11 @@ class RouterScene:
 class FakePeer:
     """A peer driven by the test. Frames leave a channel with its `receive`, so every send is followed by one."""
 
-    def __init__(self, scene: RouterScene, role: str, peer_id: str, incarnation: str = "1", *, token: str = "") -> None:
+    def __init__(self, scene: RouterScene, role: str, peer_id: str, incarnation: str = "1") -> None:
         self.scene = scene
         self.channel = scene.hub.client()
         self.received: list = []
-        self.send([encode(Hello(role, peer_id, incarnation, "here", 1, token=token))])
+        self.send([encode(Hello(role, peer_id, incarnation, "here", 1))])
 
     def send(self, frames: list[bytes]) -> None:
         self.channel.send(frames)

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.harness import make_parser, write_result
 from benchmarks.router import router_thread
+from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.messages import Member, Update, UpdateApplied
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
@@ -103,6 +104,7 @@ class FleetRun:
         session = join(
             role,
             address=broker.address,
+            keys=derive_keys(make_token(self._run)),
             max_message_bytes=broker.max_message_bytes,
             peer_id=name,
             status=board,

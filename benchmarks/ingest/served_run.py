@@ -1,5 +1,6 @@
 """ServedRun: the real broker and its embedded store, each in its own process, without pacing."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -8,12 +9,14 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.buffer.redis.embedded import Durability, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 
 GROUP_SIZE = 8
 MAX_MESSAGE_BYTES = 64 * 2**20
+TOKEN = "of the benchmark run"
 _NAME = "served"
 _NUM_ROWS = 64
 _START_S = 60.0
@@ -60,7 +63,9 @@ class ServedRun:
             "learner.max_steps=1000000",
         ]
         with (self._folder / "broker.log").open("wb") as log:
-            self._broker = psutil.Popen([sys.executable, "-m", "slipstream.broker", *settings], stdout=log, stderr=log)
+            command = [sys.executable, "-m", "slipstream.broker", *settings]
+            environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
+            self._broker = psutil.Popen(command, stdout=log, stderr=log, env=environment)
         self._await_broker()
         # Connecting waits until the store has written its process id.
         self.open_store().close()

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.ingest.paths import Passage, make_trajectory
-from benchmarks.ingest.served_run import GROUP_SIZE, MAX_MESSAGE_BYTES, ServedRun
+from benchmarks.ingest.served_run import GROUP_SIZE, MAX_MESSAGE_BYTES, TOKEN, ServedRun
+from slipstream.broker.credentials import derive_keys
 from slipstream.broker.messages import LeaseRequest, Message, Nack, Prompts
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.session import StatusBoard, join
@@ -35,6 +36,7 @@ class SlipstreamPath:
         self._session = join(
             "generator",
             address=served.address,
+            keys=derive_keys(TOKEN),
             max_message_bytes=MAX_MESSAGE_BYTES,
             peer_id=f"generator-{num_tokens}",
             status=status,

@@ -20,6 +20,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.overhead.open_broker import open_broker
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
+from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
@@ -189,6 +190,7 @@ def _assemble(run: RunConfig) -> tuple[Session, Generator, Engine]:
     session = join(
         "generator",
         address=run.broker.address,
+        keys=derive_keys(make_token(run)),
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="generator-0",
         status=board,

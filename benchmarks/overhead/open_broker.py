@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from benchmarks.router import open_router
+from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.buffer.memory.store import MemoryStore
@@ -65,6 +66,7 @@ def _publish(run: RunConfig, stops: Event) -> None:
     session = join(
         "learner",
         address=run.broker.address,
+        keys=derive_keys(make_token(run)),
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="learner",
         status=StatusBoard(),

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness import make_parser, write_result
+from slipstream.broker.credentials import derive_keys
 from slipstream.broker.weights import delta
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.snapshot_store import SnapshotStore
@@ -145,8 +146,9 @@ def fetch(base: Staged, new: Staged) -> dict[str, Any]:
         store = SnapshotStore(Path(folder))
         put_s, _ = timed(lambda: store.put(base.update, base.buckets))
         put_with_delta_s, _ = timed(lambda: store.put(new.update, new.buckets, with_delta=True))
-        server = StreamServer(store)
-        stream = WeightStream("tcp://{}:{}".format(*server.address))
+        keys = derive_keys("both ends of this benchmark")
+        server = StreamServer(store, keys=keys)
+        stream = WeightStream("tcp://{}:{}".format(*server.address), keys=keys)
         held, empty = HostWeights(), HostWeights()
         update_weights(held, store, base)
         result: dict[str, Any] = {"put_s": put_s, "put_with_delta_s": put_with_delta_s}

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from benchmarks.harness import make_parser, write_result
 from benchmarks.router import router_thread
+from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
@@ -166,9 +167,11 @@ def _kill(processes: GeneratorProcesses, victim: int, learner: PublishingLearner
 
 
 def _learner(run: RunConfig, stack: ExitStack, *, snapshot_store: SnapshotStore, mib: int) -> PublishingLearner:
+    keys = derive_keys(make_token(run))
     session = join(
         "learner",
         address=run.broker.address,
+        keys=keys,
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="learner",
         status=StatusBoard(),
@@ -176,7 +179,7 @@ def _learner(run: RunConfig, stack: ExitStack, *, snapshot_store: SnapshotStore,
     )
     stack.callback(session.thread.stop)
     sender = CollectiveSender(run.weights.host, device="cpu")
-    snapshots = SnapshotServer(snapshot_store, StreamServer(snapshot_store, host=run.weights.host))
+    snapshots = SnapshotServer(snapshot_store, StreamServer(snapshot_store, keys=keys, host=run.weights.host))
     publisher = Publisher(
         client=session.client, inbox=session.inbox, sender=sender, snapshots=snapshots, config=run.weights
     )

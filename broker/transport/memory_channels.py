@@ -76,6 +76,10 @@ class MemoryServerChannel:
             self._hub.changed.notify_all()
             return True
 
+    def take_refused(self) -> int:
+        """Return 0: there are no strangers within a process."""
+        return 0
+
     def close(self) -> None:
         """Close; unreceived frames are lost. Idempotent."""
         with self._hub.changed:

@@ -10,13 +10,16 @@ from typing import Literal
 
 import structlog
 
+from slipstream.broker.credentials import TOKEN_REMEDY, Keys
+from slipstream.broker.errors import RefusedByBrokerError
 from slipstream.broker.messages import Hello, Member, Welcome
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
 from slipstream.broker.transport.inbox import QueueInbox
-from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_listening
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_listening, is_refused
 from slipstream.runtime.clock import Deadline
 
 _REPORT_INTERVAL_S = 5.0
+_FIRST_REPORT_S = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -63,11 +66,11 @@ def join(
     role: Literal["generator", "learner"],
     *,
     address: str,
+    keys: Keys,
     max_message_bytes: int,
     peer_id: str,
     status: StatusBoard,
     timeout_s: float,
-    token: str = "",
     weight_transport: Literal["", "collective", "snapshot", "delta"] = "",
 ) -> Session:
     """Connect and wait for the Welcome, logging every few seconds what is missing.
@@ -81,38 +84,47 @@ def join(
         socket.gethostname(),
         os.getpid(),
         weight_transport=weight_transport,
-        token=token,
     )
     inbox = QueueInbox()
-    channel = ZmqClientChannel(address, max_message_bytes=max_message_bytes)
+    channel = ZmqClientChannel(address, keys=keys, max_message_bytes=max_message_bytes)
     client = BrokerClient(channel, hello=hello, status=status, on_message=inbox.put, on_end=inbox.put)
     thread = BrokerClientThread(client)
     thread.start()
     try:
-        welcome = _wait_for_welcome(thread, inbox, address=address, timeout_s=timeout_s)
+        welcome = _wait_for_welcome(thread, inbox, address=address, keys=keys, timeout_s=timeout_s)
     except BaseException:
         thread.stop()
         raise
     return Session(client, thread, inbox, welcome, Member(peer_id, hello.incarnation))
 
 
-def _wait_for_welcome(thread: BrokerClientThread, inbox: QueueInbox, *, address: str, timeout_s: float) -> Welcome:
+def _wait_for_welcome(
+    thread: BrokerClientThread, inbox: QueueInbox, *, address: str, keys: Keys, timeout_s: float
+) -> Welcome:
     deadline = Deadline(timeout_s, what=f"the welcome of the broker at {address}")
+    # Soon at first: another token ends the wait.
+    interval_s = _FIRST_REPORT_S
     while True:
-        message = inbox.get(timeout_s=min(_REPORT_INTERVAL_S, max(0.1, deadline.left_s)))
+        message = inbox.get(timeout_s=min(interval_s, max(0.1, deadline.left_s)))
         if isinstance(message, Welcome):
             return message
         if thread.error:
             raise thread.error
-        missing = _diagnose(address)
+        interval_s = _REPORT_INTERVAL_S
+        missing = _diagnose(address, keys)
         deadline.check(missing=missing)
         log.info("waiting", for_=f"the broker at {address}: {missing}")
 
 
-def _diagnose(address: str) -> str:
-    if is_listening(address):
-        return (
-            "a process listens there but does not answer: a broker that waits for its store, or another program; "
-            "see that process's log, or correct broker.address"
+def _diagnose(address: str, keys: Keys) -> str:
+    """Return what a wait for the broker lacks. Raises RefusedByBrokerError if it has another token."""
+    if not is_listening(address):
+        return "no process listens there; start a broker with `python -m broker`, or correct broker.address"
+    if is_refused(address, keys):
+        raise RefusedByBrokerError(
+            f"the token must be that of the broker at {address}, got another one: {TOKEN_REMEDY}"
         )
-    return "no process listens there; start a broker with `python -m broker`, or correct broker.address"
+    return (
+        "a process listens there but does not answer: a broker that waits for its store, or another program; "
+        "see that process's log, or correct broker.address"
+    )

@@ -1,4 +1,8 @@
-"""ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer. The only module that imports zmq.
+"""ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer.
+
+Every socket, on unix sockets too, speaks CURVE with keys derived from the run's token: it encrypts, authenticates both
+ends, and hears nothing from anyone else. Before a connection has authenticated itself libzmq keeps one frame of it at
+most, so frames are bounded by PIECE_BYTES, and larger ones travel in pieces.
 
 Every option that decides about loss, memory or timeouts is set explicitly: most of libzmq's defaults mean "forever" or
 "unlimited".
@@ -11,9 +15,15 @@ import time
 import uuid
 from collections import deque
 from contextlib import suppress
+from itertools import accumulate, chain, pairwise
+from typing import Annotated
 
+import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
+from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
 
@@ -46,6 +56,17 @@ def check_unused(address: str) -> None:
         raise bind_error(address, "another process listens there")
 
 
+def check_free(address: str) -> None:
+    """Raise ChannelClosedError unless a server can be bound at the address."""
+    check_local(address)
+    check_unused(address)
+    with zmq.Context() as context, _open(context, zmq.ROUTER, _SERVER_OPTIONS | {zmq.LINGER: 0}) as probe:
+        try:
+            probe.bind(address)
+        except zmq.ZMQError as error:
+            raise bind_error(address, error) from error
+
+
 def is_listening(address: str) -> bool:
     """Return whether any process accepts a connection at a tcp or ipc endpoint; blocks at most a second."""
     transport, _, endpoint = address.partition("://")
@@ -70,6 +91,40 @@ def _connected(transport: str, endpoint: str) -> socket.socket:
         probe.close()
         raise
     return probe
+
+
+def is_refused(address: str, keys: Keys) -> bool:
+    """Return whether the listener at an address speaks CURVE, but with other keys; blocks at most three seconds.
+
+    A server closes the connection of a stranger at once. One that is only slow to answer has not refused anybody.
+    """
+    if not _speaks_curve(address):
+        return False
+    with zmq.Context() as context, _open(context, zmq.DEALER, _client_options(keys) | {zmq.LINGER: 0}) as probe:
+        monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        probe.connect(address)
+        event = recv_monitor_message(monitor)["event"] if monitor.poll(_milliseconds(_PROBE_TIMEOUT_S)) else None
+        probe.disable_monitor()
+        monitor.close(linger=0)
+    return bool(event == zmq.EVENT_DISCONNECTED)
+
+
+CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""Of ZMTP 3.1: signature, version, security mechanism, role and filler."""
+
+
+def _speaks_curve(address: str) -> bool:
+    transport, _, endpoint = address.partition("://")
+    try:
+        with _connected(transport, endpoint) as probe:
+            probe.settimeout(_PROBE_TIMEOUT_S)
+            probe.sendall(CURVE_GREETING)
+            greeting = b""
+            while len(greeting) < len(CURVE_GREETING) and (received := probe.recv(len(CURVE_GREETING) - len(greeting))):
+                greeting += received
+    except (OSError, ValueError):
+        return False
+    return greeting[12:32] == CURVE_GREETING[12:32]
 
 
 def bind_error(address: str, reason: object) -> ChannelClosedError:
@@ -122,20 +177,61 @@ _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
 }
 
 
+_ZAP_DOMAIN = "slipstream"
+PIECE_BYTES = 64 * 1024
+"""Largest frame towards a server, and so the memory that a connection can fill before it has authenticated itself."""
+
+_CURVE_BYTES = 64
+"""More than what encryption adds to a frame."""
+
+
+def _client_options(keys: Keys) -> Options:
+    return _CLIENT_OPTIONS | {
+        zmq.CURVE_SERVERKEY: keys.server_public,
+        zmq.CURVE_PUBLICKEY: keys.client_public,
+        zmq.CURVE_SECRETKEY: keys.client_secret,
+    }
+
+
+def _server_options(keys: Keys) -> Options:
+    return _SERVER_OPTIONS | {
+        zmq.CURVE_SERVER: 1,
+        zmq.CURVE_SECRETKEY: keys.server_secret,
+        # Without an authenticator libzmq would let every client in that knows the server's key.
+        zmq.ZAP_DOMAIN: _ZAP_DOMAIN.encode(),
+        zmq.ZAP_ENFORCE_DOMAIN: 1,
+        zmq.MAXMSGSIZE: PIECE_BYTES + _CURVE_BYTES,
+    }
+
+
+class _OwnClients:
+    """Admits clients that hold the run's client key. A credentials provider of ThreadAuthenticator."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._expected = keys.client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._expected
+
+
 class ZmqServerChannel:
     """The broker's end. Fulfils ServerChannel; single-threaded."""
 
-    def __init__(self, address: str, *, max_message_bytes: int) -> None:
-        """Bind. libzmq closes a connection that sends a frame above twice `max_message_bytes`.
-
-        Twice, so that a slightly oversized frame still arrives and is refused with a reason instead.
+    def __init__(self, address: str, *, keys: Keys) -> None:
+        """Bind; only clients with the same keys are heard.
 
         Raises ChannelClosedError if the address is not loopback or ipc, or is in use.
         """
         check_local(address)
         check_unused(address)
         self._context = zmq.Context()
-        self._socket = _open(self._context, zmq.ROUTER, _SERVER_OPTIONS | {zmq.MAXMSGSIZE: 2 * max_message_bytes})
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=_OwnClients(keys))
+        self._socket = _open(self._context, zmq.ROUTER, _server_options(keys))
+        self._refusals = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -154,7 +250,7 @@ class ZmqServerChannel:
         if timeout_s > 0:
             self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN)
         received = _receive_now(self._socket)
-        return None if received is None else (received[0], received[1:])
+        return None if received is None else (received[0], _assembled(received[1:]))
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         """Send to one peer. Never blocks; False if the peer is gone or its queue is full."""
@@ -169,9 +265,22 @@ class ZmqServerChannel:
             raise ChannelClosedError(f"the broker's socket must stay open while it is used: {error}") from error
         return True
 
+    def take_refused(self) -> int:
+        """Return the number of connections since the last call that did not have the run's keys."""
+        number = 0
+        while number < HIGH_WATER_MARK and self._refusals.poll(0):
+            recv_monitor_message(self._refusals)
+            number += 1
+        return number
+
     def close(self) -> None:
         """Unbind; queued frames get LINGER_S to leave. Idempotent."""
+        if self._socket.closed:
+            return
+        self._socket.disable_monitor()
+        self._refusals.close(linger=0)
         self._socket.close()
+        self._authenticator.stop()
         self._context.term()
 
 
@@ -182,10 +291,10 @@ class ZmqClientChannel:
     `receive` polls the pair and moves the queue into the zmq socket. The credit granted by the broker bounds the queue.
     """
 
-    def __init__(self, address: str, *, max_message_bytes: int, context: zmq.Context | None = None) -> None:
+    def __init__(self, address: str, *, keys: Keys, max_message_bytes: int, context: zmq.Context | None = None) -> None:
         """Connect in the background; the broker need not be running. A given context is shared and not terminated."""
         self._address = address
-        self._options: Options = _CLIENT_OPTIONS | {zmq.MAXMSGSIZE: max_message_bytes}
+        self._options: Options = _client_options(keys) | {zmq.MAXMSGSIZE: max_message_bytes}
         self._context = context or zmq.Context()
         self._owns_context = context is None
         # Outside the socket, because only its own thread may use that.
@@ -199,7 +308,7 @@ class ZmqClientChannel:
     def send(self, frames: Frames) -> None:
         """Queue frames for the broker; any thread. They leave with the blocked or the next `receive`."""
         _check_open(self._socket)
-        self._queue.append(frames)
+        self._queue.append(in_pieces(frames))
         self._notify()
 
     def receive(self, *, timeout_s: float) -> Frames | None:
@@ -289,6 +398,35 @@ class ZmqClientChannel:
             return False
         self._is_woken.clear()
         return True
+
+
+def in_pieces(frames: Frames) -> Frames:
+    """Split a message with a frame above PIECE_BYTES: an empty frame, the number of pieces of each frame, the pieces.
+
+    No message starts with an empty frame otherwise, because a header is never empty.
+    """
+    if all(len(frame) <= PIECE_BYTES for frame in frames):
+        return frames
+    split = [_pieces_of(frame) for frame in frames]
+    return [b"", msgspec.msgpack.encode([len(pieces) for pieces in split]), *chain.from_iterable(split)]
+
+
+def _pieces_of(frame: bytes) -> Frames:
+    return [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame]
+
+
+def _assembled(frames: Frames) -> Frames:
+    """Undo `in_pieces`; if the pieces do not add up, return the message as it is: its empty header is refused."""
+    if len(frames) < 2 or frames[0]:
+        return frames
+    try:
+        counts = msgspec.msgpack.decode(frames[1], type=list[Annotated[int, msgspec.Meta(ge=1)]])
+    except msgspec.MsgspecError:
+        return frames
+    ends = list(accumulate(counts, initial=2))
+    if ends[-1] != len(frames):
+        return frames
+    return [b"".join(frames[start:end]) for start, end in pairwise(ends)]
 
 
 def _open(context: zmq.Context, kind: int, options: Options) -> zmq.Socket:

@@ -11,6 +11,7 @@ from threading import Event
 
 import structlog
 
+from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import SnapshotSource, Update
 from slipstream.broker.weights import buckets as flat
@@ -31,7 +32,9 @@ log = structlog.get_logger(__name__)
 class Fetcher:
     """Fetches versions into host memory. Belongs to one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Keys | None) -> None:
+        """`keys`: of the run; None in a process that fetches nothing."""
+        self._keys = keys
         self._stream: WeightStream | None = None
         self._address = ""
         self._host_weights = HostWeights()
@@ -74,7 +77,8 @@ class Fetcher:
         address = f"tcp://{source.host}:{source.port}"
         if self._stream is None or address != self._address:
             self._disconnect()
-            self._stream, self._address = WeightStream(address), address
+            assert self._keys is not None, "a fetcher must have the run's keys"
+            self._stream, self._address = WeightStream(address, keys=self._keys), address
         self._stream.cancelled = cancelled
         folder = Path(source.folder)
         return [SnapshotStore(folder), self._stream] if _is_visible(folder) else [self._stream]

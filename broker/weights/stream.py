@@ -5,7 +5,7 @@
     ReadChunk                         Chunk + bytes | Gone
 The generator requests a few chunks ahead and no more, which bounds the memory of both ends. After any error in transit
 (a chunk damaged, lost or out of order, a restarted server) it reconnects and continues after the last good byte.
-Loopback only: the traffic is not encrypted.
+Encrypted and authenticated with the run's token, like all sockets (broker/transport/zmq_channels.py).
 """
 
 import threading
@@ -18,6 +18,7 @@ import structlog
 import xxhash
 from msgspec import Meta
 
+from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import ChannelClosedError, WeightTransferError
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.channels import ClientChannel
@@ -28,7 +29,6 @@ from slipstream.runtime.clock import Deadline
 
 CHUNK_BYTES = 256 * 1024
 CHUNKS_AHEAD = 8
-_MAX_REQUEST_BYTES = 4096
 _HEADER_BYTES = 4096
 _MAX_READ_BYTES = 256 * 2**20
 """Size of a file that `read` returns whole: a manifest, a delta's payload."""
@@ -101,10 +101,10 @@ T = TypeVar("T")
 class StreamServer:
     """Serves the files of a SnapshotStore from a thread of its own."""
 
-    def __init__(self, snapshot_store: SnapshotStore, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, snapshot_store: SnapshotStore, *, keys: Keys, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen on `host` at `port`, 0 for any. Raises WeightTransferError."""
         self._snapshot_store = snapshot_store
-        self._channel = _bind(host, port)
+        self._channel = _bind(host, port, keys)
         self._host, self._port = host, int(self._channel.address.rpartition(":")[2])
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weight-stream", daemon=True)
@@ -159,13 +159,13 @@ class StreamServer:
 class WeightStream:
     """A generator's end. Fulfils WeightFiles; belongs to one thread."""
 
-    def __init__(self, address: str, *, channel: ClientChannel | None = None, stall_s: float = 2.0) -> None:
+    def __init__(self, address: str, *, keys: Keys, channel: ClientChannel | None = None, stall_s: float = 2.0) -> None:
         """Connect in the background to an address like tcp://127.0.0.1:5757; the server need not be running.
 
         Reconnects after `stall_s` without a chunk, then after twice as long each time, since the link may be slow.
         """
         self._address = address
-        self._channel = channel or ZmqClientChannel(address, max_message_bytes=CHUNK_BYTES + _HEADER_BYTES)
+        self._channel = channel or ZmqClientChannel(address, keys=keys, max_message_bytes=CHUNK_BYTES + _HEADER_BYTES)
         self._stall_s = stall_s
         self.cancelled = threading.Event()
         """Set by another thread to end a blocked operation soon, with WeightTransferError."""
@@ -337,9 +337,9 @@ def _decode(frames: Frames) -> Answer | None:
         return None
 
 
-def _bind(host: str, port: int) -> ZmqServerChannel:
+def _bind(host: str, port: int, keys: Keys) -> ZmqServerChannel:
     try:
-        return ZmqServerChannel(f"tcp://{host}:{port or '*'}", max_message_bytes=_MAX_REQUEST_BYTES)
+        return ZmqServerChannel(f"tcp://{host}:{port or '*'}", keys=keys)
     except ChannelClosedError as error:
         raise WeightTransferError(
             f"weights.host and weights.fetch_port must be a loopback address of this machine and a free port (0: any), "

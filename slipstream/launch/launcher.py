@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import msgspec
 from rich.console import Console
 
+from slipstream.broker.credentials import make_token
 from slipstream.broker.status.live_view import LiveView
 from slipstream.broker.status.monitor import Monitor
 from slipstream.broker.status.role_status import LAUNCHER
@@ -62,11 +63,9 @@ class Launcher:
         self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
 
     def _generator(self, name: str) -> RoleProcess:
-        # Address and secret are all it needs: the broker sends the settings of the run.
-        arguments = ["slipstream.generators", "--id", name, f"broker.address={self._run.broker.address}"]
-        if token_file := self._run.broker.token_file:
-            arguments.append(f"broker.token_file={json.dumps(token_file)}")
-        return self._role(name, arguments)
+        # In the run folder it finds address, secret and code; the broker sends the other settings.
+        where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
+        return self._role(name, ["slipstream.generators", "--id", name, *where])
 
     def _check_room(self, count: int) -> None:
         """Assign GPUs to `count` generators. Raises ConfigError when this machine has no room for them."""
@@ -92,6 +91,7 @@ class Launcher:
         """Start everything, watch until the learner has finished, stop everything."""
         make_output_lossy()
         raise_on_stop_signal()
+        make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         # In this order, so that the store outlives the roles and the view shows their end.
         with self._store() as store, self._processes(), self._view.shown():

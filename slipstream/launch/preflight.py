@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from slipstream.broker.credentials import find_token
 from slipstream.broker.dataset import Dataset, describe_shortage
-from slipstream.broker.handshake import read_token
-from slipstream.broker.transport.zmq_channels import ZmqServerChannel
+from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
@@ -68,8 +68,8 @@ def check_surroundings(run: RunConfig) -> None:
     if run.mode == "replay":
         plan_replay(run)
     if run.mode == "async":
-        read_token(run.broker)
-        # Bound and closed again: if the broker found its address in use, our generators would join another run.
-        ZmqServerChannel(run.broker.address, max_message_bytes=run.broker.max_message_bytes).close()
+        find_token(run)
+        # If the broker found its address in use, our generators would wait for another run's.
+        check_free(run.broker.address)
         if isinstance(run.buffer.store, RedisConfig):
             open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()

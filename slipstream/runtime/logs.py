@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
 import structlog
+from structlog.typing import EventDict
 
 from slipstream.runtime.clock import Clock
 
@@ -94,6 +95,15 @@ def make_output_lossy() -> None:
         sys.stderr = cast(TextIO, _LossyStream(sys.stderr))
 
 
+def escape_control_characters(_logger: object, _method: str, event: EventDict) -> EventDict:
+    """Structlog processor: keep each event on one line and off the terminal's control, whatever a peer sent."""
+    return {key: _escape(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+def _escape(text: str) -> str:
+    return text if text.isprintable() else "".join(x if x.isprintable() else repr(x)[1:-1] for x in text)
+
+
 def configure_logs(role: str) -> None:
     """Set up structlog and the standard library's logging for this process; call once, from a `__main__` file."""
     make_output_lossy()
@@ -102,6 +112,7 @@ def configure_logs(role: str) -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            escape_control_characters,
             structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0, pad_level=False),
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

@@ -1,6 +1,9 @@
 """RunFolder: the files of a run.
 
-runs/<name>/
+runs/<name>/            for its owner alone
+    run.lock            held by the launcher, or by a broker that was started by hand
+    token               secret that keeps strangers off the run's sockets, unless the user gave one
+    sockets/            unix sockets of the broker and of the learner
     config.yaml         the resolved configuration
     versions.json       versions of Python and of the libraries that affect results
     logs/<role>.log     one per role
@@ -14,22 +17,31 @@ runs/<name>/
     final_model/        transformers format
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import platform
+import re
+import stat
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import structlog
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.run import RunConfig
+from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.runtime.disk import is_disk_full
 
 _CONFIG = "config.yaml"
+_OWNER_ONLY = 0o700
+_MAX_SOCKET_BYTES = 90
+"""Of the path of a unix socket, of which the kernel takes 107; the longest name of a socket is added to it."""
 _RECORDED = (
     "torch",
     "vllm",
@@ -60,25 +72,84 @@ class RunFolder:
         self.archive = self.path / "archive"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
+        self.token = self.path / "token"
+        self._lock: IO[str] | None = None
+
+    @property
+    def sockets(self) -> Path:
+        """Folder of the run's unix sockets; a short one in the temporary folder if its path is too long for the kernel.
+
+        The same run always gives the same folder, so that every process of it finds the sockets.
+        """
+        path = self.path.resolve() / "sockets"
+        if len(bytes(path)) <= _MAX_SOCKET_BYTES:
+            return path
+        digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}-{digest}"
 
     def claim(self) -> None:
-        """Create the folder of a new run, or reuse that of the run to be resumed; raises as `check_name`."""
+        """Create the folder of a new run, or reuse that of the run to be resumed, and lock it.
+
+        Raises as `check_name`.
+        """
         self.check_name()
+        self.lock()
         self.open()
 
     def check_name(self) -> None:
-        """Raise ConfigError when the name is in use and the run is not to be resumed."""
+        """Raise ConfigError when the name is in use and the run is not to be resumed, or runs already."""
+        if self.path.is_dir() and not self._lock:
+            self.lock()
+            self.unlock()
         if (self.path / _CONFIG).exists() and not self._run.resume:
             raise ConfigError(
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
                 "choose another with name=..., continue it with resume=true, or delete the folder."
             )
 
+    def lock(self) -> None:
+        """Hold the run until this process ends: its store has one owner, who starts and stops it. Idempotent.
+
+        Raises ConfigError if another process holds it.
+        """
+        if self._lock:
+            return
+        self.make()
+        # Appended to, so that a refused process does not erase who holds it.
+        lock = (self.path / "run.lock").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read(32).strip()
+            lock.close()
+            raise ConfigError(
+                f"run {self._run.name!r} must have one launcher, or one broker started by hand, but process {holder} "
+                "runs it: choose another name with name=..., or stop that process."
+            ) from None
+        self._lock = lock
+        # On a full disk the holder has no name, and the lock holds all the same.
+        with suppress(OSError):
+            lock.truncate(0)
+            os.write(lock.fileno(), f"{os.getpid()}\n".encode())
+
+    def unlock(self) -> None:
+        """Let another process hold the run. Idempotent."""
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def make(self) -> None:
+        """Create the folder and that of its sockets, for their owner alone."""
+        for folder in (self.path, self.sockets):
+            _make_private(folder)
+
     def open(self) -> None:
         """Create missing folders, and write the configuration and the library versions. Raises ConfigError."""
         try:
-            for folder in (self.path, self.logs, self.store, self.checkpoints):
-                folder.mkdir(parents=True, exist_ok=True)
+            self.make()
+            for folder in (self.logs, self.store, self.checkpoints):
+                folder.mkdir(exist_ok=True)
             _replace(self.path / _CONFIG, msgspec.yaml.encode(self._run))
             _replace(self.path / "versions.json", json.dumps(_versions(), indent=2).encode() + b"\n")
         except OSError as error:
@@ -147,6 +218,16 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
+def _make_private(folder: Path) -> None:
+    """Create a folder that its owner alone may enter, or close an older one. Raises ConfigError if it is not ours."""
+    folder.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY)
+    found = folder.stat()
+    if os.getuid() not in (found.st_uid, 0):
+        raise ConfigError(f"{folder} must belong to this user, got one of user {found.st_uid}: choose another folder.")
+    if stat.S_IMODE(found.st_mode) != _OWNER_ONLY:
+        folder.chmod(_OWNER_ONLY)
+
+
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _RECORDED:
@@ -170,8 +251,18 @@ def find_run(words: Sequence[str], *, command: str) -> Path:
         chosen[key] = value
     runs_dir, name = Path(chosen["runs_dir"]), chosen["name"]
     if name:
-        return Path(name) if (Path(name) / _CONFIG).is_file() else runs_dir / name
-    configs = sorted(runs_dir.glob(f"*/{_CONFIG}"), key=lambda config: config.stat().st_mtime)
-    if not configs:
+        if (Path(name) / _CONFIG).is_file():
+            return Path(name)
+        if not re.match(NAME_PATTERN, name):
+            raise ConfigError(f"{command} takes the name or the folder of a run, got {name!r}, which is neither.")
+        return runs_dir / name
+    runs = list_runs(runs_dir)
+    if not runs:
         raise ConfigError(f"there must be a run in {runs_dir}/, got none: start one with `slipstream run`.")
-    return configs[-1].parent
+    return runs[0]
+
+
+def list_runs(runs_dir: Path) -> list[Path]:
+    """Return the folders of the runs in `runs_dir`, the newest first."""
+    configs = sorted(runs_dir.glob(f"*/{_CONFIG}"), key=lambda config: config.stat().st_mtime, reverse=True)
+    return [config.parent for config in configs]

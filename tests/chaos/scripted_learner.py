@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.errors import BrokerError
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
@@ -114,6 +115,7 @@ def main(overrides: list[str]) -> None:
     joined = join(
         "learner",
         address=run.broker.address,
+        keys=derive_keys(make_token(run)),
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="learner",
         status=board,

@@ -8,10 +8,12 @@ import zmq
 
 from slipstream.broker.messages import Ack, AnyMessage, Bye, Frames, Hello, Message, Nack, Put
 from slipstream.broker.partial_decode import UNREADABLE
+from slipstream.broker.transport.zmq_channels import in_pieces
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import SCHEMA_VERSION
 from tests.builders import make_packed
+from tests.fakes import KEYS
 from tests.hostile.target import MAX_MESSAGE_BYTES
 
 _TIMEOUT_S = 60.0
@@ -42,7 +44,7 @@ class Attacker:
     def send(self, frames: Frames) -> None:
         """Send frames and record the expected answers."""
         self._predict(frames)
-        self._socket.send_multipart(frames)
+        self._socket.send_multipart(in_pieces(frames))
 
     def send_far_oversized(self) -> None:
         """Send a frame that makes libzmq close the connection, on a separate one."""
@@ -70,6 +72,8 @@ class Attacker:
         opened = self._context.socket(zmq.DEALER)
         opened.setsockopt(zmq.SNDHWM, 0)
         opened.setsockopt(zmq.RCVHWM, 0)
+        opened.curve_serverkey, opened.curve_publickey = KEYS.server_public, KEYS.client_public
+        opened.curve_secretkey = KEYS.client_secret
         opened.connect(self._address)
         return opened
 

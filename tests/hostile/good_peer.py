@@ -8,6 +8,7 @@ from slipstream.broker.transport.client import BrokerClient, PeerStatus
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel
 from slipstream.buffer.codec import Packed
 from tests.builders import make_packed
+from tests.fakes import KEYS
 from tests.hostile.target import GROUP_SIZE, MAX_MESSAGE_BYTES, NUM_GROUPS
 
 _TIMEOUT_S = 20.0
@@ -18,7 +19,7 @@ class GoodPeer:
 
     def __init__(self, address: str) -> None:
         hello = Hello("generator", "good", "good-1", "here", 1)
-        channel = ZmqClientChannel(address, max_message_bytes=MAX_MESSAGE_BYTES)
+        channel = ZmqClientChannel(address, keys=KEYS, max_message_bytes=MAX_MESSAGE_BYTES)
         self._client = BrokerClient(channel, hello=hello, status=self._status, on_message=self._handle)
         self._owed: deque[Packed] = deque()
         self._leases: list[str] = []

@@ -1,5 +1,6 @@
 """Target: the real broker and its embedded store, each in its own process."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -8,10 +9,12 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from tests.fakes import TOKEN
 
 NUM_GROUPS = 64
 """Groups admitted at the start; without a learner never more."""
@@ -51,7 +54,8 @@ class Target:
         ]
         with self.log_path.open("wb") as log:
             command = [sys.executable, "-m", "slipstream.broker", *settings]
-            self._broker = psutil.Popen(command, stdout=log, stderr=log)
+            environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
+            self._broker = psutil.Popen(command, stdout=log, stderr=log, env=environment)
         return self._await_store()
 
     @property

@@ -52,8 +52,16 @@ class Joiner:
 GENERATOR = ("-m", "slipstream.generators", "--id", "stranger")
 SAME_MODEL = r"model\.path must hold the same model here as at the broker, got 'models/digits-random' with "
 JOINERS = {
-    "no token": Joiner(GENERATOR, r"the token must be the broker's, got none: set SLIPSTREAM_TOKEN", token=""),
-    "another token": Joiner(GENERATOR, r"the token must be the broker's, got a wrong one", token=OTHER_TOKEN),
+    "no token": Joiner(
+        GENERATOR,
+        r"the token must be that of the broker at ipc:.*, got none: set SLIPSTREAM_TOKEN",
+        "",
+        "wide",
+        event="",
+    ),
+    "another token": Joiner(
+        GENERATOR, r"the token must be that of the broker at .* got another", OTHER_TOKEN, event=""
+    ),
     "a token for all to read": Joiner(
         (*GENERATOR, "broker.token_file=open_token"), r"mode 0644 of open_token: chmod 600 open_token", "", event=""
     ),
@@ -69,6 +77,9 @@ JOINERS = {
         GENERATOR, SAME_MODEL + r"vocab_size \d+ here and \d+ at", home="wide", event="left: "
     ),
     "another tokenizer": Joiner(GENERATOR, SAME_MODEL + r"tokenizer\.json of hash ", home="renamed", event="left: "),
+    "an id that would write into logs": Joiner(
+        ("-m", "slipstream.generators", "--id", "x\x1b[2J"), r"--id must be made of letters", event=""
+    ),
     "a second learner": Joiner(
         ("-m", "slipstream.learner", *SMALL), r"peer id 'learner' must be unique, but process \d+ on "
     ),
@@ -144,15 +155,31 @@ def test_a_bad_joiner_ends_with_one_error_and_the_run_continues(folder: Path, ru
     assert "restarted" not in run.printed
 
 
+def test_a_second_launcher_is_refused_and_the_store_of_the_first_lives_on(folder: Path, run: Run) -> None:
+    def store_pid() -> int:
+        return int((run.path / "store/redis.pid").read_text())
+
+    pid, steps = store_pid(), run.steps
+    second = Joiner(tuple(runs.command(*SMALL, "resume=true")[1:]), "must have one launcher, .* but process")
+    assert str(run.launcher.pid) in assert_one_error(
+        join(folder, second, "name=guarded", f"broker.address=ipc://{folder}/second.sock"), second.error
+    )
+    until(lambda: run.steps > steps + 2, timeout_s=DEADLINE_S, what="further steps")
+    assert store_pid() == pid
+    assert psutil.pid_exists(pid)
+
+
 def test_the_status_of_the_run_shows_rejected_peers(folder: Path, run: Run) -> None:
-    joiner = Joiner((*GENERATOR, "broker.token_file=other_token"), "a wrong one", token="")
+    joiner = Joiner((*GENERATOR, "broker.token_file=other_token"), "got another one", token="")
     assert_one_error(join(folder, joiner, f"broker.address=ipc://{folder}/guarded.sock"), joiner.error)
 
     def is_shown() -> bool:
         process = subprocess.run(
             runs.command("status", "name=guarded", "--json"), cwd=folder, capture_output=True, text=True, check=True
         )
-        return any("the token must be the broker's" in event["text"] for event in json.loads(process.stdout)["events"])
+        return any(
+            "connections without the run's token" in event["text"] for event in json.loads(process.stdout)["events"]
+        )
 
     until(is_shown, timeout_s=60, what="an event in the status")
 
@@ -180,13 +207,11 @@ LEARNERS = {
     "settings of another run": Joiner(
         ("-m", "slipstream.learner", *SMALL),
         r"settings must be the broker's, got differences in name",
-        token="",
         event="left: ",
     ),
     "another model": Joiner(
         ("-m", "slipstream.learner", *SMALL, "name=mine"),
         SAME_MODEL + "vocab_size 999 here",
-        "",
         home="wide",
         event="left: ",
     ),
@@ -206,7 +231,8 @@ def lone_broker(folder: Path) -> Iterator[Path]:
         f"broker.address=ipc://{folder}/lone.sock",
     ]
     with log.open("w") as output:
-        broker = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+        environment = {**os.environ, "SLIPSTREAM_TOKEN": TOKEN}
+        broker = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
     try:
         until(lambda: "listening" in log.read_text(), timeout_s=DEADLINE_S, what="a broker")
         yield log

@@ -18,6 +18,7 @@ from slipstream.broker.errors import RefusedByBrokerError
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.runtime.clock import WaitTimeoutError
+from tests.fakes import KEYS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -101,6 +102,7 @@ def try_to_join(address: str) -> None:
     join(
         "generator",
         address=address,
+        keys=KEYS,
         max_message_bytes=2**20,
         peer_id="lost",
         status=StatusBoard(),

@@ -15,6 +15,7 @@ from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.fetches import SnapshotServer
+from tests.fakes import KEYS
 from tests.unit.broker.weight_versions import make_version
 
 TIMEOUT_S = 20.0
@@ -31,7 +32,7 @@ class Scene:
         self._fetchers: list[Fetcher] = []
 
     def start(self, *, port: int = 0) -> None:
-        self.server = StreamServer(self.store, port=port)
+        self.server = StreamServer(self.store, keys=KEYS, port=port)
         self.snapshots = SnapshotServer(self.store, self.server)
 
     def publish(self, *versions: int, pinned: tuple[int, ...] = ()) -> None:
@@ -39,7 +40,7 @@ class Scene:
             self.snapshots.add(*make_version(version, moved=100 * version), with_delta=True, pinned=pinned)
 
     def join(self) -> Fetcher:
-        self._fetchers.append(Fetcher())
+        self._fetchers.append(Fetcher(KEYS))
         return self._fetchers[-1]
 
     def source(self, folder: Path | None = None) -> SnapshotSource:

@@ -15,6 +15,7 @@ from slipstream.broker.transport.zmq_channels import ZmqClientChannel
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import CHUNK_BYTES, CHUNKS_AHEAD, StreamServer, WeightStream
+from tests.fakes import KEYS
 from tests.unit.broker.weight_versions import make_slots, make_version
 
 TIMEOUT_S = 20.0
@@ -31,7 +32,7 @@ class DisturbedChannel:
     """A client channel with faults in transit, which counts messages. Fulfils ClientChannel."""
 
     def __init__(self, address: str, disturb: Disturb) -> None:
-        self._channel = ZmqClientChannel(address, max_message_bytes=2 * CHUNK_BYTES)
+        self._channel = ZmqClientChannel(address, keys=KEYS, max_message_bytes=2 * CHUNK_BYTES)
         self._disturb = disturb
         self.num_sent = 0
         self.num_received = 0
@@ -76,7 +77,7 @@ def snapshot_store(tmp_path: Path) -> SnapshotStore:
 
 @pytest.fixture
 def server(snapshot_store: SnapshotStore) -> Iterator[StreamServer]:
-    started = StreamServer(snapshot_store)
+    started = StreamServer(snapshot_store, keys=KEYS)
     yield started
     started.close()
 
@@ -89,7 +90,7 @@ def address_of(server: StreamServer) -> str:
 def fetch_over(server: StreamServer, disturb: Disturb) -> tuple[WeightStream, DisturbedChannel]:
     """Fetch the whole version over a disturbed channel and verify it."""
     channel = DisturbedChannel(address_of(server), disturb)
-    stream = WeightStream(address_of(server), channel=channel, stall_s=STALL_S)
+    stream = WeightStream(address_of(server), keys=KEYS, channel=channel, stall_s=STALL_S)
     update, packed = make_version(12, num_columns=COLUMNS)
     weights = HostWeights()
     try:
@@ -129,13 +130,13 @@ def test_a_lost_chunk_resumes_after_the_last_good_byte(server: StreamServer) -> 
 
 
 def test_a_restarted_server_only_delays_the_transfer(snapshot_store: SnapshotStore) -> None:
-    servers = [StreamServer(snapshot_store)]
+    servers = [StreamServer(snapshot_store, keys=KEYS)]
     port = servers[0].address[1]
 
     def replace(number: int, frames: Frames) -> Frames:
         if number == 20:
             servers[0].close()
-            servers.append(StreamServer(snapshot_store, port=port))
+            servers.append(StreamServer(snapshot_store, keys=KEYS, port=port))
         return frames
 
     try:
@@ -156,6 +157,7 @@ def test_a_channel_that_damages_everything_fails(server: StreamServer) -> None:
 def test_a_silent_server_fails_in_time(server: StreamServer) -> None:
     stream = WeightStream(
         address_of(server),
+        keys=KEYS,
         channel=DisturbedChannel(address_of(server), lambda number, frames: frames if number <= 9 else None),
         stall_s=STALL_S,
     )
@@ -170,7 +172,7 @@ def test_a_silent_server_fails_in_time(server: StreamServer) -> None:
 def test_a_missing_server_fails_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    stream = WeightStream(f"tcp://127.0.0.1:{port}")
+    stream = WeightStream(f"tcp://127.0.0.1:{port}", keys=KEYS)
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match=f"127.0.0.1:{port} must answer within 0.5 s, got nothing"):
         stream.find("ab", timeout_s=0.5)
@@ -179,7 +181,7 @@ def test_a_missing_server_fails_in_time() -> None:
 
 
 def test_after_an_error_the_stream_continues(server: StreamServer) -> None:
-    stream = WeightStream(address_of(server), stall_s=STALL_S)
+    stream = WeightStream(address_of(server), keys=KEYS, stall_s=STALL_S)
     with pytest.raises(WeightTransferError, match=r"must have 10 bytes, got 4194304"):
         stream.read_into(12, "bucket-0000.bin", memoryview(bytearray(10)), timeout_s=TIMEOUT_S)
     with pytest.raises(WeightTransferError, match=r"must be in the snapshot store"):
@@ -191,7 +193,7 @@ def test_after_an_error_the_stream_continues(server: StreamServer) -> None:
 
 
 def test_a_server_survives_malformed_requests(server: StreamServer) -> None:
-    channel = ZmqClientChannel(address_of(server), max_message_bytes=2 * CHUNK_BYTES)
+    channel = ZmqClientChannel(address_of(server), keys=KEYS, max_message_bytes=2 * CHUNK_BYTES)
     beyond = {"type": "ReadChunk", "version": 12, "name": "bucket-0000.bin", "offset": 2**63, "num_bytes": 1}
     far = msgspec.msgpack.encode(beyond)
     for frames in ([b""], [b"nonsense"], [b"\xc1" * 1000], [b"", b"", b""], [far]):
@@ -204,22 +206,22 @@ def test_a_server_survives_malformed_requests(server: StreamServer) -> None:
 def test_a_port_in_use_is_named(server: StreamServer, snapshot_store: SnapshotStore) -> None:
     port = server.address[1]
     with pytest.raises(WeightTransferError, match=f"must be a loopback address .* got 127.0.0.1:{port}"):
-        StreamServer(snapshot_store, port=port)
+        StreamServer(snapshot_store, keys=KEYS, port=port)
 
 
 def test_only_loopback_addresses_are_served(snapshot_store: SnapshotStore) -> None:
     with pytest.raises(WeightTransferError, match=r"must be a loopback address .* got 0\.0\.0\.0"):
-        StreamServer(snapshot_store, host="0.0.0.0")
+        StreamServer(snapshot_store, keys=KEYS, host="0.0.0.0")
 
 
 def test_a_peer_can_serve_a_version_it_has(server: StreamServer, tmp_path: Path) -> None:
     update, _ = make_version(12, num_columns=COLUMNS)
     weights, own = HostWeights(), SnapshotStore(tmp_path / "peer")
-    stream = WeightStream(address_of(server))
+    stream = WeightStream(address_of(server), keys=KEYS)
     weights.update_to(stream, 12, slots=make_slots(num_columns=COLUMNS)[0], with_deltas=False, timeout_s=TIMEOUT_S)
     stream.close()
     own.put(update, weights.tensors)
-    peer = StreamServer(own)
+    peer = StreamServer(own, keys=KEYS)
     try:
         fetch_over(peer, undisturbed)
     finally:

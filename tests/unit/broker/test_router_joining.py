@@ -1,6 +1,5 @@
 """A rejected peer receives the reason in one sentence, and the run's events and log show it."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker.errors import RefusedByBrokerError
-from slipstream.broker.messages import Bye, Hello, Message, Nack, Put, Refuse, Welcome
+from slipstream.broker.messages import Bye, Hello, Member, Message, Nack, OpenEpoch, Put
 from slipstream.broker.partial_decode import UNREADABLE
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
 from slipstream.broker.transport.inbox import QueueInbox
@@ -19,13 +18,7 @@ from tests.builders import make_packed
 from tests.fakes import FakePeer, RouterScene
 
 NEWER = SCHEMA_VERSION + 1
-TOKEN = "kept-to-ourselves"
-HELLO = Hello("generator", "g0", "1", "here", 1, token=TOKEN)
-
-
-@pytest.fixture
-def guarded(tmp_path: Path) -> RouterScene:
-    return RouterScene(tmp_path, token=TOKEN)
+HELLO = Hello("generator", "g0", "1", "here", 1)
 
 
 def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
@@ -34,46 +27,13 @@ def as_plain(message: Message, **changes: Any) -> dict[str, Any]:
 
 
 def greet(scene: RouterScene, hello: Any) -> list:
-    peer = FakePeer(scene, "generator", "somebody", token="not it")
+    peer = FakePeer(scene, "generator", "broker")
     peer.receive()
     return peer.exchange(hello)
 
 
 def events(scene: RouterScene) -> list[tuple[str, str]]:
     return [(event.role, event.text) for event in scene.store.events(limit=99)]
-
-
-# --- token -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("token", "got"), [("", "got none"), ("wrong", "got a wrong one")])
-def test_without_the_token_no_peer_joins_and_both_sides_show_the_reason(guarded, token, got):
-    with capture_logs() as logs:
-        (refuse,) = FakePeer(guarded, "generator", "g0", token=token).receive()
-    assert isinstance(refuse, Refuse)
-    assert got in refuse.reason
-    assert "SLIPSTREAM_TOKEN" in refuse.reason
-    assert events(guarded) == [("g0", f"refused: {refuse.reason}")]
-    assert [(line["event"], line["kind"], line["reason"]) for line in logs] == [
-        ("peer_refused", "token", refuse.reason)
-    ]
-    assert TOKEN not in f"{logs} {refuse}"
-
-
-def test_with_the_token_a_peer_joins_and_the_broker_neither_keeps_nor_shows_it(guarded):
-    with capture_logs() as logs:
-        answers = FakePeer(guarded, "generator", "g0", token=TOKEN).receive()
-    assert [type(answer) for answer in answers] == [Welcome]
-    assert TOKEN not in f"{logs} {answers} {guarded.router._peers.generators()} {guarded.store.roles()}"
-
-
-def test_a_peer_without_the_token_learns_nothing_about_other_peers(guarded):
-    FakePeer(guarded, "generator", "g0", token=TOKEN)
-    (refuse,) = FakePeer(guarded, "generator", "g0", "2").receive()
-    assert "token" in refuse.reason
-    assert "unique" not in refuse.reason
-
-
-def test_a_broker_without_a_token_accepts_a_peer_that_has_one(scene):
-    assert isinstance(FakePeer(scene, "generator", "g0", token="some").receive()[0], Welcome)
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -92,12 +52,46 @@ def test_a_generator_cannot_have_the_name_of_another_role(scene, name):
     assert f"got {name!r}" in refuse.reason
 
 
+def test_a_second_learner_of_another_name_is_refused_and_its_orders_reach_nobody(scene):
+    first, second = FakePeer(scene, "learner", "learner"), FakePeer(scene, "learner", "other")
+    (refuse,) = second.receive()
+    assert "a run has one learner, whose id must be 'learner', got 'other'" in refuse.reason
+    generator = FakePeer(scene, "generator", "g0")
+    generator.receive()
+    members = [Member("g0", "1")]
+    order = OpenEpoch(1, members, "nowhere", 1, 1.0)
+    assert [type(answer) for answer in second.exchange(order)] == [Bye]
+    assert generator.receive() == []
+    first.send([encode(order)])
+    assert order in generator.receive()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"peer_id": "g\x1b[2J"},
+        {"peer_id": "g\n12:00:00 [info ] peer_joined"},
+        {"peer_id": "g\n"},
+        {"peer_id": ""},
+        {"incarnation": "1\r"},
+        {"host": "\u202ehere"},
+    ],
+)
+def test_names_with_control_characters_are_refused_and_reach_no_log_raw(scene, changes):
+    with capture_logs() as logs:
+        (refuse,) = greet(scene, as_plain(HELLO, **changes))
+    assert "a Hello must match this version" in refuse.reason
+    shown = [*(value for line in logs for value in line.values()), *(text for event in events(scene) for text in event)]
+    assert all(text.isprintable() for text in shown if isinstance(text, str)), shown
+    assert all(peer.hello.peer_id in ("g0", "broker") for peer in scene.router._peers.generators())
+
+
 # --- schema ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("version", [1, NEWER])
-def test_an_older_and_a_newer_peer_are_refused_by_their_schema(guarded, version):
-    (refuse,) = greet(guarded, msgspec.structs.replace(HELLO, schema_version=version))
+def test_an_older_and_a_newer_peer_are_refused_by_their_schema(scene, version):
+    (refuse,) = greet(scene, msgspec.structs.replace(HELLO, schema_version=version))
     assert f"schema version must be {SCHEMA_VERSION}, got {version} from 'g0'" in refuse.reason
-    assert ("g0", f"refused: {refuse.reason}") in events(guarded)
+    assert ("g0", f"refused: {refuse.reason}") in events(scene)
 
 
 @pytest.mark.parametrize(
@@ -109,20 +103,20 @@ def test_an_older_and_a_newer_peer_are_refused_by_their_schema(guarded, version)
             f"schema version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'",
         ),
         ({"mood": "good"}, "unknown field `mood`"),
-        ({"peer_id": ["g", 0], "token": 7}, "a Hello must match this version"),
+        ({"peer_id": ["g", 0], "token": "of an older version"}, "a Hello must match this version"),
         ({"schema_version": "three"}, "a Hello must match this version"),
     ],
 )
-def test_an_unreadable_hello_is_answered_and_none_of_it_is_stored(guarded, changes, words):
-    (refuse,) = greet(guarded, as_plain(HELLO, **changes))
+def test_an_unreadable_hello_is_answered_and_none_of_it_is_stored(scene, changes, words):
+    (refuse,) = greet(scene, as_plain(HELLO, **changes))
     assert words in refuse.reason
     assert len(refuse.reason) < 400
-    assert guarded.store.counts().refused == {"malformed": 1}
-    assert guarded.store.quarantined_frames() == [("malformed", b"")]
+    assert scene.store.counts().refused == {"malformed": 1}
+    assert scene.store.quarantined_frames() == [("malformed", b"")]
 
 
-def test_a_hello_with_payloads_is_answered_too(guarded):
-    peer = FakePeer(guarded, "generator", "g0")
+def test_a_hello_with_payloads_is_answered_too(scene):
+    peer = FakePeer(scene, "generator", "g0")
     peer.receive()
     (refuse,) = peer.exchange(HELLO, b"surplus")
     assert "Hello must have one frame" in refuse.reason
@@ -154,22 +148,22 @@ def test_an_unreadable_put_without_ids_or_from_an_unknown_peer_gets_no_nack(scen
     assert not any(isinstance(answer, Nack) for answer in peer.exchange({"type": "Put", "headers": [{"id": "0-0-0"}]}))
 
 
-def test_a_flood_of_refusals_produces_few_log_lines_and_events(guarded):
-    good = FakePeer(guarded, "generator", "g0", token=TOKEN)
+def test_a_flood_of_refusals_produces_few_log_lines_and_events(scene):
+    good = FakePeer(scene, "generator", "g0")
     with capture_logs() as logs:
         for number in range(300):
-            FakePeer(guarded, "generator", f"g{number}")
+            FakePeer(scene, "learner", f"g{number}")
             good.send([b"\xc1"])
             good.send([encode(Put([make_packed("99", 0)[0]])), b"no"])
-            guarded.clock.now += 0.01
-        guarded.clock.now += 5
-        guarded.step()
+            scene.clock.now += 0.01
+        scene.clock.now += 5
+        scene.step()
     for event in ("peer_refused", "frame_refused", "trajectory_refused"):
         *first, rest = (line for line in logs if line["event"] == event)
         assert len(first) == 8
         assert rest["more"] == 300 - 8
-    assert len(events(guarded)) == 8
-    assert guarded.store.counts().refused == {"malformed": 300, "checksum": 300}
+    assert len(events(scene)) == 8
+    assert scene.store.counts().refused == {"malformed": 300, "checksum": 300}
 
 
 # --- leaving ---------------------------------------------------------------------------------------------------------

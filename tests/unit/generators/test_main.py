@@ -1,9 +1,25 @@
 """The command line of a generator: its id, and the settings that it takes."""
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
 from slipstream.configs.base import ConfigError
-from slipstream.generators.__main__ import ignored_settings, split_id
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.generators.__main__ import (
+    find_local_run,
+    ignored_settings,
+    split_id,
+    wait_for_token,
+    with_own_code,
+)
+from slipstream.runtime.clock import Deadline, WaitTimeoutError
+from slipstream.runtime.run_folder import RunFolder
+from tests.builders import make_run
 
 ADDRESS = "broker.address=tcp://127.0.0.1:5757"
 
@@ -27,5 +43,87 @@ def test_an_id_needs_a_name(arguments: list[str]) -> None:
         split_id(arguments)
 
 
+@pytest.mark.parametrize("name", ["a b", "a\n", "\x1b[2J", ".x"])
+def test_an_id_is_printable_and_on_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match="--id must be made of letters"):
+        split_id(["--id", name])
+
+
 def test_settings_of_the_run_have_no_effect_here() -> None:
     assert ignored_settings([ADDRESS, "weights.transport=delta", "seed=3"]) == ["seed=3"]
+
+
+# --- code ------------------------------------------------------------------------------------------------------------
+REWARD, PATH = "os:system", "hub/model"
+
+
+def received(**changes: Any) -> RunConfig:
+    return make_run(**{"model": {"path": PATH}} | changes)
+
+
+def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that_allows_it() -> None:
+    run = received(generators={"reward": {"function": REWARD}})
+    with pytest.raises(
+        ConfigError, match=f"got '{REWARD}' from the broker alone: .*generators.reward.function={REWARD}"
+    ):
+        with_own_code(run, [make_run()], [])
+    given = make_run(generators={"reward": {"function": REWARD}})
+    assert with_own_code(run, [make_run(), given], []) == run
+
+
+@pytest.mark.parametrize(
+    "function", ["slipstream.generators.rewards.pool:os", "slipstream.generators.rewards:functions"]
+)
+def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> None:
+    with pytest.raises(ConfigError, match="from the broker alone"):
+        with_own_code(received(generators={"reward": {"function": function}}), [make_run()], [])
+
+
+@pytest.mark.parametrize("own", [{}, {"path": PATH}, {"path": "another", "trust_remote_code": True}])
+def test_code_in_a_checkpoint_is_trusted_here_or_not_at_all(own: dict[str, Any]) -> None:
+    run = received(model={"path": PATH, "trust_remote_code": True})
+    with pytest.raises(ConfigError, match=r"model\.path=hub/model model\.trust_remote_code=true"):
+        with_own_code(run, [make_run(**{"model": own} if own else {})], [])
+    trusting = make_run(model={"path": PATH, "trust_remote_code": True})
+    assert with_own_code(run, [trusting], []) == run
+
+
+def test_the_model_may_lie_elsewhere_here() -> None:
+    assert with_own_code(received(), [make_run()], ["model.path=/mnt/model"]).model.path == "/mnt/model"
+    assert with_own_code(received(), [make_run()], []) == received()
+
+
+# --- the run to join -------------------------------------------------------------------------------------------------
+def recorded(folder: Path, name: str, address: str) -> RunConfig:
+    run = make_run(name=name, runs_dir=str(folder), broker={"address": address})
+    RunFolder(run).open()
+    return run
+
+
+def test_a_generator_joins_the_run_of_its_name_else_of_its_address_else_the_newest(tmp_path: Path) -> None:
+    first, second = recorded(tmp_path, "first", "ipc:///a"), recorded(tmp_path, "second", "ipc:///b")
+    os.utime(tmp_path / "first/config.yaml", (1, 1))
+
+    def found(*overrides: str) -> RunConfig | None:
+        words = [*overrides, f"runs_dir={tmp_path}"]
+        return find_local_run(load(words), words)
+
+    assert found() == second
+    assert found("name=first") == first
+    assert found("broker.address=ipc:///a") == first
+    assert found("broker.address=tcp://127.0.0.1:1") is None
+    assert found("name=first", "broker.address=tcp://127.0.0.1:1") == first
+    assert found("name=third") is None
+
+
+def test_without_a_token_it_waits_for_a_run_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    words = [f"runs_dir={tmp_path}"]
+    with pytest.raises(WaitTimeoutError, match=r"missing: a run in .*, or a token; set SLIPSTREAM_TOKEN"):
+        wait_for_token(load(words), words, deadline=Deadline(0.1, what="a run"))
+    run = recorded(tmp_path, "mine", "ipc:///a")
+    token = make_token(run)
+    own, found = wait_for_token(load(words), words, deadline=Deadline(5, what="a run"))
+    assert (own[0], found) == (run, token)

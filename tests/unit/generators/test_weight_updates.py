@@ -16,6 +16,7 @@ from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import EngineError
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.learner.publishing.fetches import SnapshotServer
+from tests.fakes import KEYS
 from tests.unit.broker.weight_versions import make_version
 
 MEMBER = Member("generator-0", "1")
@@ -42,13 +43,14 @@ class Scene:
         self.states: list[tuple[str, str]] = []
         self.engine = ScriptedEngine(ScriptedEngineConfig(), receiver=FakeReceiver())
         self.updates = WeightUpdates(
+            keys=KEYS,
             member=MEMBER,
             client=self,  # type: ignore[arg-type]
             engine=self.engine,
             set_state=lambda state, reason: self.states.append((state, reason)),
             release=self.release,
         )
-        self.server = SnapshotServer(shelf := SnapshotStore(folder), StreamServer(shelf))
+        self.server = SnapshotServer(shelf := SnapshotStore(folder), StreamServer(shelf, keys=KEYS))
 
     def send(self, message: Any) -> None:
         self.sent.append(message)

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from slipstream.runtime.logs import LogLimiter
+from slipstream.runtime.logs import LogLimiter, escape_control_characters
 from tests.fakes import FakeClock
 
 BURST = 8
@@ -67,3 +67,9 @@ def test_a_role_outlives_the_disk_of_its_log():
     with open("/dev/full", "wb") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", LOGGING], stdout=full, stderr=full, timeout=30)
     assert done.returncode == 0
+
+
+def test_what_a_peer_sent_stays_on_its_line_and_moves_no_cursor():
+    event = {"event": "left", "reason": "a\n12:00 forged\x1b[2J\u202e", "leases": 3, "peer": "grün"}
+    escaped = escape_control_characters(None, "info", event)
+    assert escaped == {"event": "left", "reason": "a\\n12:00 forged\\x1b[2J\\u202e", "leases": 3, "peer": "grün"}

@@ -1,13 +1,18 @@
 """The run folder refuses used names and keeps metrics true after a resume."""
 
 import json
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.run_folder import RunFolder
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.builders import make_run
 from tests.fakes import no_file_above
 
@@ -92,3 +97,54 @@ def test_a_role_that_restarts_on_a_full_disk_leaves_the_files_of_its_launcher(tm
         RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).open()
     assert [line["event"] for line in logged] == ["run_folder_not_updated"]
     assert (begun.path / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../up", "a/b", "/tmp/x", "", "a\n", "a b", ".hidden", "x" * 81])
+def test_a_name_that_is_not_one_part_of_a_path_is_refused(tmp_path: Path, name: str):
+    with pytest.raises((ConfigError, msgspec.ValidationError)):
+        RunFolder(msgspec.convert(msgspec.to_builtins(make_run()) | {"name": name}, RunConfig))
+    if name:
+        with pytest.raises(ConfigError, match="the name or the folder of a run"):
+            find_run([f"runs_dir={tmp_path}/runs", f"name={name}"], command="plot")
+
+
+def test_folder_and_sockets_are_for_their_owner_alone_also_when_they_were_open(tmp_path: Path):
+    (tmp_path / "test").mkdir(mode=0o755)
+    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
+    folder.open()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.sockets)] == [0o700, 0o700]
+
+
+def test_sockets_of_a_long_path_lie_in_a_short_private_folder(tmp_path: Path):
+    folders = [RunFolder(make_run(runs_dir=str(tmp_path / (letter * 100)))) for letter in "aab"]
+    first, again, other = (folder.sockets for folder in folders)
+    assert first == again != other
+    assert len(bytes(first)) < 60
+    folders[0].make()
+    assert stat.S_IMODE(first.stat().st_mode) == 0o700
+    first.rmdir()
+
+
+HOLD = """
+import sys
+from slipstream.runtime.run_folder import RunFolder
+from tests.builders import make_run
+folder = RunFolder(make_run(runs_dir=sys.argv[1]))
+folder.claim()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_has_one_owner_until_that_process_is_gone(tmp_path: Path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "held\n"
+        second = RunFolder(make_run(runs_dir=str(tmp_path), resume=True))
+        for refused in (second.check_name, second.claim, second.lock):
+            with pytest.raises(ConfigError, match=f"process {owner.pid} runs it"):
+                refused()
+        owner.kill()
+    second.claim()

@@ -1,0 +1,127 @@
+"""Credentials: the run's token, and the CURVE key pairs that both ends of every socket derive from it.
+
+Whoever has the token can compute both pairs, and nobody else can: a socket hears no peer without it, and a peer that
+has it knows that it speaks to its own run. The token is made when a run starts and lies in the run folder, where roles
+of the same user find it; whoever comes from elsewhere is given it in the environment or in a file.
+"""
+
+import hashlib
+import os
+import secrets
+import stat
+from functools import lru_cache
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import ConfigError
+from slipstream.configs.broker import BrokerConfig
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.run_folder import RunFolder
+
+TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
+"""Environment variable that holds the run's token; the launcher's roles inherit it."""
+TOKEN_REMEDY = (
+    f"set {TOKEN_VARIABLE} to the run's token, name a file that holds it with broker.token_file=PATH, or start where "
+    "the run folder lies, with name=RUN."
+)
+"""End of a sentence about a token that is missing or wrong."""
+_TOKEN_LENGTHS = range(16, 1025)
+_ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_SCRYPT_COST = 2**15
+"""Makes each guess at a token that a person chose cost a tenth of a second and 32 MiB."""
+
+
+class Keys(Record):
+    """Key pairs of both ends, in Z85. Example: Keys(b"rq:rM>}U...", b"JTKVSB%%...", b"Yne@$w-v...", b"D:)Q[IlA...")."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+
+# --- the token -------------------------------------------------------------------------------------------------------
+# A secret: it appears in no command line, setting, log or answer, and is in no file but the one made for it.
+def find_token(run: RunConfig) -> str:
+    """Return the token of the environment, else of `broker.token_file`, else of the run folder; empty without any.
+
+    Raises ConfigError.
+    """
+    return _given_token(run.broker) or _token_in_folder(RunFolder(run))
+
+
+def make_token(run: RunConfig) -> str:
+    """Return the run's token, and make one in its folder if there is none. Raises ConfigError."""
+    if token := find_token(run):
+        return token
+    folder = RunFolder(run)
+    folder.make()
+    unfinished = folder.token.with_name(f"token.{os.getpid()}")
+    unfinished.touch(mode=0o600)
+    unfinished.write_text(secrets.token_urlsafe(32) + "\n")
+    try:
+        # Linked rather than renamed: of two roles that start at once, both use the token of the first.
+        os.link(unfinished, folder.token)
+    except FileExistsError:
+        pass
+    finally:
+        unfinished.unlink()
+    return _token_in_folder(folder)
+
+
+def _given_token(config: BrokerConfig) -> str:
+    if token := os.environ.get(TOKEN_VARIABLE, ""):
+        return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
+    if config.token_file is None:
+        return ""
+    path = Path(config.token_file)
+    return _check_format(_read_private(path), origin=f"broker.token_file ({path})")
+
+
+def _token_in_folder(folder: RunFolder) -> str:
+    path = folder.token
+    return _check_format(_read_private(path), origin=str(path)) if path.exists() else ""
+
+
+def _read_private(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+        if mode & _ACCESS_BY_OTHERS:
+            raise ConfigError(
+                "a token's file must be accessible to its owner alone, "
+                f"got mode {stat.S_IMODE(mode):04o} of {path}: chmod 600 {path}"
+            )
+        return path.read_bytes().decode("ascii", errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(
+            f"broker.token_file must be a readable file, got {path}: {error.strerror or error}."
+        ) from None
+
+
+def _check_format(token: str, *, origin: str) -> str:
+    # The message reveals the token's length and nothing else of it.
+    if len(token) not in _TOKEN_LENGTHS or not token.isascii() or not token.isprintable():
+        raise ConfigError(
+            f"{origin} must hold {_TOKEN_LENGTHS[0]} to {_TOKEN_LENGTHS[-1]} printable ASCII characters, got "
+            f"{len(token)} characters that are not: make a token with "
+            "`python -c 'import secrets; print(secrets.token_urlsafe())'`."
+        )
+    return token
+
+
+# --- the keys --------------------------------------------------------------------------------------------------------
+@lru_cache(maxsize=8)
+def derive_keys(token: str) -> Keys:
+    """Derive the key pairs of both ends from the token; takes a fifth of a second."""
+    return Keys(*_derive_pair(token, end="server"), *_derive_pair(token, end="client"))
+
+
+def _derive_pair(token: str, *, end: str) -> tuple[bytes, bytes]:
+    """Derive (public, secret). Any 32 bytes are a secret key of Curve25519."""
+    salt = f"slipstream/curve/1/{end}".encode()
+    seed = hashlib.scrypt(token.encode(), salt=salt, n=_SCRYPT_COST, r=8, p=1, maxmem=2**26, dklen=32)
+    secret: bytes = z85.encode(seed)
+    return zmq.curve_public(secret), secret

@@ -1,0 +1,102 @@
+"""The token comes from the environment, a private file or the run folder; both ends derive the same keys from it."""
+
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils import z85
+
+from slipstream.broker.credentials import TOKEN_VARIABLE, derive_keys, find_token, make_token
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
+from tests.builders import make_run
+
+SECRET = "kept-to-ourselves"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    return monkeypatch
+
+
+def run_in(folder: Path, content: str | bytes | None = None, *, mode: int = 0o600) -> RunConfig:
+    """A run in `folder`, with a file for its token if there is a content."""
+    runs_dir = str(folder / "runs")
+    if content is None:
+        return make_run(runs_dir=runs_dir)
+    path = folder / "token"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.chmod(mode)
+    return make_run(runs_dir=runs_dir, broker={"token_file": str(path)})
+
+
+def refusal(run: RunConfig) -> str:
+    with pytest.raises(ConfigError) as caught:
+        find_token(run)
+    assert SECRET not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_makes_its_token_once_for_its_owner_alone(tmp_path: Path):
+    run = run_in(tmp_path)
+    assert find_token(run) == ""
+    token = make_token(run)
+    path = tmp_path / "runs/test/token"
+    assert len(token) >= 43
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert (make_token(run), find_token(run)) == (token, token)
+    assert [each.name for each in path.parent.iterdir() if each.is_file()] == ["token"]
+    assert make_token(make_run(runs_dir=str(tmp_path / "others"))) != token
+
+
+def test_a_token_that_the_user_gave_is_not_written_down(tmp_path: Path):
+    assert make_token(run_in(tmp_path, SECRET)) == SECRET
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_environment_takes_precedence_over_the_file_and_that_over_the_folder(tmp_path: Path, environment):
+    make_token(run_in(tmp_path))
+    run = run_in(tmp_path, f"{SECRET}\n")
+    assert find_token(run) == SECRET
+    environment.setenv(TOKEN_VARIABLE, "another, as long")
+    assert find_token(run) == "another, as long"
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
+def test_a_file_accessible_to_others_is_refused_with_the_remedy(tmp_path, mode):
+    sentence = refusal(run_in(tmp_path, SECRET, mode=mode))
+    assert f"{mode:04o}" in sentence
+    assert f"chmod 600 {tmp_path}/token" in sentence
+
+
+@pytest.mark.parametrize(
+    "content", ["", " \n", SECRET[:15], SECRET + "\n" + SECRET, SECRET + "ü", b"\xff\xfe", SECRET * 100]
+)
+def test_a_malformed_token_is_refused(tmp_path, content):
+    assert "16 to 1024 printable ASCII" in refusal(run_in(tmp_path, content))
+
+
+def test_a_blank_variable_is_refused(tmp_path, environment):
+    environment.setenv(TOKEN_VARIABLE, "  ")
+    assert TOKEN_VARIABLE in refusal(run_in(tmp_path))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert f"{tmp_path}/nope" in refusal(make_run(broker={"token_file": f"{tmp_path}/nope"}))
+    assert str(tmp_path) in refusal(make_run(broker={"token_file": str(tmp_path)}))
+
+
+def test_every_token_has_key_pairs_of_its_own_for_each_end():
+    keys, others = derive_keys(SECRET), derive_keys(SECRET + "!")
+    assert len({keys.server_public, keys.client_public, others.server_public, others.client_public}) == 4
+    for public, secret in ((keys.server_public, keys.server_secret), (keys.client_public, keys.client_secret)):
+        assert zmq.curve_public(secret) == public
+        assert len(z85.decode(secret)) == 32
+
+
+def test_the_keys_of_a_token_stay_what_they_are():
+    """Machines with different releases must meet."""
+    assert derive_keys(SECRET).server_public == b"Qx4y)n(:/:AO(RxM8}/59%7wFqYT%V[d*}!^kA4T"
