@@ -35,9 +35,9 @@ import structlog
 from slipstream.broker.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
 from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.broker.messages import PEER_ID_PATTERN
+from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
-from slipstream.broker.transport.zmq_channels import is_listening
 from slipstream.buffer.redis.run_store import read_config
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load

@@ -14,8 +14,9 @@ from slipstream.broker.credentials import TOKEN_REMEDY, Keys
 from slipstream.broker.errors import RefusedByBrokerError
 from slipstream.broker.messages import Hello, Member, Welcome
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
+from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.inbox import QueueInbox
-from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_listening, is_refused
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_refused
 from slipstream.runtime.clock import Deadline
 
 _REPORT_INTERVAL_S = 5.0

@@ -8,7 +8,6 @@ Every option that decides about loss, memory or timeouts is set explicitly: most
 "unlimited".
 """
 
-import ipaddress
 import socket
 import threading
 import time
@@ -26,121 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
-
-_LOOPBACK_NAMES = ("localhost",)
-_PROBE_TIMEOUT_S = 1.0
-
-
-# --- endpoints -------------------------------------------------------------------------------------------------------
-
-
-def check_local(address: str) -> None:
-    """Raise ChannelClosedError unless the address is an ipc path or a loopback port."""
-    transport, _, endpoint = address.partition("://")
-    if transport == "ipc" or (transport == "tcp" and _is_loopback(endpoint.rpartition(":")[0])):
-        return
-    raise ChannelClosedError(
-        "broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
-        f"got {address}: traffic is not encrypted; other machines connect through a tunnel (docs/scaling.md)"
-    )
-
-
-def check_unused(address: str) -> None:
-    """Raise ChannelClosedError if a process listens at an ipc path.
-
-    Needed for ipc only: binding an ipc path silently takes it from its owner, while a port in use refuses by itself. A
-    path left behind by a dead broker accepts no connection and counts as free.
-    """
-    transport, _, path = address.partition("://")
-    if transport == "ipc" and path != "*" and is_listening(address):
-        raise bind_error(address, "another process listens there")
-
-
-def check_free(address: str) -> None:
-    """Raise ChannelClosedError unless a server can be bound at the address."""
-    check_local(address)
-    check_unused(address)
-    with zmq.Context() as context, _open(context, zmq.ROUTER, _SERVER_OPTIONS | {zmq.LINGER: 0}) as probe:
-        try:
-            probe.bind(address)
-        except zmq.ZMQError as error:
-            raise bind_error(address, error) from error
-
-
-def is_listening(address: str) -> bool:
-    """Return whether any process accepts a connection at a tcp or ipc endpoint; blocks at most a second."""
-    transport, _, endpoint = address.partition("://")
-    try:
-        with _connected(transport, endpoint):
-            return True
-    except (OSError, ValueError):
-        return False
-
-
-def _connected(transport: str, endpoint: str) -> socket.socket:
-    """Open a plain socket to an endpoint. Raises OSError, ValueError."""
-    if transport == "tcp":
-        host, _, port = endpoint.rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=_PROBE_TIMEOUT_S)
-    probe = socket.socket(socket.AF_UNIX)
-    try:
-        probe.settimeout(_PROBE_TIMEOUT_S)
-        # ZeroMQ writes a name of the abstract namespace with a leading @, the kernel with a zero byte.
-        probe.connect(endpoint.replace("@", "\0", 1) if endpoint.startswith("@") else endpoint)
-    except OSError:
-        probe.close()
-        raise
-    return probe
-
-
-def is_refused(address: str, keys: Keys) -> bool:
-    """Return whether the listener at an address speaks CURVE, but with other keys; blocks at most three seconds.
-
-    A server closes the connection of a stranger at once. One that is only slow to answer has not refused anybody.
-    """
-    if not _speaks_curve(address):
-        return False
-    with zmq.Context() as context, _open(context, zmq.DEALER, _client_options(keys) | {zmq.LINGER: 0}) as probe:
-        monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        probe.connect(address)
-        event = recv_monitor_message(monitor)["event"] if monitor.poll(_milliseconds(_PROBE_TIMEOUT_S)) else None
-        probe.disable_monitor()
-        monitor.close(linger=0)
-    return bool(event == zmq.EVENT_DISCONNECTED)
-
-
-CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""Of ZMTP 3.1: signature, version, security mechanism, role and filler."""
-
-
-def _speaks_curve(address: str) -> bool:
-    transport, _, endpoint = address.partition("://")
-    try:
-        with _connected(transport, endpoint) as probe:
-            probe.settimeout(_PROBE_TIMEOUT_S)
-            probe.sendall(CURVE_GREETING)
-            greeting = b""
-            while len(greeting) < len(CURVE_GREETING) and (received := probe.recv(len(CURVE_GREETING) - len(greeting))):
-                greeting += received
-    except (OSError, ValueError):
-        return False
-    return greeting[12:32] == CURVE_GREETING[12:32]
-
-
-def bind_error(address: str, reason: object) -> ChannelClosedError:
-    """Build the error for an address that cannot be bound."""
-    return ChannelClosedError(
-        f"broker.address must be free to bind, got {address}: {reason}; "
-        "stop the broker that runs there, or choose another with broker.address=..."
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host in _LOOPBACK_NAMES
-
+from slipstream.broker.transport.endpoints import PROBE_TIMEOUT_S, bind_error, check_local, check_unused, speaks_curve
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
 HIGH_WATER_MARK = 4096
@@ -212,6 +97,33 @@ class _OwnClients:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key == self._expected
+
+
+def check_free(address: str) -> None:
+    """Raise ChannelClosedError unless a server can be bound at the address."""
+    check_local(address)
+    check_unused(address)
+    with zmq.Context() as context, _open(context, zmq.ROUTER, _SERVER_OPTIONS | {zmq.LINGER: 0}) as probe:
+        try:
+            probe.bind(address)
+        except zmq.ZMQError as error:
+            raise bind_error(address, error) from error
+
+
+def is_refused(address: str, keys: Keys) -> bool:
+    """Return whether the listener at an address speaks CURVE, but with other keys; blocks at most three seconds.
+
+    A server closes the connection of a stranger at once. One that is only slow to answer has not refused anybody.
+    """
+    if not speaks_curve(address):
+        return False
+    with zmq.Context() as context, _open(context, zmq.DEALER, _client_options(keys) | {zmq.LINGER: 0}) as probe:
+        monitor = probe.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        probe.connect(address)
+        event = recv_monitor_message(monitor)["event"] if monitor.poll(_milliseconds(PROBE_TIMEOUT_S)) else None
+        probe.disable_monitor()
+        monitor.close(linger=0)
+    return bool(event == zmq.EVENT_DISCONNECTED)
 
 
 class ZmqServerChannel:

@@ -17,9 +17,9 @@ from slipstream.broker.credentials import Keys, derive_keys
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.channels import ClientChannel, ServerChannel
+from slipstream.broker.transport.endpoints import CURVE_GREETING
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.broker.transport.zmq_channels import (
-    CURVE_GREETING,
     HIGH_WATER_MARK,
     PIECE_BYTES,
     ZmqClientChannel,

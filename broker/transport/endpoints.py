@@ -1,0 +1,91 @@
+"""Endpoints: checks of an address, and probes of who listens there, with plain sockets."""
+
+import ipaddress
+import socket
+
+from slipstream.broker.errors import ChannelClosedError
+
+_LOOPBACK_NAMES = ("localhost",)
+PROBE_TIMEOUT_S = 1.0
+
+
+def check_local(address: str) -> None:
+    """Raise ChannelClosedError unless the address is an ipc path or a loopback port."""
+    transport, _, endpoint = address.partition("://")
+    if transport == "ipc" or (transport == "tcp" and _is_loopback(endpoint.rpartition(":")[0])):
+        return
+    raise ChannelClosedError(
+        "broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
+        f"got {address}: broadcasts are not encrypted; other machines connect through a tunnel (docs/scaling.md)"
+    )
+
+
+def check_unused(address: str) -> None:
+    """Raise ChannelClosedError if a process listens at an ipc path.
+
+    Needed for ipc only: binding an ipc path silently takes it from its owner, while a port in use refuses by itself. A
+    path left behind by a dead broker accepts no connection and counts as free.
+    """
+    transport, _, path = address.partition("://")
+    if transport == "ipc" and path != "*" and is_listening(address):
+        raise bind_error(address, "another process listens there")
+
+
+def is_listening(address: str) -> bool:
+    """Return whether any process accepts a connection at a tcp or ipc endpoint; blocks at most a second."""
+    transport, _, endpoint = address.partition("://")
+    try:
+        with _connected(transport, endpoint):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _connected(transport: str, endpoint: str) -> socket.socket:
+    """Open a plain socket to an endpoint. Raises OSError, ValueError."""
+    if transport == "tcp":
+        host, _, port = endpoint.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S)
+    probe = socket.socket(socket.AF_UNIX)
+    try:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        # ZeroMQ writes a name of the abstract namespace with a leading @, the kernel with a zero byte.
+        probe.connect(endpoint.replace("@", "\0", 1) if endpoint.startswith("@") else endpoint)
+    except OSError:
+        probe.close()
+        raise
+    return probe
+
+
+CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""Of ZMTP 3.1: signature, version, security mechanism, role and filler."""
+
+
+def speaks_curve(address: str) -> bool:
+    """Return whether a server with encryption listens at an endpoint; blocks at most two seconds."""
+    transport, _, endpoint = address.partition("://")
+    try:
+        with _connected(transport, endpoint) as probe:
+            probe.settimeout(PROBE_TIMEOUT_S)
+            probe.sendall(CURVE_GREETING)
+            greeting = b""
+            while len(greeting) < len(CURVE_GREETING) and (received := probe.recv(len(CURVE_GREETING) - len(greeting))):
+                greeting += received
+    except (OSError, ValueError):
+        return False
+    return greeting[12:32] == CURVE_GREETING[12:32]
+
+
+def bind_error(address: str, reason: object) -> ChannelClosedError:
+    """Build the error for an address that cannot be bound."""
+    return ChannelClosedError(
+        f"broker.address must be free to bind, got {address}: {reason}; "
+        "stop the broker that runs there, or choose another with broker.address=..."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in _LOOPBACK_NAMES
