@@ -2,13 +2,15 @@
 
 from math import ceil
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.base import Config, require
+from slipstream.configs.base import Config, ConfigError, require
 from slipstream.configs.broker import BrokerConfig, WeightsConfig
 from slipstream.configs.buffer import AccuracyConfig, BufferConfig, MemoryStoreConfig, ZeroSignalConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
@@ -16,7 +18,7 @@ from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig
 
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}\Z"
-"""Of a run. Never `.` or `..`, nor anything with a separator: the name is the last part of a path."""
+"""Name of a run. Never `.` or `..`, nor anything with a separator: the name is the last part of a path."""
 
 
 class RunConfig(Config):
@@ -72,6 +74,17 @@ class RunConfig(Config):
     def groups_per_version(self) -> int:
         """Groups claimed between two publishes."""
         return self.claimed_groups_per_step * self.weights.publish_every_steps
+
+
+def read_config(folder: Path) -> RunConfig:
+    """Read the resolved configuration of a run folder. Raises ConfigError when there is none."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: name one, such as runs/digits_cpu.")
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} must be a run's configuration of this version of Slipstream, got {error}.") from None
 
 
 _AT_LEAST = (

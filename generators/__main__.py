@@ -38,10 +38,9 @@ from slipstream.broker.messages import PEER_ID_PATTERN
 from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
-from slipstream.buffer.redis.run_store import read_config
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.configs.run import RunConfig
+from slipstream.configs.run import RunConfig, read_config
 from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.errors import EngineDiedError, EngineStartError, GeneratorError
 from slipstream.runtime.clock import Deadline

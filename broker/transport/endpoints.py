@@ -58,7 +58,7 @@ def _connected(transport: str, endpoint: str) -> socket.socket:
 
 
 CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""Of ZMTP 3.1: signature, version, security mechanism, role and filler."""
+"""Greeting of ZMTP 3.1: signature, version, security mechanism, role and filler."""
 
 
 def speaks_curve(address: str) -> bool:

@@ -17,11 +17,11 @@ from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ShardError
-from slipstream.buffer.redis.run_store import open_run_store, read_config
+from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.trajectory import group_of, lease_of
 from slipstream.configs.base import ConfigError
-from slipstream.configs.run import RunConfig
+from slipstream.configs.run import RunConfig, read_config
 
 # --- decoding --------------------------------------------------------------------------------------------------------
 _FILE = "tokenizer.json"

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import msgspec
-
 from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, await_usable_server, connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.retry import RetryPolicy
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
-from slipstream.configs.run import RunConfig
+from slipstream.configs.run import RunConfig, read_config
 
 COMMAND_TIMEOUT_S = 3.0
 """Limit of commands that look at a live run: for connecting, and for one answer."""
@@ -56,17 +54,6 @@ def open_run_store(
         if server:
             server.stop()
         raise
-
-
-def read_config(folder: Path) -> RunConfig:
-    """Read the resolved configuration of a run folder. Raises ConfigError when there is none."""
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: name one, such as runs/digits_cpu.")
-    try:
-        return msgspec.yaml.decode(path.read_bytes(), type=RunConfig)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} must be a run's configuration of this version of Slipstream, got {error}.") from None
 
 
 def store_url(run: RunConfig, folder: Path) -> str:

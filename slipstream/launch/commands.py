@@ -16,10 +16,11 @@ from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.status.run_status import RunStatus, StatusReader
 from slipstream.broker.status.status_view import draw_status
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store, read_config
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
+from slipstream.configs.run import read_config
 from slipstream.launch.scaling import GENERATORS
 from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
 from slipstream.runtime.console import make_console

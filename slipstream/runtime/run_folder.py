@@ -41,7 +41,7 @@ from slipstream.runtime.disk import is_disk_full
 _CONFIG = "config.yaml"
 _OWNER_ONLY = 0o700
 _MAX_SOCKET_BYTES = 90
-"""Of the path of a unix socket, of which the kernel takes 107; the longest name of a socket is added to it."""
+"""Length of the folder of unix sockets; the kernel takes 107 bytes, the name of the socket included."""
 _RECORDED = (
     "torch",
     "vllm",

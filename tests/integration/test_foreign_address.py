@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import zmq
 
+from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.broker.errors import RefusedByBrokerError
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.runtime.clock import WaitTimeoutError
-from tests.fakes import KEYS
+from tests.fakes import KEYS, TOKEN
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -140,7 +141,7 @@ def test_the_command_logs_what_is_missing_and_ends_with_exit_code_2(folder: Path
         process = subprocess.run(
             [sys.executable, "-m", "slipstream.generators", f"broker.address={address}", "broker.join_timeout_s=6"],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | {"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: TOKEN},
             capture_output=True,
             text=True,
             timeout=100,
