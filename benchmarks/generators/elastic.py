@@ -38,7 +38,7 @@ def main(arguments: argparse.Namespace) -> None:
     """Run once, scaling at each phase; then report on the phases."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as runs_dir:
         overrides = [f"name={_NAME}", f"runs_dir={runs_dir}", f"generators.count={arguments.phases[0][0]}"]
-        command = [sys.executable, "run_async.py", *overrides, *arguments.overrides]
+        command = [sys.executable, "-m", "slipstream", "run", *overrides, *arguments.overrides]
         with (Path(runs_dir) / "launcher.log").open("w") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -99,7 +99,7 @@ class Steering:
 
     def _scale(self, number: int) -> None:
         settings = [f"generators={number}", f"name={_NAME}", f"runs_dir={self._folder.parent}"]
-        subprocess.run([sys.executable, "run_async.py", "scale", *settings], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-m", "slipstream", "scale", *settings], check=True, stdout=subprocess.DEVNULL)
 
 
 def by_phase(rows: list[dict[str, Any]], phases: list[tuple[int, int]]) -> list[dict[str, Any]]:

@@ -79,7 +79,7 @@ def _together(arguments: argparse.Namespace, *, environment: Mapping[str, str], 
         "evaluation.every_steps=0",
         "evaluation.final_prompts=32",
     ]
-    command = [sys.executable, "run_async.py", *arguments.overrides, *settings]
+    command = [sys.executable, "-m", "slipstream", "run", *arguments.overrides, *settings]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_RUN_TIMEOUT_S, check=False)
     if done.returncode:
         logs = "\n".join(log.read_text()[-2000:] for log in sorted((folder / "together" / "logs").glob("*.log")))

@@ -1,0 +1,61 @@
+"""Every benchmark runs to its end at its smallest size, and writes its figures."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+
+TINY = ["prepare=[]", "model.path=models/digits-random"]
+RUN = [
+    *TINY,
+    "generators/engine=scripted",
+    "learner/engine=torch",
+    "learner.groups_per_step=2",
+    "learner.checkpoint.every_steps=50",
+    "evaluation.monitor_prompts=2",
+    "evaluation.final_prompts=4",
+]
+REAL = pytest.mark.long
+"""Marks what starts vLLM or DeepSpeed."""
+BENCHMARKS = [
+    ("ingest", ["--rounds=1", "--mib=1", "--tokens=64", "--durability=fast"]),
+    ("weights.delta", ["--steps=4", "--layers=1", "--width=64"]),
+    ("weights.kills", ["--kills=1", "--generators=2", "--mib=1", *TINY]),
+    ("generators.slow_generator", ["--settings=1", "--rounds=1", "--seconds=0.5", "--times=2", *TINY]),
+    ("generators.elastic", ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"]),
+    ("overhead", ["--parts=together", "--steps=6", "--", *RUN]),
+    pytest.param("overhead", ["--parts=learner", "--seconds=0.1", "--rounds=1", "--", *TINY], marks=REAL),
+    pytest.param("overhead", ["--parts=generators", "--seconds=0.1", "--rounds=1", "--", *TINY], marks=REAL),
+    pytest.param(
+        "weights.update_pause",
+        ["--updates=1", "--requests=2", "--layers=1", "--width=64", "--kv-on-update=keep"],
+        marks=REAL,
+    ),
+    pytest.param("weights.planted_faults", ["--faults=1"], marks=REAL),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_task(tmp_path_factory.mktemp("benchmarks"), warm=False)
+
+
+@pytest.mark.parametrize(("name", "arguments"), BENCHMARKS)
+def test_a_benchmark_writes_its_figures(folder: Path, tmp_path: Path, name: str, arguments: list[str]):
+    out = tmp_path / "figures.json"
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", f"--out={out}", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(runs.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert json.loads(out.read_text()).keys() > {"machine", "settings"}
