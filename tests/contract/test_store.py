@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import RunConflictError, StaleFenceError
+from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Insertion, Lease
 from slipstream.buffer.sampling import NotReady, SamplingRules, row_of
 from slipstream.buffer.trajectory import Reward, VersionSpan
@@ -530,3 +530,13 @@ def test_every_trajectory_that_was_accepted_can_be_fetched(store):
     claimed = claim(store, 1, num_groups)
     fetched = [payload for group in store.fetch(claimed.group_ids) for payload in group]
     assert fetched == [payload for _, payload in packed]
+
+
+def test_a_pointer_that_is_refused_is_not_stored(store):
+    make_ready(store, 1)
+    commit(store, claim(store, 1, 1))
+    fence = store.run_state().fence
+    for step, of in ((2, fence), (1, fence - 1)):
+        with pytest.raises(ReplayBufferError):
+            store.checkpoint(CheckpointPointer(step, step, "refused"), fence=of)
+        assert store.run_state().checkpoint is None

@@ -76,7 +76,8 @@ def test_a_group_that_is_drawn_for_less_is_imitated_for_less():
 def test_after_a_rejection_the_baseline_still_has_who_was_masked_for_its_length():
     cut = make_response(0, 2, reward=0.0, stop_reason="length")
     groups = [[make_response(0, 0, reward=1.0), make_response(0, 1, reward=0.0), cut]]
-    config = AlgorithmConfig(advantage=DrGrpoConfig(), correction=CorrectionConfig(rebaseline=True))
+    correction = CorrectionConfig(rebaseline=True, veto=(0.1, 10.0))
+    config = AlgorithmConfig(advantage=DrGrpoConfig(), correction=correction)
     batch = build_batch(
         groups,
         learner_version=0,
@@ -89,6 +90,33 @@ def test_after_a_rejection_the_baseline_still_has_who_was_masked_for_its_length(
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs)
     found = Objective(config, max_tokens=8).prepare(batch)
     assert found.tokens.advantages.unique().tolist() == pytest.approx([-1 / 3, 2 / 3])
+
+
+def test_only_entirely_right_answers_are_imitated():
+    scores = [Reward(total=1.0, is_correct=True), Reward(total=0.9, is_correct=False)]
+    group = [msgspec.structs.replace(make_response(0, i), reward=reward) for i, reward in enumerate(scores)]
+    found = prepared([group], positive_nll_coefficient=0.5)
+    assert of_trajectories(found, "nll_weights") == pytest.approx([0.5 / 4, 0.0])
+
+
+def with_the_last_rejected(**correction):
+    """Three trajectories of four tokens, rewards 0, 1 and 5; the learner has left every token of the last."""
+    batch = batch_of([[make_response(0, index, reward=reward) for index, reward in enumerate((0.0, 1.0, 5.0))]])
+    drift = torch.where(batch.tokens.sequences == 2, 1.0, 0.0)
+    batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs + drift)
+    rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)], **correction)
+    return Objective(AlgorithmConfig(advantage=DrGrpoConfig(), correction=rejects), max_tokens=8).prepare(batch)
+
+
+def test_a_trajectory_that_is_rejected_entirely_leaves_the_baseline_if_so_configured():
+    assert of_trajectories(with_the_last_rejected(), "advantages") == [-2, -1, 3]
+    assert of_trajectories(with_the_last_rejected(rebaseline=True), "advantages") == [-0.5, 0.5, 0]
+
+
+def test_the_denominator_counts_rejected_tokens_unless_it_is_of_those_kept():
+    assert of_trajectories(with_the_last_rejected(), "token_weights")[:2] == pytest.approx([1 / 12] * 2)
+    kept = with_the_last_rejected(denominator="kept")
+    assert of_trajectories(kept, "token_weights")[:2] == pytest.approx([1 / 8] * 2)
 
 
 def test_a_description_of_no_token_is_zeros():

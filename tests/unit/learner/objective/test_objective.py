@@ -157,6 +157,15 @@ def test_a_token_that_does_not_count_has_no_share_in_its_sequence(policy_loss, w
     assert torch.allclose(found[1:], gradient(config, others, logprobs[1:], proximal=logprobs[1:]), atol=1e-7)
 
 
+def test_a_rejected_token_has_no_loss_at_all_not_even_its_kl():
+    tokens = make_tokens()
+    rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)])
+    config = AlgorithmConfig(correction=rejects, kl=KlConfig(0.1))
+    logprobs = tokens.generator_logprobs + torch.tensor([1.0, 0.0, 0.0] * 3)
+    found = gradient(config, tokens, logprobs, reference=tokens.generator_logprobs - 0.5)
+    assert (found != 0).tolist() == [False, True, True] * 3
+
+
 def test_the_kl_and_entropy_terms_are_added():
     tokens = make_tokens(1, advantages=torch.zeros(1), token_weights=torch.ones(1))
     config = AlgorithmConfig(kl=KlConfig(0.5), entropy_coefficient=0.25)
