@@ -272,9 +272,9 @@ class OpenEpoch(Message):
     """Number of the membership epoch; grows over the run."""
     members: list[Member]
     host: str
-    """Host of the learner's rendezvous store."""
+    """Host of the learner's rendezvous store, or `file://` and its path."""
     port: int
-    """Port of the learner's rendezvous store."""
+    """Port of the learner's rendezvous store; 0 for a file."""
     timeout_s: float
     """Time until the group must stand, seconds."""
     backend: Literal["auto", "gloo"] = "auto"

@@ -123,7 +123,7 @@ def _build_learner(
         folder=folder,
         client=session.client,
         inbox=session.inbox,
-        sender=CollectiveSender(run.weights.host, device=wire_device),
+        sender=CollectiveSender(run.weights.host, device=wire_device, folder=folder.sockets),
         snapshots=SnapshotServer(
             snapshots, StreamServer(snapshots, keys=keys, host=run.weights.host, port=run.weights.fetch_port)
         ),

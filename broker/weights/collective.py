@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import Protocol
 
@@ -39,6 +40,7 @@ piece must fit the kernel's socket buffer: otherwise all other ranks would wait 
 _CONNECT_S = {"cpu": 10.0, "cuda": 30.0}
 """Bound for the connect phase by device, below the epoch's deadline: all members are ready then, and one that dies
 holds up all others and their engines. NCCL takes longer because it detects the topology first."""
+_LOOPBACK = "127.0.0.1"
 _GRACE_S = 1.0
 """Extra seconds for an operation that has reached its timeout to raise."""
 TORCH_ERRORS = (RuntimeError, ValueError, OSError)
@@ -48,20 +50,29 @@ TORCH_ERRORS = (RuntimeError, ValueError, OSError)
 class CollectiveSender:
     """The learner's end: rank 0, and owner of the rendezvous store. Fulfils WeightSender; belongs to one thread."""
 
-    def __init__(self, host: str, *, device: str | torch.device, port: int = 0) -> None:
-        """Listen on `host` (IPv4 address or name of this machine) at `port`, 0 for any. Raises WeightTransferError."""
+    def __init__(self, host: str, *, device: str | torch.device, port: int = 0, folder: Path | None = None) -> None:
+        """Broadcast from `host`, an IPv4 address or name of this machine. Raises WeightTransferError.
+
+        `folder`: where members meet by file, which a folder of its owner's keeps from strangers; None: at a TCPStore on
+        `host` at `port`, 0 for any.
+        """
         self._device = torch.device(device)
         self._host = host
-        self._store: dist.TCPStore | None = rendezvous.listen(host, port=port)
-        self._port = self._store.port
+        self._store: dist.Store | None
+        if folder:
+            self._address = rendezvous.create_file(folder), 0
+            self._store = rendezvous.open_file(self._address[0])
+        else:
+            listening = rendezvous.listen(host, port=port)
+            self._address, self._store = (host, listening.port), listening
         self._group: _Group | None = None
         self._num_members: int | None = None
         self._is_aborted = Event()
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous store; the same for the whole run."""
-        return self._host, self._port
+        """Host and port of the rendezvous store, or `file://` and its path; the same for the whole run."""
+        return self._address
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
         """Close the previous group and build this one. Blocks until all members have joined, at most `timeout_s`.
@@ -111,6 +122,8 @@ class CollectiveSender:
         """Close the group and stop the store. Idempotent."""
         self._close_group()
         self._store = None
+        if rendezvous.is_file(self._address[0]):
+            rendezvous.delete_file(self._address[0])
 
     def _close_group(self) -> None:
         self._num_members = None
@@ -138,8 +151,7 @@ class CollectiveReceiver:
         own = EpochRank(opening.epoch, rank, len(opening.members) + 1)
         deadline = time.monotonic() + opening.timeout_s
         with _phase(own, f"reach the learner's rendezvous store at {opening.host}:{opening.port}"):
-            own_host = rendezvous.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
-            store = rendezvous.connect(opening.host, opening.port, timeout_s=seconds_left(deadline))
+            store, own_host = _meet(opening, deadline)
         self._group = _Group(store, own, own_host=own_host, device=wire_device, timeout_s=seconds_left(deadline))
 
     def receive(
@@ -169,6 +181,14 @@ class CollectiveReceiver:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _meet(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str]:
+    """Open the learner's rendezvous store; returns it with this machine's address. Raises RuntimeError, OSError."""
+    if rendezvous.is_file(opening.host):
+        return rendezvous.open_file(opening.host), _LOOPBACK
+    own_host = rendezvous.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
+    return rendezvous.connect(opening.host, opening.port, timeout_s=seconds_left(deadline)), own_host
 
 
 StartBroadcast = Callable[[int, Tensor], Callable[[], None]]

@@ -1,13 +1,16 @@
 """Rendezvous: the ranks of a membership epoch meet before they build a process group.
 
-The learner owns one TCPStore for the whole run; every epoch has its own prefix in it. Each rank registers; rank 0 waits
+The learner owns one store for the whole run, a file in the run's private folder, or a TCPStore, which takes what anyone
+writes who reaches its port; every epoch has its own prefix in it. Each rank registers; rank 0 waits
 for all and publishes a verdict, either to proceed or which ranks are missing, so that no rank waits in vain.
 """
 
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from threading import Event
 from typing import NamedTuple
 
@@ -55,6 +58,38 @@ def listen(host: str, *, port: int) -> dist.TCPStore:
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
         master_listen_fd=listener.detach(),  # the store owns and closes it from here on
     )
+
+
+_FILE = "file://"
+_FILE_NAME = "rendezvous-"
+
+
+def create_file(folder: Path) -> str:
+    """Return the address of a new store in `folder`; those of learners that were killed are deleted."""
+    for left_behind in folder.glob(f"{_FILE_NAME}*"):
+        left_behind.unlink(missing_ok=True)
+    path = folder.resolve() / f"{_FILE_NAME}{uuid.uuid4().hex}"
+    path.touch(mode=0o600)
+    return f"{_FILE}{path}"
+
+
+def delete_file(address: str) -> None:
+    """Delete a store that `create_file` made. Idempotent."""
+    Path(address.removeprefix(_FILE)).unlink(missing_ok=True)
+
+
+def is_file(address: str) -> bool:
+    """Return whether an address is that of a file, rather than a host."""
+    return address.startswith(_FILE)
+
+
+def open_file(address: str) -> dist.FileStore:
+    """Open a store that `create_file` made. Raises OSError if there is none."""
+    path = address.removeprefix(_FILE)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} must be there, on the learner's machine, got no such file")
+    # A negative number of users: the learner deletes the file, and not its last user.
+    return dist.FileStore(path, -1)
 
 
 def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
@@ -107,7 +142,7 @@ def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborte
 def _await_verdict(store: dist.Store, *, deadline: float) -> None:
     try:
         store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
-    except dist.DistStoreError as error:
+    except RuntimeError as error:
         raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
     verdict = store.get("verdict")
     if verdict != PROCEED:

@@ -74,17 +74,17 @@ class Group:
 NUM_RECEIVERS = 3
 
 
-def make_group(kind: str) -> Group:
-    if kind == "gloo":
-        sender = CollectiveSender(HOST, device="cpu")
+def make_group(kind: str, folder: Path | None = None) -> Group:
+    if kind.startswith("gloo"):
+        sender = CollectiveSender(HOST, device="cpu", folder=folder)
         return Group(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
     weights = MemoryWeights()
     return Group(MemorySender(weights), [MemoryReceiver(weights) for _ in range(NUM_RECEIVERS)])
 
 
-@pytest.fixture(params=["memory", "gloo"])
-def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    opened = make_group(request.param)
+@pytest.fixture(params=["memory", "gloo", "gloo by file"])
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Group]:
+    opened = make_group(request.param, tmp_path if request.param == "gloo by file" else None)
     yield opened
     opened.close()
 
@@ -290,3 +290,18 @@ def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(gloo: Group) -> N
 
     before = rounds(1, 5)
     assert rounds(10, 100) == before
+
+
+def test_members_meet_at_a_file_that_nobody_else_reaches_and_that_is_gone_afterwards(tmp_path: Path) -> None:
+    left_behind = tmp_path / "rendezvous-of-a-killed-learner"
+    left_behind.touch()
+    group = make_group("gloo", tmp_path)
+    assert group.sender.address[0].startswith(f"file://{tmp_path}/rendezvous-")
+    listening = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+    assert listening == []
+    (store,) = tmp_path.iterdir()
+    assert store.stat().st_mode & 0o077 == 0
+    group.close()
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(WeightTransferError, match="must be there, on the learner's machine"):
+        group.receivers[0].open_epoch(OpenEpoch(1, [], f"file://{store}", 0, 1.0), rank=1)
