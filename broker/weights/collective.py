@@ -1,6 +1,6 @@
 """Collective transport: broadcasts over NCCL (GPUs) or Gloo (CPUs), in one process group per membership epoch.
 
-The groups are built directly over a TCPStore that the learner keeps for the whole run, under a prefix per epoch.
+The groups are built directly over a store that the learner keeps for the whole run, under a prefix per epoch.
 torch's default group, which DeepSpeed and vLLM each create for themselves, is neither needed nor touched, and a group
 can be closed and rebuilt as members join and leave.
 
