@@ -121,26 +121,25 @@ def test_a_full_disk_defers_trajectories_and_loses_none(server, store):
     assert store.audit().is_sound
 
 
-def test_a_role_that_retries_waits_for_room_and_reports_it(server, store):
+def test_a_role_that_retries_waits_for_room_longer_than_for_a_silent_store_and_reports_it(server, store):
     fill_disk_and_notice(server, store)
-    retrying = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=20)
+    retrying = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=0.3)
     seen: list[str] = []
-    timer = threading.Timer(0.3, lambda: (seen.append(retrying.waiting_for), limit_files(server, NO_LIMIT)))
+    timer = threading.Timer(0.8, lambda: (seen.append(retrying.waiting_for), limit_files(server, NO_LIMIT)))
     timer.start()
     retrying.set_phase("training")
     timer.join(timeout=10)
-    assert seen[0].startswith(f"waiting for the store at {server.url} for ")
-    assert seen[0].endswith(" s of 20 s")
+    assert seen[0].startswith("waiting ")
+    assert seen[0].endswith(f" s for room on the disk of the store at {server.url}")
     assert retrying.waiting_for == ""
     assert retrying.run_state().phase == "training"
 
 
-def test_retrying_on_a_full_disk_ends_with_one_sentence(server, store):
+def test_a_store_without_room_names_its_disk_until_it_has_some(server, store):
     fill_disk_and_notice(server, store)
-    hasty = open_run_store(server.url, "run", timeout_s=10, retry_timeout_s=0.3)
-    with pytest.raises(StoreCannotWriteError, match=r"takes no writes, also not within 0\.3 s .*make room on its disk"):
-        hasty.set_phase("training")
+    assert str(server.directory) in store.full_disk()
     limit_files(server, NO_LIMIT)
+    until(lambda: store.full_disk() == "", timeout_s=10, what="room")
 
 
 def test_a_replica_is_distinguished_from_an_absent_store(server, store):
@@ -196,7 +195,7 @@ def waits_for(folder: Path) -> dict[str, str]:
 @pytest.mark.timeout(240)
 def test_a_run_pauses_on_a_full_disk_by_name_and_goes_on_when_there_is_room(tmp_path: Path, limitable: None):
     folder = runs.make_task(tmp_path, warm=False)
-    settings = ["learner.max_steps=25", "buffer.retry_timeout_s=2", "buffer.claim_lease_s=4"]
+    settings = ["learner.max_steps=14", "buffer.retry_timeout_s=2", "buffer.claim_lease_s=4"]
     with Run(folder, "full", *settings).ended_at_last() as run:
         until(has_stepped(run, 6), timeout_s=120, what="training has begun")
         launcher = psutil.Process(run.launcher.pid)
@@ -204,8 +203,8 @@ def test_a_run_pauses_on_a_full_disk_by_name_and_goes_on_when_there_is_room(tmp_
         limit_all([launcher, *roles], 1)
         until(lambda: "all roles" in waits_for(folder), timeout_s=60, what="a word in the status")
         steps = run.steps
-        full_until = time.monotonic() + 8
-        until(lambda: time.monotonic() > full_until, timeout_s=10, what="four times what a silent store gets")
+        full_until = time.monotonic() + 5
+        until(lambda: time.monotonic() > full_until, timeout_s=10, what="more than a silent store gets")
         reason = waits_for(folder)["all roles"]
         assert reason.startswith("the disk: ")
         assert str(folder / "runs" / "full" / "store") in reason
@@ -215,5 +214,5 @@ def test_a_run_pauses_on_a_full_disk_by_name_and_goes_on_when_there_is_room(tmp_
         assert run.await_end() == 0, run.printed[-3000:]
     assert "restarted" not in run.printed
     assert "Traceback" not in run.log("learner") + run.log("broker") + run.log("generator-0")
-    assert_all_steps_once(run, 25)
+    assert_all_steps_once(run, 14)
     assert_reconciled(run)
