@@ -121,6 +121,11 @@ def test_the_length_of_answers_that_lose_their_beginning_is_compared_with_that_o
     assert "learner/stale_length_ratio" not in built([[short]]).metrics
 
 
+def test_every_token_has_the_lag_of_the_version_that_sampled_it():
+    mixed = fresh(0, version_spans=[VersionSpan(4, 3), VersionSpan(6, 5)])
+    assert built([[mixed]]).batch.tokens.lags.tolist() == [2, 2, 0, 0]
+
+
 def test_tokens_newer_than_the_learner_are_trained_on():
     (samples,) = built([[fresh(0, version_spans=[VersionSpan(4, 9)])]]).updates
     assert len(samples[0].trained) == 4
