@@ -234,10 +234,15 @@ def test_a_member_that_leaves_fails_the_broadcast_for_all(gloo: Group) -> None:
     assert_same(gloo.update(make_weights(), members=[0])[0], make_weights())
 
 
+def listening_ports() -> set[tuple[str, int]]:
+    """Address and port of every socket that this process listens at."""
+    connections = psutil.Process().net_connections("tcp")
+    return {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
+
+
 def test_the_rendezvous_listens_on_its_host_only(gloo: Group) -> None:
     address = gloo.sender.address
-    listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert (HOST, address[1]) in listening
+    assert (HOST, address[1]) in listening_ports()
     gloo.open_epoch(1, members=[0])
     assert gloo.sender.address == address
 
@@ -295,10 +300,10 @@ def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(gloo: Group) -> N
 def test_members_meet_at_a_file_that_nobody_else_reaches_and_that_is_gone_afterwards(tmp_path: Path) -> None:
     left_behind = tmp_path / "rendezvous-of-a-killed-learner"
     left_behind.touch()
+    listening = listening_ports()
     group = make_group("gloo", tmp_path)
     assert group.sender.address[0].startswith(f"file://{tmp_path}/rendezvous-")
-    listening = [each for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
-    assert listening == []
+    assert listening_ports() <= listening
     (store,) = tmp_path.iterdir()
     assert store.stat().st_mode & 0o077 == 0
     group.close()
