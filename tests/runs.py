@@ -89,6 +89,11 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
+def assert_none_left(folder: Path) -> None:
+    """Fail if a process of the folder does not end within seconds; those that watch a store end just after it."""
+    until(lambda: processes_of(folder) == [], timeout_s=5, what="the end of all processes")
+
+
 def kill_processes_of(folder: Path) -> None:
     """Kill the processes whose working directory is in `folder`."""
     for process in processes_of(folder):

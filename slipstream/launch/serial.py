@@ -54,7 +54,8 @@ class SerialPeer:
     """The broker client of a role, stepped by the pump instead of a thread, with its received messages."""
 
     def __init__(self, hub: MemoryBroker, role: str, clock: TurnClock) -> None:
-        self.member = Member(f"{role}-0", "serial")
+        # A run has one learner, and the broker knows it by that name.
+        self.member = Member(role if role == "learner" else f"{role}-0", "serial")
         self.board = StatusBoard()
         self.received: deque[Message] = deque()
         hello = Hello(role, self.member.peer_id, self.member.incarnation, "localhost", os.getpid())  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder
     for word in words:
         assert word in lines[-1], lines[-1]
     assert "Traceback" not in done.stdout + done.stderr
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_reward_function_that_hangs_at_times_costs_its_trajectories_and_no_mor
     assert 0 < sum(row["learner/failed_fraction"] for row in rows) < len(rows)
     # What failed is left out of the mean rather than counted as zero.
     assert {row["learner/reward_mean"] for row in rows} == {1.0}
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 @pytest.mark.slow

@@ -47,4 +47,4 @@ def test_a_dead_engine_is_replaced_with_its_generator_and_no_prompt_is_lost(
     assert not psutil.pid_exists(engine.pid)
     assert_all_steps_once(run, STEPS)
     assert_reconciled(run)
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)

@@ -48,7 +48,7 @@ def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, 
     assert "curve" in printed
     for product in ("curve.png", "final_model/config.json", "config.yaml", "versions.json", "logs/learner.log"):
         assert (folder / "runs" / "learns" / product).exists()
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 @pytest.mark.usefixtures("printed")
@@ -87,7 +87,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
         sent_at = time.monotonic()
         assert started.wait(timeout=30) == 130
         assert time.monotonic() - sent_at < 10
-        assert runs.processes_of(folder) == []
+        runs.assert_none_left(folder)
     finally:
         runs.kill_tree(started)
 

@@ -58,7 +58,7 @@ def final_message(run: Run) -> str:
     *_, last = run.printed.strip().splitlines()
     assert last.startswith("error: learner: "), run.printed[-3000:]
     assert "Traceback" not in run.printed
-    assert runs.processes_of(run.path.parents[1]) == []
+    runs.assert_none_left(run.path.parents[1])
     return last
 
 
@@ -169,7 +169,7 @@ def test_weights_that_no_generator_applies_are_a_dead_end_until_a_sound_one_join
         learner = run.start("learner", "resume=true")
         run.start("generators")
         assert learner.wait(timeout=DEADLINE_S) == 0, run.log("learner").read_text()[-3000:]
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 @pytest.mark.long
@@ -198,7 +198,7 @@ def test_a_manual_run_names_the_dead_generator_keeps_its_steps_and_resumes_with_
         until(lambda: run.state().step > state.step + 3, timeout_s=DEADLINE_S, what="further steps")
         rows = [json.loads(line) for line in metrics.read_text().splitlines()]
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 @pytest.mark.long

@@ -75,4 +75,4 @@ def test_sigterm_during_work_returns_the_leases_and_sends_bye(folder: Path):
             # the learner may raise alerts about the scripted responses.
             texts = [event.text for event in store.events(limit=9) if event.role != "learner"]
             assert [text for text in texts if not text.startswith("evicted: ")] == []
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)

@@ -58,7 +58,7 @@ def test_a_killed_generator_is_restarted_and_no_prompt_is_lost(folder: Path) -> 
         assert "generator-0 died (signal SIGKILL)" in run.printed
     assert_reconciled(run)
     assert_all_steps_once(run, STEPS)
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 def test_a_killed_broker_is_restarted_and_no_prompt_is_lost(folder: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_killed_broker_is_restarted_and_no_prompt_is_lost(folder: Path) -> Non
         assert "broker died (signal SIGKILL)" in run.printed
     assert_reconciled(run)
     assert_all_steps_once(run, STEPS)
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 def test_a_killed_learner_and_a_resumed_run_continue_from_the_checkpoint(folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_killed_learner_and_a_resumed_run_continue_from_the_checkpoint(folder:
         assert run.await_end() == 0, run.printed[-3000:]
     assert "learner died (signal SIGKILL)" in run.printed
     assert "Traceback" not in run.printed
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
     assert_all_steps_once(run, 40)
     assert_reconciled(run)
     with Run(folder, "learner", "learner.max_steps=45", "resume=true").ended_at_last() as resumed:
@@ -98,7 +98,7 @@ def test_a_killed_learner_and_a_resumed_run_continue_from_the_checkpoint(folder:
     assert begun_at[2] == 40
     assert_all_steps_once(resumed, 45)
     assert_reconciled(resumed)
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 @pytest.mark.long
@@ -127,7 +127,7 @@ def test_roles_started_by_hand_find_each_other_in_any_order(folder: Path) -> Non
         end(roles)
     assert "Traceback" not in first_log.read_text() + second_log.read_text()
     assert [role.returncode for role in roles] == [0, 130, 0, 0]
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 def trajectories_of(folder: Path, generator: str) -> float:

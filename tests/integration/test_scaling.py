@@ -92,4 +92,4 @@ def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     late = run.call(*runs.command("scale", "generators=2", "name=scaled"))
     assert late.returncode == 1
     assert "Traceback" not in late.stderr
-    assert runs.processes_of(run.folder) == []
+    runs.assert_none_left(run.folder)

@@ -170,7 +170,7 @@ def test_a_run_goes_on_by_itself_after_its_store_was_killed(folder):
     # Every step is committed once; a row of metrics is the learner's own and was never at stake.
     assert [row["step"] for row in runs.metrics(folder, "killed-store")] == list(range(1, steps + 1))
     assert_reconciled(run)
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_a_run_whose_store_keeps_nothing_ends_with_one_sentence(folder):
     (last,) = re.findall(r"error: (.*)", run.printed)
     assert "buffer.store.durability=fast keeps nothing" in last
     assert "Traceback" not in run.printed
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
 
 
 @pytest.mark.slow
@@ -209,4 +209,4 @@ def test_a_broker_started_by_hand_supervises_the_store_and_adopts_it_after_its_o
     finally:
         end([broker])
     assert broker.returncode == 0
-    assert runs.processes_of(folder) == []
+    runs.assert_none_left(folder)
