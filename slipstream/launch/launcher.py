@@ -11,7 +11,7 @@ from rich.console import Console
 
 from slipstream.broker.credentials import make_token
 from slipstream.broker.status.live_view import LiveView
-from slipstream.broker.status.monitor import Monitor
+from slipstream.broker.status.monitor import Monitor, RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import ReplayBufferError, StoreCannotWriteError, StoreUnavailableError
@@ -59,6 +59,7 @@ class Launcher:
         self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="always")
         # It resumes from its newest checkpoint. Its own verdicts (exit code 2) would repeat and end the run.
         self._learner = self._role("learner", ["slipstream.learner", *overrides], restart_arguments=["resume=true"])
+        self._step: int | None = None
         self._living_generators: set[str] = set()
         self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
 
@@ -185,11 +186,23 @@ class Launcher:
     def _restarts(self) -> dict[str, int]:
         return {role.name: role.num_restarts for role in self._roles}
 
+    def _record_work(self, snapshot: RunSnapshot) -> None:
+        # After a rollback the step is lower: only one that rises was made by the learner that runs.
+        if self._step is not None and snapshot.state.step > self._step:
+            self._learner.record_work()
+        self._step = snapshot.state.step
+        # The broker reports once it serves, a generator is ready once its weights are verified.
+        ready = {gauges.get("pid") for gauges in snapshot.roles.values() if gauges.get("state") == "ready"}
+        for role in (self._broker, *self._pool.roles):
+            if role.pid in ready:
+                role.record_work()
+
     def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
         """Show and report the run, and scale it. Raises StoreUnavailableError once the store is away for too long."""
         try:
             snapshot = monitor.poll()
             self._living_generators = snapshot.living_generators
+            self._record_work(snapshot)
             self._view.show(snapshot)
             self._publish(scaling.poll(store, snapshot), report)
             report.send(restarts=self._restarts(), generators_target=self._pool.target)

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,12 +31,15 @@ _SAME_SIGNAL_S = 1.0
 _LOG_TAIL_LINES = 15
 _ERROR_PREFIX = "error: "
 """Beginning of the line that `exit_with_error` prints."""
+_TRACEBACK = "Traceback (most recent call last)"
+_UNCAUGHT = 1
+"""Exit code of Python after an exception that nobody caught."""
 _MAX_LOG_BYTES = 128 * 2**20
 """Size at which a log is cut to its newest quarter."""
 
 Restart = Literal["on_death", "always"]
 """Ends after which a role is restarted: any but success, exit code 2 (the role's own verdict, such as bad settings or a
-dead end) and the same error twice in a row with exit code 76 | also success, unless it was asked to end."""
+dead end) and an error of the start that comes back the same | also success, unless it was asked to end."""
 
 
 class RoleDiedError(RuntimeError):
@@ -152,7 +156,8 @@ class RoleProcess:
         self.num_restarts = 0
         """Restarts by `poll` so far."""
         self._num_deaths_in_a_row = 0
-        self._last_error = ""
+        self._start_error = ""
+        self._has_worked = False
         self._started_at = 0.0
         self._restart_at: float | None = None
         self._is_asked_to_end = False
@@ -173,7 +178,7 @@ class RoleProcess:
     def start(self) -> None:
         """Start the process, its output appended to its log."""
         self._started_at = time.monotonic()
-        self._is_asked_to_end = False
+        self._is_asked_to_end = self._has_worked = False
         with self._log.open("ab") as log:
             self._log_starts_at = log.tell()
             self._process = subprocess.Popen(
@@ -184,6 +189,10 @@ class RoleProcess:
                 start_new_session=True,
                 env=os.environ | self._variables,
             )
+
+    def record_work(self) -> None:
+        """Record that the process has done work since its start: an error from now on is none of the start."""
+        self._has_worked = True
 
     def poll(self) -> list[str]:
         """Detect a death, restart after the back-off, keep the log within its budget; return messages for the user.
@@ -235,9 +244,10 @@ class RoleProcess:
         return f"{self.name} ended with {_describe_exit(code)}. The end of {self._log}:\n{self.log_tail()}"
 
     def _error(self) -> str:
-        """Error that the process printed as it ended; empty if there is none."""
-        errors = [line for line in self._lines_since_start() if line.startswith(_ERROR_PREFIX)]
-        return errors[-1].removeprefix(_ERROR_PREFIX) if errors else ""
+        """Error that the process printed as it ended: its own sentence, else that of its last traceback, else empty."""
+        lines = self._lines_since_start()
+        errors = [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]
+        return errors[-1] if errors else _uncaught_error(lines)
 
     def _lines_since_start(self) -> list[str]:
         return self._log.read_bytes()[self._log_starts_at :].decode(errors="replace").splitlines()
@@ -258,11 +268,16 @@ class RoleProcess:
                 log.write(newest)
 
     def _may_restart(self, code: int) -> bool:
-        error, before = self._error(), self._last_error
-        self._last_error = error
-        if code == TRY_ONCE and error == before:
+        # Numbers aside: a process id or an amount of memory does not make it another error.
+        error = re.sub(r"\d+", "0", self._error()) if self._is_of_the_start(code) else ""
+        before, self._start_error = self._start_error, error
+        if error and error == before:
             return False
         return code != BAD_INPUT and self._num_deaths_in_a_row < _MAX_RESTARTS
+
+    def _is_of_the_start(self, code: int) -> bool:
+        # Other codes tell what a restart is worth themselves, and a signal comes from outside.
+        return code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
 
     def _restart_if_due(self) -> list[str]:
         if self._restart_at is None or time.monotonic() < self._restart_at:
@@ -283,6 +298,17 @@ class RoleProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
+
+
+def _uncaught_error(lines: Sequence[str]) -> str:
+    """Return the exception below the last traceback, `RuntimeError: boom`; empty without a traceback."""
+    last = next((at for at in reversed(range(len(lines))) if _TRACEBACK in lines[at]), None)
+    if last is None:
+        return ""
+    # Torch begins each line with the rank.
+    prefix = lines[last].partition(_TRACEBACK)[0]
+    below = (line.removeprefix(prefix) for line in lines[last + 1 :])
+    return next((line for line in below if line and not line.startswith(" ")), "")
 
 
 def _describe_exit(code: int) -> str:

@@ -177,6 +177,27 @@ def test_a_reward_function_that_always_raises_ends_the_run_before_anything_is_le
 
 
 @pytest.mark.slow
+def test_a_learner_that_dies_of_the_same_error_twice_at_its_start_ends_the_run(folder: Path) -> None:
+    broken = folder / "broken"
+    broken.mkdir()
+    # A broken installation of torch, in the learner alone.
+    learner_alone = 'if sys.orig_argv[2:3] == ["slipstream.learner"]: sys.modules["torch"] = None'
+    (broken / "sitecustomize.py").write_text(f"import sys\n{learner_alone}\n")
+    address = f"broker.address=ipc://{folder}/broker.sock"
+    done = run(
+        folder,
+        str(runs.ROOT / "run_async.py"),
+        *SMALL,
+        "name=broken",
+        address,
+        timeout_s=120,
+        PYTHONPATH=f"{broken}:{os.environ.get('PYTHONPATH', '')}",
+    )
+    assert_ends_with_one_sentence(done, folder, "learner: ModuleNotFoundError: import of torch halted")
+    assert done.stdout.count("learner restarted") == 1
+
+
+@pytest.mark.slow
 def test_deepspeed_trains_on_a_cpu_without_a_compiler(folder: Path) -> None:
     (folder / "empty").mkdir()
     address = f"broker.address=ipc://{folder}/broker.sock"

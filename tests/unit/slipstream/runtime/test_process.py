@@ -64,23 +64,54 @@ def test_a_verdict_of_the_role_ends_the_run(folder: Path, restart: Restart):
         fate(folder, "2", restart)
 
 
-def test_an_error_that_comes_back_the_same_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch):
+FAILS = """
+import pathlib, sys
+path = pathlib.Path(sys.argv[1])
+error, *others = path.read_text().splitlines()
+path.write_text("\\n".join(others))
+if sys.argv[2] == "raise":
+    raise RuntimeError(error)
+print("error: " + error)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def fails(folder: Path, end: str, errors: list[str]) -> RoleProcess:
+    """A role each of whose starts ends with the next error."""
+    (folder / "fails.py").write_text(FAILS)
+    (folder / "errors").write_text("\n".join(errors))
+    return RoleProcess("role", ["fails", str(folder / "errors"), end], logs=folder)
+
+
+@pytest.mark.parametrize(("end", "reported"), [("76", "role: of model 7"), ("raise", "role: RuntimeError: of model 7")])
+def test_an_error_of_the_start_that_comes_back_the_same_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, reported: str
+):
     monkeypatch.setattr("slipstream.runtime.process._RESTART_AFTER_S", 0.0)
-    # Each start takes the next line: the error changes once, then it comes back.
-    (folder / "errors").write_text("of the machine\nof the model\nof the model\n")
-    (folder / "fails.py").write_text(
-        "import sys, pathlib\n"
-        f"path = pathlib.Path({str(folder / 'errors')!r})\n"
-        "error, *others = path.read_text().splitlines()\n"
-        "path.write_text('\\n'.join(others))\n"
-        "print('error: ' + error)\n"
-        "sys.exit(76)\n"
-    )
-    role = RoleProcess("role", ["fails"], logs=folder)
+    # It changes once, then it comes back with another number in it.
+    role = fails(folder, end, ["of the machine", "of model 6", "of model 7"])
     role.start()
-    with pytest.raises(RoleDiedError, match="role: of the model"):
+    with pytest.raises(RoleDiedError, match=reported):
         until(lambda: bool(role.poll()) and False)
     assert role.num_restarts == 2
+
+
+@pytest.mark.parametrize(("end", "has_worked"), [("raise", True), ("75", False)])
+def test_an_error_that_a_restart_may_cure_may_come_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, has_worked: bool
+):
+    monkeypatch.setattr("slipstream.runtime.process._RESTART_AFTER_S", 0.0)
+    role = fails(folder, end, ["of the network"] * 4)
+    role.start()
+
+    def is_restarted_thrice() -> bool:
+        if has_worked:
+            role.record_work()
+        role.poll()
+        return role.num_restarts == 3
+
+    until(is_restarted_thrice)
+    role.stop(ends_at=0.0)
 
 
 def test_a_role_that_succeeds_is_not_restarted(folder: Path):
