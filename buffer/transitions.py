@@ -37,7 +37,10 @@ def check_same_run(run_id: str, *, stored: tuple[str, int, int], opened: tuple[s
 
 def no_run(run_id: str) -> RunConflictError:
     """Error of every operation before `open_run`."""
-    return RunConflictError(f"run {run_id!r} must be opened before it is used, but the store holds no such run.")
+    return RunConflictError(
+        f"run {run_id!r} must be opened before it is used, but the store holds no such run: no broker has opened it "
+        "yet, or the store was emptied."
+    )
 
 
 def _settings(config_json: str, num_rows: int, seed: int) -> dict[str, Any]:

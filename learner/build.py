@@ -131,9 +131,7 @@ def build_rank_group(
     run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0, rendezvous: str | None = None
 ) -> RankGroup:
     """Build this rank's part of the learner. Blocks until all ranks have joined. Raises LearnerError."""
-    # A rank waits in a collective for the next command of rank 0, which itself may wait as long as both limits.
-    timeout_s = run.learner.wait_timeout_s + run.evaluation.timeout_s
-    ranks = join_ranks(rank=rank, size=run.learner.num_ranks, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
+    ranks = join_ranks(rank=rank, size=run.learner.num_ranks, device=device, rendezvous=rendezvous)
     torch.manual_seed(run.seed)
     trainer = build_trainer(run, ranks=ranks, device=device)
     checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks)

@@ -28,7 +28,7 @@ from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.errors import DeadEndError, LearnerError
 from slipstream.learner.evaluator import Evaluator
-from slipstream.learner.metrics.log import MetricsLog
+from slipstream.learner.metrics.log import MetricsLog, Row
 from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.stall.detector import StallDetector
@@ -127,7 +127,8 @@ class Learner:
         before = self._evaluate_fully("before") if self._step == 0 else self._evaluator.result("before")
         if before:
             self._metrics_log.record_before(before)
-        self._metrics_log.start_training(step=self._step)
+        kept = self._metrics_log.start_training(step=self._step)
+        self._must_stop = any(map(self._meets_stop, kept))
 
     def _check_new(self) -> None:
         """A store that never saw a version must not stand beside files of a run. Raises RunConflictError."""
@@ -186,18 +187,19 @@ class Learner:
             self._publish()
         if self._is_due(self._run.evaluation.every_steps):
             self._open_evaluation()
-        self._metrics_log.add_step(
+        row = self._metrics_log.add_step(
             step=self._step,
             version=self._version,
             metrics=metrics | self._buffer_metrics(claim),
             published=self._publisher.take_published(),
-            evaluated=self._take_evaluation(),
+            evaluated=self._evaluator.take_finished(),
             times={
                 "learner/wait_s": claimed_at - started_at,
                 "learner/train_s": trained_at - claimed_at,
                 "learner/publish_s": self._clock() - trained_at,
             },
         )
+        self._must_stop = self._meets_stop(row)
         if self._is_due(self._run.learner.checkpoint.every_steps):
             self._checkpoint()
 
@@ -302,13 +304,16 @@ class Learner:
             # A replay never waits for groups, so without this wait no answer would come for many steps.
             self._await_evaluation(name)
 
-    def _take_evaluation(self) -> dict[Purpose, EvaluationResult] | None:
-        evaluated = self._evaluator.take_finished()
+    def _meets_stop(self, row: Row) -> bool:
+        """Whether the row has an evaluation that ends the run early; also asked of the rows that a resume keeps."""
         stop = self._run.learner.stop
-        if evaluated and stop:
-            sampled, greedy = evaluated["sampled"].accuracy, evaluated["greedy"].accuracy
-            self._must_stop = sampled >= stop.accuracy_sampled and greedy >= stop.accuracy_greedy
-        return evaluated
+        if stop is None or "eval/version" not in row:
+            return False
+        accuracies = row["eval/accuracy_sampled"], row["eval/accuracy_greedy"]
+        is_met = accuracies[0] >= stop.accuracy_sampled and accuracies[1] >= stop.accuracy_greedy
+        if is_met:
+            log.info("learner_stop_met", step=row["step"], sampled=accuracies[0], greedy=accuracies[1])
+        return is_met
 
     def _evaluate_fully(self, name: str) -> dict[Purpose, EvaluationResult]:
         """Evaluate before or after training; repeated while no reward comes, under `learner.dead_end.policy=wait`."""

@@ -16,6 +16,10 @@ from torch import Tensor
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
 
+COLLECTIVE_TIMEOUT_S = 2400.0
+"""Limit of one collective, for whose begin a rank may wait as long as rank 0 publishes, reads a checkpoint or waits for
+its store; all longer waits keep the others alive, so that no setting of the user can be too short for it."""
+
 
 def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int) -> NoReturn:
     """Run `python -m module arguments` as `num_ranks` ranks under torchrun; when one rank ends, all do.
@@ -116,12 +120,18 @@ class Ranks:
             ) from error
 
 
-def join_ranks(*, rank: int, size: int, device: torch.device, timeout_s: float, rendezvous: str | None = None) -> Ranks:
+def join_ranks(
+    *,
+    rank: int,
+    size: int,
+    device: torch.device,
+    rendezvous: str | None = None,
+    timeout_s: float = COLLECTIVE_TIMEOUT_S,
+) -> Ranks:
     """Form the default process group: Gloo on CPUs, NCCL on GPUs.
 
     `rendezvous` is `tcp://host:port` or `file:///path`; one rank needs none. Blocks until all ranks have joined, at
-    most `timeout_s`, which also bounds every later collective: it must exceed the longest wait of rank 0 for a batch.
-    Raises RankGroupError.
+    most `timeout_s`, which also bounds every later collective. Raises RankGroupError.
     """
     if size > 1 and rendezvous is None:
         raise RankGroupError(f"{size} learner ranks need a rendezvous (tcp://host:port or file:///path), got none.")

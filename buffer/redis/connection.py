@@ -94,6 +94,11 @@ def await_usable_server(url: str, *, timeout_s: float) -> str:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise
+    except redis.AuthenticationError as error:
+        raise StoreUnavailableError(
+            f"the store at {address_of(client)} must take the password in {PASSWORD_VARIABLE}, got: {error}; set the "
+            "variable to the store's password, or unset it for a store without one."
+        ) from error
     except redis.RedisError as error:
         raise StoreUnavailableError(f"the store at {address_of(client)} refused the connection: {error}.") from error
     finally:

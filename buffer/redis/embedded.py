@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import signal
@@ -20,7 +21,7 @@ import psutil
 import redis
 
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.redis.connection import OLDEST_REDIS, await_answer, connect
+from slipstream.buffer.redis.connection import OLDEST_REDIS, PASSWORD_VARIABLE, await_answer, connect
 
 # --- the server program ----------------------------------------------------------------------------------------------
 _PROGRAMS = ("redis-server", "valkey-server")
@@ -176,8 +177,14 @@ class EmbeddedRedis:
     def start(self, *, timeout_s: float = 30.0) -> None:
         """Start a server, or adopt the one that answers on this directory's socket; block until it answers.
 
-        Raises StoreUnavailableError, with the end of the server's log, when none does within `timeout_s`.
+        Raises StoreUnavailableError, with the end of the server's log, when none does within `timeout_s`; also when a
+        password is set, which an embedded server does not take.
         """
+        if os.environ.get(PASSWORD_VARIABLE):
+            raise StoreUnavailableError(
+                f"the embedded store has no password, but {PASSWORD_VARIABLE} is set: unset it, or choose "
+                "buffer/store=redis, the store whose password it is."
+            )
         deadline = time.monotonic() + timeout_s
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

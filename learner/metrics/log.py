@@ -84,8 +84,8 @@ class MetricsLog:
         self._before = evaluated
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
-    def start_training(self, *, step: int) -> None:
-        """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers."""
+    def start_training(self, *, step: int) -> list[Row]:
+        """Start the clock of the run; a resumed run continues from the rows that its checkpoint covers: the result."""
         # Later rows are of steps that were rolled back.
         kept = self._disk.retry(
             lambda: self.folder.keep_metrics(up_to_step=step), what="the metrics", path=self.folder.metrics
@@ -95,6 +95,7 @@ class MetricsLog:
         for row in kept:
             self._accumulate(row)
         self._generated = Growth(_generated_tokens(self._store.roles()))
+        return kept
 
     def end_training(self) -> None:
         """Stop the clock of the run."""
@@ -110,8 +111,8 @@ class MetricsLog:
         published: Published | None,
         evaluated: dict[Purpose, EvaluationResult] | None,
         times: dict[str, float],
-    ) -> None:
-        """Write a row to the file and to the store."""
+    ) -> Row:
+        """Write a row to the file and to the store; returns it."""
         self._tokens.add(metrics["learner/tokens"])
         row = {
             "step": step,
@@ -128,6 +129,7 @@ class MetricsLog:
         self._store.append_metrics(row)
         self._alerts.check(row)
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
+        return row
 
     def write_summary(self, *, step: int, after: dict[Purpose, EvaluationResult]) -> None:
         """Write `summary.json`; its keys are documented in docs/metrics.md."""

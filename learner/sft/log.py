@@ -13,8 +13,8 @@ from slipstream.runtime.run_folder import RunFolder
 
 SFT_ROW_KEYS = (
     "step", "epoch", "time_s", "learner/loss", "learner/grad_norm", "learner/grad_cosine", "learner/learning_rate",
-    "learner/tokens", "learner/computed_tokens", "learner/trajectories", "learner/train_s", "learner/tokens_per_s",
-    "eval/loss",
+    "learner/tokens", "learner/computed_tokens", "learner/trajectories", "learner/nonfinite_fraction",
+    "learner/train_s", "learner/tokens_per_s", "eval/loss",
 )  # fmt: skip
 """Keys of a row; documented in docs/sft.md."""
 
@@ -57,18 +57,18 @@ class SftLog:
         self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
-    def finish(self, *, step: int) -> None:
-        """Write the summary of all rows."""
+    def finish(self, *, step: int, epoch: float) -> None:
+        """Write the summary of all rows; null is what it lacks when somebody has deleted them."""
         rows = self._keep(up_to_step=step)
         trained = [row for row in rows if row["step"] > 0]
-        losses = [row["eval/loss"] for row in rows if "eval/loss" in row]
-        seconds = rows[-1]["time_s"]
+        losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+        seconds = rows[-1]["time_s"] if rows else 0.0
         summary = {
-            "heldout_loss": losses[-1] if losses else None,
-            "heldout_loss_before": losses[0] if losses else None,
-            "train_loss": trained[-1]["learner/loss"],
+            "heldout_loss": losses.get(step),
+            "heldout_loss_before": losses.get(0),
+            "train_loss": trained[-1]["learner/loss"] if trained else None,
             "steps": step,
-            "epochs": trained[-1]["epoch"],
+            "epochs": epoch,
             "train_seconds": seconds,
             "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
             **_counts("train", self._train),

@@ -108,9 +108,12 @@ class SftRun:
         return bool(self._heldout) and (is_last or (every > 0 and self._step % every == 0))
 
     def _add_row(self, metrics: dict[str, float], *, heldout_loss: float | None) -> None:
-        epoch = count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
         if self._log:
-            self._log.add(step=self._step, epoch=epoch, metrics=metrics, heldout_loss=heldout_loss)
+            self._log.add(step=self._step, epoch=self._epoch, metrics=metrics, heldout_loss=heldout_loss)
+
+    @property
+    def _epoch(self) -> float:
+        return count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
 
     def _checkpoint(self) -> None:
         # Every rank raises, waits and tries again together.
@@ -136,7 +139,7 @@ class SftRun:
                 path=self._final_model,
             )
         if self._log:
-            self._log.finish(step=self._step)
+            self._log.finish(step=self._step, epoch=self._epoch)
         self._ranks.barrier()
         log.info("finished", step=self._step)
 
@@ -176,13 +179,7 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0, rendezvous
     """Build this rank's part. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     train, heldout = read_train(run), read_heldout(run)
     folder = RunFolder(run)
-    ranks = join_ranks(
-        rank=rank,
-        size=run.learner.num_ranks,
-        device=device,
-        timeout_s=run.learner.wait_timeout_s,
-        rendezvous=rendezvous,
-    )
+    ranks = join_ranks(rank=rank, size=run.learner.num_ranks, device=device, rendezvous=rendezvous)
     if ranks.is_first:
         folder.open()
     torch.manual_seed(run.seed)

@@ -2,12 +2,15 @@
 
     loss = - sum of log pi(token) / number of tokens,  over all trained tokens of the step
 
+A token that the model finds impossible (-inf) has no loss.
+
 Invariant: the denominator counts the whole step, so its split into microbatches and ranks changes no gradient.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -17,6 +20,8 @@ from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.sft.demonstration import Demonstration
 from slipstream.learner.training.trainer import Trainer
+
+log = structlog.get_logger(__name__)
 
 
 class SftTrainer:
@@ -37,7 +42,13 @@ class SftTrainer:
         """
         num_tokens = count_tokens(demonstrations)
         microbatches = self._trainer.collate(to_samples(demonstrations))
-        losses = [self._backward(microbatch, num_tokens=num_tokens) for microbatch in microbatches]
+        losses, num_impossible = [], []
+        for microbatch in microbatches:
+            logprobs, impossible = self._logprobs(microbatch)
+            loss = -logprobs.sum() / num_tokens
+            self._trainer.engine.backward(loss)
+            losses.append(loss.detach())
+            num_impossible.append(impossible)
         rate = learning_rate(self._trainer.num_updates, config=self._optimizer, total_updates=self._num_steps)
         norm = self._trainer.finish_update(losses, learning_rate=rate, step=step)
         return {
@@ -48,23 +59,26 @@ class SftTrainer:
             "learner/tokens": float(num_tokens),
             "learner/computed_tokens": self._sum([torch.tensor(float(m.num_tokens)) for m in microbatches]),
             "learner/trajectories": float(len(demonstrations)),
+            "learner/nonfinite_fraction": self._sum(num_impossible) / num_tokens,
         }
 
     @torch.no_grad()
     def loss(self, demonstrations: Sequence[Demonstration]) -> float:
-        """Mean over all trained tokens, nats; holds a batch of `trajectories_per_step` in memory at a time."""
+        """Mean over all trained tokens but impossible ones, nats; `trajectories_per_step` are in memory at a time."""
         parts = [demonstrations[i : i + self._batch_size] for i in range(0, len(demonstrations), self._batch_size)]
         microbatches = (microbatch for part in parts for microbatch in self._trainer.collate(to_samples(part)))
-        losses = [-self._logprobs(microbatch).double().sum() for microbatch in microbatches]
-        return self._sum(losses) / count_tokens(demonstrations)
+        found = [(logprobs.double().sum(), count) for logprobs, count in map(self._logprobs, microbatches)]
+        num_tokens, num_impossible = count_tokens(demonstrations), int(self._sum([count for _, count in found]))
+        if num_impossible:
+            log.warning("impossible_tokens_left_out", tokens=num_impossible, of=num_tokens)
+        return -self._sum([total for total, _ in found]) / max(1, num_tokens - num_impossible)
 
-    def _backward(self, microbatch: Microbatch, *, num_tokens: int) -> Tensor:
-        loss = -self._logprobs(microbatch).sum() / num_tokens
-        self._trainer.engine.backward(loss)
-        return loss.detach()
-
-    def _logprobs(self, microbatch: Microbatch) -> Tensor:
-        return self._trainer.engine.forward(microbatch)["logprobs"]
+    def _logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the trained tokens, 0 for those that the model finds impossible; their number."""
+        logprobs = self._trainer.engine.forward(microbatch)["logprobs"]
+        # One -inf would make the loss infinite. NaN stays, and ends the run, because it is the model that is broken.
+        is_impossible = logprobs.detach() == -torch.inf
+        return logprobs.masked_fill(is_impossible, 0.0), is_impossible.sum()
 
     def _sum(self, values: Sequence[Tensor]) -> float:
         """Sum over microbatches and ranks."""

@@ -139,6 +139,12 @@ def load_value_model(config: ModelConfig, *, device: torch.device, gradient_chec
     model = ValueModel(trunk.train(), compute_dtype=COMPUTE_DTYPES[config.dtype]).to(device)
     if (head := Path(config.path) / _HEAD_FILE).exists():
         model.head.load_state_dict(read_tensors(head))
+    elif trunk.config.architectures == [type(trunk).__name__]:
+        # As `save_value_model` writes it. A policy's checkpoint names its causal language model here.
+        raise ModelError(
+            f"{PATH_SETTING} must hold a policy, or a value model with its {_HEAD_FILE}, got a trunk without a head in "
+            f"{config.path!r}: copy the whole folder critic/model of a checkpoint."
+        )
     return model
 
 

@@ -14,7 +14,7 @@ from slipstream.broker.status.live_view import LiveView
 from slipstream.broker.status.monitor import Monitor, RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.store_outage import StoreOutage
-from slipstream.buffer.errors import ReplayBufferError, StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
@@ -213,6 +213,7 @@ class Launcher:
             is_away = not isinstance(error, StoreCannotWriteError)
             if is_away and self._outage.seconds > self._run.buffer.retry_timeout_s:
                 raise
-        except ReplayBufferError:
-            # Until the broker has opened the run, the store does not know it.
-            return
+        except RunConflictError:
+            # Until the broker has opened the run, the store does not know it; afterwards it was emptied.
+            if self._step is not None:
+                raise

@@ -241,12 +241,22 @@ def test_the_password_comes_from_the_environment(server, monkeypatch):
     admin = connect(server.url)
     admin.ping()
     admin.config_set("requirepass", "secret")
-    with pytest.raises(StoreUnavailableError, match="refused the connection"):
+    with pytest.raises(StoreUnavailableError, match=r"must take the password in .* got: Auth"):
         open_run_store(server.url, "run", timeout_s=5)
     monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
     store = open_run_store(server.url, "run", timeout_s=5)
     store.close()
     admin.config_set("requirepass", "")
+
+
+def test_a_password_is_refused_by_name_because_the_embedded_server_has_none(server, folder, monkeypatch):
+    monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
+    with pytest.raises(StoreUnavailableError, match=f"has no password, but {PASSWORD_VARIABLE} is set: unset it"):
+        EmbeddedRedis(folder).start()
+    with pytest.raises(
+        StoreUnavailableError, match=f"must take the password in {PASSWORD_VARIABLE}, got: .*called without any"
+    ):
+        open_run_store(server.url, "run", timeout_s=5)
 
 
 def test_a_payload_comes_back_as_it_was_sent(server):

@@ -101,6 +101,15 @@ def test_a_finished_run_that_is_resumed_makes_the_same_model_and_no_second_check
     assert sorted(p.name for p in (tmp_path / "runs/first/checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
 
 
+def test_a_finished_run_without_its_metrics_can_be_resumed(tmp_path):
+    _, complete, _ = train(make_sft_run(tmp_path, steps=2))
+    (tmp_path / "runs/first/metrics.jsonl").unlink()
+    build_sft(make_sft_run(tmp_path, steps=2, resume=True), device=CPU).run()
+    summary = json.loads((tmp_path / "runs/first/summary.json").read_text())
+    lost = {"heldout_loss": None, "heldout_loss_before": None, "train_loss": None}
+    assert summary == complete | lost | {"train_seconds": 0.0, "learner_tokens_per_s": 0.0}
+
+
 def test_without_a_held_out_file_there_is_no_held_out_loss(tmp_path):
     rows, summary, _ = train(make_sft_run(tmp_path, steps=2, heldout_path=""))
     assert [row["step"] for row in rows] == [1, 2]

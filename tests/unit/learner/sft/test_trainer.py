@@ -127,6 +127,24 @@ def test_the_rate_follows_the_schedule_of_the_whole_run(tmp_path):
     assert rates == pytest.approx([3e-4, 3e-4, 2e-4, 1e-4])
 
 
+def test_a_token_that_the_model_finds_impossible_has_no_loss_and_is_counted(tmp_path):
+    impossible = Demonstration(np.array([4, 8, 5]), np.array([False, True, True]))
+    sft, trainer = make_sft_trainer(tmp_path)
+    head = trainer.engine.model.causal_lm.lm_head
+    head.register_forward_hook(lambda _module, _inputs, logits: logits.index_fill(-1, torch.tensor([5]), -torch.inf))
+    # The softmax of the other token lacks it, too.
+    logits = (
+        make_tiny_module()(input_ids=torch.tensor([[4, 8]])).logits[0].index_fill(-1, torch.tensor([5]), -torch.inf)
+    )
+    expected = -logits.log_softmax(-1)[0, 8].item()
+    assert sft.loss([impossible]) == pytest.approx(expected, rel=1e-5)
+    metrics = sft.step([impossible], step=1)
+    assert metrics["learner/loss"] == pytest.approx(expected / 2, rel=1e-5)
+    assert metrics["learner/nonfinite_fraction"] == 0.5
+    assert np.isfinite(metrics["learner/grad_norm"])
+    assert all(tensor.isfinite().all() for tensor in weights(trainer).values())
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     sft, trainer = make_sft_trainer(tmp_path)
     with torch.no_grad():

@@ -93,6 +93,14 @@ def test_what_is_saved_is_what_is_loaded(tmp_path, is_tied):
     assert all(parameter.equal(again[name]) for name, parameter in model.weights())
 
 
+def test_a_value_model_without_its_head_does_not_begin_at_zero(tmp_path):
+    model = make_value_model()
+    save_value_model(model, tmp_path / "saved", weights={n: p.detach() for n, p in model.weights()})
+    (tmp_path / "saved" / "value_head.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"algorithm\.critic\.path .* got a trunk without a head in .*saved.*: copy"):
+        load(tmp_path / "saved")
+
+
 def test_dropout_is_off(tmp_path):
     path = make_model(tmp_path)
     settings = json.loads((path / "config.json").read_text())
