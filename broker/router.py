@@ -61,6 +61,8 @@ _SERVE_INTERVAL_S = 0.02
 _REAP_INTERVAL_S = 1.0
 _REAP_AFTER_OUTAGE_S = 10.0
 """Time for peers and the learner to renew, after the last call that the store did not take."""
+_CLOCK_JUMP_S = 5.0
+"""Difference between the store's clock and this process's from which on it is a jump, and no slow answer."""
 _SUSPECT_AFTER_PINGS = 2.5
 """Unanswered pings after which a generator is left out of broadcasts; an answer is due within one interval."""
 _LEFT = "left"
@@ -112,6 +114,7 @@ class Router:
         self._next_ping_at = 0.0
         self._next_reap_at = 0.0
         self._next_serve_at = 0.0
+        self._store_is_ahead_s: float | None = None
         self._members_changed = False
         self._members_sent: Members | None = None
 
@@ -321,12 +324,30 @@ class Router:
             self._store.record_event("broker", f"refused: {num_refused} connections without the run's token")
 
     def _reap(self) -> None:
+        self._follow_clock()
         reaped = self._store.reap(group_deadline=self._run.buffer.group_deadline)
         for event in reaped:
             log.warning("reaped", what=event)
         if reaped:
             # One event for all: the leases of one dead generator must not push everything else off the list.
             self._store.record_event("broker", "; ".join(reaped))
+
+    def _follow_clock(self) -> None:
+        """Keep leases and claims alive when the store's clock is set, or its machine was suspended."""
+        ahead_s = self._store.now() - self._clock()
+        jump_s = 0.0 if self._store_is_ahead_s is None else ahead_s - self._store_is_ahead_s
+        has_jumped = abs(jump_s) > _CLOCK_JUMP_S
+        self._store.follow_clock(
+            jump_s=jump_s if has_jumped and jump_s > 0 else 0.0,
+            lease_s=self._run.broker.lease_s,
+            claim_lease_s=self._run.buffer.claim_lease_s,
+        )
+        # Only now: after an error the jump is found again.
+        self._store_is_ahead_s = ahead_s
+        if has_jumped:
+            what = f"the store's clock jumped by {jump_s:+.0f} s: leases and claims keep the time they had left"
+            log.warning("clock_jumped", what=what)
+            self._store.record_event("broker", what)
 
     def _ping_all(self, now: float) -> None:
         for peer in self._peers.pop_silent():

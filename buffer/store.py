@@ -119,6 +119,14 @@ class Store(Protocol):
         """Return every prompt that `owner` holds; return their number."""
         ...
 
+    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float) -> None:
+        """Keep deadlines right after the store's clock has jumped forward by `jump_s`, or back; call it before `reap`.
+
+        Leases, claims and groups short of members keep the time they had left. None of them gets more than `lease_s` or
+        `claim_lease_s`, which a clock that was set back would give them.
+        """
+        ...
+
     def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
         """Take back lapsed leases and claims, and quarantine groups that were tried too often.
 

@@ -47,7 +47,8 @@ class RouterScene:
     def __init__(self, folder: Path, *, model: ModelFingerprint | None = None, **buffer: object) -> None:
         """`buffer`: settings in addition to `max_lag=0`."""
         self.clock = FakeClock()
-        self.store = MemoryStore(clock=self.clock)
+        self.store_is_ahead_s = 0.0
+        self.store = MemoryStore(clock=lambda: self.clock() + self.store_is_ahead_s)
         self.run = make_run(buffer={"staleness": {"max_lag": 0}} | buffer)
         self.hub = MemoryBroker()
         data = Dataset(write_rows(folder / "rows.parquet"))

@@ -81,7 +81,8 @@ def role_statuses(roles: Roles, *, run: RunConfig, now: float, announced_version
 def _role_status(
     name: str, gauges: dict[str, Any], *, run: RunConfig, now: float, announced_version: int, restarts: int | None
 ) -> RoleStatus:
-    age_s = max(0.0, now - gauges["reported_at"])
+    # A report from the future: the store's clock was set back, and the role has not reported since.
+    age_s = abs(now - gauges["reported_at"])
     progressed_at = number_of(gauges, "progressed_at")
     version = _version(gauges)
     is_generator = gauges.get("role") == "generator"

@@ -65,6 +65,18 @@ class MemoryPrompts(MemoryState):
             self._opened()
             return len([self._return_lease(group_id, reason) for group_id in self._leased_to(owner)])
 
+    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float) -> None:
+        with self._changed:
+            self._opened()
+            by = int(jump_s * 1000)
+            for leases in (self._leases, self._evaluation_leases):
+                for group_id, deadline in leases.items():
+                    leases[group_id] = min(deadline + by, self._deadline(lease_s))
+            for claim in self._claims.values():
+                claim.deadline = min(claim.deadline + by, self._deadline(claim_lease_s))
+            for group in self._groups.values():
+                group.first_at = min(group.first_at + by, self._now())
+
     def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
         with self._changed:
             self._opened()

@@ -54,6 +54,9 @@ class RedisPrompts(RedisConnection):
     def return_leases_of(self, *, owner: str, reason: str) -> int:
         return self._run("return_leases_of", self._max_attempts, reason, owner)
 
+    def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float) -> None:
+        self._run("follow_clock", *(int(seconds * 1000) for seconds in (jump_s, lease_s, claim_lease_s)))
+
     def reap(self, *, group_deadline: GroupDeadline | None = None) -> list[str]:
         return [
             *self._reap_leases("leases"),

@@ -9,7 +9,7 @@ from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleF
 from slipstream.buffer.records import CheckpointPointer, Insertion, Lease
 from slipstream.buffer.sampling import NotReady, SamplingRules, row_of
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.buffer import UniformConfig
+from slipstream.configs.buffer import DropShortConfig, UniformConfig
 from tests.builders import make_packed
 from tests.contract.stores import (
     GROUP_SIZE,
@@ -152,6 +152,31 @@ def test_leases_lapse_unless_their_owner_renews_them_by_name(store, clock):
     ]
     assert store.counts().leased == 1
     assert store.renew_leases(owner="other", lease_s=10, lease_ids=[foreign.id]) == 0
+
+
+DAY_S = 86400.0
+
+
+@pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
+def test_leases_claims_and_open_groups_keep_their_time_when_the_clock_is_set(store, clock, jump_s):
+    late = DropShortConfig(after_s=30.0)
+    make_ready(store, 1)
+    claim(store, 1, 1, lease_s=120)
+    (short, _) = lease(store, 2, lease_s=30)
+    store.insert([answer(short, 0)])
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
+    lease(store, 1, lease_s=30)
+    clock.now += jump_s
+    store.follow_clock(jump_s=max(jump_s, 0.0), lease_s=30, claim_lease_s=120)
+    clock.now += 29
+    # Without a jump it changes nothing.
+    store.follow_clock(jump_s=0.0, lease_s=30, claim_lease_s=120)
+    assert store.reap(group_deadline=late) == []
+    clock.now += 2
+    assert len(store.reap(group_deadline=late)) == 4, "three leases, and a group that expires"
+    assert (store.counts().outcomes, store.counts().claimed) == ({"expired": 1}, 1)
+    clock.now += 90
+    assert store.reap() == ["claim of step 1 lapsed: 1 groups are ready again"]
 
 
 def test_a_prompt_that_lapses_too_often_goes_to_quarantine_with_its_members(store, clock):

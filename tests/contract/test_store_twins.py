@@ -148,6 +148,11 @@ class Twins(RuleBasedStateMachine):
         self.clock.now += seconds
         self.both(lambda store: store.reap(group_deadline=deadline))
 
+    @rule(jump_s=pick([-90.0, 0.0, 90.0]))
+    def set_clock(self, jump_s: float) -> None:
+        self.clock.now += jump_s
+        self.both(lambda store: store.follow_clock(jump_s=max(jump_s, 0.0), lease_s=5.0, claim_lease_s=60.0))
+
     @rule(owner=OWNERS, times=st.integers(1, 3))
     def die_in_a_lease(self, owner: str, times: int) -> None:
         for _ in range(times):

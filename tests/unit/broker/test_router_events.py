@@ -1,5 +1,7 @@
 """Events for departed peers and lapsed leases."""
 
+import pytest
+
 from slipstream.broker.messages import Bye
 from tests.fakes import FakePeer
 
@@ -36,3 +38,28 @@ def test_leases_that_lapse_together_make_one_event(scene):
 def test_the_broker_reports_its_host_and_pid(scene):
     scene.step()
     assert scene.store.roles()["broker"].keys() >= {"host", "pid"}
+
+
+@pytest.mark.parametrize("jump_s", [36000.0, -36000.0])
+def test_a_clock_of_the_store_that_is_set_costs_no_lease_and_is_an_event(scene, jump_s):
+    scene.step()
+    scene.store.lease(owner="nobody", group_size=2, max_groups=1, lease_s=30.0, admission_limit=9)
+    scene.store_is_ahead_s = jump_s
+    scene.clock.now += 1
+    scene.step()
+    assert events(scene) == [
+        ("broker", f"the store's clock jumped by {jump_s:+.0f} s: leases and claims keep the time they had left")
+    ]
+    scene.clock.now += 31
+    scene.step()
+    assert "lapsed" in events(scene)[-1][1]
+
+
+def test_a_broker_that_starts_after_the_clock_was_set_back_waits_for_no_lease_longer_than_it_lasts(scene):
+    scene.store.lease(owner="nobody", group_size=2, max_groups=1, lease_s=30.0, admission_limit=9)
+    scene.store_is_ahead_s = -36000.0
+    scene.step()
+    scene.clock.now += 31
+    scene.step()
+    ((_, text),) = events(scene)
+    assert "lapsed" in text

@@ -20,7 +20,7 @@ def test_a_role_without_a_report_for_the_peer_timeout_is_silent():
     assert role(status, "generator-1").report_age_s == 90.0
 
 
-@pytest.mark.parametrize(("age_s", "liveness"), [(8.0, "alive"), (8.01, "silent")])
+@pytest.mark.parametrize(("age_s", "liveness"), [(8.0, "alive"), (8.01, "silent"), (-60.0, "silent")])
 def test_the_peer_timeout_comes_from_the_run(age_s, liveness):
     assert role(status_of({"generator-0": (age_s, make_gauges())}), "generator-0").liveness == liveness
 
