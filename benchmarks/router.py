@@ -13,13 +13,14 @@ from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.run_folder import RunFolder
 
 
 @contextmanager
 def open_router(run: RunConfig, store: MemoryStore) -> Iterator[Router]:
     """Create the run in `store` and a router that serves it; the caller steps the router."""
     train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
-    channel = ZmqServerChannel(run.broker.address, keys=derive_keys(make_token(run)))
+    channel = ZmqServerChannel(RunFolder(run).broker_address, keys=derive_keys(make_token(run)))
     config_json = msgspec.json.encode(run).decode()
     store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)
     yield Router(channel, store, run=run, config_json=config_json, train=train, heldout=heldout)

@@ -5,7 +5,7 @@ python -m broker name=mine broker.token_file=token                       with a 
 
 Most used settings; those of the learner must be the same:
   experiment=PRESET, name=NAME  the run; resume=true continues it
-  broker.address=ADDRESS        loopback or ipc:// endpoint that peers connect to, such as tcp://127.0.0.1:5757
+  broker.address=ADDRESS        a port (tcp://127.0.0.1:5757) in place of the unix socket in the run folder
   broker.token_file=FILE        secret of the run; by default one is made in the run folder
   buffer/store=embedded         or redis, with buffer.store.url=redis://HOST:PORT/0
   buffer.staleness.max_lag=4    versions that a trajectory may be old
@@ -60,9 +60,10 @@ def main(overrides: list[str]) -> None:
     # Whatever the user can get wrong is checked before the store starts.
     train, heldout = open_datasets(run)
     folder = RunFolder(run)
+    folder.make()
     if not has_launcher():
         folder.lock()
-    channel = ZmqServerChannel(run.broker.address, keys=derive_keys(make_token(run)))
+    channel = ZmqServerChannel(folder.broker_address, keys=derive_keys(make_token(run)))
     folder.open()
     supervisor = _make_supervisor(run, folder)
     try:
@@ -73,6 +74,7 @@ def main(overrides: list[str]) -> None:
         channel.close()
         if supervisor:
             supervisor.stop()
+        folder.unlock()
 
 
 def _make_supervisor(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
@@ -115,7 +117,7 @@ def _serve(
         model=fingerprint(run.model.path),
     )
     is_stopping = on_stop_signal(lambda: None)
-    log.info("listening", address=run.broker.address, store=url, step=state.step, version=state.version)
+    log.info("listening", address=folder.broker_address, store=url, step=state.step, version=state.version)
     with closing(store), _archiving(run, folder, url):
         while not is_stopping():
             router.step(timeout_s=0.2)

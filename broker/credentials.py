@@ -50,7 +50,7 @@ def find_token(run: RunConfig) -> str:
 
     Raises ConfigError.
     """
-    return _given_token(run.broker) or _token_in_folder(RunFolder(run))
+    return given_token(run.broker) or _token_in_folder(RunFolder(run))
 
 
 def make_token(run: RunConfig) -> str:
@@ -72,7 +72,8 @@ def make_token(run: RunConfig) -> str:
     return _token_in_folder(folder)
 
 
-def _given_token(config: BrokerConfig) -> str:
+def given_token(config: BrokerConfig) -> str:
+    """Return the token of the environment, else of `broker.token_file`; empty without either. Raises ConfigError."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
     if config.token_file is None:

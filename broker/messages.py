@@ -228,13 +228,11 @@ class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
 class SnapshotSource(Record):
     """Location of a version to fetch.
 
-    Example: SnapshotSource(host="10.0.0.3", port=41234, folder="/runs/a/weights", has_deltas=True)
+    Example: SnapshotSource("ipc:///runs/a/sockets/weights-1f0c33a9.sock", folder="/runs/a/weights", has_deltas=True)
     """
 
-    host: str
-    """Host of the learner's snapshot server."""
-    port: int
-    """Port of the learner's snapshot server."""
+    address: str
+    """Endpoint of the learner's snapshot server."""
     folder: str
     """Folder with the same files, for generators that can read it."""
     has_deltas: bool = False

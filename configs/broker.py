@@ -16,9 +16,10 @@ them, and more than one, as a damaged tensor may spare some tokens."""
 class BrokerConfig(Config):
     """Address, limits and timeouts of the broker."""
 
-    address: str = "tcp://127.0.0.1:5757"
-    """ZeroMQ endpoint that the broker binds, loopback or `ipc://` only; for a generator on another machine, its end of
-    a tunnel."""
+    address: str | None = None
+    """ZeroMQ endpoint that the broker binds; null: a unix socket in the run folder, where every role of the run finds
+    it. A port (`tcp://127.0.0.1:5757`) on a loopback address for tunnels; for a generator at their other end, that end.
+    """
     token_file: str | None = None
     """File with the token that encrypts and admits to all sockets of the run, readable by its owner alone.
     `SLIPSTREAM_TOKEN` in the environment takes precedence; without either, a token is made in the run folder."""
@@ -56,11 +57,9 @@ class WeightsConfig(Config):
     learner's GPU, because NCCL refuses two ranks on one device."""
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
     """Steps between two policy versions."""
-    host: str = "127.0.0.1"
-    """Address at which generators reach the learner for rendezvous and fetching, loopback only."""
-    fetch_port: Annotated[int, Meta(ge=0, le=65535)] = 0
-    """Port from which generators fetch that do not see the run folder; 0 = any free port. A tunnel needs a fixed one.
-    """
+    fetch_address: str | None = None
+    """ZeroMQ endpoint of the learner from which generators fetch that cannot read the run folder; null: a unix socket
+    in it. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, equal at both of its ends."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat buffer of a broadcast, bytes."""
     transfer_timeout_s: Annotated[float, Meta(gt=0)] = 60.0

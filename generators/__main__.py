@@ -1,13 +1,13 @@
 """python -m generators [--id NAME] [KEY=VALUE]...: start a generator; the broker sends it the run's settings.
 
 python -m generators name=mine                                           on the machine of the run, in its folder
-python -m generators broker.address=tcp://HOST:5757 broker.token_file=token    elsewhere
+python -m generators broker.address=tcp://127.0.0.1:5757 broker.token_file=token    elsewhere, through a tunnel
 
 Most used settings:
   --id NAME                     name in the status, the logs and the trajectories; by default host and process id
-  name=NAME                     run in runs_dir, which holds address, token and code; by default the newest, or that of
-                                the address
-  broker.address=ADDRESS        where the broker listens
+  name=NAME                     run in runs_dir, which holds address, token and code; by default the newest whose broker
+                                listens, or that of the address
+  broker.address=ADDRESS        where the broker listens, if the run folder is not here
   broker.token_file=FILE        secret of the run, or SLIPSTREAM_TOKEN in the environment
   model.path=FOLDER             where the model lies here, if elsewhere than at the broker
   generators.reward.function=F, model.trust_remote_code=true    code of the user's own, which no broker may name
@@ -32,7 +32,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from slipstream.broker.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
+from slipstream.broker.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token, given_token
 from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.broker.messages import PEER_ID_PATTERN
 from slipstream.broker.transport.endpoints import is_listening
@@ -48,7 +48,7 @@ from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
 from slipstream.runtime.process import die_with_launcher, on_stop_signal
-from slipstream.runtime.run_folder import list_runs
+from slipstream.runtime.run_folder import RunFolder, list_runs
 
 _FLUSH_S = 3.0
 _LOOK_EVERY_S = 1.0
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
     keys = derive_keys(token)
     session = join(
         "generator",
-        address=own[0].broker.address,
+        address=RunFolder(own[0]).broker_address,
         keys=keys,
         max_message_bytes=given.broker.max_message_bytes,
         peer_id=peer_id,
@@ -133,17 +133,21 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
 
     Waits for a run that was not started yet. Raises ConfigError, WaitTimeoutError.
     """
+    is_named, address = "name" in _keys(overrides), given.broker.address
     while True:
         known = find_local_run(given, overrides)
-        is_addressed = "broker.address" in _keys(overrides)
-        own = [given] if known is None else [given, known] if is_addressed else [known, given]
-        if token := find_token(given) or (find_token(known) if known else ""):
+        own = [given] if known is None else [given, known] if address else [known, given]
+        token = given_token(given.broker) or (find_token(known) if known else "")
+        # The folder that a run of this name will have is known before it exists.
+        if token and (known or is_named or address):
             return own, token
-        if is_addressed and is_listening(given.broker.address):
-            raise ConfigError(
-                f"the token must be that of the broker at {given.broker.address}, got none: {TOKEN_REMEDY}"
-            )
-        missing = f"a run in {given.runs_dir}/, or a token; {TOKEN_REMEDY}"
+        if address and is_listening(address):
+            raise ConfigError(f"the token must be that of the broker at {address}, got none: {TOKEN_REMEDY}")
+        run = f"run {given.name!r}" if is_named else "a run whose broker listens"
+        missing = (
+            f"{run} in {given.runs_dir}/ (start a broker with `python -m broker`), or broker.address and a token; "
+            f"{TOKEN_REMEDY}"
+        )
         deadline.check(missing=missing)
         log.info("waiting", for_=missing)
         time.sleep(min(_LOOK_EVERY_S, deadline.left_s))
@@ -152,19 +156,21 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
 def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
     """Return the settings of the run in `runs_dir` that is to be joined: of that name, or the newest at that address.
 
-    None if there is none, as on another machine.
+    Without either: the newest whose broker listens. None if there is none, as on another machine.
     """
-    keys = _keys(overrides)
-    is_named, is_addressed = "name" in keys, "broker.address" in keys
+    is_named, address = "name" in _keys(overrides), given.broker.address
     folders = [Path(given.runs_dir) / given.name] if is_named else list_runs(Path(given.runs_dir))
     for folder in folders:
         try:
             found = read_config(folder)
         except ConfigError:
             continue  # of another version, or not there yet
-        # At the other end of a tunnel or a relay the address differs.
-        if is_named or not is_addressed or found.broker.address == given.broker.address:
-            return msgspec.structs.replace(found, runs_dir=given.runs_dir, name=folder.name)
+        # The folder may have been moved, or renamed.
+        found = msgspec.structs.replace(found, runs_dir=given.runs_dir, name=folder.name)
+        own_address = RunFolder(found).broker_address
+        # With a name any address will do: at the other end of a tunnel or a relay it differs.
+        if is_named or (own_address == address if address else is_listening(own_address)):
+            return found
     return None
 
 

@@ -1,6 +1,7 @@
 """The learner as a process: ranks, device, session with the broker, store, and the parts of rank 0."""
 
 import os
+import uuid
 
 import msgspec
 import structlog
@@ -9,6 +10,7 @@ import torch
 from slipstream.broker.credentials import Keys, derive_keys, make_token
 from slipstream.broker.handshake import LEARNER
 from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
@@ -74,7 +76,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
     keys = derive_keys(make_token(run))
     session = join(
         "learner",
-        address=run.broker.address,
+        address=RunFolder(run).broker_address,
         keys=keys,
         max_message_bytes=run.broker.max_message_bytes,
         peer_id=LEARNER,
@@ -123,13 +125,22 @@ def _build_learner(
         folder=folder,
         client=session.client,
         inbox=session.inbox,
-        sender=CollectiveSender(run.weights.host, device=wire_device, folder=folder.sockets),
+        sender=CollectiveSender(device=wire_device, folder=folder.sockets),
         snapshots=SnapshotServer(
-            snapshots, StreamServer(snapshots, keys=keys, host=run.weights.host, port=run.weights.fetch_port)
+            snapshots, StreamServer(snapshots, keys=keys, address=run.weights.fetch_address or _own_socket(folder))
         ),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
         num_heldout=session.welcome.num_heldout,
     )
+
+
+def _own_socket(folder: RunFolder) -> str:
+    """Return an unused address in the run's folder of sockets; what learners that died left there is deleted."""
+    for path in folder.sockets.glob("weights-*.sock"):
+        if not is_listening(f"ipc://{path}"):
+            path.unlink(missing_ok=True)
+    # Not one name for all: a learner that hangs, and was replaced, still holds its own.
+    return f"ipc://{folder.sockets}/weights-{uuid.uuid4().hex[:8]}.sock"
 
 
 def _status(learner: Learner, store: RedisStore) -> PeerStatus:

@@ -119,10 +119,9 @@ class Run:
         self.name = name
         self.path = folder / "runs" / name
         self._printed = folder / f"{name}.out"
-        address = f"broker.address=ipc://{folder}/{name}.sock"
         with self._printed.open("a") as output:
             self.launcher = subprocess.Popen(
-                command(*SMALL, f"name={name}", address, *overrides), cwd=folder, stdout=output, stderr=output
+                command(*SMALL, f"name={name}", *overrides), cwd=folder, stdout=output, stderr=output
             )
 
     @property

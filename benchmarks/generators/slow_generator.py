@@ -40,6 +40,7 @@ from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
 from slipstream.launch.preflight import prepare
 from slipstream.runtime.logs import configure_logs
+from slipstream.runtime.run_folder import RunFolder
 
 _GROUPS_PER_STEP = 8
 _GROUP_SIZE = 2
@@ -103,7 +104,7 @@ class FleetRun:
         broker = self._run.broker
         session = join(
             role,
-            address=broker.address,
+            address=RunFolder(self._run).broker_address,
             keys=derive_keys(make_token(self._run)),
             max_message_bytes=broker.max_message_bytes,
             peer_id=name,

@@ -32,6 +32,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.generators.build import assemble
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.generator import Generator
+from slipstream.runtime.run_folder import RunFolder
 
 _TIMEOUT_S = 120.0
 _SETTLE_S = 0.5
@@ -189,7 +190,7 @@ def _assemble(run: RunConfig) -> tuple[Session, Generator, Engine]:
     board = StatusBoard()
     session = join(
         "generator",
-        address=run.broker.address,
+        address=RunFolder(run).broker_address,
         keys=derive_keys(make_token(run)),
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="generator-0",

@@ -22,6 +22,7 @@ from slipstream.learner.build import build_trainer
 from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.ranks import join_ranks
+from slipstream.runtime.run_folder import RunFolder
 
 _JOIN_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 10.0
@@ -65,7 +66,7 @@ def _publish(run: RunConfig, stops: Event) -> None:
     device = torch.device("cpu")
     session = join(
         "learner",
-        address=run.broker.address,
+        address=RunFolder(run).broker_address,
         keys=derive_keys(make_token(run)),
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="learner",
@@ -77,7 +78,7 @@ def _publish(run: RunConfig, stops: Event) -> None:
     publisher = Publisher(
         client=session.client,
         inbox=session.inbox,
-        sender=CollectiveSender(run.weights.host, device=device),
+        sender=CollectiveSender(device=device),
         config=run.weights,
     )
     stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))

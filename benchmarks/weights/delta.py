@@ -148,7 +148,7 @@ def fetch(base: Staged, new: Staged) -> dict[str, Any]:
         put_with_delta_s, _ = timed(lambda: store.put(new.update, new.buckets, with_delta=True))
         keys = derive_keys("both ends of this benchmark")
         server = StreamServer(store, keys=keys)
-        stream = WeightStream("tcp://{}:{}".format(*server.address), keys=keys)
+        stream = WeightStream(server.address, keys=keys)
         held, empty = HostWeights(), HostWeights()
         update_weights(held, store, base)
         result: dict[str, Any] = {"put_s": put_s, "put_with_delta_s": put_with_delta_s}

@@ -36,6 +36,7 @@ from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Stager
+from slipstream.runtime.run_folder import RunFolder
 
 _STEP_S = 0.3
 _CALM_STEPS = 20
@@ -117,7 +118,9 @@ def main(arguments: argparse.Namespace) -> None:
         stack.enter_context(router_thread(run, store := MemoryStore()))
         # Without prompts only weights are sent.
         store.set_phase("finishing")
-        processes = GeneratorProcesses(f"broker.address={run.broker.address}", count=arguments.generators, logs=folder)
+        processes = GeneratorProcesses(
+            f"broker.address={RunFolder(run).broker_address}", count=arguments.generators, logs=folder
+        )
         stack.callback(processes.close)
         learner = _learner(run, stack, snapshot_store=SnapshotStore(folder / "weights"), mib=arguments.mib)
         learner.until(arguments.generators, after_version=-1, timeout_s=_START_S)
@@ -170,7 +173,7 @@ def _learner(run: RunConfig, stack: ExitStack, *, snapshot_store: SnapshotStore,
     keys = derive_keys(make_token(run))
     session = join(
         "learner",
-        address=run.broker.address,
+        address=RunFolder(run).broker_address,
         keys=keys,
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="learner",
@@ -178,8 +181,8 @@ def _learner(run: RunConfig, stack: ExitStack, *, snapshot_store: SnapshotStore,
         timeout_s=_START_S,
     )
     stack.callback(session.thread.stop)
-    sender = CollectiveSender(run.weights.host, device="cpu")
-    snapshots = SnapshotServer(snapshot_store, StreamServer(snapshot_store, keys=keys, host=run.weights.host))
+    sender = CollectiveSender(device="cpu")
+    snapshots = SnapshotServer(snapshot_store, StreamServer(snapshot_store, keys=keys))
     publisher = Publisher(
         client=session.client, inbox=session.inbox, sender=sender, snapshots=snapshots, config=run.weights
     )

@@ -2,25 +2,33 @@
 
 import ipaddress
 import socket
+from pathlib import Path
 
 from slipstream.broker.errors import ChannelClosedError
 
 _LOOPBACK_NAMES = ("localhost",)
 PROBE_TIMEOUT_S = 1.0
+_MAX_PATH_BYTES = 107
+"""Length of a unix socket's path that the kernel takes."""
 
 
-def check_local(address: str) -> None:
-    """Raise ChannelClosedError unless the address is an ipc path or a loopback port."""
+def check_local(address: str, *, setting: str) -> None:
+    """Raise ChannelClosedError unless the address, which `setting` names, is an ipc path or a loopback port."""
     transport, _, endpoint = address.partition("://")
+    if transport == "ipc" and len(endpoint.encode()) > _MAX_PATH_BYTES:
+        raise ChannelClosedError(
+            f"{setting} must be a path of at most {_MAX_PATH_BYTES} bytes, got {len(endpoint.encode())}: {address}; "
+            "choose a shorter one, or none, for a socket of the run's own."
+        )
     if transport == "ipc" or (transport == "tcp" and _is_loopback(endpoint.rpartition(":")[0])):
         return
     raise ChannelClosedError(
-        "broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
+        f"{setting} must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
         f"got {address}: broadcasts are not encrypted; other machines connect through a tunnel (docs/scaling.md)"
     )
 
 
-def check_unused(address: str) -> None:
+def check_unused(address: str, *, setting: str) -> None:
     """Raise ChannelClosedError if a process listens at an ipc path.
 
     Needed for ipc only: binding an ipc path silently takes it from its owner, while a port in use refuses by itself. A
@@ -28,7 +36,14 @@ def check_unused(address: str) -> None:
     """
     transport, _, path = address.partition("://")
     if transport == "ipc" and path != "*" and is_listening(address):
-        raise bind_error(address, "another process listens there")
+        raise bind_error(address, "another process listens there", setting=setting)
+
+
+def remove_path(address: str) -> None:
+    """Delete the path of an ipc endpoint, which libzmq leaves behind; nothing for another. Idempotent."""
+    transport, _, path = address.partition("://")
+    if transport == "ipc":
+        Path(path).unlink(missing_ok=True)
 
 
 def is_listening(address: str) -> bool:
@@ -76,11 +91,12 @@ def speaks_curve(address: str) -> bool:
     return greeting[12:32] == CURVE_GREETING[12:32]
 
 
-def bind_error(address: str, reason: object) -> ChannelClosedError:
+def bind_error(address: str, reason: object, *, setting: str) -> ChannelClosedError:
     """Build the error for an address that cannot be bound."""
+    role = setting.partition(".")[0].replace("weights", "learner")
     return ChannelClosedError(
-        f"broker.address must be free to bind, got {address}: {reason}; "
-        "stop the broker that runs there, or choose another with broker.address=..."
+        f"{setting} must be free to bind, got {address}: {reason}; "
+        f"stop the {role} that runs there, or choose another with {setting}=..."
     )
 
 

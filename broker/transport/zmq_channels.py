@@ -25,7 +25,14 @@ from zmq.utils.monitor import recv_monitor_message
 from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
-from slipstream.broker.transport.endpoints import PROBE_TIMEOUT_S, bind_error, check_local, check_unused, speaks_curve
+from slipstream.broker.transport.endpoints import (
+    PROBE_TIMEOUT_S,
+    bind_error,
+    check_local,
+    check_unused,
+    remove_path,
+    speaks_curve,
+)
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
 HIGH_WATER_MARK = 4096
@@ -62,6 +69,7 @@ _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
 }
 
 
+BROKER_ADDRESS = "broker.address"
 _ZAP_DOMAIN = "slipstream"
 PIECE_BYTES = 64 * 1024
 """Largest frame towards a server, and so the memory that a connection can fill before it has authenticated itself."""
@@ -99,15 +107,16 @@ class _OwnClients:
         return key == self._expected
 
 
-def check_free(address: str) -> None:
-    """Raise ChannelClosedError unless a server can be bound at the address."""
-    check_local(address)
-    check_unused(address)
+def check_free(address: str, *, setting: str = BROKER_ADDRESS) -> None:
+    """Raise ChannelClosedError unless a server can be bound at the address, which `setting` names."""
+    check_local(address, setting=setting)
+    check_unused(address, setting=setting)
     with zmq.Context() as context, _open(context, zmq.ROUTER, _SERVER_OPTIONS | {zmq.LINGER: 0}) as probe:
         try:
             probe.bind(address)
         except zmq.ZMQError as error:
-            raise bind_error(address, error) from error
+            raise bind_error(address, error, setting=setting) from error
+        remove_path(address)
 
 
 def is_refused(address: str, keys: Keys) -> bool:
@@ -129,13 +138,14 @@ def is_refused(address: str, keys: Keys) -> bool:
 class ZmqServerChannel:
     """The broker's end. Fulfils ServerChannel; single-threaded."""
 
-    def __init__(self, address: str, *, keys: Keys) -> None:
-        """Bind; only clients with the same keys are heard.
+    def __init__(self, address: str, *, keys: Keys, setting: str = BROKER_ADDRESS) -> None:
+        """Bind the address, which `setting` names; only clients with the same keys are heard.
 
         Raises ChannelClosedError if the address is not loopback or ipc, or is in use.
         """
-        check_local(address)
-        check_unused(address)
+        check_local(address, setting=setting)
+        check_unused(address, setting=setting)
+        self._address = ""
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -148,7 +158,7 @@ class ZmqServerChannel:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
-            raise bind_error(address, error) from error
+            raise bind_error(address, error, setting=setting) from error
         self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     @property
@@ -189,6 +199,8 @@ class ZmqServerChannel:
         """Unbind; queued frames get LINGER_S to leave. Idempotent."""
         if self._socket.closed:
             return
+        # While this socket still listens: afterwards the path may be that of another broker.
+        remove_path(self._address)
         self._socket.disable_monitor()
         self._refusals.close(linger=0)
         self._socket.close()

@@ -50,7 +50,9 @@ TORCH_ERRORS = (RuntimeError, ValueError, OSError)
 class CollectiveSender:
     """The learner's end: rank 0, and owner of the rendezvous store. Fulfils WeightSender; belongs to one thread."""
 
-    def __init__(self, host: str, *, device: str | torch.device, port: int = 0, folder: Path | None = None) -> None:
+    def __init__(
+        self, host: str = _LOOPBACK, *, device: str | torch.device, port: int = 0, folder: Path | None = None
+    ) -> None:
         """Broadcast from `host`, an IPv4 address or name of this machine. Raises WeightTransferError.
 
         `folder`: where members meet by file, which a folder of its owner's keeps from strangers; None: at a TCPStore on

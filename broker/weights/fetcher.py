@@ -74,11 +74,10 @@ class Fetcher:
 
     def _sources(self, source: SnapshotSource, cancelled: Event) -> list[WeightFiles]:
         """Return the sources to try, the folder before the network."""
-        address = f"tcp://{source.host}:{source.port}"
-        if self._stream is None or address != self._address:
+        if self._stream is None or source.address != self._address:
             self._disconnect()
             assert self._keys is not None, "a fetcher must have the run's keys"
-            self._stream, self._address = WeightStream(address, keys=self._keys), address
+            self._stream, self._address = WeightStream(source.address, keys=self._keys), source.address
         self._stream.cancelled = cancelled
         folder = Path(source.folder)
         return [SnapshotStore(folder), self._stream] if _is_visible(folder) else [self._stream]

@@ -101,19 +101,18 @@ T = TypeVar("T")
 class StreamServer:
     """Serves the files of a SnapshotStore from a thread of its own."""
 
-    def __init__(self, snapshot_store: SnapshotStore, *, keys: Keys, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen on `host` at `port`, 0 for any. Raises WeightTransferError."""
+    def __init__(self, snapshot_store: SnapshotStore, *, keys: Keys, address: str = "tcp://127.0.0.1:*") -> None:
+        """Listen at an endpoint of this machine; `*` takes any free port. Raises WeightTransferError."""
         self._snapshot_store = snapshot_store
-        self._channel = _bind(host, port, keys)
-        self._host, self._port = host, int(self._channel.address.rpartition(":")[2])
+        self._channel = _bind(address, keys)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weight-stream", daemon=True)
         self._thread.start()
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Host and port; the same for the whole run."""
-        return self._host, self._port
+    def address(self) -> str:
+        """Bound endpoint, with the actual port in place of `*`; the same until `close`."""
+        return self._channel.address
 
     def close(self) -> None:
         """Stop serving; blocks at most `_CLOSE_TIMEOUT_S` for the current answer. Idempotent."""
@@ -160,7 +159,7 @@ class WeightStream:
     """A generator's end. Fulfils WeightFiles; belongs to one thread."""
 
     def __init__(self, address: str, *, keys: Keys, channel: ClientChannel | None = None, stall_s: float = 2.0) -> None:
-        """Connect in the background to an address like tcp://127.0.0.1:5757; the server need not be running.
+        """Connect in the background to an address like tcp://127.0.0.1:5758; the server need not be running.
 
         Reconnects after `stall_s` without a chunk, then after twice as long each time, since the link may be slow.
         """
@@ -337,11 +336,8 @@ def _decode(frames: Frames) -> Answer | None:
         return None
 
 
-def _bind(host: str, port: int, keys: Keys) -> ZmqServerChannel:
+def _bind(address: str, keys: Keys) -> ZmqServerChannel:
     try:
-        return ZmqServerChannel(f"tcp://{host}:{port or '*'}", keys=keys)
+        return ZmqServerChannel(address, keys=keys, setting="weights.fetch_address")
     except ChannelClosedError as error:
-        raise WeightTransferError(
-            f"weights.host and weights.fetch_port must be a loopback address of this machine and a free port (0: any), "
-            f"got {host}:{port}: {error}"
-        ) from error
+        raise WeightTransferError(str(error)) from error

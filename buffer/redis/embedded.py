@@ -1,7 +1,6 @@
 """EmbeddedRedis: a Redis server of the run's own, on a unix socket, with its data in the run folder."""
 
 import fcntl
-import hashlib
 import importlib.util
 import os
 import re
@@ -9,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ import redis
 
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.redis.connection import OLDEST_REDIS, PASSWORD_VARIABLE, await_answer, connect
+from slipstream.runtime.run_folder import make_private, short_folder
 
 # --- the server program ----------------------------------------------------------------------------------------------
 _PROGRAMS = ("redis-server", "valkey-server")
@@ -64,15 +63,14 @@ _MAX_PATH_BYTES = 100
 
 
 def socket_path(directory: Path) -> Path:
-    """Return `<directory>/redis.sock`, or a short path in the temporary folder if that is too long for the kernel.
+    """Return `<directory>/redis.sock`, or one in a short folder of its own if that is too long for the kernel.
 
     The same directory always gives the same path, so that every process of a run finds it.
     """
     path = directory.resolve() / "redis.sock"
     if len(bytes(path)) <= _MAX_PATH_BYTES:
         return path
-    digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"slipstream-{digest}.sock"
+    return short_folder(path) / "redis.sock"
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -178,7 +176,8 @@ class EmbeddedRedis:
         """Start a server, or adopt the one that answers on this directory's socket; block until it answers.
 
         Raises StoreUnavailableError, with the end of the server's log, when none does within `timeout_s`; also when a
-        password is set, which an embedded server does not take.
+        password is set, which an embedded server does not take. Raises ConfigError when the folder of its socket belongs
+        to somebody else.
         """
         if os.environ.get(PASSWORD_VARIABLE):
             raise StoreUnavailableError(
@@ -186,6 +185,8 @@ class EmbeddedRedis:
                 "buffer/store=redis, the store whose password it is."
             )
         deadline = time.monotonic() + timeout_s
+        if self._socket.parent != self.directory:
+            make_private(self._socket.parent)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             # Two processes may start the same run's store at once: the second waits here, and then adopts the server.
@@ -211,6 +212,9 @@ class EmbeddedRedis:
             process.wait(timeout=timeout_s)
         except psutil.TimeoutExpired:
             _kill(process)
+        if self._socket.parent != self.directory:
+            with suppress(OSError):
+                self._socket.parent.rmdir()
 
     def log_tail(self) -> str:
         """Return the path of the log and its last lines."""

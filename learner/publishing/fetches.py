@@ -47,8 +47,7 @@ class SnapshotServer:
         Versions in `pinned` are still being fetched and are kept. Raises WeightTransferError when the disk is full.
         """
         self._store.put(update, buckets, with_delta=with_delta, pinned=pinned)
-        host, port = self._server.address
-        return SnapshotSource(host, port, str(self._store.folder.resolve()), has_deltas=with_delta)
+        return SnapshotSource(self._server.address, str(self._store.folder.resolve()), has_deltas=with_delta)
 
     def close(self) -> None:
         """Stop serving and delete all versions: without a learner they are of no use. Idempotent."""

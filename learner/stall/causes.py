@@ -79,8 +79,9 @@ def _generators_dead(progress: Progress) -> StallCause | None:
         return None
     known = _describe(progress.now.generators) or "none ever joined"
     problem = f"no generator is alive, and nothing has come for {progress.idle_s:.0f} s ({known})"
-    address = progress.run.broker.address
-    return StallCause("generators", problem, f"start one with `python -m generators broker.address={address}`")
+    run = progress.run
+    where = f"name={run.name}" if run.runs_dir == "runs" else f"name={run.name} runs_dir={run.runs_dir}"
+    return StallCause("generators", problem, f"start one with `python -m generators {where}`")
 
 
 def _weights_missing(progress: Progress) -> StallCause | None:

@@ -69,7 +69,9 @@ def check_surroundings(run: RunConfig) -> None:
         plan_replay(run)
     if run.mode == "async":
         find_token(run)
-        # If the broker found its address in use, our generators would wait for another run's.
-        check_free(run.broker.address)
+        # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
+        # taken by whoever holds the run's lock.
+        if run.broker.address:
+            check_free(run.broker.address)
         if isinstance(run.buffer.store, RedisConfig):
             open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()

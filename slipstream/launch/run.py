@@ -48,7 +48,10 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
 
         run_replay(run, folder, overrides=overrides)
     else:
-        Launcher(run, folder, overrides=overrides, console=console).launch()
+        try:
+            Launcher(run, folder, overrides=overrides, console=console).launch()
+        finally:
+            folder.unlock()
     _report(run, folder, overrides=overrides, program=program)
 
 

@@ -24,7 +24,6 @@ import os
 import platform
 import re
 import stat
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -40,8 +39,10 @@ from slipstream.runtime.disk import is_disk_full
 
 _CONFIG = "config.yaml"
 _OWNER_ONLY = 0o700
-_MAX_SOCKET_BYTES = 90
+_MAX_SOCKETS_BYTES = 85
 """Length of the folder of unix sockets; the kernel takes 107 bytes, the name of the socket included."""
+_SHORT_FOLDERS = Path("/tmp")
+"""Parent of `short_folder`. Not the temporary folder of the environment, which may be another one for each role."""
 _RECORDED = (
     "torch",
     "vllm",
@@ -82,10 +83,14 @@ class RunFolder:
         The same run always gives the same folder, so that every process of it finds the sockets.
         """
         path = self.path.resolve() / "sockets"
-        if len(bytes(path)) <= _MAX_SOCKET_BYTES:
+        if len(bytes(path)) <= _MAX_SOCKETS_BYTES:
             return path
-        digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}-{digest}"
+        return short_folder(path)
+
+    @property
+    def broker_address(self) -> str:
+        """Endpoint of the broker: `broker.address`, else a unix socket of the run's own."""
+        return self._run.broker.address or f"ipc://{self.sockets}/broker.sock"
 
     def claim(self) -> None:
         """Create the folder of a new run, or reuse that of the run to be resumed, and lock it.
@@ -136,13 +141,16 @@ class RunFolder:
     def unlock(self) -> None:
         """Let another process hold the run. Idempotent."""
         if self._lock:
+            if self.sockets.parent == _SHORT_FOLDERS:
+                with suppress(OSError):  # sockets in use are in it
+                    self.sockets.rmdir()
             self._lock.close()
             self._lock = None
 
     def make(self) -> None:
-        """Create the folder and that of its sockets, for their owner alone."""
+        """Create the folder and that of its sockets, for their owner alone. Raises ConfigError if they are not ours."""
         for folder in (self.path, self.sockets):
-            _make_private(folder)
+            make_private(folder)
 
     def open(self) -> None:
         """Create missing folders, and write the configuration and the library versions. Raises ConfigError."""
@@ -218,8 +226,17 @@ def _parse_row(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
-def _make_private(folder: Path) -> None:
+def short_folder(path: Path) -> Path:
+    """Return the folder of unix sockets that stands for a path too long for the kernel, the same for every process."""
+    digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
+    return _SHORT_FOLDERS / f"slipstream-{os.getuid()}-{digest}"
+
+
+def make_private(folder: Path) -> None:
     """Create a folder that its owner alone may enter, or close an older one. Raises ConfigError if it is not ours."""
+    if folder.parent == _SHORT_FOLDERS and folder.is_symlink():
+        # Anybody may write there.
+        raise ConfigError(f"{folder} must be a folder, got a symbolic link: delete it.")
     folder.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY)
     found = folder.stat()
     if os.getuid() not in (found.st_uid, 0):

@@ -114,7 +114,7 @@ def main(overrides: list[str]) -> None:
     board = StatusBoard()
     joined = join(
         "learner",
-        address=run.broker.address,
+        address=RunFolder(run).broker_address,
         keys=derive_keys(make_token(run)),
         max_message_bytes=run.broker.max_message_bytes,
         peer_id="learner",
@@ -141,7 +141,7 @@ def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
         folder=folder,
         client=joined.client,
         inbox=joined.inbox,
-        sender=CollectiveSender(run.weights.host, device="cpu"),
+        sender=CollectiveSender(device="cpu"),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
         num_heldout=joined.welcome.num_heldout,
     )

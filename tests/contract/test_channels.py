@@ -431,6 +431,21 @@ def test_an_address_in_use_is_named(kind: str, tmp_path: Path) -> None:
     wire.close()
 
 
+def test_a_path_too_long_for_the_kernel_is_refused_with_its_length(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/{'a' * (108 - len(str(tmp_path)) - 1)}"
+    with pytest.raises(ChannelClosedError, match=r"broker\.address must be a path of at most 107 bytes, got 108: ipc:"):
+        ZmqWire(address).server()
+    ZmqWire(address[:-1]).server().close()
+
+
+def test_a_closed_server_leaves_no_path_behind(sockets: ZmqWire) -> None:
+    path = Path(sockets.address.removeprefix("ipc://"))
+    server = sockets.server()
+    assert path.is_socket()
+    server.close()
+    assert not path.exists()
+
+
 def test_a_path_left_behind_by_a_dead_broker_is_free(sockets: ZmqWire) -> None:
     path = sockets.address.removeprefix("ipc://")
     with socket.socket(socket.AF_UNIX) as dead:

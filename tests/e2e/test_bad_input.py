@@ -50,20 +50,11 @@ def drop_column(source: Path, column: str, *, into: Path) -> None:
 
 
 def launch(folder: Path, *overrides: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
-    address = f"broker.address=ipc://{folder}/broker.sock"
-    return run(folder, str(runs.ROOT / "run_async.py"), *SMALL, address, *overrides, timeout_s=timeout_s)
+    return run(folder, str(runs.ROOT / "run_async.py"), *SMALL, *overrides, timeout_s=timeout_s)
 
 
 def run_role(folder: Path, role: str, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return run(
-        folder,
-        "-m",
-        f"slipstream.{role}",
-        *SMALL,
-        f"broker.address=ipc://{folder}/{role}.sock",
-        *overrides,
-        timeout_s=90,
-    )
+    return run(folder, "-m", f"slipstream.{role}", *SMALL, *overrides, timeout_s=90)
 
 
 def run(folder: Path, *command: str, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -200,8 +191,7 @@ def test_a_learner_that_dies_of_the_same_error_twice_at_its_start_ends_the_run(f
 @pytest.mark.slow
 def test_deepspeed_trains_on_a_cpu_without_a_compiler(folder: Path) -> None:
     (folder / "empty").mkdir()
-    address = f"broker.address=ipc://{folder}/broker.sock"
-    overrides = (*SMALL, "learner/engine=deepspeed", "name=no_compiler", address)
+    overrides = (*SMALL, "learner/engine=deepspeed", "name=no_compiler")
     done = run(folder, str(runs.ROOT / "run_async.py"), *overrides, timeout_s=180, PATH=str(folder / "empty"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((folder / "runs" / "no_compiler" / "summary.json").read_text())["steps"] == 2

@@ -25,15 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.make_task(tmp_path_factory.mktemp("pipeline"), warm=True)
 
 
-def own_port(folder: Path, offset: int) -> str:
-    """Tests of other checkouts may run beside this one: an ipc endpoint instead of the default port."""
-    return f"broker.address=ipc://{folder}/broker-{offset}.sock"
-
-
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> str:
     """The output of a run of 40 steps, `learns`."""
-    return runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", own_port(folder, 0), timeout_s=400)
+    return runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", timeout_s=400)
 
 
 def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, printed: str):
@@ -75,7 +70,7 @@ def test_a_used_name_is_refused(folder: Path):
 def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
     with (folder / "interrupted.out").open("w") as output:
         started = subprocess.Popen(
-            runs.command(*SMALL, "name=interrupted", own_port(folder, 1)),
+            runs.command(*SMALL, "name=interrupted"),
             cwd=folder,
             stdout=output,
             stderr=output,

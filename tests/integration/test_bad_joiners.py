@@ -108,7 +108,8 @@ def change(path: Path, pattern: str, replacement: str) -> None:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Iterator[Run]:
     """A run in training, whose roles have the token from broker.token_file."""
-    started = Run(folder, "guarded", "learner.max_steps=100000", "broker.token_file=private_token")
+    address = f"broker.address=ipc://{folder}/guarded.sock"
+    started = Run(folder, "guarded", address, "learner.max_steps=100000", "broker.token_file=private_token")
     with started.ended_at_last():
         until(lambda: started.steps >= 2 or started.launcher.poll() is not None, timeout_s=DEADLINE_S, what="training")
         yield started
@@ -161,9 +162,7 @@ def test_a_second_launcher_is_refused_and_the_store_of_the_first_lives_on(folder
 
     pid, steps = store_pid(), run.steps
     second = Joiner(tuple(runs.command(*SMALL, "resume=true")[1:]), "must have one launcher, .* but process")
-    assert str(run.launcher.pid) in assert_one_error(
-        join(folder, second, "name=guarded", f"broker.address=ipc://{folder}/second.sock"), second.error
-    )
+    assert str(run.launcher.pid) in assert_one_error(join(folder, second, "name=guarded"), second.error)
     until(lambda: run.steps > steps + 2, timeout_s=DEADLINE_S, what="further steps")
     assert store_pid() == pid
     assert psutil.pid_exists(pid)

@@ -87,7 +87,7 @@ def test_a_run_without_a_generator_fails_and_resumes_with_one(folder: Path) -> N
     sentence = final_message(run)
     assert "the evaluation 'before' must come, but no generator is alive" in sentence
     assert "none ever joined" in sentence
-    assert f"python -m generators broker.address=ipc://{folder}/nobody.sock" in sentence
+    assert "python -m generators name=nobody`" in sentence
     assert "resume=true" in sentence
     assert_sound_and_failed(run, step=0)
     assert_goes_on(folder, "nobody", "generators.count=1")
@@ -115,13 +115,13 @@ class ManualRun:
     def __init__(self, folder: Path, name: str, *overrides: str) -> None:
         self._folder = folder
         self._name = name
-        self._settings = (*SMALL, *SOON, f"broker.address=ipc://{folder}/{name}.sock", f"name={name}", *overrides)
+        self._settings = (*SMALL, *SOON, f"name={name}", *overrides)
         self.path = folder / "runs" / name
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, role: str, *overrides: str, program: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         """`program`: what Python runs instead of the module `role`."""
-        settings = [word for word in self._settings if role != "generators" or word.startswith("broker.address")]
+        settings = [word for word in self._settings if role != "generators" or word.startswith("name=")]
         identity = ["--id", "mine"] if role == "generators" else []
         with self.log(role).open("ab") as output:
             command = [sys.executable, *(program or ("-m", f"slipstream.{role}")), *identity, *settings, *overrides]

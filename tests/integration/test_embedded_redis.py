@@ -20,6 +20,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
+from slipstream.configs.base import ConfigError
 from tests.builders import make_packed
 from tests.runs import processes_of, until
 
@@ -194,9 +195,22 @@ def test_a_directory_too_deep_for_a_socket_gets_a_short_one(tmp_path):
     with running(EmbeddedRedis(deep)) as server:
         socket = (deep / "redis.socket-path").read_text().strip()
         assert len(socket) < 107
+        assert stat.S_IMODE(Path(socket).parent.stat().st_mode) == 0o700
         assert server.url == EmbeddedRedis(deep).url, "every process of the run derives the same"
         assert opened(server).counts().accepted == 0
-    assert not Path(socket).exists()
+    assert not Path(socket).parent.exists()
+
+
+def test_the_short_folder_of_somebody_else_is_refused(tmp_path):
+    server = EmbeddedRedis(tmp_path / ("d" * 60) / ("e" * 60))
+    socket = Path(server.url.removeprefix("unix://"))
+    socket.parent.symlink_to(tmp_path)
+    try:
+        with pytest.raises(ConfigError, match="must be a folder, got a symbolic link"):
+            server.start()
+        assert server.pid is None
+    finally:
+        socket.parent.unlink()
 
 
 def test_a_directory_with_odd_characters_is_fine(tmp_path):

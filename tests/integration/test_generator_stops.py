@@ -28,12 +28,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def started(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
     """Start broker, learner and one slow generator."""
-    address = f"broker.address=ipc://{folder}/{NAME}.sock"
-    settings = (*SMALL, address, f"name={NAME}", "learner.max_steps=100000", "generators.engine.seconds_per_token=0.5")
+    settings = (*SMALL, f"name={NAME}", "learner.max_steps=100000", "generators.engine.seconds_per_token=0.5")
     roles = [
         start_role(folder, "broker", *settings),
         start_role(folder, "learner", *settings),
-        start_role(folder, "generators", "--id", "first", address),
+        start_role(folder, "generators", "--id", "first", f"name={NAME}"),
     ]
     try:
         yield roles

@@ -7,6 +7,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import termios
 import threading
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.broker.transport.endpoints import is_listening
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from tests import runs
@@ -103,10 +105,9 @@ def test_a_killed_learner_and_a_resumed_run_continue_from_the_checkpoint(folder:
 
 @pytest.mark.long
 def test_roles_started_by_hand_find_each_other_in_any_order(folder: Path) -> None:
-    address = f"broker.address=ipc://{folder}/hand.sock"
-    settings = (*SMALL, address, "name=hand", "learner.max_steps=100000")
+    settings = (*SMALL, "name=hand", "learner.max_steps=100000")
     first_log, second_log = (folder / f"by-hand-generators-{name}.log" for name in ("first", "second"))
-    roles = [start_role(folder, "generators", "--id", "first", address)]
+    roles = [start_role(folder, "generators", "--id", "first", "name=hand")]
     try:
         until(
             lambda: "start a broker with `python -m broker`" in first_log.read_text(),
@@ -120,7 +121,7 @@ def test_roles_started_by_hand_find_each_other_in_any_order(folder: Path) -> Non
         metrics = folder / "runs" / "hand" / "metrics.jsonl"
         until(lambda: metrics.exists(), timeout_s=90, what="a first step")
         started_at = time.monotonic()
-        roles.append(start_role(folder, "generators", "--id", "second", address))
+        roles.append(start_role(folder, "generators", "--id", "second"))
         contributed_at = until(lambda: trajectories_of(folder, "second") > 0, timeout_s=60, what="a contribution")
         print("second generator contributes after", round(contributed_at - started_at, 1), "s")
     finally:
@@ -128,6 +129,43 @@ def test_roles_started_by_hand_find_each_other_in_any_order(folder: Path) -> Non
     assert "Traceback" not in first_log.read_text() + second_log.read_text()
     assert [role.returncode for role in roles] == [0, 130, 0, 0]
     runs.assert_none_left(folder)
+
+
+def start_broker(folder: Path, name: str, output: Path) -> "subprocess.Popen[bytes]":
+    with output.open("w") as log:
+        command = [sys.executable, "-m", "slipstream.broker", *SMALL, f"name={name}"]
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+
+
+def test_runs_side_by_side_have_a_socket_each_and_a_second_broker_of_one_is_refused(folder: Path) -> None:
+    names = ("left", "right")
+    logs = {name: folder / f"{name}.out" for name in (*names, "second")}
+    brokers = {name: start_broker(folder, name, logs[name]) for name in names}
+
+    def await_listening(name: str) -> None:
+        until(lambda: "listening" in logs[name].read_text(), timeout_s=60, what=f"broker {name}")
+
+    try:
+        for name in names:
+            await_listening(name)
+        addresses = [re.search(r"address=(ipc://\S+)", logs[name].read_text())[1] for name in names]
+        assert addresses[0] != addresses[1]
+        second = start_broker(folder, "left", logs["second"])
+        assert second.wait(timeout=60) == 2
+        (refused,) = [line for line in logs["second"].read_text().splitlines() if line.startswith("error: ")]
+        assert f"must have one launcher, or one broker started by hand, but process {brokers['left'].pid} " in refused
+        assert is_listening(addresses[0])
+        # Killed, it leaves its socket, which its successor takes over.
+        brokers["left"].kill()
+        brokers["left"].wait()
+        assert Path(addresses[0].removeprefix("ipc://")).is_socket()
+        assert not is_listening(addresses[0])
+        brokers["left"] = start_broker(folder, "left", logs["left"])
+        await_listening("left")
+        assert addresses[0] in logs["left"].read_text()
+    finally:
+        end(list(brokers.values()))
+    assert not [address for address in addresses if Path(address.removeprefix("ipc://")).exists()]
 
 
 def trajectories_of(folder: Path, generator: str) -> float:
@@ -172,7 +210,7 @@ def in_a_terminal(folder: Path, *overrides: str) -> Iterator["subprocess.Popen[b
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
-    command = runs.command(*SMALL, f"broker.address=ipc://{folder}/terminal.sock", *overrides)
+    command = runs.command(*SMALL, *overrides)
     launcher = subprocess.Popen(
         command, cwd=folder, stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=take_terminal
     )

@@ -23,11 +23,10 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        address = f"broker.address=ipc://{folder}/scaled.sock"
         self.output = folder / "scaled.out"
         with self.output.open("w") as output:
             self.launcher = subprocess.Popen(
-                runs.command(*SMALL, "name=scaled", "learner.max_steps=100000", "weights.transport=delta", address),
+                runs.command(*SMALL, "name=scaled", "learner.max_steps=100000", "weights.transport=delta"),
                 cwd=folder,
                 stdout=output,
                 stderr=output,

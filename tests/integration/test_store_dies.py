@@ -190,7 +190,7 @@ def test_a_run_whose_store_keeps_nothing_ends_with_one_sentence(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_broker_started_by_hand_supervises_the_store_and_adopts_it_after_its_own_death(folder):
-    settings = ("broker", *SMALL, f"broker.address=ipc://{folder}/supervisor.sock", "name=supervisor")
+    settings = ("broker", *SMALL, "name=supervisor")
     log, run_folder = folder / "by-hand-broker.log", folder / "runs" / "supervisor"
     broker = start_role(folder, *settings)
     try:

@@ -27,12 +27,13 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.store = SnapshotStore(folder)
+        self.address = f"ipc://{folder}.sock"
         self.start()
         self.with_deltas = True
         self._fetchers: list[Fetcher] = []
 
-    def start(self, *, port: int = 0) -> None:
-        self.server = StreamServer(self.store, keys=KEYS, port=port)
+    def start(self) -> None:
+        self.server = StreamServer(self.store, keys=KEYS, address=self.address)
         self.snapshots = SnapshotServer(self.store, self.server)
 
     def publish(self, *versions: int, pinned: tuple[int, ...] = ()) -> None:
@@ -44,8 +45,7 @@ class Scene:
         return self._fetchers[-1]
 
     def source(self, folder: Path | None = None) -> SnapshotSource:
-        host, port = self.server.address
-        return SnapshotSource(host, port, str(folder or "/not/shared"), has_deltas=self.with_deltas)
+        return SnapshotSource(self.address, str(folder or "/not/shared"), has_deltas=self.with_deltas)
 
     def order(self, version: int, *, folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> Update:
         update, _ = make_version(version, moved=100 * version)
@@ -122,9 +122,8 @@ def test_a_restarted_learner_at_the_same_address_is_followed(scene: Scene) -> No
     scene.publish(1)
     fetcher = scene.join()
     scene.fetch(fetcher, 1)
-    port = scene.server.address[1]
     scene.server.close()
-    scene.start(port=port)
+    scene.start()
     scene.publish(2)
     assert scene.fetch(fetcher, 2) < NUM_BYTES / 10
 
@@ -133,7 +132,7 @@ def test_a_cancelled_fetch_ends_soon_and_the_next_one_works(scene: Scene) -> Non
     scene.publish(1)
     fetcher = scene.join()
     unreachable = msgspec.structs.replace(
-        scene.order(1), source=SnapshotSource("127.0.0.1", 9, "/not/shared"), timeout_s=600.0
+        scene.order(1), source=SnapshotSource("tcp://127.0.0.1:9", "/not/shared"), timeout_s=600.0
     )
     cancelled = Event()
     with ThreadPoolExecutor(1) as thread:

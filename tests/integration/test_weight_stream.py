@@ -75,22 +75,18 @@ def snapshot_store(tmp_path: Path) -> SnapshotStore:
     return filled
 
 
-@pytest.fixture
-def server(snapshot_store: SnapshotStore) -> Iterator[StreamServer]:
-    started = StreamServer(snapshot_store, keys=KEYS)
+@pytest.fixture(params=["tcp", "ipc"])
+def server(request: pytest.FixtureRequest, snapshot_store: SnapshotStore, tmp_path: Path) -> Iterator[StreamServer]:
+    address = "tcp://127.0.0.1:*" if request.param == "tcp" else f"ipc://{tmp_path}/weights.sock"
+    started = StreamServer(snapshot_store, keys=KEYS, address=address)
     yield started
     started.close()
 
 
-def address_of(server: StreamServer) -> str:
-    host, port = server.address
-    return f"tcp://{host}:{port}"
-
-
 def fetch_over(server: StreamServer, disturb: Disturb) -> tuple[WeightStream, DisturbedChannel]:
     """Fetch the whole version over a disturbed channel and verify it."""
-    channel = DisturbedChannel(address_of(server), disturb)
-    stream = WeightStream(address_of(server), keys=KEYS, channel=channel, stall_s=STALL_S)
+    channel = DisturbedChannel(server.address, disturb)
+    stream = WeightStream(server.address, keys=KEYS, channel=channel, stall_s=STALL_S)
     update, packed = make_version(12, num_columns=COLUMNS)
     weights = HostWeights()
     try:
@@ -131,12 +127,12 @@ def test_a_lost_chunk_resumes_after_the_last_good_byte(server: StreamServer) -> 
 
 def test_a_restarted_server_only_delays_the_transfer(snapshot_store: SnapshotStore) -> None:
     servers = [StreamServer(snapshot_store, keys=KEYS)]
-    port = servers[0].address[1]
+    address = servers[0].address
 
     def replace(number: int, frames: Frames) -> Frames:
         if number == 20:
             servers[0].close()
-            servers.append(StreamServer(snapshot_store, keys=KEYS, port=port))
+            servers.append(StreamServer(snapshot_store, keys=KEYS, address=address))
         return frames
 
     try:
@@ -156,9 +152,9 @@ def test_a_channel_that_damages_everything_fails(server: StreamServer) -> None:
 
 def test_a_silent_server_fails_in_time(server: StreamServer) -> None:
     stream = WeightStream(
-        address_of(server),
+        server.address,
         keys=KEYS,
-        channel=DisturbedChannel(address_of(server), lambda number, frames: frames if number <= 9 else None),
+        channel=DisturbedChannel(server.address, lambda number, frames: frames if number <= 9 else None),
         stall_s=STALL_S,
     )
     into = memoryview(bytearray(BUCKET_BYTES))
@@ -181,7 +177,7 @@ def test_a_missing_server_fails_in_time() -> None:
 
 
 def test_after_an_error_the_stream_continues(server: StreamServer) -> None:
-    stream = WeightStream(address_of(server), keys=KEYS, stall_s=STALL_S)
+    stream = WeightStream(server.address, keys=KEYS, stall_s=STALL_S)
     with pytest.raises(WeightTransferError, match=r"must have 10 bytes, got 4194304"):
         stream.read_into(12, "bucket-0000.bin", memoryview(bytearray(10)), timeout_s=TIMEOUT_S)
     with pytest.raises(WeightTransferError, match=r"must be in the snapshot store"):
@@ -193,7 +189,7 @@ def test_after_an_error_the_stream_continues(server: StreamServer) -> None:
 
 
 def test_a_server_survives_malformed_requests(server: StreamServer) -> None:
-    channel = ZmqClientChannel(address_of(server), keys=KEYS, max_message_bytes=2 * CHUNK_BYTES)
+    channel = ZmqClientChannel(server.address, keys=KEYS, max_message_bytes=2 * CHUNK_BYTES)
     beyond = {"type": "ReadChunk", "version": 12, "name": "bucket-0000.bin", "offset": 2**63, "num_bytes": 1}
     far = msgspec.msgpack.encode(beyond)
     for frames in ([b""], [b"nonsense"], [b"\xc1" * 1000], [b"", b"", b""], [far]):
@@ -203,21 +199,22 @@ def test_a_server_survives_malformed_requests(server: StreamServer) -> None:
     fetch_over(server, undisturbed)
 
 
-def test_a_port_in_use_is_named(server: StreamServer, snapshot_store: SnapshotStore) -> None:
-    port = server.address[1]
-    with pytest.raises(WeightTransferError, match=f"must be a loopback address .* got 127.0.0.1:{port}"):
-        StreamServer(snapshot_store, keys=KEYS, port=port)
+def test_an_address_in_use_is_named(server: StreamServer, snapshot_store: SnapshotStore) -> None:
+    with pytest.raises(
+        WeightTransferError, match=f"weights.fetch_address must be free to bind, got {server.address}: .* the learner"
+    ):
+        StreamServer(snapshot_store, keys=KEYS, address=server.address)
 
 
 def test_only_loopback_addresses_are_served(snapshot_store: SnapshotStore) -> None:
-    with pytest.raises(WeightTransferError, match=r"must be a loopback address .* got 0\.0\.0\.0"):
-        StreamServer(snapshot_store, keys=KEYS, host="0.0.0.0")
+    with pytest.raises(WeightTransferError, match=r"weights\.fetch_address must be a loopback .* got tcp://0\.0\.0\.0"):
+        StreamServer(snapshot_store, keys=KEYS, address="tcp://0.0.0.0:*")
 
 
 def test_a_peer_can_serve_a_version_it_has(server: StreamServer, tmp_path: Path) -> None:
     update, _ = make_version(12, num_columns=COLUMNS)
     weights, own = HostWeights(), SnapshotStore(tmp_path / "peer")
-    stream = WeightStream(address_of(server), keys=KEYS)
+    stream = WeightStream(server.address, keys=KEYS)
     weights.update_to(stream, 12, slots=make_slots(num_columns=COLUMNS)[0], with_deltas=False, timeout_s=TIMEOUT_S)
     stream.close()
     own.put(update, weights.tensors)

@@ -21,10 +21,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.make_task(tmp_path_factory.mktemp("transports"), warm=False)
 
 
-def address(folder: Path, name: str) -> str:
-    return f"broker.address=ipc://{folder}/{name}.sock"
-
-
 def learner_log(folder: Path, name: str) -> str:
     return (folder / "runs" / name / "logs" / "learner.log").read_text()
 
@@ -38,7 +34,7 @@ def fetched_by(log: str, member: str) -> list[int]:
 @pytest.mark.parametrize("transport", ["snapshot", "delta"])
 def test_a_run_trains_without_any_broadcast(folder: Path, transport: str):
     overrides = (f"name={transport}", f"weights.transport={transport}", "learner.max_steps=6")
-    runs.train(folder, *SMALL, *overrides, address(folder, transport), timeout_s=200)
+    runs.train(folder, *SMALL, *overrides, timeout_s=200)
     log = learner_log(folder, transport)
     assert "epoch_opened" not in log
     fetched = fetched_by(log, "generator-0")
@@ -50,16 +46,15 @@ def test_a_run_trains_without_any_broadcast(folder: Path, transport: str):
 
 @pytest.mark.long
 def test_a_joining_generator_with_its_own_transport_disturbs_no_broadcast(folder: Path):
-    broker = address(folder, "mixed")
     with (folder / "mixed.out").open("w") as output:
         run = subprocess.Popen(
-            runs.command(*SMALL, "name=mixed", "learner.max_steps=150", broker),
+            runs.command(*SMALL, "name=mixed", "learner.max_steps=150"),
             cwd=folder,
             stdout=output,
             stderr=output,
         )
         joiner = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.generators", "--id", "far", broker, "weights.transport=delta"],
+            [sys.executable, "-m", "slipstream.generators", "--id", "far", "name=mixed", "weights.transport=delta"],
             cwd=folder,
             stdout=output,
             stderr=output,

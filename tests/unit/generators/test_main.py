@@ -1,6 +1,9 @@
 """The command line of a generator: its id, and the settings that it takes."""
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,26 +97,42 @@ def test_the_model_may_lie_elsewhere_here() -> None:
 
 
 # --- the run to join -------------------------------------------------------------------------------------------------
-def recorded(folder: Path, name: str, address: str) -> RunConfig:
+def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:
     run = make_run(name=name, runs_dir=str(folder), broker={"address": address})
     RunFolder(run).open()
     return run
 
 
-def test_a_generator_joins_the_run_of_its_name_else_of_its_address_else_the_newest(tmp_path: Path) -> None:
-    first, second = recorded(tmp_path, "first", "ipc:///a"), recorded(tmp_path, "second", "ipc:///b")
-    os.utime(tmp_path / "first/config.yaml", (1, 1))
+@contextmanager
+def listener(run: RunConfig) -> Iterator[None]:
+    """Somebody who listens at the address of a run's broker."""
+    with socket.socket(socket.AF_UNIX) as broker:
+        broker.bind(RunFolder(run).broker_address.removeprefix("ipc://"))
+        broker.listen()
+        yield
+
+
+def test_a_generator_joins_the_run_of_its_name_else_of_its_address_else_the_newest_that_listens(tmp_path: Path) -> None:
+    first, second = recorded(tmp_path, "first", "ipc:///a"), recorded(tmp_path, "second")
+    third = recorded(tmp_path, "third")
+    for at, run in enumerate((first, second, third), start=1):
+        os.utime(tmp_path / run.name / "config.yaml", (at, at))
 
     def found(*overrides: str) -> RunConfig | None:
         words = [*overrides, f"runs_dir={tmp_path}"]
         return find_local_run(load(words), words)
 
-    assert found() == second
+    assert found() is None
+    with listener(second):
+        assert found() == second
+        with listener(third):
+            assert found() == third
     assert found("name=first") == first
     assert found("broker.address=ipc:///a") == first
     assert found("broker.address=tcp://127.0.0.1:1") is None
     assert found("name=first", "broker.address=tcp://127.0.0.1:1") == first
-    assert found("name=third") is None
+    assert found(f"broker.address={RunFolder(second).broker_address}") == second
+    assert found("name=fourth") is None
 
 
 def test_without_a_token_it_waits_for_a_run_and_says_what_is_missing(
@@ -121,9 +140,27 @@ def test_without_a_token_it_waits_for_a_run_and_says_what_is_missing(
 ) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     words = [f"runs_dir={tmp_path}"]
-    with pytest.raises(WaitTimeoutError, match=r"missing: a run in .*, or a token; set SLIPSTREAM_TOKEN"):
+    missing = r"missing: a run whose broker listens in .* \(start a broker .*, or broker.address and a token; set SLIP"
+    with pytest.raises(WaitTimeoutError, match=missing):
         wait_for_token(load(words), words, deadline=Deadline(0.1, what="a run"))
-    run = recorded(tmp_path, "mine", "ipc:///a")
+    # Another run, of the name that is the default, has a token, too.
+    make_token(default := load(words))
+    run = recorded(tmp_path, "mine")
     token = make_token(run)
-    own, found = wait_for_token(load(words), words, deadline=Deadline(5, what="a run"))
+    with listener(run):
+        own, found = wait_for_token(default, words, deadline=Deadline(5, what="a run"))
     assert (own[0], found) == (run, token)
+    with pytest.raises(WaitTimeoutError, match="missing: run 'fifth' in "):
+        wait_for_token(load([*words, "name=fifth"]), [*words, "name=fifth"], deadline=Deadline(0.1, what="a run"))
+
+
+def test_with_a_token_and_a_name_the_folder_of_the_run_need_not_exist_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "a token of one's own")
+    words = [f"runs_dir={tmp_path}", "name=mine"]
+    (own,), token = wait_for_token(given := load(words), words, deadline=Deadline(0.1, what="a run"))
+    assert (own, token) == (given, "a token of one's own")
+    assert RunFolder(own).broker_address == f"ipc://{RunFolder(given).sockets}/broker.sock"
+    with pytest.raises(WaitTimeoutError, match="missing: a run whose broker listens"):
+        wait_for_token(load(words[:1]), words[:1], deadline=Deadline(0.1, what="a run"))

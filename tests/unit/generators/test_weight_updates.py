@@ -148,7 +148,7 @@ def test_a_superseded_command_is_skipped(scene: Scene) -> None:
 
 
 def test_fetching_from_a_dead_learner_ends_with_the_next_command(scene: Scene) -> None:
-    gone = SnapshotSource("127.0.0.1", 9, "/not/shared")
+    gone = SnapshotSource("tcp://127.0.0.1:9", "/not/shared")
 
     async def script() -> None:
         scene.updates.submit(scene.command(1, epoch=NO_EPOCH, source=gone))

@@ -108,7 +108,7 @@ class FakeSnapshots:
         if self.error:
             raise WeightTransferError(self.error)
         self.added.append((update.version, with_delta, sorted(pinned)))
-        return SnapshotSource("127.0.0.1", 2, "/weights", has_deltas=with_delta)
+        return SnapshotSource("tcp://127.0.0.1:2", "/weights", has_deltas=with_delta)
 
     def close(self) -> None:
         self.is_closed = True

@@ -68,7 +68,7 @@ def scene() -> Scene:
 UNSYNCED = [role(f"generator-{n}", state="unsynced", reason=f"probe differs by 0.{n}") for n in (1, 2)]
 FETCHING = role(state="unsynced", version=None, reason="fetching", waits_for="transfer")
 STILL = {
-    "nobody_joined": (snapshot(), "generators", AFTER_S, ["none ever joined", "broker.address="]),
+    "nobody_joined": (snapshot(), "generators", AFTER_S, ["none ever joined", "python -m generators name="]),
     "dead_generators": (
         snapshot(dead("generator-1", liveness="gone", reason="killed"), dead(age_s=40)),
         "generators", AFTER_S, ["generator-1 has been gone for 95 s: killed", "generator-0 has been silent for 40 s"],

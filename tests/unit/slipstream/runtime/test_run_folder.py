@@ -120,9 +120,39 @@ def test_sockets_of_a_long_path_lie_in_a_short_private_folder(tmp_path: Path):
     first, again, other = (folder.sockets for folder in folders)
     assert first == again != other
     assert len(bytes(first)) < 60
-    folders[0].make()
+    folders[0].lock()
     assert stat.S_IMODE(first.stat().st_mode) == 0o700
-    first.rmdir()
+    folders[0].unlock()
+    assert not first.exists()
+
+
+def test_the_folder_of_sockets_does_not_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = RunFolder(make_run(runs_dir=str(tmp_path / ("a" * 100))))
+    before = folder.sockets
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert folder.sockets == before
+
+
+@pytest.mark.parametrize("letters", [*range(0, 120, 7), 73, 74, 75])
+@pytest.mark.parametrize("letter", ["a", "é"])
+def test_the_own_socket_of_the_broker_fits_however_long_the_path(tmp_path: Path, letter: str, letters: int):
+    folder = RunFolder(make_run(runs_dir=str(tmp_path / (letter * letters))))
+    address = folder.broker_address.removeprefix("ipc://")
+    assert Path(address).parent == folder.sockets
+    assert len((folder.sockets / "weights-12345678.sock").as_posix().encode()) <= 107
+    given = make_run(runs_dir=str(tmp_path), broker={"address": "tcp://127.0.0.1:5757"})
+    assert RunFolder(given).broker_address == "tcp://127.0.0.1:5757"
+
+
+def test_a_link_in_place_of_the_short_folder_is_refused(tmp_path: Path):
+    folder = RunFolder(make_run(runs_dir=str(tmp_path / ("a" * 100))))
+    folder.sockets.symlink_to(tmp_path)
+    try:
+        with pytest.raises(ConfigError, match="must be a folder, got a symbolic link"):
+            folder.lock()
+    finally:
+        folder.sockets.unlink()
 
 
 HOLD = """
