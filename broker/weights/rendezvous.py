@@ -47,7 +47,7 @@ def listen(host: str, *, port: int) -> dist.TCPStore:
     except OSError as error:
         listener.close()
         raise WeightTransferError(
-            f"weights.host must be an address of this machine with a free port, got {host}:{port}: {error}"
+            f"the host of a rendezvous must be an address of this machine with a free port, got {host}:{port}: {error}"
         ) from error
     bound_port = listener.getsockname()[1]
     return dist.TCPStore(

@@ -176,8 +176,8 @@ class EmbeddedRedis:
         """Start a server, or adopt the one that answers on this directory's socket; block until it answers.
 
         Raises StoreUnavailableError, with the end of the server's log, when none does within `timeout_s`; also when a
-        password is set, which an embedded server does not take. Raises ConfigError when the folder of its socket belongs
-        to somebody else.
+        password is set, which an embedded server does not take. ConfigError when the folder of its socket belongs to
+        somebody else.
         """
         if os.environ.get(PASSWORD_VARIABLE):
             raise StoreUnavailableError(
