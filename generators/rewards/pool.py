@@ -19,7 +19,7 @@ from contextlib import suppress
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.reward import RewardInput, evaluate, failed_reward, load_reward
-from slipstream.generators.rewards.worker import SIGNAL_EXIT, FrameDecoder, Job, decode_reply, frame
+from slipstream.generators.rewards.worker import MEMORY_EXIT, SIGNAL_EXIT, FrameDecoder, Job, decode_reply, frame
 
 _START_TIMEOUT_S = 60.0
 _REAP_TIMEOUT_S = 2.0
@@ -180,6 +180,9 @@ def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
     if number == signal.SIGXCPU:
         limit = f"generators.reward.max_cpu_s ({config.max_cpu_s} s)"
         return "timeout", f"the reward function must do with {limit} of CPU time, it used more"
+    if code == MEMORY_EXIT:
+        limit = f"generators.reward.max_memory_mib ({config.max_memory_mib} MiB)"
+        return "error", f"MemoryError: the reward function must do with {limit}, it asked for more"
     cause = f"signal {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
     return "error", f"the reward worker died ({cause}) while it scored this response"
 

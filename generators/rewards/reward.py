@@ -62,10 +62,6 @@ def evaluate(function: RewardFunction, sample: RewardInput) -> Reward:
         return _checked(function(sample))
     except SystemExit as error:
         return failed_reward("error", f"the reward function must return, it called sys.exit({error.code!r})")
-    except MemoryError:
-        return failed_reward(
-            "error", "MemoryError: the reward function must do with generators.reward.max_memory_mib, it asked for more"
-        )
     except Exception as error:
         return failed_reward("error", f"{type(error).__name__}: {error}")
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,7 +24,7 @@ import msgspec
 import psutil
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
+from slipstream.generators.rewards.reward import RewardFunction, RewardInput, evaluate, load_reward
 from slipstream.runtime.process import adopt_orphans, die_with_parent
 
 # --- frames: four bytes of length, then MessagePack ------------------------------------------------------------------
@@ -50,6 +51,8 @@ decode_job = msgspec.msgpack.Decoder(Job).decode
 decode_sample = msgspec.msgpack.Decoder(RewardInput).decode
 decode_reply = msgspec.msgpack.Decoder(Reward | int).decode
 """One reply per sample, in order; preceded by the id of the process that scores, once that is ready."""
+MEMORY_EXIT = 77
+"""Exit code of a worker whose reward function ran out of memory."""
 SIGNAL_EXIT = 128
 """Exit code of a worker whose scoring process a signal ended, less the signal's number, as shells report it."""
 
@@ -96,7 +99,7 @@ def _serve(fd: int) -> None:
             return
         job = decode_job(first)
         _limit_memory(job.max_memory_mib)
-        function = load_reward(job.function, job.arguments)
+        function = _ending_at_memory_error(load_reward(job.function, job.arguments))
         pid = os.getpid()
         # Ready: the import above may have taken long, and the time limit of samples must not include it.
         pool.sendall(frame(pid))
@@ -113,6 +116,18 @@ def _receive(pool: socket.socket) -> Iterator[bytes]:
     decoder = FrameDecoder()
     while data := pool.recv(_READ_BYTES):
         yield from decoder.feed(data)
+
+
+def _ending_at_memory_error(function: RewardFunction) -> RewardFunction:
+    """Have the worker end when memory runs out: what the function still holds would fail the next calls, too."""
+
+    def score(sample: RewardInput) -> object:
+        try:
+            return function(sample)
+        except MemoryError:
+            os._exit(MEMORY_EXIT)
+
+    return score
 
 
 def _limit_memory(limit_mib: int | None) -> None:
@@ -137,6 +152,11 @@ def _lower(limit: int, value: int) -> None:
 # --- the supervisor --------------------------------------------------------------------------------------------------
 _REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S = 0.005
+_STDOUT, _STDERR = 1, 2
+_MAX_OUTPUT_BYTES, _OUTPUT_WINDOW_S = 2**16, 10.0
+_LEFT_OUT = (
+    f"\n[what the reward function prints beyond {_MAX_OUTPUT_BYTES} bytes in {_OUTPUT_WINDOW_S:g} s is left out]\n"
+)
 
 
 def main(fd: int) -> None:
@@ -148,11 +168,19 @@ def main(fd: int) -> None:
     # Processes whose parent has ended become children of this one, even if they left the process group.
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    output, printed = os.pipe()
     scorer = os.fork()
     if scorer == 0:
         os.setpgid(0, 0)
+        for stream in (_STDOUT, _STDERR):
+            os.dup2(printed, stream)
+        os.close(output)
+        os.close(printed)
         _serve(fd)
         return
+    os.close(printed)
+    forwarder = threading.Thread(target=_forward_output, args=(output,), daemon=True)
+    forwarder.start()
     # In both processes, so that neither goes on before the group exists.
     with suppress(ProcessLookupError):
         os.setpgid(scorer, scorer)
@@ -162,7 +190,24 @@ def main(fd: int) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(scorer, 0)[1])
     _kill_group(scorer)
     _kill_children()
+    # Last words, such as those of an import that failed.
+    forwarder.join(timeout=_REAP_TIMEOUT_S)
     raise SystemExit(code if code >= 0 else SIGNAL_EXIT - code)
+
+
+def _forward_output(source: int) -> None:
+    """Copy what the scoring process prints to stdout; drop what would fill a disk or drown a log."""
+    room, has_said_so, window_ends_at = 0, False, -math.inf
+    while data := os.read(source, _READ_BYTES):
+        if (now := time.monotonic()) >= window_ends_at:
+            room, has_said_so, window_ends_at = _MAX_OUTPUT_BYTES, False, now + _OUTPUT_WINDOW_S
+        kept = data[:room]
+        room -= len(kept)
+        if len(kept) < len(data) and not has_said_so:
+            kept, has_said_so = kept + _LEFT_OUT.encode(), True
+        # A full disk costs these lines, not the reward function: it must not wait for somebody to read them.
+        with suppress(OSError):
+            os.write(_STDOUT, kept)
 
 
 def _kill_group(scorer: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from slipstream.generators.rewards.reward import RewardInput
 
 NOT_A_FUNCTION = 3
+_kept: list[bytearray] = []
 
 
 def by_response(sample: RewardInput) -> Any:
@@ -43,6 +44,12 @@ def by_response(sample: RewardInput) -> Any:
                 pass
         case ["allocate", mib]:
             return float(len(bytearray(int(mib) * 2**20)) > 0)
+        case ["leak", mib]:
+            # Small enough for any limit in the tests to be met before the end.
+            _kept.extend(bytearray(2**20) for _ in range(int(mib)))
+        case ["flood", mib]:
+            for _ in range(int(mib)):
+                print("flood " * (2**20 // 6))
         case ["shout"]:
             raise ValueError("no good: " * 10**6)
         case ["die"]:

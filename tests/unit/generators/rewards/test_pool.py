@@ -97,6 +97,26 @@ def test_a_reward_that_ends_its_worker_is_an_error_and_the_others_are_scored(res
     use_pool(use, max_memory_mib=600)
 
 
+def test_memory_that_a_function_keeps_ends_with_the_call_that_asked_for_too_much():
+    async def use(pool: RewardPool) -> None:
+        before, leaking, after = [await pool.score(sample(r)) for r in ["allocate 300", "leak 900", "allocate 300"]]
+        assert (before.status, leaking.status, after.status) == ("ok", "error", "ok")
+        assert "generators.reward.max_memory_mib (600 MiB)" in leaking.detail
+
+    use_pool(use, max_memory_mib=600)
+
+
+def test_output_without_end_is_cut_and_the_function_goes_on(capfd: pytest.CaptureFixture[str]):
+    async def use(pool: RewardPool) -> None:
+        assert [(await pool.score(sample(r))).status for r in ["flood 8", "flood 8"]] == ["ok", "ok"]
+
+    use_pool(use)
+    printed = capfd.readouterr().out
+    assert printed.startswith("flood flood")
+    assert printed.endswith("is left out]\n")
+    assert len(printed) < 2**17
+
+
 def test_cpu_time_is_limited_per_call():
     async def use(pool: RewardPool) -> None:
         rewards = await asyncio.gather(*(pool.score(sample(r)) for r in ["", "burn", ""]))
