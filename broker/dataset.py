@@ -6,17 +6,21 @@ optionally, `extra_info`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import structlog
 from tokenizers import Tokenizer
 
+from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.model_files import find_file, read_json
+
+_MOST_OVERHEAD = 8
+"""A record's bytes in a message are fewer than so many times those of its row in Arrow."""
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +67,9 @@ class Dataset:
         """Return row `index`, from 0 to len - 1, of those that are kept. Raises IndexError otherwise."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self._path} has rows 0 to {len(self) - 1}, got {index}")
-        number = self._rows[index]
+        return self._row(self._rows[index])
+
+    def _row(self, number: int) -> Row:
         values = self._table.slice(number, 1).to_pylist()[0]
         return Row(
             uid=f"{self._path.stem}/{number:05d}",
@@ -92,6 +98,32 @@ class Dataset:
         self._rows = [row for row in self._rows if row not in longer]
         log.warning("prompts_left_out", file=str(self._path), reason=f"over data.max_prompt_tokens ({most}): {found}")
 
+    def check_row_sizes(self, *, max_message_bytes: int) -> None:
+        """Refuse a row that would fill more than half of a message, which holds its lease, too. Raises ConfigError."""
+        if (row := self._find_large(0, self._table.num_rows, most=max_message_bytes // 2)) is not None:
+            raise ConfigError(
+                f"a row of {self._path} must take at most half of broker.max_message_bytes ({max_message_bytes}), got "
+                f"{row.size} bytes in row {row.number}: raise broker.max_message_bytes, here and where generators are "
+                "started by hand, or shorten the row."
+            )
+
+    def _find_large(self, start: int, end: int, *, most: int) -> "_LargeRow | None":
+        """First row in this range whose message is too large."""
+        # Arrow's own bytes of a row leave out the names of its fields, and are known without reading any.
+        if start == end or self._table.slice(start, end - start).nbytes <= most // _MOST_OVERHEAD:
+            return None
+        if end - start == 1:
+            size = len(encode(self._row(start)))
+            return _LargeRow(start, size) if size > most and start in self._rows else None
+        middle = (start + end) // 2
+        return self._find_large(start, middle, most=most) or self._find_large(middle, end, most=most)
+
+
+class _LargeRow(NamedTuple):
+    number: int
+    size: int
+    """Bytes of its record in a message."""
+
 
 def open_datasets(run: RunConfig) -> tuple[Dataset, Dataset]:
     """Open the prompts to train on and those held out, without prompts over `data.max_prompt_tokens`.
@@ -105,6 +137,7 @@ def open_datasets(run: RunConfig) -> tuple[Dataset, Dataset]:
             most=run.data.max_prompt_tokens,
             drops=run.data.too_long == "drop",
         )
+        dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
     if shortage := describe_shortage(run, num_heldout=len(heldout)):
         log.warning("few_heldout_prompts", reason=shortage)
     return train, heldout

@@ -16,6 +16,7 @@ from slipstream.broker.messages import Ack, Message, Prompt, Prompts
 from slipstream.broker.peers import Peer
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import Lease, RunState
 from slipstream.buffer.store import Store
@@ -94,7 +95,9 @@ class LeaseScheduler:
             prompts, reason = self._try(request)
             if prompts or reason:
                 del self._requests[request.peer.identity]
-                answers.append((request.peer.identity, Prompts(prompts, reason=reason)))
+                limit = self._run.broker.max_message_bytes
+                parts = _split(Prompts(prompts, reason=reason), max_bytes=limit)
+                answers += [(request.peer.identity, part) for part in parts]
         return answers
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
@@ -188,3 +191,12 @@ class LeaseScheduler:
             data_source=row.data_source,
             extra_info=row.extra_info,
         )
+
+
+def _split(answer: Prompts, *, max_bytes: int) -> list[Prompts]:
+    """Divide an answer into as many as its prompts need; each alone fits, as the dataset has checked."""
+    half = len(answer.prompts) // 2
+    if not half or len(encode(answer)) <= max_bytes:
+        return [answer]
+    halves = (answer.prompts[:half], answer.prompts[half:])
+    return [part for prompts in halves for part in _split(Prompts(prompts), max_bytes=max_bytes)]

@@ -26,7 +26,8 @@ class BrokerConfig(Config):
     join_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest wait of a starting role for the broker to admit it, seconds; the broker may start later."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
-    """Largest frame accepted, bytes. A larger one is refused by name."""
+    """Largest frame accepted, bytes. A trajectory above it is refused by name, and so is a row of data above half of
+    it. Generators that are started elsewhere need the same."""
     peer_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
     """Silence after which a peer counts as gone, seconds. Larger values tolerate longer pauses and detect deaths later.
     """

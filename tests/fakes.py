@@ -44,12 +44,19 @@ class FakeClock:
 class RouterScene:
     """A router that admits two groups, over a store in memory, on a fake clock."""
 
-    def __init__(self, folder: Path, *, model: ModelFingerprint | None = None, **buffer: object) -> None:
-        """`buffer`: settings in addition to `max_lag=0`."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: ModelFingerprint | None = None,
+        settings: dict[str, Any] | None = None,
+        **buffer: object,
+    ) -> None:
+        """`buffer`: its settings in addition to `max_lag=0`; `settings`: those of other parts."""
         self.clock = FakeClock()
         self.store_is_ahead_s = 0.0
         self.store = MemoryStore(clock=lambda: self.clock() + self.store_is_ahead_s)
-        self.run = make_run(buffer={"staleness": {"max_lag": 0}} | buffer)
+        self.run = make_run(**(settings or {}), buffer={"staleness": {"max_lag": 0}} | buffer)
         self.hub = MemoryBroker()
         data = Dataset(write_rows(folder / "rows.parquet"))
         self.config_json = msgspec.json.encode(self.run).decode()

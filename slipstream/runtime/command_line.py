@@ -2,8 +2,9 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import typer
@@ -72,7 +73,9 @@ def fail_cleanly(
 
 def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
     """Run a typer program as `program`; its usage errors become one sentence and exit code 2."""
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
+    for each in (command, *getattr(command, "commands", {}).values()):
+        _hide_types(each.params)
     try:
         code = command.main(arguments or ["--help"], prog_name=program, standalone_mode=False)
     except _UsageError as error:
@@ -81,3 +84,18 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
         exit_with_error(f"{message[:1].lower()}{message[1:]}; see `{path} --help`.", code=BAD_INPUT)
     if code:
         raise SystemExit(code)
+
+
+def _hide_types(parameters: list[Any]) -> None:
+    """Leave the types out that newer typers print behind the names of arguments, unless they list choices.
+
+    `KEY=VALUE <list[str]>` tells a reader less than `KEY=VALUE`.
+    """
+    for parameter in parameters:
+        if parameter.param_type_name == "argument" and (shown := getattr(parameter, "display_type_rich", None)):
+            parameter.display_type_rich = partial(_choices, shown)
+
+
+def _choices(shown: Callable[..., str | None], *, ctx: object) -> str | None:
+    text = shown(ctx=ctx)
+    return text if text and "|" in text else None

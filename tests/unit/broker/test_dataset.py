@@ -153,6 +153,16 @@ def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> Non
         open_with(tmp_path, ["1" * 9, "1" * 10], too_long="drop")
 
 
+def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path) -> None:
+    rows = [ROW] * 40 + [ROW | {"extra_info": {"index": 1, "split": "x" * 3000}}] + [ROW] * 9
+    paths = dict.fromkeys(("train_path", "heldout_path"), str(write(tmp_path, rows)))
+    run = make_run(model={"path": str(tmp_path / "none")}, data=paths, broker={"max_message_bytes": 4096})
+    expected = r"train.parquet must take at most half of broker.max_message_bytes \(4096\), got 3\d\d\d bytes in row 40: "
+    with pytest.raises(ConfigError, match=expected):
+        open_datasets(run)
+    assert len(open_datasets(make_run(model={"path": str(tmp_path / "none")}, data=paths))[0]) == 50
+
+
 @pytest.mark.parametrize("most", [8, 9, 10])
 def test_the_file_is_measured_as_generators_encode_it(most: int, tmp_path: Path) -> None:
     encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=99)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
+from slipstream.buffer.codec import encode
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from tests.builders import make_packed
@@ -54,6 +55,16 @@ def refusal(scene: RouterScene, peer: FakePeer) -> str:
     (answer,) = [message for message in peer.receive() if isinstance(message, Prompts)]
     assert answer.prompts == []
     return answer.reason
+
+
+def test_prompts_that_fill_more_than_a_message_come_in_several(tmp_path: Path):
+    settings = {"learner": {"max_steps": 40}, "broker": {"max_message_bytes": 4096}}
+    scene = RouterScene(tmp_path, settings=settings, staleness={"max_lag": 40})
+    peer = FakePeer(scene, "generator", "g")
+    peer.exchange(Pong(0.0, "ready", 0))
+    answers = peer.exchange(LeaseRequest(max_trajectories=128))
+    assert len({prompt.lease.id for answer in answers for prompt in answer.prompts}) == 64
+    assert all(len(encode(answer)) <= 4096 for answer in answers)
 
 
 def test_a_slow_generator_gets_no_part_of_a_batch_it_would_hold_up(scene: RouterScene):

@@ -55,6 +55,7 @@ def test_every_command_has_help_with_its_usage(command: str, capsys: pytest.Capt
     code, printed, _ = call(capsys, command, "--help")
     assert code == 0
     assert f"Usage: slipstream {command}" in printed
+    assert not re.search(r"<(list|str|path)\b", printed), "types of Python tell a user nothing"
 
 
 @pytest.mark.parametrize("command", ["run", "sft", "prepare", "config", "evaluate"])
