@@ -157,7 +157,9 @@ def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path
     rows = [ROW] * 40 + [ROW | {"extra_info": {"index": 1, "split": "x" * 3000}}] + [ROW] * 9
     paths = dict.fromkeys(("train_path", "heldout_path"), str(write(tmp_path, rows)))
     run = make_run(model={"path": str(tmp_path / "none")}, data=paths, broker={"max_message_bytes": 4096})
-    expected = r"train.parquet must take at most half of broker.max_message_bytes \(4096\), got 3\d\d\d bytes in row 40: "
+    expected = (
+        r"train.parquet must take at most half of broker.max_message_bytes \(4096\), got 3\d\d\d bytes in row 40: "
+    )
     with pytest.raises(ConfigError, match=expected):
         open_datasets(run)
     assert len(open_datasets(make_run(model={"path": str(tmp_path / "none")}, data=paths))[0]) == 50

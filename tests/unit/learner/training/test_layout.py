@@ -147,7 +147,7 @@ def logprobs_alone(policy, samples):
 def test_a_family_is_packed_as_densely_as_is_exact(tmp_path, name):
     policy, layout = choose(make_family(tmp_path, name))
     assert layout.kind == FAMILIES[name][0]
-    samples = make_samples([m for group in make_groups(num_groups=3, longest=20) for m in group])
+    samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
     packed, alone = logprobs(policy, layout, samples), logprobs_alone(policy, samples)
     assert float((packed - alone).abs().max()) < 1e-4
     assert float(alone.std()) > 0.1
