@@ -27,6 +27,10 @@ BENCHMARKS = [
     ("weights.delta", ["--steps=4", "--layers=1", "--width=64"]),
     ("weights.kills", ["--kills=1", "--generators=2", "--mib=1", *TINY]),
     ("generators.slow_generator", ["--settings=1", "--rounds=1", "--seconds=0.5", "--times=2", *TINY]),
+    (
+        "generators.long_answers",
+        ["--pacing-lags=4", "--seconds=1.5", "--step-s=0.1", "--token-s=0.0005", "--sigma=0.5"],
+    ),
     ("generators.elastic", ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"]),
     ("overhead", ["--parts=together", "--steps=6", "--", *RUN]),
     pytest.param("overhead", ["--parts=learner", "--seconds=0.1", "--rounds=1", "--", *TINY], marks=REAL),

@@ -1,0 +1,310 @@
+"""The commands of the documents: each is found, understood and checked, so that none can stop working unnoticed.
+
+Commands stand in fenced blocks marked `sh` or `console` (with what they print), or between backquotes. Each is parsed
+by its own program, and its settings are composed. Those that look at a run are tried on one; each of the others is run
+in a short form by a test of its own, which TRIED_BY names.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import typer
+
+from slipstream.buffer.cli.app import app as data_app
+from slipstream.cli import app
+from slipstream.configs.load import load
+from slipstream.generators.__main__ import ignored_settings, split_id
+from slipstream.launch.run import with_sft_preset
+from tests import runs
+from tests.shape.test_documents import HAND_WRITTEN, is_program
+from tests.shape.tree import ROOT, assert_none, text
+
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SPAN = re.compile(r"`((?:make|slipstream|python)\s[^`]+)`")
+INDENTED = re.compile(r"^ {4,}(?:\$ )?(?:make|slipstream|python|pip|ssh) .*$", re.MULTILINE)
+LANGUAGES = ("sh", "console", "text", "python")
+"""Commands, commands with what they print, anything that is no command, and code."""
+EXAMPLES = {"N": "1", "K": "1", "KIND": "advantage", "SECONDS": "1"}
+"""Values of placeholders that must be numbers or choices; all others may be any text."""
+ELSEWHERE = ("ssh",)
+"""Programs that are not ours."""
+TRIED_BY = {
+    "make run": ".ci/run",
+    "make check": ".ci/run",
+    "make test": ".ci/run",
+    "make setup": ".ci/run",
+    "make test-all": ".ci/run",
+    "make docs": "tests/shape/test_documents.py",
+    "make chaos": "tests/integration/test_chaos.py",
+    "make mutants": "tests/shape/test_mutants.py",
+    "slipstream run": "tests/e2e/test_pipeline.py",
+    "slipstream sft": "tests/integration/test_sft.py",
+    "slipstream config": "tests/unit/slipstream/test_cli.py",
+    "slipstream check": "tests/unit/scripts/test_check_algorithm.py",
+    "slipstream evaluate": "tests/e2e/test_pipeline.py",
+    "slipstream compare": "tests/unit/slipstream/launch/test_compare.py",
+    "slipstream drain": "tests/integration/test_scaling.py",
+    "slipstream data ls": "tests/integration/test_data_commands.py",
+    "slipstream data refused": "tests/integration/test_data_commands.py",
+    "slipstream data export": "tests/unit/buffer/cli/test_transfer.py",
+    "slipstream data import": "tests/unit/buffer/cli/test_transfer.py",
+    "python -m broker": "tests/integration/test_roles_die.py",
+    "python -m learner": "tests/integration/test_roles_die.py",
+    "python -m generators": "tests/integration/test_roles_die.py",
+    "python -m tests.chaos": "tests/integration/test_chaos.py",
+    "python -m tests.mutants": "tests/shape/test_mutants.py",
+    "python -m benchmarks.staleness": "tests/unit/benchmarks/test_staleness.py",
+    "python -m benchmarks.generators.slow_generator": "tests/integration/test_benchmarks.py",
+    "python -m benchmarks.generators.long_answers": "tests/integration/test_benchmarks.py",
+    "python -m slipstream.scripts.check_algorithm": "tests/unit/scripts/test_check_algorithm.py",
+    "python -m slipstream.scripts.write_docs": "tests/shape/test_documents.py",
+}
+"""Test that runs the program in a short form, where `test_commands_on_a_run_work` does not."""
+
+
+class Command(NamedTuple):
+    """A command of a document. Example: Command("README.md", ("slipstream", "status", "--watch"), printed="")."""
+
+    page: str
+    words: tuple[str, ...]
+    printed: str = ""
+    """What it prints, up to an ellipsis, where the document shows it."""
+
+    @property
+    def program(self) -> str:
+        """The words before its arguments."""
+        first, *others = self.words
+        if first == "python":
+            return " ".join(self.words[:3])
+        return " ".join([first, *others[: 2 if others[:1] == ["data"] else 1]])
+
+    @property
+    def arguments(self) -> list[str]:
+        return list(self.words[len(self.program.split()) :])
+
+    def __str__(self) -> str:
+        return f"{self.page}: {shlex.join(self.words)}"
+
+
+# --- finding them ----------------------------------------------------------------------------------------------------
+def find_commands(page: str) -> Iterator[Command]:
+    """Every command of a page; of those within a sentence the ones with arguments: others are names."""
+    content = text(page)
+    for language, block in BLOCK.findall(content):
+        if language in ("sh", "console"):
+            yield from in_block(page, block, prompt="$ " if language == "console" else "")
+    for span in SPAN.findall(BLOCK.sub("", content)):
+        words = re.sub(r"\[([^]]*)\]", "", span.replace("…", "")).split()
+        command = Command(page, tuple(EXAMPLES.get(word, word) for word in words))
+        if command.arguments:
+            yield command
+
+
+def in_block(page: str, block: str, *, prompt: str) -> Iterator[Command]:
+    lines = block.replace("\\\n", " ").splitlines()
+    for number, line in enumerate(lines):
+        if line.startswith(prompt) and (words := shlex.split(line.removeprefix(prompt), comments=True)):
+            printed = lines[number + 1] if prompt and number + 1 < len(lines) else ""
+            yield Command(page, tuple(words), printed.partition("...")[0].strip())
+
+
+COMMANDS = [command for page in HAND_WRITTEN for command in find_commands(page)]
+
+
+def test_every_block_says_whether_it_holds_commands() -> None:
+    marked = [(page, language, block) for page in HAND_WRITTEN for language, block in BLOCK.findall(text(page))]
+    assert_none(
+        [
+            f"{page}: a block must be marked as one of {', '.join(LANGUAGES)}, got {language!r}: {block[:40]!r}"
+            for page, language, block in marked
+            if language not in LANGUAGES
+        ]
+        + [
+            f"{page}: a command must stand in a block marked sh, got {line!r}"
+            for page in HAND_WRITTEN
+            for line in INDENTED.findall(BLOCK.sub("", text(page)))
+        ]
+        + [
+            f"{page}: a command must stand in a block marked sh, got one marked text: {line!r}"
+            for page, language, block in marked
+            if language == "text"
+            for line in block.splitlines()
+            if line.startswith(("make ", "slipstream ", "python ", "$ "))
+        ]
+    )
+    assert len(COMMANDS) > 30
+
+
+# --- understanding them ----------------------------------------------------------------------------------------------
+def misunderstood(command: Command) -> str:
+    """Why its program would refuse the command; empty if it would not."""
+    kind = command.words[0]
+    try:
+        if kind == "make":
+            check_target(command)
+        elif kind == "slipstream":
+            check_cli(command)
+        elif command.words[:2] == ("python", "-m"):
+            check_module(command)
+        elif kind not in ELSEWHERE:
+            return f"{command}: a kind of command that tests/shape/test_commands.py must be taught to check"
+    except Exception as error:  # whatever a program raises for a wrong command line
+        is_shown = command.printed and f"error: {error}".startswith(command.printed)
+        return "" if is_shown else f"{command}: {type(error).__name__}: {error}"
+    return f"{command}: prints no error, but {command.printed!r} is documented" if command.printed else ""
+
+
+def check_target(command: Command) -> None:
+    target = command.program.removeprefix("make ")
+    assert f"\n{target}:" in text("Makefile"), f"no target {target}"
+    assert not command.arguments or target == "run", "only ARGS of `make run` are understood"
+    for argument in command.arguments:
+        load(shlex.split(argument.removeprefix("ARGS=")))
+
+
+def check_cli(command: Command) -> None:
+    """Parse the command as `slipstream` does, and compose its settings."""
+    group, (name, *arguments) = typer.main.get_command(app), command.words[1:]
+    if name == "data":
+        group, (name, *arguments) = typer.main.get_command(data_app), arguments
+    with group.make_context("slipstream", [name, *arguments], resilient_parsing=True) as parent:
+        chosen = group.get_command(parent, name)
+        assert chosen, f"no command {name}"
+        with chosen.make_context(name, list(arguments), parent=parent) as context:
+            overrides = context.params.get("overrides")
+    if name == "sft":
+        overrides = with_sft_preset(overrides or [])
+    if overrides is not None:
+        load(overrides)
+
+
+def check_module(command: Command) -> None:
+    """Compose the settings of a role; the options of other programs are checked in a process of their own."""
+    module = command.words[2]
+    if module in ("broker", "learner"):
+        load(command.arguments)
+    elif module == "generators":
+        _, overrides = split_id(command.arguments)
+        load(overrides)
+        assert not ignored_settings(overrides), "a generator takes none of these settings"
+    else:
+        assert is_program(module.replace("slipstream.", "", 1)), f"no program {module}"
+
+
+def test_every_command_is_understood_by_its_program() -> None:
+    assert_none([reason for command in COMMANDS if (reason := misunderstood(command))])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slipstream stat",
+        "slipstream status --wacth",
+        "slipstream run learner.max_step=3",
+        "slipstream run recipe=dopa",
+        "slipstream explain steps 12",
+        "slipstream data lst runs/mine",
+        "make runs",
+        "make run ARGS='learner.max_step=3'",
+        "python -m brokers name=mine",
+        "python -m broker nmae=mine",
+        "python -m generators seed=3",
+        "curl https://example.org",
+        "python train.py",
+    ],
+)
+def test_a_wrong_command_would_be_found(line: str) -> None:
+    (command,) = in_block("page", f"{line}  # comment\n", prompt="")
+    assert misunderstood(command)
+
+
+@pytest.mark.parametrize(
+    "printed", ["error: learner.max_steps must be", "error: buffer.reuse.max_uses must be < 1 ..."]
+)
+def test_a_wrong_refusal_would_be_found(printed: str) -> None:
+    (command,) = in_block("page", f"$ slipstream run buffer.reuse.max_uses=0\n{printed}\n", prompt="$ ")
+    assert misunderstood(command)
+    assert misunderstood(command._replace(words=("slipstream", "run", "seed=1")))
+
+
+PARSE = """
+import argparse, json, runpy, sys, traceback
+class Parsed(Exception): pass
+parse = argparse.ArgumentParser.parse_args
+def parse_only(self, *args, **kwargs):
+    parse(self, *args, **kwargs)
+    raise Parsed
+argparse.ArgumentParser.parse_args = parse_only
+for module, *arguments in json.load(sys.stdin):
+    sys.argv = [module, *arguments]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        print(f"{sys.argv}: parsed nothing")
+    except Parsed:
+        pass
+    except SystemExit as end:
+        print(f"{[module, *arguments]}: exit code {end.code}")
+"""
+
+
+@pytest.mark.slow
+def test_the_options_of_every_other_program_are_known() -> None:
+    programs = [command.words[2:] for command in COMMANDS if command.words[:2] == ("python", "-m")]
+    others = [words for words in programs if words[0] not in ("broker", "learner", "generators")]
+    assert others
+    done = subprocess.run(
+        [sys.executable, "-c", PARSE],
+        cwd=ROOT,
+        input=json.dumps(others),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+
+
+# --- trying them -----------------------------------------------------------------------------------------------------
+ON_A_RUN = ("slipstream status", "slipstream scale", "slipstream explain", "slipstream data stats")
+
+
+def test_every_command_is_tried_somewhere() -> None:
+    untried = {command.program for command in COMMANDS} - {*TRIED_BY, *ON_A_RUN}
+    assert_none(
+        [
+            f"`{program}` must be tried by a test: name it in TRIED_BY, or add one"
+            for program in sorted(untried)
+            if program.split()[0] not in ELSEWHERE
+        ]
+        + [
+            f"{test} must be there and run `{program}`"
+            for program, test in TRIED_BY.items()
+            if not (ROOT / test).is_file() or re.split(r"[ .]", program)[-1] not in text(test)
+        ]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_commands_on_a_run_work(tmp_path: Path) -> None:
+    runs.make_task(tmp_path, warm=False)
+    # --watch needs a terminal: tests/integration/test_status.py.
+    tried = [each for each in COMMANDS if each.program in ON_A_RUN and "--watch" not in each.words]
+    with runs.Run(tmp_path, "mine", "learner.max_steps=100000", "generators.autoscale.max=4").ended_at_last() as run:
+        runs.until(runs.has_stepped(run, 13), timeout_s=120, what="thirteen steps")
+        assert_none([f"{command}: {problem}" for command in tried if (problem := tried_on(tmp_path, command))])
+
+
+def tried_on(folder: Path, command: Command) -> str:
+    """Run a command in the folder of a run `mine`; returns what went wrong."""
+    # The run has this name, whatever the document's; other words are as documented.
+    words = ["mine" if word in ("digits_cpu", "SOURCE") else word for word in command.words[1:]]
+    done = subprocess.run(runs.command(*words), cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return "" if done.returncode == 0 else f"exit code {done.returncode}: {done.stdout}{done.stderr}"
