@@ -221,13 +221,8 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("report_role", role_id, encode(gauges), progress_mark(gauges), ROLES_KEPT)
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        # A transaction, so that gauges and times belong together.
-        pipeline = self._client.pipeline(transaction=True)
-        for name in ("roles", "role_times", "role_progress_times"):
-            pipeline.hgetall(self._key(name))
-        with self._mapped_errors():
-            gauges, reported, progressed = pipeline.execute()
-        stamps = {"reported_at": reported, "progressed_at": progressed}
+        gauges, *times = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in self._run("read_roles"))
+        stamps = dict(zip(("reported_at", "progressed_at"), times, strict=True))
         return {
             text(role_id): msgspec.msgpack.decode(packed)
             | {stamp: int(times[role_id]) / 1000 for stamp, times in stamps.items() if role_id in times}

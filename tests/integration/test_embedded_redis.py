@@ -181,6 +181,9 @@ def test_a_full_store_refuses_trajectories_until_the_learner_made_room(folder):
         store.renew_claim(claim, lease_s=60)
         store.append_metrics({"step": 1})
         store.report_role("learner-0", {"step": 1})
+        assert store.roles()["learner-0"]["step"] == 1
+        assert store.audit().is_sound
+        assert list(store.groups())
         store.quarantine("malformed", b"junk")
         store.set_phase("training")
         store.commit_version(1)
