@@ -48,7 +48,7 @@ from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
 from slipstream.runtime.process import die_with_launcher, on_stop_signal
-from slipstream.runtime.run_folder import RunFolder, list_runs
+from slipstream.runtime.run_folder import RunFolder, describe_others, list_runs
 
 _FLUSH_S = 3.0
 _LOOK_EVERY_S = 1.0
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> None:
         "generator",
         address=RunFolder(own[0]).broker_address,
         keys=keys,
-        max_message_bytes=given.broker.max_message_bytes,
+        max_message_bytes=own[0].broker.max_message_bytes,
         peer_id=peer_id,
         status=board,
         timeout_s=deadline.left_s,
@@ -144,9 +144,10 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
         if address and is_listening(address):
             raise ConfigError(f"the token must be that of the broker at {address}, got none: {TOKEN_REMEDY}")
         run = f"run {given.name!r}" if is_named else "a run whose broker listens"
+        others = f"{describe_others(Path(given.runs_dir), given.name)}; " if is_named and known is None else ""
         missing = (
-            f"{run} in {given.runs_dir}/ (start a broker with `python -m broker`), or broker.address and a token; "
-            f"{TOKEN_REMEDY}"
+            f"{run} in {given.runs_dir}/ ({others}start a broker with `python -m broker`), or broker.address and a "
+            f"token; {TOKEN_REMEDY}"
         )
         deadline.check(missing=missing)
         log.info("waiting", for_=missing)

@@ -1,13 +1,15 @@
 """The learner as a process: ranks, device, session with the broker, store, and the parts of rank 0."""
 
 import os
+import time
 import uuid
+from pathlib import Path
 
 import msgspec
 import structlog
 import torch
 
-from slipstream.broker.credentials import Keys, derive_keys, make_token
+from slipstream.broker.credentials import Keys, derive_keys, find_token
 from slipstream.broker.handshake import LEARNER
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.endpoints import is_listening
@@ -26,10 +28,14 @@ from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import exit_rank, launch_ranks
 from slipstream.learner.sft.run import build_sft, check_sft
+from slipstream.runtime.clock import Deadline
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_same_model
 from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
-from slipstream.runtime.run_folder import RunFolder
+from slipstream.runtime.run_folder import RunFolder, describe_others
+
+_LOOK_EVERY_S = 0.2
+_REPORT_EVERY_S = 5.0
 
 log = structlog.get_logger(__name__)
 
@@ -72,8 +78,8 @@ def _set_environment(device: torch.device) -> None:
 
 def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | None) -> None:
     board = StatusBoard()
-    # Made here if the learner starts before the broker, which then takes it from the run folder.
-    keys = derive_keys(make_token(run))
+    deadline = Deadline(run.broker.join_timeout_s, what="a run to train")
+    keys = derive_keys(wait_for_token(run, deadline=deadline))
     session = join(
         "learner",
         address=RunFolder(run).broker_address,
@@ -81,7 +87,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
         max_message_bytes=run.broker.max_message_bytes,
         peer_id=LEARNER,
         status=board,
-        timeout_s=run.broker.join_timeout_s,
+        timeout_s=deadline.left_s,
     )
     with session.leave_at_exit():
         _check_same_run(run, session.welcome.config_json)
@@ -104,6 +110,32 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
         learner.run()
         rank_group.shutdown()
         store.close()
+
+
+def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
+    """Return the run's token once a broker has begun the run, which may be later than this learner.
+
+    Raises ConfigError, WaitTimeoutError.
+    """
+    folder = RunFolder(run)
+    report_at = deadline.left_s
+    # Without an address both ends meet in the folder, which somebody who mistypes the name would wait in alone.
+    while not ((token := find_token(run)) and (run.broker.address or folder.has_run)):
+        others = "" if folder.has_run else f": {describe_others(Path(run.runs_dir), run.name)}"
+        missing = (
+            f"run {run.name!r} in {run.runs_dir}/{others}; correct name=..., or start its broker with `python -m "
+            "broker` and the same settings"
+        )
+        if run.broker.address and is_listening(run.broker.address):
+            raise ConfigError(
+                f"the broker at {run.broker.address} must be that of this run, got no token for {missing}."
+            )
+        deadline.check(missing=missing)
+        if deadline.left_s <= report_at:
+            report_at = deadline.left_s - _REPORT_EVERY_S
+            log.info("waiting", for_=missing)
+        time.sleep(_LOOK_EVERY_S)
+    return token
 
 
 def _build_learner(

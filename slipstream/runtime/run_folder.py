@@ -26,6 +26,7 @@ import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +40,7 @@ from slipstream.runtime.disk import is_disk_full
 
 _CONFIG = "config.yaml"
 _OWNER_ONLY = 0o700
+_NAMES_SHOWN = 5
 _MAX_SOCKETS_BYTES = 85
 """Length of the folder of unix sockets; the kernel takes 107 bytes, the name of the socket included."""
 _SHORT_FOLDERS = Path("/tmp")
@@ -88,6 +90,11 @@ class RunFolder:
         return short_folder(path)
 
     @property
+    def has_run(self) -> bool:
+        """Whether a run was begun here: a lock or a token alone is none."""
+        return (self.path / _CONFIG).is_file()
+
+    @property
     def broker_address(self) -> str:
         """Endpoint of the broker: `broker.address`, else a unix socket of the run's own."""
         return self._run.broker.address or f"ipc://{self.sockets}/broker.sock"
@@ -106,7 +113,7 @@ class RunFolder:
         if self.path.is_dir() and not self._lock:
             self.lock()
             self.unlock()
-        if (self.path / _CONFIG).exists() and not self._run.resume:
+        if self.has_run and not self._run.resume:
             raise ConfigError(
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
                 "choose another with name=..., continue it with resume=true, or delete the folder."
@@ -163,7 +170,7 @@ class RunFolder:
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            if not (self.path / _CONFIG).is_file():
+            if not self.has_run:
                 raise ConfigError(f"the disk of {self.path} must have room, got {error}: make some.") from error
             # A role that restarts on a full disk: the launcher has written these files when the run began.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
@@ -272,7 +279,12 @@ def find_run(words: Sequence[str], *, command: str) -> Path:
             return Path(name)
         if not re.match(NAME_PATTERN, name):
             raise ConfigError(f"{command} takes the name or the folder of a run, got {name!r}, which is neither.")
-        return runs_dir / name
+        folder = runs_dir / name
+        if not (folder / _CONFIG).is_file():
+            raise ConfigError(
+                f"{folder} must be a run folder, but has no {_CONFIG}: {describe_others(runs_dir, name)}."
+            )
+        return folder
     runs = list_runs(runs_dir)
     if not runs:
         raise ConfigError(f"there must be a run in {runs_dir}/, got none: start one with `slipstream run`.")
@@ -283,3 +295,13 @@ def list_runs(runs_dir: Path) -> list[Path]:
     """Return the folders of the runs in `runs_dir`, the newest first."""
     configs = sorted(runs_dir.glob(f"*/{_CONFIG}"), key=lambda config: config.stat().st_mtime, reverse=True)
     return [config.parent for config in configs]
+
+
+def describe_others(runs_dir: Path, name: str) -> str:
+    """Return which runs there are in `runs_dir`, for a sentence about `name`, which is none of them."""
+    names = [folder.name for folder in list_runs(runs_dir)]
+    if close := get_close_matches(name, names, n=1):
+        return f"did you mean {close[0]!r}?"
+    if not names:
+        return f"there is no run in {runs_dir}/"
+    return f"there are {', '.join(map(repr, names[:_NAMES_SHOWN]))}{', ...' if len(names) > _NAMES_SHOWN else ''}"

@@ -32,7 +32,7 @@ def test_json_holds_every_field_and_decodes_to_the_same_status():
 def test_a_run_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     code, error = failure(capsys, f"runs_dir={tmp_path}", "name=mine")
     assert code == 2
-    assert f"{tmp_path}/mine must be a run folder" in error
+    assert f"{tmp_path}/mine must be a run folder, but has no config.yaml: there is no run in" in error
     code, error = failure(capsys, f"runs_dir={tmp_path}")
     assert code == 2
     assert "there must be a run in" in error
@@ -45,6 +45,15 @@ def test_a_name_a_folder_and_a_setting_name_the_same_run(tmp_path: Path):
     assert find_run(["mine", runs_dir], command="plot") == folder.path
     assert find_run(["name=mine", runs_dir], command="plot") == folder.path
     assert find_run([str(folder.path)], command="plot") == folder.path
+
+
+def test_a_name_that_is_none_gets_the_nearest_or_those_that_there_are(tmp_path: Path):
+    for name in ("digits", "addition"):
+        RunFolder(load(["experiment=digits_serial", f"name={name}", f"runs_dir={tmp_path}"])).open()
+    with pytest.raises(ConfigError, match="did you mean 'digits'"):
+        find_run(["digts", f"runs_dir={tmp_path}"], command="plot")
+    with pytest.raises(ConfigError, match=r"there are '(digits', 'addition|addition', 'digits)'"):
+        find_run(["mine", f"runs_dir={tmp_path}"], command="plot")
 
 
 def test_without_a_name_the_newest_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,23 @@
+from pathlib import Path
+
+import pytest
+
+from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
+from slipstream.configs.load import load
+from slipstream.learner.role import wait_for_token
+from slipstream.runtime.clock import Deadline, WaitTimeoutError
+from slipstream.runtime.run_folder import RunFolder
+
+
+@pytest.mark.parametrize("token", ["", "a token of one's own"])
+def test_a_learner_of_a_mistyped_name_waits_with_the_names_that_there_are_and_makes_no_run(
+    token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, token)
+    run, mistyped = (load([f"name={name}", f"runs_dir={tmp_path}"]) for name in ("mine", "mien"))
+    expected = make_token(run)
+    RunFolder(run).open()
+    assert wait_for_token(run, deadline=Deadline(0, what="a run")) == expected
+    with pytest.raises(WaitTimeoutError, match=r"missing: run 'mien' in .*: did you mean 'mine'\?; correct name="):
+        wait_for_token(mistyped, deadline=Deadline(0.3, what="a run"))
+    assert [folder.name for folder in tmp_path.iterdir()] == ["mine"]
