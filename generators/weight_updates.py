@@ -24,11 +24,18 @@ from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Record
 from slipstream.generators.engines.engine import Engine
-from slipstream.generators.errors import EngineError, UnverifiedWeightsError
+from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
 
 log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
+_GIVEN_UP_S = 20.0
+"""Time for the engine to end a broadcast that the learner has given up. A dead engine must be replaced before the
+learner ends its run for want of weights (`learner.dead_end.after_s`)."""
+
+
+class _UnendedBroadcastError(EngineDiedError):
+    """The engine hangs in a broadcast. Unlike other errors of an update, it ends the generator."""
 
 
 class ProbeResult(Record):
@@ -97,6 +104,8 @@ class WeightUpdates:
         self._newest: OpenEpoch | Update | None = None
         self._newest_answer: EpochOpened | UpdateApplied | None = None
         self._abandoned = Event()
+        self._given_up = asyncio.Event()
+        self._received: Update | None = None
         self.version = -1
         """Newest verified version; -1 before the first."""
         self.is_fetching = False
@@ -113,6 +122,8 @@ class WeightUpdates:
         self._newest, self._newest_answer = command, None
         # The learner no longer waits for a version that is still being fetched.
         self._abandoned.set()
+        if self._received and self._received.epoch != command.epoch:
+            self._given_up.set()
         self._commands.put_nowait(command)
 
     async def run(self) -> None:
@@ -155,11 +166,13 @@ class WeightUpdates:
             # Cleared before the swap: a response that ends between swap and probe must not leave unverified.
             self.is_verified.clear()
             self._set_state("updating", "")
-            pause_s = await self._engine.update(update, fetched)
+            pause_s = await (self._engine.update(update, fetched) if fetched else self._receive(update))
             result = await probe(self._engine, update)
             self.version = update.version
             self.is_verified.set()
             self._set_state("ready", "")
+        except _UnendedBroadcastError:
+            raise
         except WeightTransferError as error:
             # The engine still holds the previous weights: what was verified before still is.
             message = str(error)
@@ -172,6 +185,30 @@ class WeightUpdates:
             self._set_state("unsynced", message)
             await self._release(message)
         self._report(update, pause_s, result, message)
+
+    async def _receive(self, update: Update) -> float:
+        """Have the engine receive and load a broadcast; returns its pause. Raises EngineDiedError if it never ends.
+
+        The limits of an engine allow each bucket its time, hours for a large model. A command of another epoch tells
+        that the learner waits for this broadcast no longer, and then a sound engine soon ends it, too.
+        """
+        self._received = update
+        self._given_up.clear()
+        loading = asyncio.create_task(self._engine.update(update, None))
+        given_up = asyncio.create_task(self._given_up.wait())
+        try:
+            await asyncio.wait([loading, given_up], return_when=asyncio.FIRST_COMPLETED)
+            if not (await asyncio.wait([loading], timeout=_GIVEN_UP_S))[0]:
+                raise _UnendedBroadcastError(
+                    f"the engine must end the broadcast of version {update.version} within {_GIVEN_UP_S:g} s after the "
+                    "learner gave it up, got no answer: it is replaced. Large models may need a longer "
+                    "weights.transfer_timeout_s."
+                )
+            return await loading
+        finally:
+            self._received = None
+            given_up.cancel()
+            loading.cancel()
 
     async def _fetch(self, update: Update) -> SharedBuckets | None:
         """Fetch an update that is not broadcast; generation continues meanwhile."""

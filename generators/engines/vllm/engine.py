@@ -187,7 +187,8 @@ class VllmEngine:
 
     async def _receive_and_load(self, update: Update, fetched: SharedBuckets | None) -> None:
         llm = self._running
-        limit_s = update.timeout_s * len(update.bucket_bytes) + _CALL_TIMEOUT_S
+        # Fetched buckets lie in memory already. `WeightUpdates` ends a broadcast that hangs long before this limit.
+        limit_s = update.timeout_s * (1 if fetched else len(update.bucket_bytes)) + _CALL_TIMEOUT_S
         try:
             await self._call(llm.start_weight_update())
             await self._call(llm.update_weights(self._update_request(update, fetched)), timeout_s=limit_s)

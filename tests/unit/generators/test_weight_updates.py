@@ -13,7 +13,7 @@ from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.configs.generators import ScriptedEngineConfig
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
-from slipstream.generators.errors import EngineError
+from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.learner.publishing.fetches import SnapshotServer
 from tests.fakes import KEYS
@@ -158,6 +158,34 @@ def test_fetching_from_a_dead_learner_ends_with_the_next_command(scene: Scene) -
 
     scene.play(script)
     assert [(answer.version, "cancelled" in answer.error) for answer in scene.sent] == [(1, True), (2, False)]
+
+
+def test_an_engine_that_hangs_in_a_broadcast_is_dead_once_the_learner_has_given_it_up(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.generators.weight_updates._GIVEN_UP_S", 0.05)
+    begun = asyncio.Event()
+
+    async def never(update: Update, fetched: Any) -> float:
+        begun.set()
+        await asyncio.Event().wait()
+        return 0.0
+
+    async def script() -> None:
+        scene.engine.update = never  # type: ignore[method-assign]
+        running = asyncio.create_task(scene.updates.run())
+        scene.updates.submit(opening(1))
+        scene.updates.submit(scene.command(1))
+        await begun.wait()
+        # A command of the same epoch says nothing.
+        scene.updates.submit(scene.command(2))
+        assert not (await asyncio.wait([running], timeout=0.2))[0]
+        scene.updates.submit(scene.serve(2))
+        with pytest.raises(EngineDiedError, match="broadcast of version 1"):
+            await asyncio.wait_for(running, PATIENCE_S)
+
+    asyncio.run(script())
+    scene.server.close()
 
 
 def test_a_failed_probe_leaves_the_weights_unverified(scene: Scene) -> None:
