@@ -1,4 +1,7 @@
-"""Throughput of trajectories from generator to learner, of 1k and 32k tokens, beside bare alternatives in one run."""
+"""Throughput of trajectories from generator to learner, of 1k and 32k tokens, beside bare alternatives in one run.
+
+With --sockets: over unix sockets and ports, encrypted as in every run and plain, in turn.
+"""
 
 import argparse
 import logging
@@ -18,7 +21,7 @@ from rich.table import Table
 from benchmarks.harness import make_parser, quartiles, rotate, write_result
 from benchmarks.ingest.bare_paths import RawRedis, RayQueue, TransferQueuePath
 from benchmarks.ingest.paths import ANY_LEASE, IngestPath, Passage, make_payloads, make_trajectory
-from benchmarks.ingest.served_run import GROUP_SIZE, ServedRun
+from benchmarks.ingest.served_run import GROUP_SIZE, SOCKETS, ServedRun
 from benchmarks.ingest.slipstream_path import SlipstreamPath
 from slipstream.buffer.codec import check_header, pack
 from slipstream.buffer.redis.connection import connect
@@ -34,7 +37,10 @@ console = Console(width=120) if not Console().is_terminal else Console()
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure every contestant at every durability and length."""
+    """Measure every contestant at every durability and length, or every socket at every length."""
+    if arguments.sockets:
+        _compare_sockets(arguments)
+        return
     skipped = _skipped()
     for name, reason in skipped.items():
         console.print(f"skipping {name}: {reason}", highlight=False)
@@ -83,6 +89,47 @@ def _measure(
             "to_raw": [raw.put_s / each.put_s for raw, each in zip(passages[_RAW], rounds, strict=True)],
             "cpu_us": {part: statistics.median(each.cpu_us[part] for each in rounds) for part in rounds[0].cpu_us},
             "stages_us": stages if name == _OURS else {},
+        }
+
+
+def _compare_sockets(arguments: argparse.Namespace) -> None:
+    """Measure the way through brokers that differ in their sockets alone, each with a store of its own."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="ingest-") as folder, ExitStack() as stack:
+        runs = {
+            name: ServedRun(Path(folder) / name.replace(" ", "-"), durability=_VOLATILE_BESIDE, sockets=name)
+            for name in SOCKETS
+        }
+        for served in runs.values():
+            stack.enter_context(_serving(served))
+        for num_tokens in arguments.tokens:
+            console.print(f"measuring {num_tokens} tokens over {', '.join(SOCKETS)} ...", highlight=False)
+            rows += _measure_sockets(runs, num_tokens, arguments=arguments)
+            write_result(arguments, {"group_size": GROUP_SIZE, "rows": rows})
+    console.print(_sockets_table(rows))
+
+
+def _measure_sockets(
+    runs: dict[str, ServedRun], num_tokens: int, *, arguments: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    payload_bytes = len(make_payloads(1, num_tokens=num_tokens)[0])
+    count = max(1, arguments.mib * 2**20 // payload_bytes // GROUP_SIZE) * GROUP_SIZE
+    with ExitStack() as stack:
+        paths: dict[str, IngestPath] = {
+            name: stack.enter_context(closing(SlipstreamPath(served, num_tokens=num_tokens)))
+            for name, served in runs.items()
+        }
+        passages = _measure_in_turn(paths, count=count, rounds=arguments.rounds)
+    for name, rounds in passages.items():
+        yield {
+            "tokens": num_tokens,
+            "payload_bytes": payload_bytes,
+            "sockets": name,
+            "put_per_s": [count / each.put_s for each in rounds],
+            "to_default": [
+                default.put_s / each.put_s for default, each in zip(passages[SOCKETS[0]], rounds, strict=True)
+            ],
+            "cpu_us": {part: statistics.median(each.cpu_us[part] for each in rounds) for part in rounds[0].cpu_us},
         }
 
 
@@ -178,6 +225,25 @@ def _rates_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _sockets_table(rows: list[dict[str, Any]]) -> Table:
+    processes = ("generator", "broker", "store")
+    table = Table("tokens", "sockets", "put/s", "MB/s", "ratio to ipc", "quartiles", *processes)
+    table.title = "Processor time of each process in microseconds per trajectory"
+    for row in rows:
+        put = statistics.median(row["put_per_s"])
+        low, high = quartiles(row["to_default"])
+        table.add_row(
+            f"{row['tokens']:,}",
+            row["sockets"],
+            f"{put:,.0f}",
+            f"{put * row['payload_bytes'] / 1e6:,.0f}",
+            f"{statistics.median(row['to_default']):.2f}",
+            f"{low:.2f} to {high:.2f}",
+            *(f"{row['cpu_us'][name]:,.1f}" for name in processes),
+        )
+    return table
+
+
 def _stages_table(rows: list[dict[str, Any]]) -> Table:
     # The processes add up; `check` is part of the broker's time, `script` of the store's.
     stages = ("encode", "check", "script", "commit")
@@ -195,4 +261,5 @@ if __name__ == "__main__":
     parser.add_argument("--mib", type=int, default=40, help="size of a round's trajectories, MiB (40)")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 32768], help="per trajectory (1024 32768)")
     parser.add_argument("--durability", nargs="+", choices=_LEVELS, default=list(_LEVELS), help="levels (all)")
+    parser.add_argument("--sockets", action="store_true", help="compare unix sockets and ports, encrypted and plain")
     main(parser.parse_args())

@@ -1,6 +1,7 @@
 """ServedRun: the real broker and its embedded store, each in its own process, without pacing."""
 
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,8 @@ from slipstream.buffer.redis.store import RedisStore
 GROUP_SIZE = 8
 MAX_MESSAGE_BYTES = 64 * 2**20
 TOKEN = "of the benchmark run"
+SOCKETS = ("ipc", "ipc plain", "tcp", "tcp plain")
+"""Sockets of the broker: a unix socket or a port, encrypted as in every run, or plain."""
 _NAME = "served"
 _NUM_ROWS = 64
 _START_S = 60.0
@@ -26,16 +29,16 @@ _STOP_S = 30.0
 class ServedRun:
     """Life: start -> use -> stop."""
 
-    def __init__(self, folder: Path, *, durability: Durability) -> None:
+    def __init__(self, folder: Path, *, durability: Durability, sockets: str = "ipc") -> None:
+        """`sockets`: one of SOCKETS."""
         self._folder = folder
         self._durability = durability
+        transport, _, plain = sockets.partition(" ")
+        self.is_plain = bool(plain)
+        self.address = f"ipc://{folder}/broker.sock" if transport == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
         self._server = EmbeddedRedis(folder / "runs" / _NAME / "store")
         self._broker: psutil.Popen | None = None
         self._redis: psutil.Process | None = None
-
-    @property
-    def address(self) -> str:
-        return f"ipc://{self._folder}/broker.sock"
 
     @property
     def store_url(self) -> str:
@@ -63,7 +66,8 @@ class ServedRun:
             "learner.max_steps=1000000",
         ]
         with (self._folder / "broker.log").open("wb") as log:
-            command = [sys.executable, "-m", "slipstream.broker", *settings]
+            program = "benchmarks.ingest.plain_sockets" if self.is_plain else "slipstream.broker"
+            command = [sys.executable, "-m", program, *settings]
             environment = {**os.environ, TOKEN_VARIABLE: TOKEN}
             self._broker = psutil.Popen(command, stdout=log, stderr=log, env=environment)
         self._await_broker()
@@ -100,6 +104,11 @@ class ServedRun:
             if self._broker.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the broker must listen within {_START_S:g} s, got:\n{log.read_text()[-4000:]}")
             time.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 def _write_rows(path: Path) -> Path:

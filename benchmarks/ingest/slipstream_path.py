@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 
 from benchmarks.ingest.paths import Passage, make_trajectory
+from benchmarks.ingest.plain_sockets import plain_sockets
 from benchmarks.ingest.served_run import GROUP_SIZE, MAX_MESSAGE_BYTES, TOKEN, ServedRun
 from slipstream.broker.credentials import derive_keys
 from slipstream.broker.messages import LeaseRequest, Message, Nack, Prompts
@@ -33,15 +35,16 @@ class SlipstreamPath:
         self._leases: list[Lease] = []
         status = StatusBoard()
         status.set_source(lambda: PeerStatus("ready", version=0))
-        self._session = join(
-            "generator",
-            address=served.address,
-            keys=derive_keys(TOKEN),
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            peer_id=f"generator-{num_tokens}",
-            status=status,
-            timeout_s=_TIMEOUT_S,
-        )
+        with plain_sockets() if served.is_plain else nullcontext():
+            self._session = join(
+                "generator",
+                address=served.address,
+                keys=derive_keys(TOKEN),
+                max_message_bytes=MAX_MESSAGE_BYTES,
+                peer_id=f"generator-{num_tokens}",
+                status=status,
+                timeout_s=_TIMEOUT_S,
+            )
         self.encode_us: list[float] = []
         """Mean time to pack one trajectory, microseconds, one value per round."""
         self.commit_us: list[float] = []

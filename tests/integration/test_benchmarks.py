@@ -24,6 +24,7 @@ REAL = pytest.mark.long
 """Marks what starts vLLM or DeepSpeed."""
 BENCHMARKS = [
     ("ingest", ["--rounds=1", "--mib=1", "--tokens=64", "--durability=fast"]),
+    ("ingest", ["--sockets", "--rounds=1", "--mib=1", "--tokens=64"]),
     ("weights.delta", ["--steps=4", "--layers=1", "--width=64"]),
     ("weights.kills", ["--kills=1", "--generators=2", "--mib=1", *TINY]),
     ("generators.slow_generator", ["--settings=1", "--rounds=1", "--seconds=0.5", "--times=2", *TINY]),

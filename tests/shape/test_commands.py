@@ -75,7 +75,7 @@ class Command(NamedTuple):
     page: str
     words: tuple[str, ...]
     printed: str = ""
-    """What it prints, up to an ellipsis, where the document shows it."""
+    """Output that the document shows, up to an ellipsis."""
 
     @property
     def program(self) -> str:
@@ -144,7 +144,7 @@ def test_every_block_says_whether_it_holds_commands() -> None:
 
 # --- understanding them ----------------------------------------------------------------------------------------------
 def misunderstood(command: Command) -> str:
-    """Why its program would refuse the command; empty if it would not."""
+    """Return the reason for which its program would refuse the command; empty if it would not."""
     kind = command.words[0]
     try:
         if kind == "make":

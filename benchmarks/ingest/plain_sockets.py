@@ -1,0 +1,30 @@
+"""Sockets without encryption, which nothing but this benchmark opens: to measure what CURVE costs.
+
+python -m benchmarks.ingest.plain_sockets KEY=VALUE...: a broker with such sockets
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import zmq
+
+from slipstream.broker.__main__ import main
+from slipstream.broker.transport import zmq_channels
+
+
+@contextmanager
+def plain_sockets() -> Iterator[None]:
+    """Open channels without CURVE during the block; all else, the size of pieces included, is as it always is."""
+    server = zmq_channels._SERVER_OPTIONS | {zmq.MAXMSGSIZE: zmq_channels.PIECE_BYTES}
+    with (
+        patch.object(zmq_channels, "_server_options", lambda keys: server),
+        patch.object(zmq_channels, "_client_options", lambda keys: zmq_channels._CLIENT_OPTIONS),
+    ):
+        yield
+
+
+if __name__ == "__main__":
+    with plain_sockets():
+        main(sys.argv[1:])
