@@ -25,10 +25,11 @@ from benchmarks.ingest.served_run import GROUP_SIZE, SOCKETS, ServedRun
 from benchmarks.ingest.slipstream_path import SlipstreamPath
 from slipstream.buffer.codec import check_header, pack
 from slipstream.buffer.redis.connection import connect
+from slipstream.buffer.redis.embedded import Durability
 
 _OURS, _RAW = "Slipstream", "raw Redis"
 _LEVELS = ("fast", "standard", "strict")
-_VOLATILE_BESIDE = "standard"
+_VOLATILE_BESIDE: Durability = "standard"
 """Contestants without durability are measured in the rounds of this level."""
 _STAGE_S = 0.3
 """Processor time over which a single stage is averaged."""
