@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -29,7 +30,7 @@ from slipstream.scripts.init_random_model import load_model, save_model
 from slipstream.scripts.make_digits_data import HELDOUT, TRAIN
 
 IGNORED = -100
-"""Label that transformers leaves out of the loss."""
+"""Label of tokens that stay out of the loss."""
 
 
 class Problem(NamedTuple):
@@ -141,7 +142,8 @@ class WarmUp:
     def step(self, problems: list[Problem], *, pad_id: int) -> float:
         """Make one optimizer update; return the loss in nats per token."""
         ids, labels = collate(problems, pad_id=pad_id)
-        loss = self._model(input_ids=ids, labels=labels).loss
+        logits = self._model(input_ids=ids).logits[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)

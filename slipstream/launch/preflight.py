@@ -1,8 +1,11 @@
 """Preflight: makes what a run needs and lacks, and checks its surroundings before its folder and roles exist."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+from msgspec import json
 
 from slipstream.broker.credentials import find_token
 from slipstream.broker.dataset import Dataset, describe_shortage
@@ -31,25 +34,33 @@ def prepare(run: RunConfig) -> int:
 
     Raises ConfigError with the step that failed.
     """
-    steps = missing_steps(run)
-    for step in steps:
-        print(f"prepare: {step.creates} is missing, making it with {step.module}", flush=True)
-        _run(step)
+    if not (steps := missing_steps(run)):
+        return 0
+    # One process for all steps: they share the import of torch, which the launcher does without.
+    command = [sys.executable, "-m", __name__, json.encode(steps).decode()]
+    try:
+        code = subprocess.run(command, check=False, timeout=_STEP_TIMEOUT_S * len(steps)).returncode
+        outcome = f"failed with exit code {code}; its own message is above" if code else "did not"
+    except subprocess.TimeoutExpired:
+        outcome = f"did not within {_STEP_TIMEOUT_S * len(steps):.0f} s"
+    if failed := next((step for step in steps if not Path(step.creates).exists()), None):
+        shown = f"python -m {failed.module} {' '.join(failed.args)}"
+        raise ConfigError(f"prepare step `{shown}` must create {failed.creates}, but {outcome}.")
     return len(steps)
 
 
-def _run(step: PrepareStep) -> None:
-    # A process each: a step may load torch, which the launcher does without.
-    command = [sys.executable, "-m", step.module, *step.args]
-    shown = f"python -m {step.module} {' '.join(step.args)}"
-    try:
-        code = subprocess.run(command, check=False, timeout=_STEP_TIMEOUT_S).returncode
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"prepare step `{shown}` must end within {_STEP_TIMEOUT_S:.0f} s, but did not.") from None
-    if code != 0:
-        raise ConfigError(f"prepare step `{shown}` failed with exit code {code}; its own message is above.")
-    if not Path(step.creates).exists():
-        raise ConfigError(f"prepare step `{shown}` must create {step.creates}, but did not: check prepare[].creates.")
+def _run_steps(steps: list[PrepareStep]) -> None:
+    """Run each as `python -m MODULE ARGS` in this process, up to the first that fails or does not make its product."""
+    for step in steps:
+        print(f"prepare: {step.creates} is missing, making it with {step.module}", flush=True)
+        sys.argv = [step.module, *step.args]
+        try:
+            runpy.run_module(step.module, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            if end.code:
+                raise
+        if not Path(step.creates).exists():
+            return
 
 
 def check_surroundings(run: RunConfig) -> None:
@@ -75,3 +86,7 @@ def check_surroundings(run: RunConfig) -> None:
             check_free(run.broker.address)
         if isinstance(run.buffer.store, RedisConfig):
             open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
+
+
+if __name__ == "__main__":
+    _run_steps(json.decode(sys.argv[1], type=list[PrepareStep]))

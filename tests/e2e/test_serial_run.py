@@ -17,6 +17,7 @@ SMALL = (
     "prepare=[]",
     "learner.groups_per_step=4",
     "learner.max_steps=3",
+    "learner.optimizer.learning_rate=3e-4",
     "evaluation.monitor_prompts=4",
     "evaluation.final_prompts=8",
 )
