@@ -23,9 +23,12 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import VllmEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.generators.engines.vllm.environment import vllm_environment
@@ -85,6 +89,7 @@ def main(arguments: list[str]) -> None:
     board = StatusBoard()
     deadline = Deadline(given.broker.join_timeout_s, what="a run to join")
     own, token = wait_for_token(given, overrides, deadline=deadline)
+    loading = start_loading(next((run for run in own if run is not given), None))
     keys = derive_keys(token)
     session = join(
         "generator",
@@ -99,6 +104,7 @@ def main(arguments: list[str]) -> None:
     with session.leave_at_exit(flush_s=_FLUSH_S):
         run = msgspec.json.decode(session.welcome.config_json, type=RunConfig)
         log.info("joined", run=run.name)
+        loading.join()
         asyncio.run(_generate(session, board, run=with_own_code(run, own, overrides), keys=keys))
     log.info("stopped")
 
@@ -125,6 +131,27 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, key
     session.inbox.forward_to(partial(call_threadsafe, loop, generator.receive))
     on_stop_signal(partial(call_threadsafe, loop, generator.drain, "stop signal"))
     await generator.run()
+
+
+def start_loading(run: RunConfig | None) -> threading.Thread:
+    """Import vLLM, which takes ten seconds, beside the wait for the broker, if this machine knows that `run` needs it.
+
+    Returns the thread that imports it. An error is left to the import that needs the module.
+    """
+    modules = []
+    if run and isinstance(run.generators.engine, VllmEngineConfig):
+        # Before the import, at which torch and vLLM read them.
+        os.environ.update(vllm_environment(run))
+        modules.append("slipstream.generators.engines.vllm.engine")
+
+    def load_modules() -> None:
+        with suppress(Exception):
+            for module in modules:
+                import_module(module)
+
+    thread = threading.Thread(target=load_modules, name="load", daemon=True)
+    thread.start()
+    return thread
 
 
 # --- what this machine knows of the run ------------------------------------------------------------------------------

@@ -85,18 +85,6 @@ install() {
     "$python" -m uv pip install "${arguments[@]}"
 }
 
-# Compiles the modules of the roles, each of which then starts ten seconds sooner, and proves that they load.
-load_once() {
-    step="load the installed packages (logs: $venv/load*.log)"
-    unset PYTHONDONTWRITEBYTECODE
-    [ "$1" = gpu ] || export DS_ACCELERATOR=cpu
-    "$python" -c "import vllm.v1.engine.async_llm" >"$venv/load.log" 2>&1 &
-    local vllm=$!
-    "$python" -c "import deepspeed, transformers.models.qwen2.modeling_qwen2, slipstream.buffer.store, zmq, redis" \
-        >"$venv/load_learner.log" 2>&1 || { tail -n 5 "$venv/load_learner.log" >&2; false; }
-    wait $vllm || { tail -n 5 "$venv/load.log" >&2; false; }
-}
-
 rm -f "$stamp"
 check_machine
 make_venv
@@ -104,6 +92,5 @@ configure_uv
 extra=$(choose_extra)
 echo "set-up: installing the $extra build into $venv"
 install "$extra"
-load_once "$extra"
 touch "$stamp"
 echo "set-up: done in $SECONDS s"

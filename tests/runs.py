@@ -16,6 +16,7 @@ from slipstream.buffer.accounting import Audit, StoreCounts
 from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.configs.load import load
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -35,12 +36,12 @@ SMALL = (
 
 
 def make_task(folder: Path, *, warm: bool) -> Path:
-    """Data and model of the default task, made by the project's own scripts. Returns `folder`."""
+    """Data of the default task, a random Qwen2 and, if `warm`, the default model. Returns `folder`."""
     run_script(folder, "slipstream.scripts.make_digits_data", "--task=reverse", "--digits=5", "--out=data/digits")
     run_script(folder, "slipstream.scripts.init_random_model", "--out=models/digits-random")
     if warm:
-        arguments = ("--model=models/digits-random", "--data=data/digits", "--out=models/digits-warm")
-        run_script(folder, "slipstream.scripts.warm_up", *arguments)
+        for step in load([]).prepare[1:]:
+            run_script(folder, step.module, *step.args)
     return folder
 
 

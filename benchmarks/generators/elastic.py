@@ -1,6 +1,6 @@
 """One training run with 1, then 4, then 2, then 3 generators: throughput of each, and start-up time of a new one.
 
-The default experiment with real vLLM, DeepSpeed and Redis under the launcher, scaled by `run_async.py scale`. A phase
+The experiment digits_rotary_cpu with real vLLM, DeepSpeed and Redis under the launcher, scaled by `run_async.py scale`. A phase
 NUMBER:STEP asks for that many generators from that step on. A new generator's first trajectory is read from its own
 gauges, up to a second late.
 """
@@ -30,6 +30,7 @@ _POLL_INTERVAL_S = 0.2
 _START_S = 180.0
 _REWARD_ROWS = 10
 _NAME = "elastic"
+_EXPERIMENT = "experiment=digits_rotary_cpu"
 
 console = Console(highlight=False)
 
@@ -38,7 +39,8 @@ def main(arguments: argparse.Namespace) -> None:
     """Run once, scaling at each phase; then report on the phases."""
     with tempfile.TemporaryDirectory(prefix="elastic-") as runs_dir:
         overrides = [f"name={_NAME}", f"runs_dir={runs_dir}", f"generators.count={arguments.phases[0][0]}"]
-        command = [sys.executable, "-m", "slipstream", "run", *overrides, *arguments.overrides]
+        # Of minutes: the default experiment ends before a new generator has started.
+        command = [sys.executable, "-m", "slipstream", "run", _EXPERIMENT, *overrides, *arguments.overrides]
         with (Path(runs_dir) / "launcher.log").open("w") as log:
             launcher = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -62,7 +62,7 @@ def _measure(arguments: argparse.Namespace, *, step_s: float, pacing_lag: float)
         run = load(
             [
                 "generators/engine=scripted",
-                "model.path=models/digits-random",
+                "model.path=models/digits-gpt2",
                 f"generators.group_size={_GROUP_SIZE}",
                 f"generators.max_concurrency={_CONCURRENCY}",
                 f"generators.sampling.max_tokens={_MAX_TOKENS}",
@@ -76,7 +76,7 @@ def _measure(arguments: argparse.Namespace, *, step_s: float, pacing_lag: float)
             ]
         )
         # The scripted engine needs a vocabulary, and no model that has learnt anything.
-        untrained = [step for step in run.prepare if step.creates != "models/digits-warm"]
+        untrained = [step for step in run.prepare if not step.module.endswith("warm_up")]
         prepare(msgspec.structs.replace(run, prepare=untrained))
         fleet = FleetRun(run, stack)
         fleet.add_generator(

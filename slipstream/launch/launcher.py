@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -29,6 +29,7 @@ from slipstream.launch.generator_pool import (
     place,
     visible_gpus,
 )
+from slipstream.launch.preflight import preparation_limit_s
 from slipstream.launch.scaling import LauncherReport, Scaling
 from slipstream.runtime.logs import make_output_lossy
 from slipstream.runtime.process import LAUNCHER_VARIABLE, Restart, RoleDiedError, RoleProcess, raise_on_stop_signal
@@ -66,7 +67,9 @@ class Launcher:
     def _generator(self, name: str) -> RoleProcess:
         # In the run folder it finds address, secret and code; the broker sends the other settings.
         where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
-        return self._role(name, ["slipstream.generators", "--id", name, *where])
+        # The broker listens once the run's inputs are there.
+        limit_s = self._run.broker.join_timeout_s + preparation_limit_s(self._run)
+        return self._role(name, ["slipstream.generators", "--id", name, *where, f"broker.join_timeout_s={limit_s}"])
 
     def _check_room(self, count: int) -> None:
         """Assign GPUs to `count` generators. Raises ConfigError when this machine has no room for them."""
@@ -88,15 +91,23 @@ class Launcher:
             variables=gpus,
         )
 
-    def launch(self) -> None:
-        """Start everything, watch until the learner has finished, stop everything."""
+    def launch(self, *, prepare: Callable[[], None] | None = None) -> None:
+        """Start everything, watch until the learner has finished, stop everything.
+
+        `prepare` makes the inputs that are missing; only generators run beside it, and load their libraries.
+        """
         make_output_lossy()
         raise_on_stop_signal()
         make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
-        # In this order, so that the store outlives the roles and the view shows their end.
-        with self._store() as store, self._processes(), self._view.shown():
-            self._watch_and_report(store)
+        try:
+            # In this order, so that the store outlives the roles and the view shows their end.
+            with self._store() as store, self._processes(prepare), self._view.shown():
+                self._watch_and_report(store)
+        finally:
+            if self._broker.pid is None:
+                # Its inputs could not be made, and the name is free again.
+                self._folder.discard()
 
     @contextmanager
     def _store(self) -> Iterator[RedisStore]:
@@ -131,11 +142,14 @@ class Launcher:
             store.close()
 
     @contextmanager
-    def _processes(self) -> Iterator[None]:
+    def _processes(self, prepare: Callable[[], None] | None) -> Iterator[None]:
         try:
+            # Generators first: their libraries take the longest to load.
+            self._pool.set_target(self._run.generators.count)
+            if prepare:
+                prepare()
             self._broker.start()
             self._learner.start()
-            self._pool.set_target(self._run.generators.count)
             yield
         finally:
             ends_at = time.monotonic() + _STOP_TIMEOUT_S

@@ -24,9 +24,46 @@ _STEP_TIMEOUT_S = 3600.0
 _STORE_TIMEOUT_S = 10.0
 
 
+def check_surroundings(run: RunConfig) -> None:
+    """Check reward functions; with role processes also the broker's address, its token and the store.
+
+    Takes a moment, or ten seconds when the store does not answer. Raises ConfigError, BrokerError, ReplayBufferError.
+    """
+    # Imported here once, because an error inside a generator's worker process would come a minute later.
+    for reward in filter(None, (run.generators.reward, run.replay.reward)):
+        load_reward(reward.function, reward.arguments)
+    if run.mode == "async":
+        find_token(run)
+        # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
+        # taken by whoever holds the run's lock.
+        if run.broker.address:
+            check_free(run.broker.address)
+        if isinstance(run.buffer.store, RedisConfig):
+            open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
+
+
+def make_inputs(run: RunConfig) -> None:
+    """Run the missing preparation steps, then check data and model; a replay reads its whole archive.
+
+    Raises ConfigError.
+    """
+    prepare(run)
+    Dataset(run.data.train_path)
+    if shortage := describe_shortage(run, num_heldout=len(Dataset(run.data.heldout_path))):
+        print(f"note: {shortage}", flush=True)
+    check_model_path(run.model.path)
+    if run.mode == "replay":
+        plan_replay(run)
+
+
 def missing_steps(run: RunConfig) -> list[PrepareStep]:
     """Return the preparation steps whose product does not exist."""
     return [step for step in run.prepare if not Path(step.creates).exists()]
+
+
+def preparation_limit_s(run: RunConfig) -> float:
+    """Return the longest time that the missing steps may take together, seconds."""
+    return _STEP_TIMEOUT_S * len(missing_steps(run))
 
 
 def prepare(run: RunConfig) -> int:
@@ -38,11 +75,12 @@ def prepare(run: RunConfig) -> int:
         return 0
     # One process for all steps: they share the import of torch, which the launcher does without.
     command = [sys.executable, "-m", __name__, json.encode(steps).decode()]
+    limit_s = preparation_limit_s(run)
     try:
-        code = subprocess.run(command, check=False, timeout=_STEP_TIMEOUT_S * len(steps)).returncode
+        code = subprocess.run(command, check=False, timeout=limit_s).returncode
         outcome = f"failed with exit code {code}; its own message is above" if code else "did not"
     except subprocess.TimeoutExpired:
-        outcome = f"did not within {_STEP_TIMEOUT_S * len(steps):.0f} s"
+        outcome = f"did not within {limit_s:.0f} s"
     if failed := next((step for step in steps if not Path(step.creates).exists()), None):
         shown = f"python -m {failed.module} {' '.join(failed.args)}"
         raise ConfigError(f"prepare step `{shown}` must create {failed.creates}, but {outcome}.")
@@ -61,31 +99,6 @@ def _run_steps(steps: list[PrepareStep]) -> None:
                 raise
         if not Path(step.creates).exists():
             return
-
-
-def check_surroundings(run: RunConfig) -> None:
-    """Check data, model and reward functions; with role processes also the broker's address, its token and the store.
-
-    A replay reads its whole archive. Takes a second, or ten when a store or the model hub does not answer.
-    Raises ConfigError, BrokerError, ReplayBufferError.
-    """
-    Dataset(run.data.train_path)
-    if shortage := describe_shortage(run, num_heldout=len(Dataset(run.data.heldout_path))):
-        print(f"note: {shortage}", flush=True)
-    check_model_path(run.model.path)
-    # Imported here once, because an error inside a generator's worker process would come a minute later.
-    for reward in filter(None, (run.generators.reward, run.replay.reward)):
-        load_reward(reward.function, reward.arguments)
-    if run.mode == "replay":
-        plan_replay(run)
-    if run.mode == "async":
-        find_token(run)
-        # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
-        # taken by whoever holds the run's lock.
-        if run.broker.address:
-            check_free(run.broker.address)
-        if isinstance(run.buffer.store, RedisConfig):
-            open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.launch.launcher import Launcher
-from slipstream.launch.plot import plot_run
-from slipstream.launch.preflight import check_surroundings, prepare
+from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
 from slipstream.runtime.run_folder import RunFolder
 
 console = Console()
@@ -33,10 +32,13 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         start_sft(overrides)
     run, overrides = with_free_name(run, overrides)
     folder = RunFolder(run)
-    # Before the preparation, which may take minutes; claimed after the checks, so that a refused run leaves no folder.
     folder.check_name()
-    prepare(run)
     check_surroundings(run)
+    # A preparation takes seconds to minutes, in which generators can load their libraries. Everything else is checked
+    # first, so that a refused run starts no process and leaves no folder.
+    is_to_prepare = run.mode == "async" and bool(missing_steps(run))
+    if not is_to_prepare:
+        make_inputs(run)
     folder.claim()
     # The launcher works without torch, which takes seconds to import.
     if run.mode == "serial":
@@ -48,8 +50,9 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
 
         run_replay(run, folder, overrides=overrides)
     else:
+        launcher = Launcher(run, folder, overrides=overrides, console=console)
         try:
-            Launcher(run, folder, overrides=overrides, console=console).launch()
+            launcher.launch(prepare=(lambda: make_inputs(run)) if is_to_prepare else None)
         finally:
             folder.unlock()
     _report(run, folder, overrides=overrides, program=program)
@@ -105,6 +108,9 @@ _REPORTED = {
 
 
 def _report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
+    # Matplotlib takes a second to import, which the start does without.
+    from slipstream.launch.plot import plot_run
+
     summary = json.loads(folder.summary.read_text())
     curve = plot_run(folder.path)
     console.print(f"{run.name}: {verdict(run, summary)}", style="bold", highlight=False, soft_wrap=True)

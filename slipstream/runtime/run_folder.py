@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -77,6 +78,7 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.token = self.path / "token"
         self._lock: IO[str] | None = None
+        self._is_new = False
 
     @property
     def sockets(self) -> Path:
@@ -104,9 +106,17 @@ class RunFolder:
 
         Raises as `check_name`.
         """
+        self._is_new = not self.path.exists()
         self.check_name()
         self.lock()
         self.open()
+
+    def discard(self) -> None:
+        """Remove the folder if `claim` has created it: for a run that ends before any of its roles had its inputs."""
+        if self._is_new:
+            for folder in (self.path, self.sockets):
+                shutil.rmtree(folder, ignore_errors=True)
+            self.unlock()
 
     def check_name(self) -> None:
         """Raise ConfigError when the name is in use and the run is not to be resumed, or runs already."""
