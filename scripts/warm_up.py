@@ -2,8 +2,8 @@
 
     python -m slipstream.scripts.warm_up --model=models/digits-random --data=data/digits --out=models/digits-warm
 
-Training stops as soon as the exact accuracy (whole answer and end token right, sampled at temperature 1) on held-out
-prompts lies in the band; after a step beyond it, training resumes from the last evaluation with half the learning rate.
+Training stops as soon as the exact accuracy (whole answer and end token right; sampled at temperature 1, or the most
+likely answer with --greedy) on held-out prompts lies in the band; after a step beyond it, training resumes from the last evaluation with half the learning rate.
 The same seed gives the same weights on the same machine, unless the time runs out first: then the weights of the last
 evaluation are kept, if they solve anything.
 """
@@ -95,13 +95,13 @@ def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[P
 
 
 @torch.no_grad()
-def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int) -> float:
-    """Share of responses, sampled at temperature 1, that equal the right one, end token included."""
+def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int, is_greedy: bool = False) -> float:
+    """Share of responses that equal the right one, end token included: sampled at temperature 1, or the most likely."""
     # Prompts of one length need no padding, which a sampler would have to mask.
     by_length: dict[int, list[Problem]] = {}
     for problem in problems:
         by_length.setdefault(len(problem.prompt), []).append(problem)
-    generator = torch.Generator().manual_seed(seed)
+    generator = None if is_greedy else torch.Generator().manual_seed(seed)
     return sum(_num_right(model, alike, generator) for alike in by_length.values()) / len(problems)
 
 
@@ -114,14 +114,18 @@ def guess_accuracy(loss: float, problems: list[Problem]) -> float:
     return math.exp(-num_tokens * loss)
 
 
-def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch.Generator) -> int:
-    """Count right responses to prompts of one length; none is sampled beyond the length of the right one."""
+def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch.Generator | None) -> int:
+    """Count right responses to prompts of one length; none is written beyond the length of the right one.
+
+    Without a `generator` each token is the most likely one.
+    """
     longest = max(len(problem.response) for problem in problems)
     ids, cache = torch.tensor([problem.prompt for problem in problems]), None
     written = []
     for _ in range(longest):
         output = model(input_ids=ids, past_key_values=cache, use_cache=True)
-        ids, cache = torch.multinomial(output.logits[:, -1].softmax(-1), 1, generator=generator), output.past_key_values
+        logits, cache = output.logits[:, -1], output.past_key_values
+        ids = torch.multinomial(logits.softmax(-1), 1, generator=generator) if generator else logits.argmax(-1, True)
         written.append(ids)
     responses = torch.cat(written, dim=1).tolist()
     pairs = zip(problems, responses, strict=True)
@@ -179,6 +183,7 @@ def warm_up(
     evaluate_every: int,
     budget: Budget,
     seed: int,
+    is_greedy: bool = False,
 ) -> float:
     """Train until the accuracy on `heldout` lies in `band` or the budget is spent; return the accuracy.
 
@@ -193,9 +198,11 @@ def warm_up(
         loss = work.step(problems, pad_id=pad_id)
         spent = time.monotonic() - started
         late = spent > budget.seconds
-        if not late and (number % evaluate_every or guess_accuracy(loss, problems) < band.low / 4):
+        # The most likely answer may be right long before it is likely: the estimate is of sampled ones.
+        is_promising = is_greedy or guess_accuracy(loss, problems) >= band.low / 4
+        if not late and (number % evaluate_every or not is_promising):
             continue
-        accuracy = exact_accuracy(model, heldout, seed=seed)
+        accuracy = exact_accuracy(model, heldout, seed=seed, is_greedy=is_greedy)
         print(f"batch {number:4d}  loss {loss:.3f}  exact {accuracy:.3f}  {spent:5.1f} s")
         # Too good a model has little left to learn by reinforcement.
         if accuracy > band.high:
@@ -227,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--low", type=float, default=0.26, help="least exact accuracy to stop at (0.26)")
     parser.add_argument("--high", type=float, default=0.30, help="greatest exact accuracy to stop at (0.30)")
+    parser.add_argument("--greedy", action="store_true", help="measure the most likely answers instead of samples")
     parser.add_argument(
         "--evaluation-rows", type=int, default=1024, help="held-out prompts, from the end of the file (1024)"
     )
@@ -258,6 +266,7 @@ def _run(options: argparse.Namespace) -> None:
         evaluate_every=options.evaluate_every,
         budget=Budget(options.max_batches, options.max_seconds),
         seed=options.seed,
+        is_greedy=options.greedy,
     )
     save_model(options.out, model=model, tokenizer=tokenizer)
     print(f"{options.out}: exact accuracy {accuracy:.3f} on {len(heldout)} held-out prompts")

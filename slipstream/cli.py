@@ -22,8 +22,8 @@ from slipstream.runtime.process import RoleDiedError
 
 SETTINGS = """\b
 Most used settings:
-  experiment=PRESET             digits_cpu (the default), addition_cpu, gsm8k_1gpu, gsm8k_8gpu, digits_serial,
-                                digits_replay, digits_sft, sft
+  experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, gsm8k_1gpu, gsm8k_8gpu,
+                                digits_serial, digits_replay, digits_sft, sft
   recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
   name=NAME                     run folder runs/NAME; resume=true continues it
   seed=0                        every random choice of the run derives from it
@@ -32,8 +32,8 @@ Most used settings:
   generators.count=1            vLLM engines; generators.group_size=8 answers to each prompt
   generators.reward.function=module:function
   buffer.staleness.max_lag=4    versions that a trajectory may be old; 0 is synchronous training
-  learner.max_steps=400         learner.groups_per_step=32 prompts each
-  learner.optimizer.learning_rate=3e-4
+  learner.max_steps=100         learner.groups_per_step=32 prompts each
+  learner.optimizer.learning_rate=3e-3
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """

@@ -1,6 +1,6 @@
 """One training run with 1, then 4, then 2, then 3 generators: throughput of each, and start-up time of a new one.
 
-The experiment digits_rotary_cpu with real vLLM, DeepSpeed and Redis under the launcher, scaled by `run_async.py scale`. A phase
+digits_rotary_cpu with real vLLM, DeepSpeed and Redis under the launcher, scaled by `run_async.py scale`. A phase
 NUMBER:STEP asks for that many generators from that step on. A new generator's first trajectory is read from its own
 gauges, up to a second late.
 """

@@ -14,7 +14,7 @@ from slipstream.configs.run import RunConfig
 def test_without_overrides_the_default_experiment_is_loaded() -> None:
     run = load([])
     assert run.name == "digits_cpu"
-    assert run.learner.optimizer.learning_rate == 1e-3
+    assert run.learner.optimizer.learning_rate == 3e-3
     assert isinstance(run.generators.engine, VllmEngineConfig)
 
 
