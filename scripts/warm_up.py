@@ -3,7 +3,8 @@
     python -m slipstream.scripts.warm_up --model=models/digits-random --data=data/digits --out=models/digits-warm
 
 Training stops as soon as the exact accuracy (whole answer and end token right; sampled at temperature 1, or the most
-likely answer with --greedy) on held-out prompts lies in the band; after a step beyond it, training resumes from the last evaluation with half the learning rate.
+likely answer with --greedy) on held-out prompts lies in the band; after a step beyond it, training resumes from the
+last evaluation with half the learning rate.
 The same seed gives the same weights on the same machine, unless the time runs out first: then the weights of the last
 evaluation are kept, if they solve anything.
 """

@@ -32,7 +32,7 @@ Most used settings:
   generators.count=1            vLLM engines; generators.group_size=8 answers to each prompt
   generators.reward.function=module:function
   buffer.staleness.max_lag=4    versions that a trajectory may be old; 0 is synchronous training
-  learner.max_steps=100         learner.groups_per_step=32 prompts each
+  learner.max_steps=80          learner.groups_per_step=32 prompts each
   learner.optimizer.learning_rate=3e-3
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.

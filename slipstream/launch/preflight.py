@@ -80,8 +80,10 @@ def prepare(run: RunConfig) -> int:
         code = subprocess.run(command, check=False, timeout=limit_s).returncode
         outcome = f"failed with exit code {code}; its own message is above" if code else "did not"
     except subprocess.TimeoutExpired:
-        outcome = f"did not within {limit_s:.0f} s"
-    if failed := next((step for step in steps if not Path(step.creates).exists()), None):
+        code, outcome = 1, f"did not within {limit_s:.0f} s"
+    missing = [step for step in steps if not Path(step.creates).exists()]
+    # The process ends at the first step that fails, which may have made a part of its product.
+    for failed in missing[:1] or (steps[-1:] if code else []):
         shown = f"python -m {failed.module} {' '.join(failed.args)}"
         raise ConfigError(f"prepare step `{shown}` must create {failed.creates}, but {outcome}.")
     return len(steps)

@@ -94,6 +94,7 @@ def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, lis
 # --- the report ------------------------------------------------------------------------------------------------------
 _REPORTED = {
     "accuracy before, sampled": "accuracy_before",
+    "accuracy before, greedy": "accuracy_before_greedy",
     "accuracy after, sampled": "accuracy_sampled",
     "accuracy after, greedy": "accuracy_greedy",
     "seconds to the goal": "seconds_to_goal",

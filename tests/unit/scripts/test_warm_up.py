@@ -75,6 +75,19 @@ def test_only_the_whole_answer_with_its_end_counts(written: list[int], accuracy:
     assert exact_accuracy(Parrot(written), [Problem([5, 6], [7, 8, 1])], seed=0) == accuracy  # type: ignore[arg-type]
 
 
+@torch.no_grad()
+def test_the_most_likely_answer_may_be_right_where_a_sample_seldom_is() -> None:
+    class Hesitant(Parrot):
+        def forward(self, **inputs: object) -> object:
+            output = super().forward(**inputs)  # type: ignore[arg-type]
+            output.logits = output.logits.clamp(min=-1.0)  # type: ignore[attr-defined]
+            return output
+
+    model, problems = Hesitant([7, 8, 1]), [Problem([5, 6], [7, 8, 1])] * 100
+    assert exact_accuracy(model, problems, seed=0, is_greedy=True) == 1.0  # type: ignore[arg-type]
+    assert exact_accuracy(model, problems, seed=0) < 0.1  # type: ignore[arg-type]
+
+
 def test_prompts_and_responses_of_several_lengths_are_scored() -> None:
     problems = [Problem([5], [7, 1]), Problem([5, 6], [7, 8, 1]), Problem([5, 6], [7, 1])]
     assert exact_accuracy(Parrot([7, 1, 1]), problems, seed=0) == pytest.approx(2 / 3)  # type: ignore[arg-type]

@@ -24,6 +24,18 @@ def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path):
     RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).claim()
 
 
+def test_a_run_that_is_discarded_frees_its_name_and_keeps_what_was_there_before(tmp_path: Path):
+    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
+    folder.claim()
+    folder.discard()
+    assert not folder.path.exists()
+    folder.path.mkdir()
+    (folder.path / "mine").touch()
+    folder.claim()
+    folder.discard()
+    assert (folder.path / "mine").exists()
+
+
 def test_it_records_configuration_and_versions(tmp_path: Path):
     folder = RunFolder(make_run(runs_dir=str(tmp_path)))
     folder.claim()
