@@ -82,8 +82,9 @@ def prepare(run: RunConfig) -> int:
     except subprocess.TimeoutExpired:
         code, outcome = 1, f"did not within {limit_s:.0f} s"
     missing = [step for step in steps if not Path(step.creates).exists()]
-    # The process ends at the first step that fails, which may have made a part of its product.
-    for failed in missing[:1] or (steps[-1:] if code else []):
+    if missing or code:
+        # The process ends at the first step that fails, which may have made a part of its product.
+        failed = [*missing, steps[-1]][0]
         shown = f"python -m {failed.module} {' '.join(failed.args)}"
         raise ConfigError(f"prepare step `{shown}` must create {failed.creates}, but {outcome}.")
     return len(steps)
