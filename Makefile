@@ -40,7 +40,7 @@ test-all: $(INSTALLED) ## all tests
 chaos: $(INSTALLED) ## kill roles of a run at random, then audit it; ARGS="--seed=7 --kills=200" sets both
 	$(python) -m tests.chaos $(ARGS)
 
-mutants: $(INSTALLED) ## plant one bug after the other, which the fast tests must catch; ARGS="--only NAME" or "--kind delivery"
+mutants: $(INSTALLED) ## plant one bug after the other, which the fast tests must catch; ARGS="--only NAME", "--kind delivery" or "--by chaos"
 	$(python) -m tests.mutants $(ARGS)
 
 clean: ## remove .venv, caches and build output; keep runs, data and models

@@ -44,7 +44,9 @@ def main(arguments: Sequence[str]) -> int:
         outcome, problems = run(stage, harness, console, options)
     finally:
         harness.end()
-    show(console, harness.roles.values(), outcome, problems, expected=stage.expected)
+    show(console, harness.roles.values(), outcome, problems, stage=stage)
+    if harness.missed_acts:
+        console.print(f"not reached in time: {', '.join(harness.missed_acts)}", **_PLAIN)
     seconds = time.monotonic() - started_at
     verdict = f"{len(problems)} problems" if problems else "sound"
     strikes = sum((role.strikes for role in harness.roles.values()), Counter())
@@ -77,7 +79,10 @@ def run(
     stage.build()
     try:
         harness.start(timeout_s=_START_TIMEOUT_S)
-        for number, _ in enumerate(harness.strike(seed=options.seed, kills=options.kills, minutes=options.minutes), 1):
+        strikes: Iterable[object] = harness.strike(seed=options.seed, kills=options.kills, minutes=options.minutes)
+        if stage.pace.is_light:
+            strikes = harness.act(seed=options.seed, kills=options.kills)
+        for number, _ in enumerate(strikes, 1):
             if number % _PROGRESS_EVERY == 0:
                 console.print(f"{number} strikes, {harness.num_recoveries} recoveries, step {harness.newest_step}")
         harness.settle(timeout_s=_SETTLE_TIMEOUT_S)
@@ -87,7 +92,9 @@ def run(
         outcome = harness.outcome()
     except ReplayBufferError as error:
         return None, [*problems, str(error)]
-    return outcome, [*problems, *harness.crashes, *find_problems(outcome, steps=stage.steps, expected=stage.expected)]
+    expected = stage.expected(rejected=outcome.num_rejected)
+    problems += [*harness.crashes, *find_problems(outcome, steps=stage.steps, expected=expected)]
+    return outcome, problems + harness.delivery_problems(outcome)
 
 
 _PLAIN = {"markup": False, "highlight": False, "soft_wrap": True}
@@ -99,7 +106,7 @@ def show(
     outcome: Outcome | None,
     problems: list[str],
     *,
-    expected: Counter[Sample],
+    stage: Stage,
 ) -> None:
     """Print strikes and recoveries per role, the sums of the store, and every problem."""
     table = Table(*_COLUMNS)
@@ -112,7 +119,7 @@ def show(
         table.add_row(role.name, *map(str, numbers), *durations)
         lines += [f"{role.name} exited {times} x: {line}" for line, times in role.unexpected_exits.most_common()]
     console.print(table)
-    lines += _sums(outcome, expected) if outcome else []
+    lines += _sums(outcome, stage.expected(rejected=outcome.num_rejected)) if outcome else []
     lines += [f"problem: {problem}" for problem in problems]
     for line in lines:
         console.print(line, **_PLAIN)
@@ -120,6 +127,7 @@ def show(
 
 def _sums(outcome: Outcome, expected: Counter[Sample]) -> list[str]:
     counts, audit, trained = outcome.counts, outcome.audit, count_samples(outcome.lineage)
+    expected = expected - Counter(outcome.rejected)
     return [
         f"{len(outcome.ledger)} steps; {counts.accepted} trajectories accepted, {counts.duplicates} duplicates, "
         f"{counts.superseded} superseded, refused: {counts.refused or 'none'}",

@@ -6,20 +6,31 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from tests.chaos.acts import Acts
+from tests.chaos.delivery_audit import find_delivery_problems
+from tests.chaos.evidence import Evidence, Times
 from tests.chaos.guard import start_guard
-from tests.chaos.outcome import Outcome, read_archive, read_lineage
+from tests.chaos.outcome import Outcome, Stored, read_archive, read_lineage
 from tests.chaos.processes import ColdProcess, Process, StoreProcess, WarmProcess
 from tests.chaos.role import Progress, Role, Strike, draw_strikes
-from tests.chaos.stage import NAME, Stage
+from tests.chaos.stage import ALLOWED_REFUSALS, NAME, PEER_TIMEOUT_S, Stage
+from tests.chaos.watched.journal import Journal, read_journals
 
 _TICK_S = 0.02
-_READ_EVERY_S = 0.04
 _STORE_TIMEOUT_S = 10.0
 _RESTART_TIMEOUT_S = 60.0
 _GUARD_TIMEOUT_S = 30.0
+_LIAR = 2
+_MAX_ARCHIVE_PROBLEMS = 5
+_LAST_S = 0.5
+_ANSWER_S = 6.0
+"""Time for the last answers, after the run's end."""
+_MAX_EXITS = 5
+"""Exits without a strike after which a role will not start."""
 
 
 class Harness:
@@ -27,8 +38,17 @@ class Harness:
 
     def __init__(self, stage: Stage, *, num_generators: int, is_cold: bool) -> None:
         """`is_cold`: start every role with a fresh interpreter."""
-        self._stage = stage
+        self.stage = stage
         self._is_cold = is_cold
+        self.journal = Journal(stage.journals, "harness")
+        self.archive_problems: list[str] = []
+        """Defects of the archive at the deaths of its writer."""
+        self.stored: list[Stored] = []
+        """The archive at the end."""
+        self.missed_acts: list[str] = []
+        """Points that no role came to in time."""
+        self._most_consumed = 0
+        self._admitted: int | None = None
         self.roles = {role.name: role for role in self._make_roles(num_generators)}
         """Roles by name; the store comes first."""
         self._guard: subprocess.Popen[bytes] | None = None
@@ -56,43 +76,97 @@ class Harness:
 
     def start(self, *, timeout_s: float) -> None:
         """Start all roles, the store first; block until the first step is done. Raises TimeoutError."""
-        self._guard = start_guard(self._stage.folder)
-        self._stage.hold_file.touch()
+        self._guard = start_guard(self.stage.folder)
+        self.stage.hold_file.touch()
         for role in self.roles.values():
+            if role.name.startswith("generator"):
+                # At another address than the broker's they find the token only in the run's folder.
+                self.poll_until(self._has_token, timeout_s=timeout_s, watches=False)
             role.start(time.monotonic())
-        self._store = open_run_store(self._stage.store.url, NAME, timeout_s=_STORE_TIMEOUT_S)
-        if not self._poll_until(lambda: self.newest_step > 0, timeout_s=timeout_s):
+        self._store = open_run_store(self.stage.store.url, NAME, timeout_s=_STORE_TIMEOUT_S)
+        self.poll_until(lambda: self.newest_step > 0 or self._is_hopeless(), timeout_s=timeout_s)
+        if not self.newest_step:
             raise TimeoutError(f"the first step must be done within {timeout_s:g} s, {self._last_lines()}")
 
     def strike(self, *, seed: int, kills: int, minutes: float) -> Iterator[Strike]:
         """Deliver the strikes of a seed until `kills` processes have ended or the time is up; yields each one."""
         generators = [name for name in self.roles if name.startswith("generator")]
-        pace = self._stage.pace
+        pace = self.stage.pace
         ends_at = time.monotonic() + 60 * minutes
         for strike in draw_strikes(seed=seed, kills=kills, generators=generators, max_gap_s=pace.max_gap_s):
             if strike.is_after_recovery:
-                self._poll_until(self._is_recovered, timeout_s=pace.max_recovery_s)
-            self._poll_until(lambda: False, timeout_s=strike.gap_s)
+                self.poll_until(self._is_recovered, timeout_s=pace.max_recovery_s)
+            self.poll_until(lambda: False, timeout_s=strike.gap_s)
             role = self.roles[strike.role]
-            self._poll_until(lambda role=role: role.is_alive, timeout_s=_RESTART_TIMEOUT_S)
+            self.poll_until(lambda role=role: role.is_alive, timeout_s=_RESTART_TIMEOUT_S)
             if time.monotonic() >= ends_at:
                 return
             role.strike(strike, time.monotonic())
             yield strike
 
+    def act(self, *, seed: int, kills: int) -> Iterator[str]:
+        """Play the acts of a seed and random strikes until `kills` processes have ended; yields each one's name."""
+        acts = Acts(self, seed=seed)
+        self.missed_acts = acts.missed
+        for act in acts.schedule(kills):
+            if self.roles["learner"].has_finished:
+                return
+            self.journal.write("act", name=act.name)
+            act.play()
+            yield act.name
+
+    def check_archive(self) -> None:
+        """Record what is wrong with the archive now that its writer is dead."""
+        with suppress(ArchiveError):
+            archive = Archive(self.stage.run_folder / "archive")
+            self.archive_problems += [f"a dead broker left this: {problem}" for problem in archive.check().problems]
+
     def settle(self, *, timeout_s: float) -> None:
         """Let the run finish without strikes. Raises TimeoutError with the last line of every role."""
-        self._stage.hold_file.unlink(missing_ok=True)
+        self.stage.hold_file.unlink(missing_ok=True)
         learner = self.roles["learner"]
-        if not self._poll_until(lambda: learner.has_finished and self._is_archived(), timeout_s=timeout_s):
-            raise TimeoutError(f"the run must end {timeout_s:g} s after the last strike, {self._last_lines()}")
+        is_over = lambda: learner.has_finished and self._is_archived()  # noqa: E731
+        # Whatever is lost stalls the run sooner or later, and stalls it for good.
+        ends_at, step, stalls_at = time.monotonic() + timeout_s, -1, 0.0
+        while not self.poll_until(is_over, timeout_s=_TICK_S):
+            if self.newest_step != step:
+                step, stalls_at = self.newest_step, time.monotonic() + self.stage.pace.max_stall_s
+            if time.monotonic() > min(ends_at, stalls_at):
+                break
+        if not is_over():
+            raise TimeoutError(
+                f"the run must end {timeout_s:g} s after the last strike, and do a step within "
+                f"{self.stage.pace.max_stall_s:g} s, {self._last_lines()}"
+            )
+        self.poll_until(self._is_answered, timeout_s=_ANSWER_S)
+        self.poll_until(lambda: False, timeout_s=_LAST_S)
+        self.journal.write("end")
 
     def outcome(self) -> Outcome:
         """Everything that the run has left. Raises ReplayBufferError when the store does not answer."""
-        newest = self.store.run_state().checkpoint
-        trained = read_lineage(self._stage.run_folder / "checkpoints" / newest.name) if newest else []
-        archived, check = read_archive(self._stage.run_folder / "archive")
-        return Outcome(self.store.audit(), self.store.counts(), self.store.ledger(), trained, archived, check)
+        state = self.store.run_state()
+        newest = state.checkpoint
+        trained = read_lineage(self.stage.run_folder / "checkpoints" / newest.name) if newest else []
+        self.stored, check = read_archive(self.stage.run_folder / "archive")
+        return Outcome(
+            self.store.audit(),
+            self.store.counts(),
+            self.store.ledger(),
+            trained,
+            [each.sample for each in self.stored if each.outcome == "retired"],
+            check,
+            rejected=[each.sample for each in self.stored if each.outcome != "retired"],
+            consumed=state.consumed,
+            allowed_refusals=ALLOWED_REFUSALS,
+        )
+
+    def delivery_problems(self, outcome: Outcome) -> list[str]:
+        """Compare the journals with the outcome."""
+        pace = self.stage.pace
+        times = Times(lease_s=pace.lapse_after_s, peer_timeout_s=PEER_TIMEOUT_S)
+        lives = read_journals(self.stage.journals)
+        evidence = Evidence(lives, stored=self.stored, lineage=outcome.lineage, times=times, max_lag=pace.max_lag)
+        return [*self.archive_problems[:_MAX_ARCHIVE_PROBLEMS], *find_delivery_problems(evidence)]
 
     def end(self) -> None:
         """Kill the roles that are left, the store last."""
@@ -105,12 +179,16 @@ class Harness:
     def clear(self) -> None:
         """Remove the run's folder."""
         with suppress(OSError):
-            shutil.rmtree(self._stage.folder)
+            shutil.rmtree(self.stage.folder)
 
     def _is_recovered(self) -> bool:
         # While the learner holds the last step, no role has work left that would show its recovery.
-        is_held = self.newest_step >= self._stage.steps - 1
+        is_held = self.newest_step >= self.stage.steps - 1
         return is_held or not any(role.recovery.is_pending for role in self.roles.values())
+
+    def _is_answered(self) -> bool:
+        gauges = self.store.roles()
+        return not any(gauges.get(name, {}).get("outbox") for name in self.roles if name.startswith("generator"))
 
     def _is_archived(self) -> bool:
         try:
@@ -121,13 +199,21 @@ class Harness:
     def _last_lines(self) -> str:
         return "last lines: " + "; ".join(f"{role.name}: {role.process.last_line}" for role in self.roles.values())
 
-    def _poll_until(self, is_met: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Poll all roles until the condition is met, at most `timeout_s`; returns whether it is."""
+    def _has_token(self) -> bool:
+        is_broker_gone = self.roles["broker"].process.exit_code is not None
+        return is_broker_gone or (self.stage.run_folder / "config.yaml").exists()
+
+    def _is_hopeless(self) -> bool:
+        return any(role.unexpected_exits.total() > _MAX_EXITS for role in self.roles.values())
+
+    def poll_until(self, is_met: Callable[[], bool], *, timeout_s: float, watches: bool = True) -> bool:
+        """Poll all roles, if it `watches`, until the condition is met, at most `timeout_s`; returns whether it is."""
         ends_at = time.monotonic() + timeout_s
         while not is_met():
             if time.monotonic() >= ends_at:
                 return False
-            self._poll()
+            if watches:
+                self._poll()
             time.sleep(_TICK_S)
         return True
 
@@ -137,7 +223,7 @@ class Harness:
         # A stopped store would block the harness, which has to continue it.
         if time.monotonic() < self._next_read_at or self.roles["store"].is_stopped:
             return
-        self._next_read_at = time.monotonic() + _READ_EVERY_S
+        self._next_read_at = time.monotonic() + self.stage.pace.read_every_s
         try:
             progress = self._read_progress()
         except ReplayBufferError:
@@ -152,6 +238,7 @@ class Harness:
         counts, gauges = self.store.counts(), self.store.roles()
         # Only a broker accepts trajectories and leases new prompts; only a learner advances the step.
         arrived = counts.accepted + counts.duplicates + counts.superseded
+        self._check_pacing(counts.admitted)
         progress: dict[str, Progress] = {
             "store": (self._num_reads,),
             "broker": (arrived + counts.admitted,),
@@ -164,18 +251,43 @@ class Harness:
                 progress[name] = (int(own.get("trajectories", 0) - own.get("outbox", 0)),)
         return progress
 
+    def _check_pacing(self, admitted: int) -> None:
+        """Record prompts admitted beyond the limit. What was admitted before a roll back may stand above it."""
+        # Read after `admitted`, and never lowered: what is consumed can only be more by now.
+        self._most_consumed = max(self._most_consumed, self.store.run_state().consumed)
+        limit = self._most_consumed + self.stage.window
+        if self._admitted is not None and admitted > max(limit, self._admitted):
+            self.journal.write("overadmitted", admitted=admitted, limit=limit)
+        self._admitted = max(admitted, self._admitted or 0)
+
     def _make_roles(self, num_generators: int) -> Iterator[Role]:
-        stage = self._stage
-        yield Role("store", StoreProcess(stage.store), initial=(0,))
-        yield Role("broker", self._process("broker", "slipstream.broker.__main__", stage.settings))
-        learner = self._process("learner", "tests.chaos.scripted_learner", stage.settings)
-        yield Role("learner", learner, may_finish=True)
+        stage = self.stage
+        flags, note = stage.pace.flags, self._note
+        yield Role("store", StoreProcess(stage.store), initial=(0,), note=note)
+        if stage.pace.is_light:
+            relay = [stage.relay_socket, stage.broker_socket, str(stage.seed)]
+            yield Role("relay", self._process("relay", "tests.chaos.relay", relay))
+        broker = self._process("broker", "tests.chaos.watched.broker", [*flags, *stage.settings])
+        yield Role("broker", broker, note=note)
+        learner = self._process("learner", "tests.chaos.scripted_learner", [*flags, *stage.settings])
+        yield Role("learner", learner, may_finish=True, note=note)
         for number in range(num_generators):
-            name, module = f"generator-{number}", "slipstream.generators.__main__"
-            arguments = ["--id", name, stage.address]
-            generator = self._process(name, module, arguments, is_cold=stage.pace.has_cold_generators)
-            yield Role(name, generator, initial=(0,))
+            yield Role(f"generator-{number}", self._generator(number), initial=(0,), note=note)
+
+    def _generator(self, number: int) -> Process:
+        """The first is honest and has no relay before it, the last one lies."""
+        name, pace = f"generator-{number}", self.stage.pace
+        address = self.stage.relayed_address if pace.is_light and number else self.stage.address
+        arguments = ["--id", name, f"name={NAME}", address]
+        if pace.has_cold_generators:
+            # vLLM reads its environment when it is imported, so nothing may be put in before.
+            return self._process(name, "slipstream.generators.__main__", arguments, is_cold=True)
+        flags = [*pace.flags, *(["--misbehaves"] if number else []), *(["--lies"] if number == _LIAR else [])]
+        return self._process(name, "tests.chaos.watched.generator", [*flags, *arguments])
+
+    def _note(self, event: str, role: str) -> None:
+        self.journal.write(event, role=role)
 
     def _process(self, name: str, module: str, arguments: list[str], *, is_cold: bool = False) -> Process:
         kind = ColdProcess if is_cold or self._is_cold else WarmProcess
-        return kind(module, arguments, cwd=self._stage.folder, log=self._stage.logs / f"{name}.log")
+        return kind(module, arguments, cwd=self.stage.folder, log=self.stage.logs / f"{name}.log")

@@ -8,15 +8,17 @@ surviving weights have seen.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import xxhash
 
 from slipstream.buffer.accounting import Audit, StoreCounts
 from slipstream.buffer.archive.archive import Archive, ArchiveCheck
-from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.sampling import row_of
 from slipstream.buffer.trajectory import Record, Trajectory
+from tests.chaos.watched.journal import content_of
 
 LINEAGE_FILE = "lineage.json"
 """File in a checkpoint's folder."""
@@ -34,6 +36,10 @@ class Trained(Record):
     """Counted from 1."""
     samples: list[Sample]
     """In the order drawn."""
+    ids: list[str] = []
+    """Trajectory of each sample."""
+    contents: list[str] = []
+    """Hash of each trajectory, see `journal.content_of`."""
 
 
 class Outcome(Record):
@@ -48,6 +54,30 @@ class Outcome(Record):
     archived: list[Sample]
     """Trajectories of the retired groups in the archive."""
     archive: ArchiveCheck
+    rejected: list[Sample] = []
+    """Trajectories in the archive of groups that were not trained on, for a reason that the store counts."""
+    consumed: int = 0
+    """Groups that count as trained on."""
+    allowed_refusals: list[str] = []
+    """Reasons for which what was offered on purpose had to be refused."""
+
+    @property
+    def num_rejected(self) -> int:
+        """Groups that were not trained on."""
+        return len({group for group, _, _ in self.rejected})
+
+
+class Stored(NamedTuple):
+    """A trajectory in the archive, as the audit of the delivery compares it."""
+
+    id: str
+    sample: Sample
+    content: str
+    """See `journal.content_of`."""
+    tokens: str
+    """Hash of the tokens alone."""
+    outcome: str
+    """End of its group: retired, rejected, ..."""
 
 
 # --- lineage ---
@@ -82,11 +112,16 @@ def uninterrupted(*, num_groups: int, group_size: int, num_rows: int, seed: int)
 # --- comparison ---
 
 
-def read_archive(folder: Path) -> tuple[list[Sample], ArchiveCheck]:
-    """The retired samples of an archive, and its own check. Raises ArchiveError."""
+def read_archive(folder: Path) -> tuple[list[Stored], ArchiveCheck]:
+    """The trajectories of an archive, and its own check. Raises ArchiveError."""
     archive = Archive(folder)
-    retired = (stored.trajectory for stored in archive.read(TrajectoryFilter(outcome="retired")))
-    return samples_of([list(retired)]), archive.check()
+    return [_stored(each.trajectory, each.state) for each in archive.read()], archive.check()
+
+
+def _stored(trajectory: Trajectory, outcome: str) -> Stored:
+    (sample,) = samples_of([[trajectory]])
+    tokens = xxhash.xxh3_64_hexdigest(trajectory.token_ids.tobytes())
+    return Stored(trajectory.id, sample, content_of(trajectory), tokens, outcome)
 
 
 def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) -> list[str]:
@@ -95,11 +130,12 @@ def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) ->
         *_audit_problems(outcome.audit),
         *_step_problems("the ledger", [entry.step for entry in outcome.ledger], steps=steps),
         *_step_problems("the lineage", [trained.step for trained in outcome.lineage], steps=steps),
-        *_sample_problems("trained on", count_samples(outcome.lineage), expected),
-        *_sample_problems("archived", Counter(outcome.archived), expected),
+        *_sample_problems("trained on", count_samples(outcome.lineage), expected - Counter(outcome.rejected)),
+        *_sample_problems("archived", Counter(outcome.archived + outcome.rejected), expected),
         *outcome.archive.problems,
         *_order_problems(outcome),
-        *_count_problems(outcome.counts),
+        *_count_problems(outcome.counts, allowed=outcome.allowed_refusals),
+        *_consumption_problems(outcome),
     ]
 
 
@@ -133,8 +169,15 @@ def _order_problems(outcome: Outcome) -> list[str]:
     ]
 
 
-def _count_problems(counts: StoreCounts) -> list[str]:
+def _consumption_problems(outcome: Outcome) -> list[str]:
+    used = len({group for entry in outcome.ledger for group in entry.group_ids})
+    return [] if outcome.consumed == used else [f"{used} groups were trained on, the store counts {outcome.consumed}"]
+
+
+def _count_problems(counts: StoreCounts, *, allowed: Sequence[str]) -> list[str]:
     left = counts.leased + counts.returned + counts.open + counts.ready + counts.claimed + counts.used
     return [f"no group may be left over, got {counts}"] * bool(left) + [
-        f"nothing may be refused, got {number} x {reason}" for reason, number in counts.refused.items()
+        f"nothing may be refused, got {number} x {reason}"
+        for reason, number in counts.refused.items()
+        if reason not in allowed
     ]

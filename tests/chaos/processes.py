@@ -25,7 +25,10 @@ _PRELOADED = [
     "slipstream.learner.build",
     "slipstream.scripts.init_random_model",
     "tests.chaos.harness",
+    "tests.chaos.relay",
     "tests.chaos.scripted_learner",
+    "tests.chaos.watched.broker",
+    "tests.chaos.watched.generator",
 ]
 
 

@@ -1,9 +1,10 @@
 """Strikes, drawn from one seed, and the roles that they hit."""
 
+import copy
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Literal
 
@@ -50,6 +51,8 @@ class Strike(Record):
     """Seconds since the recovery, or else since the strike before."""
     stopped_s: float
     """Seconds from SIGSTOP to SIGCONT; 0 for the other actions."""
+    down_s: float = 0.0
+    """Shortest time from the end of the process to its restart, seconds."""
 
 
 def draw_strikes(*, seed: int, kills: int, generators: list[str], max_gap_s: float) -> Iterator[Strike]:
@@ -124,11 +127,20 @@ class Role:
     Life: start -> (strike -> poll* -> recovered)* -> end.
     """
 
-    def __init__(self, name: str, process: Process, *, initial: Progress = None, may_finish: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        process: Process,
+        *,
+        initial: Progress = None,
+        may_finish: bool = False,
+        note: Callable[[str, str], object] = lambda event, role: None,
+    ) -> None:
         """`initial` is the progress of a new process; None where it continues its predecessor's.
 
-        `may_finish`: exit code 0 is the end of the run.
+        `may_finish`: exit code 0 is the end of the run. `note(event, role)` hears of down, up, stop and continue.
         """
+        self._note = note
         self.name = name
         self.process = process
         self._initial = initial
@@ -163,6 +175,7 @@ class Role:
     def start(self, now: float) -> None:
         """Start the process."""
         self.process.start()
+        self._note("up", self.name)
         self._is_ending = self._is_exit_recorded = False
         self._kill_at = self._continue_at = None
         self._restart_at = now + _RESTART_GAP_S
@@ -170,6 +183,7 @@ class Role:
     def strike(self, strike: Strike, now: float) -> None:
         """Send the signal and start the stopwatch."""
         self.strikes[strike.action] += 1
+        self._note("stop" if strike.action == "stop" else "down", self.name)
         self.process.send(_SIGNALS[strike.action])
         if strike.action == "stop":
             self.recovery.strike(now)
@@ -179,6 +193,7 @@ class Role:
             return
         self.recovery.strike(now, before=self._initial)
         self._is_ending = True
+        self._restart_at = max(self._restart_at, now + strike.down_s)
         self._kill_at = now + _TERMINATE_TIMEOUT_S
         if strike.action == "terminate" and self.is_stopped:
             self._continue(now)
@@ -203,6 +218,20 @@ class Role:
         if not self.is_stopped and not self._is_ending and self.is_alive:
             self.recovery.observe(progress, now)
 
+    def expect_death(self, now: float) -> None:
+        """A signal that this role was asked to send itself counts as a strike."""
+        self.strikes["kill"] += 1
+        self._note("down", self.name)
+        self.recovery.strike(now, before=self._initial)
+        self._is_ending = True
+
+    def replace(self, now: float) -> Process:
+        """Start another process beside the one there, which is returned and no longer watched."""
+        former = copy.copy(self.process)
+        self._note("down", self.name)
+        self.start(now)
+        return former
+
     def end(self) -> None:
         """Kill the process and wait until it is gone."""
         if self.is_alive:
@@ -211,6 +240,7 @@ class Role:
 
     def _continue(self, now: float) -> None:
         self._continue_at = None
+        self._note("continue", self.name)
         self.process.send(signal.SIGCONT)
         if not self._is_ending:
             self.recovery.restart(now)
@@ -222,6 +252,7 @@ class Role:
         last_line = self.process.last_line[-_MAX_LINE_LENGTH:]
         if not self._is_ending:
             self._is_ending = True
+            self._note("down", self.name)
             self.unexpected_exits[last_line] += 1
         if self.process.exit_code == _UNCAUGHT_EXCEPTION:
             self.crashes[f"{self.name} must not end with exit code {_UNCAUGHT_EXCEPTION}, last line: {last_line}"] += 1

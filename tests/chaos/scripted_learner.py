@@ -1,7 +1,8 @@
-"""`python -m tests.chaos.scripted_learner [overrides]`: the learner, real in everything but the step itself.
+"""`python -m tests.chaos.scripted_learner [--light] [overrides]`: the learner, real in everything but the step itself.
 
 Learner, rank group, checkpoints, publishing and broadcast are those of `python -m learner`. The trainer sleeps instead
-of computing, records the lineage of its weights, and changes one weight, so that every version differs.
+of computing, records the lineage of its weights, and changes one weight, so that every version differs. With `--light`
+weights are announced and applied, but not sent.
 """
 
 import random
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.errors import BrokerError
+from slipstream.broker.transport import session
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis import run_store
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.load import load
@@ -39,11 +43,19 @@ from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 from tests.chaos.outcome import Trained, read_lineage, samples_of, write_lineage
-from tests.chaos.stage import HOLD_FILE, MEAN_STEP_S
+from tests.chaos.stage import HOLD_FILE, JOURNALS, MEAN_STEP_S, POINTS
+from tests.chaos.watched.channel import WatchedChannel
+from tests.chaos.watched.journal import Journal, content_of
+from tests.chaos.watched.points import Points
+from tests.chaos.watched.store import WatchedStore
 
 _JOIN_TIMEOUT_S = 120.0
 _HOLD_TIMEOUT_S = 3600.0
 _TICK_S = 0.05
+_LAST_STEPS, _SLOW_STEP_S = 0.7, 1.0
+"""Share of the steps after which a run under strikes goes slowly, so that it does not end before them."""
+_AFTER_STOP_S = 0.5
+"""Time that a step still takes when its process was stopped within: enough for a renewal of the claim."""
 
 
 class LineageEngine(TorchEngine):
@@ -83,7 +95,13 @@ class ScriptedTrainer(Trainer):
             self._await_end_of_strikes()
         # Seeded, so that a step that is repeated after a crash takes as long as before.
         time.sleep(random.Random(f"{self._settings.seed}/{step}").uniform(0, 2 * MEAN_STEP_S))
-        self._lineage_engine.lineage.append(Trained(step, samples_of(groups)))
+        if step > _LAST_STEPS * self._settings.learner.max_steps and self._hold_file.exists():
+            time.sleep(_SLOW_STEP_S)
+        if WatchedStore.points.reach("in_step"):
+            time.sleep(_AFTER_STOP_S)
+        contents = [content_of(member) for group in groups for member in group]
+        ids = [member.id for group in groups for member in group]
+        self._lineage_engine.lineage.append(Trained(step, samples_of(groups), ids, contents))
         self._nudge_a_weight()
         self.num_updates += 1
         tokens = sum(len(member.token_ids) for group in groups for member in group)
@@ -91,21 +109,55 @@ class ScriptedTrainer(Trainer):
 
     def _await_end_of_strikes(self) -> None:
         # Without the last step the run cannot finish, and leave nothing to strike, before the strikes are over.
-        path = RunFolder(self._settings).path / HOLD_FILE
         ends_at = time.monotonic() + _HOLD_TIMEOUT_S
-        while path.exists():
+        while self._hold_file.exists():
             if time.monotonic() > ends_at:
-                raise TimeoutError(f"{path} must be removed within {_HOLD_TIMEOUT_S:g} s: the strikes took longer.")
+                raise TimeoutError(
+                    f"{self._hold_file} must be removed within {_HOLD_TIMEOUT_S:g} s: the strikes took longer."
+                )
             time.sleep(_TICK_S)
+
+    @property
+    def _hold_file(self) -> Path:
+        return RunFolder(self._settings).path / HOLD_FILE
 
     @torch.no_grad()
     def _nudge_a_weight(self) -> None:
         next(self.engine.model.parameters()).view(-1)[0] += 2**-10
 
 
+class NoSender:
+    """A WeightSender that sends nothing: the scripted engine takes the version from the announcement."""
+
+    address = ("file:///nowhere", 0)
+
+    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
+        """There is no group to build."""
+
+    def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
+        """Nobody receives."""
+
+    def abort(self) -> None:
+        """Nothing blocks."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def watch() -> None:
+    """Write journals of the channel and of the store."""
+    journal = WatchedChannel.journal = WatchedStore.journal = Journal(Path(JOURNALS), "learner")
+    WatchedStore.points = Points(Path(POINTS), "learner", on_obey=lambda at: journal.write("obeyed", point=at))
+    WatchedStore.repeats = True
+    session.ZmqClientChannel = WatchedChannel  # type: ignore[misc]
+    run_store.RedisStore = WatchedStore  # type: ignore[misc]
+
+
 @fail_cleanly(BrokerError, ReplayBufferError, LearnerError)
-def main(overrides: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Join the broker and train."""
+    overrides = [argument for argument in arguments if argument != "--light"]
+    watch()
     run = load(overrides)
     configure_logs("learner")
     die_with_launcher()
@@ -122,12 +174,13 @@ def main(overrides: list[str]) -> None:
         timeout_s=_JOIN_TIMEOUT_S,
     )
     try:
-        _train(run, joined, board)
+        sender = NoSender() if "--light" in arguments else CollectiveSender(device="cpu")
+        _train(run, joined, board, sender)
     finally:
         joined.thread.stop()
 
 
-def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
+def _train(run: RunConfig, joined: Session, board: StatusBoard, sender: WeightSender) -> None:
     folder = RunFolder(run)
     folder.open()
     url, attempts, retry_timeout_s = joined.welcome.store_url, run.buffer.max_attempts, run.buffer.retry_timeout_s
@@ -141,7 +194,7 @@ def _train(run: RunConfig, joined: Session, board: StatusBoard) -> None:
         folder=folder,
         client=joined.client,
         inbox=joined.inbox,
-        sender=CollectiveSender(device="cpu"),
+        sender=sender,
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
         num_heldout=joined.welcome.num_heldout,
     )

@@ -9,18 +9,27 @@ from slipstream.buffer.trajectory import Record
 from tests.chaos.outcome import Sample, uninterrupted
 from tests.chaos.processes import WarmProcess
 
-EngineKind = Literal["scripted", "vllm"]
+EngineKind = Literal["light", "scripted", "vllm"]
 
 NAME = "chaos"
 """Name of the run."""
 HOLD_FILE = "hold-the-last-step"
 """File in the run's folder during the strikes."""
+JOURNALS = "journal"
+"""Folder of the journals, from the folder in which the roles work."""
+POINTS = "points"
+"""Folder of the requests for a signal at a point."""
+ANSWER_TIMEOUT_S = 2.0
+"""Time after which the outbox of a light generator sends again what was not answered."""
+PEER_TIMEOUT_S = 1.5
+"""Silence after which the broker takes a peer for gone."""
+ALLOWED_REFUSALS = ["checksum", "content_conflict", "unknown_group"]
+"""Reasons for which the broker must refuse what generators offer on purpose."""
 MEAN_STEP_S = 0.1
 """Mean duration of a scripted step."""
 NUM_ROWS = 97
 """Prompts in the task: few, so that a run passes through many epochs."""
 GROUP_SIZE = 4
-GROUPS_PER_STEP = 4
 _BUILD_TIMEOUT_S = 60.0
 
 
@@ -28,22 +37,62 @@ class Pace(Record):
     """Settings and durations that fit the time that generators take to start. Example: PACES["scripted"]."""
 
     engine: list[str]
-    """Overrides that choose the generators' engine."""
+    """Overrides that choose the generators' engine and their load."""
     has_cold_generators: bool
     """Whether they need a fresh interpreter: vLLM reads its environment when it is imported."""
     lapse_after_s: float
-    """Seconds after which leases and claims lapse and members of a broadcast are evicted."""
+    """Seconds after which leases and claims lapse."""
     max_gap_s: float
     """Longest time between two strikes; half of it on average."""
     max_recovery_s: float
     """Longest time that a strike waits for all roles to recover."""
     steps_per_kill: int
     """Steps of the run per kill, so that run and strikes take about the same time."""
+    groups_per_step: int = 4
+    max_lag: int = 4
+    transfer_timeout_s: float = 0.0
+    """Seconds after which members of a broadcast are evicted; 0: `lapse_after_s`."""
+    read_every_s: float = 0.04
+    """Time between two looks at the store."""
+    max_stall_s: float = 120.0
+    """Time without a step after which a run without strikes has stalled."""
+    flags: list[str] = []
+    """Arguments of the roles before their settings."""
+
+    @property
+    def is_light(self) -> bool:
+        """Whether roles start within milliseconds, and acts take the place of random strikes."""
+        return "--light" in self.flags
 
 
 PACES: dict[EngineKind, Pace] = {
+    "light": Pace(
+        engine=[
+            "generators/engine=scripted",
+            "generators.engine.tokens_per_response=4",
+            "generators.engine.seconds_per_token=0.1",
+            "generators.sampling.max_tokens=40",
+            "generators.max_concurrency=64",
+            "buffer/filter=zero_signal",
+        ],
+        has_cold_generators=False,
+        lapse_after_s=2.5,
+        max_gap_s=0.6,
+        max_recovery_s=3.0,
+        steps_per_kill=3,
+        groups_per_step=8,
+        max_lag=2,
+        transfer_timeout_s=10.0,
+        read_every_s=0.15,
+        max_stall_s=25.0,
+        flags=["--light"],
+    ),
     "scripted": Pace(
-        engine=["generators/engine=scripted", "generators.engine.seconds_per_token=0.03"],
+        engine=[
+            "generators/engine=scripted",
+            "generators.engine.seconds_per_token=0.03",
+            "generators.max_concurrency=16",
+        ],
         has_cold_generators=False,
         lapse_after_s=2.0,
         max_gap_s=1.0,
@@ -51,7 +100,7 @@ PACES: dict[EngineKind, Pace] = {
         steps_per_kill=3,
     ),
     "vllm": Pace(
-        engine=["generators/engine=vllm"],
+        engine=["generators/engine=vllm", "generators.max_concurrency=16"],
         has_cold_generators=True,
         lapse_after_s=10.0,
         max_gap_s=10.0,
@@ -72,11 +121,15 @@ class Stage:
         self.pace = pace
         self.store = EmbeddedRedis(self.run_folder / "store", durability="standard")
 
-    @property
-    def expected(self) -> Counter[Sample]:
-        """Samples that an uninterrupted run trains on, with their counts."""
-        num_groups = self.steps * GROUPS_PER_STEP
+    def expected(self, *, rejected: int = 0) -> Counter[Sample]:
+        """Samples that an uninterrupted run generates, with their counts, when it rejects so many groups."""
+        num_groups = self.steps * self.pace.groups_per_step + rejected
         return uninterrupted(num_groups=num_groups, group_size=GROUP_SIZE, num_rows=NUM_ROWS, seed=self.seed)
+
+    @property
+    def window(self) -> int:
+        """Groups that may be admitted beyond what was consumed."""
+        return (self.pace.max_lag + 1) * self.pace.groups_per_step
 
     @property
     def hold_file(self) -> Path:
@@ -89,9 +142,34 @@ class Stage:
         return self.run_folder / "logs"
 
     @property
+    def journals(self) -> Path:
+        """Folder of the journals."""
+        return self.folder / JOURNALS
+
+    @property
+    def points(self) -> Path:
+        """Folder of the requests for a signal at a point."""
+        return self.folder / POINTS
+
+    @property
+    def broker_socket(self) -> str:
+        """Path of the broker's socket."""
+        return f"{self.folder}/broker.sock"
+
+    @property
+    def relay_socket(self) -> str:
+        """Path of the relay's socket."""
+        return f"{self.folder}/relay.sock"
+
+    @property
     def address(self) -> str:
-        """Override for generators: the broker's address."""
-        return f"broker.address=ipc://{self.folder}/broker.sock"
+        """Override: the broker's address."""
+        return f"broker.address=ipc://{self.broker_socket}"
+
+    @property
+    def relayed_address(self) -> str:
+        """Override for generators: the relay's address."""
+        return f"broker.address=ipc://{self.relay_socket}"
 
     @property
     def settings(self) -> list[str]:
@@ -114,17 +192,18 @@ class Stage:
             "buffer.archive.flush_s=2.0",
             f"buffer.claim_lease_s={lapse_after_s}",
             "buffer.max_attempts=1000000",
-            "broker.peer_timeout_s=1.5",
+            f"broker.peer_timeout_s={PEER_TIMEOUT_S}",
             f"broker.lease_s={lapse_after_s}",
-            f"weights.transfer_timeout_s={lapse_after_s}",
+            f"weights.transfer_timeout_s={self.pace.transfer_timeout_s or lapse_after_s}",
             *self.pace.engine,
             f"generators.group_size={GROUP_SIZE}",
-            "generators.max_concurrency=16",
+            f"buffer.staleness.max_lag={self.pace.max_lag}",
             "learner/engine=torch",
-            f"learner.groups_per_step={GROUPS_PER_STEP}",
+            f"learner.groups_per_step={self.pace.groups_per_step}",
             f"learner.max_steps={self.steps}",
             "learner.stop=null",
             "learner.checkpoint.every_steps=5",
+            "learner.checkpoint.keep=1",
             "evaluation.every_steps=0",
             "evaluation.monitor_prompts=2",
             "evaluation.final_prompts=4",
@@ -133,6 +212,8 @@ class Stage:
     def build(self) -> None:
         """Make task, model and folders. Raises RuntimeError with the last line of the log."""
         self.logs.mkdir(parents=True)
+        self.journals.mkdir(exist_ok=True)
+        self.points.mkdir()
         data = ["--task=reverse", "--digits=5", f"--train-rows={NUM_ROWS}", "--heldout-rows=16", "--out=data"]
         self._run("slipstream.scripts.make_digits_data", data)
         self._run("slipstream.scripts.init_random_model", ["--layers=1", "--width=32", "--out=models/tiny"])

@@ -29,7 +29,23 @@ def run_chaos(*, seed: int, kills: int, timeout_s: float) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_whose_roles_are_killed_has_the_outcome_of_an_uninterrupted_one() -> None:
-    run_chaos(seed=1, kills=15, timeout_s=280)
+    run_chaos(seed=1, kills=8, timeout_s=280)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_was_acknowledged_is_accounted_for_after_acts_at_points_and_cut_connections() -> None:
+    # Few kills: two acts or three of the thirteen, which takes half a minute.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", "--engine=light", "--seed=5", "--kills=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "verdict: sound" in done.stdout
 
 
 @pytest.mark.slow
@@ -48,6 +64,21 @@ def test_a_killed_harness_leaves_no_process(tmp_path: Path) -> None:
         harness.kill()
         harness.wait()
     until(lambda: not processes_of(tmp_path), timeout_s=30, what="the end of all roles")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_every_act_leaves_what_was_acknowledged_accounted_for(seed: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", "--engine=light", f"--seed={seed}", "--kills=20"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.long

@@ -6,14 +6,20 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("algorithms", "delivery")
 """Tables of mutants: tests/mutants/KIND.toml."""
-_NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "runs", "data", "models", "*.egg-info")
+_NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info")
+_NOT_COPIED_FROM_ROOT = {"runs", "data", "models"}
 _TIMEOUT_S, _UNTOUCHED_TIMEOUT_S = 240.0, 1200.0
+_CHAOS_SEEDS, _CHAOS_KILLS, _CHAOS_TIMEOUT_S = (1, 2, 3), 20, 400.0
+"""60 kills in all."""
+_MAX_WHY = 300
 
 
 class Mutant(NamedTuple):
@@ -32,6 +38,8 @@ class Mutant(NamedTuple):
     """Its replacement: the bug."""
     tests: tuple[str, ...]
     """Test files that must catch it, the likeliest first."""
+    unseen: str = ""
+    """Reason why chaos cannot see it; empty if it must."""
 
 
 class Verdict(NamedTuple):
@@ -52,7 +60,7 @@ class Copy:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tree"
-        shutil.copytree(ROOT, self._folder, symlinks=True, ignore=_NOT_COPIED)
+        shutil.copytree(ROOT, self._folder, symlinks=True, ignore=_not_copied)
 
     def check_untouched(self, tests: list[str]) -> None:
         """Run the tests without a mutant: one that fails anyway would catch everything. Raises MutantError."""
@@ -62,29 +70,49 @@ class Copy:
 
     def try_out(self, mutant: Mutant) -> Verdict:
         """Apply the mutant, run its tests up to the first failure, and take it back. Raises MutantError."""
+        with self._applied(mutant):
+            return self._run(list(mutant.tests), timeout_s=_TIMEOUT_S)
+
+    def check_untouched_by_chaos(self) -> None:
+        """Run chaos without a mutant. Raises MutantError."""
+        verdict = self._strike()
+        if verdict.is_caught:
+            raise MutantError(f"chaos must end sound without a mutant, got: {verdict.by}")
+
+    def strike(self, mutant: Mutant) -> Verdict:
+        """Apply the mutant, run chaos until a seed finds a problem, and take it back. Raises MutantError."""
+        with self._applied(mutant):
+            return self._strike()
+
+    @contextmanager
+    def _applied(self, mutant: Mutant) -> Iterator[None]:
         path = self._folder / mutant.file
         text = path.read_text(encoding="utf-8")
         path.write_text(mutated(text, mutant), encoding="utf-8")
         try:
-            return self._run(list(mutant.tests), timeout_s=_TIMEOUT_S)
+            yield
         finally:
             path.write_text(text, encoding="utf-8")
 
+    def _strike(self) -> Verdict:
+        started_at = time.monotonic()
+        for seed in _CHAOS_SEEDS:
+            command = ["-m", "tests.chaos", "--engine=light", f"--kills={_CHAOS_KILLS}", f"--seed={seed}"]
+            try:
+                done = self._python(command, timeout_s=_CHAOS_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                return Verdict(True, f"still running after {_CHAOS_TIMEOUT_S:g} s", time.monotonic() - started_at)
+            if done.returncode != 0:
+                problems = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
+                why = problems[0] if problems else f"chaos ended with {done.returncode}: {done.stderr[-_MAX_WHY:]}"
+                return Verdict(True, f"seed {seed}: {why[:_MAX_WHY]}", time.monotonic() - started_at)
+        return Verdict(False, "", time.monotonic() - started_at)
+
     def _run(self, tests: list[str], *, timeout_s: float) -> Verdict:
         arguments = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long", *tests]
-        # Without bytecode: two versions of a file of one size and one second would be taken for the same.
-        own = {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
         started_at = time.monotonic()
         try:
-            done = subprocess.run(
-                [sys.executable, *arguments],
-                cwd=self._folder,
-                env=os.environ | own,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
+            done = self._python(arguments, timeout_s=timeout_s)
         except subprocess.TimeoutExpired:
             return Verdict(True, f"still running after {timeout_s:g} s", time.monotonic() - started_at)
         seconds = time.monotonic() - started_at
@@ -92,12 +120,30 @@ class Copy:
             return Verdict(False, "", seconds)
         return Verdict(True, _first_failure(done.stdout) or f"pytest ended with {done.returncode}", seconds)
 
+    def _python(self, arguments: list[str], *, timeout_s: float) -> "subprocess.CompletedProcess[str]":
+        # Without bytecode: two versions of a file of one size and one second would be taken for the same.
+        own = {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self._folder,
+            env=os.environ | own,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+
+def _not_copied(folder: str, names: list[str]) -> set[str]:
+    of_a_user = _NOT_COPIED_FROM_ROOT & set(names) if Path(folder) == ROOT else set()
+    return of_a_user | _NOT_COPIED(folder, names)
+
 
 def read_mutants(kind: str) -> list[Mutant]:
     """Every mutant of a table."""
     table = tomllib.loads((Path(__file__).parent / f"{kind}.toml").read_text(encoding="utf-8"))
     return [
-        Mutant(name, planted["file"], old, new, tuple(planted["tests"]))
+        Mutant(name, planted["file"], old, new, tuple(planted["tests"]), table.get("unseen_by_chaos", {}).get(name, ""))
         for planted in table["planted"]
         for name, (old, new) in planted["mutants"].items()
     ]

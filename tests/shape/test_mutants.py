@@ -1,5 +1,7 @@
 """The planted bugs of `make mutants` still apply to the tree, and name tests that exist."""
 
+import tomllib
+
 from tests.mutants.mutant import KINDS, ROOT, MutantError, mutated, read_mutants
 from tests.shape.tree import assert_none, text
 
@@ -21,3 +23,8 @@ def test_there_are_thirty_mutants_of_either_kind_and_every_one_has_a_name_of_its
     assert all(len(table) >= 30 for table in tables)
     names = [mutant.name for table in tables for mutant in table]
     assert sorted(names) == sorted(set(names))
+
+
+def test_what_chaos_cannot_see_is_a_mutant_with_a_reason():
+    unseen = tomllib.loads(text("tests/mutants/delivery.toml"))["unseen_by_chaos"]
+    assert set(unseen) == {mutant.name for mutant in read_mutants("delivery") if mutant.unseen}

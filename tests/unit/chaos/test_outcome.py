@@ -49,6 +49,7 @@ def make_outcome(**overrides: Any) -> Outcome:
         "lineage": [Trained(step, samples_of(step)) for step in range(1, STEPS + 1)],
         "archived": list(EXPECTED),
         "archive": ArchiveCheck(shards=1, groups=6, trajectories=12),
+        "consumed": STEPS * GROUPS_PER_STEP,
     }
     return Outcome(**(sound | overrides))
 
@@ -82,7 +83,19 @@ def test_nothing_may_be_left_over(place: str) -> None:
     assert f"{place}=1" in problem
 
 
-def test_nothing_may_be_refused() -> None:
+def test_groups_that_count_as_trained_on_after_a_roll_back_are_found() -> None:
+    assert problems_of(consumed=8) == ["6 groups were trained on, the store counts 8"]
+
+
+def test_rejected_groups_are_accounted_for_without_a_step() -> None:
+    more = outcome.uninterrupted(num_groups=STEPS * GROUPS_PER_STEP + 1, group_size=SIZE, num_rows=4, seed=0)
+    sound = make_outcome(rejected=sorted(more - EXPECTED))
+    assert sound.num_rejected == 1
+    assert find_problems(sound, steps=STEPS, expected=more) == []
+
+
+def test_nothing_may_be_refused_but_what_was_offered_for_it() -> None:
+    assert problems_of(counts=make_counts(refused={"unknown_group": 2}), allowed_refusals=["unknown_group"]) == []
     assert problems_of(counts=make_counts(refused={"unknown_group": 2})) == [
         "nothing may be refused, got 2 x unknown_group"
     ]

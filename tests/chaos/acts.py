@@ -1,0 +1,219 @@
+"""Acts of a light run: strikes at points where something can be lost, amid random ones.
+
+A random strike seldom falls between two writes of a millisecond. An act has the role stop or kill itself there, or
+brings two failures together that matter only together. Every seed plays all acts, in its own order, at its own times.
+"""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import psutil
+
+from slipstream.buffer.redis.connection import connect
+from tests.chaos.role import Role, Strike
+from tests.chaos.stage import Stage
+from tests.chaos.watched.journal import Journal, read_journals
+from tests.chaos.watched.points import ask
+
+_OBEY_TIMEOUT_S = 20.0
+"""Longest wait for a role to come to a point: it may have to start again first."""
+_SUCCESSOR_TIMEOUT_S = 12.0
+_ZOMBIE_S = 1.5
+"""Time that a continued zombie has for its mischief."""
+_FULL_S = 3.8
+"""Longer than a lease and its reaping."""
+_QUIET_S = 5.0
+_LATER_S = 3600.0
+
+
+class Scene(Protocol):
+    """The part of the harness that acts use."""
+
+    stage: Stage
+    roles: dict[str, Role]
+    journal: Journal
+
+    def poll_until(self, is_met: Callable[[], bool], *, timeout_s: float) -> bool:
+        """Watch all roles until the condition is met; returns whether it was in time."""
+        ...
+
+    def check_archive(self) -> None:
+        """Record what is wrong with the archive now that its writer is dead."""
+        ...
+
+
+class Act(NamedTuple):
+    """One act: its name, its kills, and what it does."""
+
+    name: str
+    num_kills: int
+    play: Callable[[], None]
+
+
+class Acts:
+    """The acts on one harness."""
+
+    def __init__(self, harness: Scene, *, seed: int) -> None:
+        self._harness = harness
+        self._random = random.Random(seed)
+        self.missed: list[str] = []
+        """Points that no role came to in time."""
+
+    def schedule(self, kills: int) -> Iterator[Act]:
+        """Acts in the order of the seed, random strikes between them, a quiet end; about `kills` processes end in all.
+
+        Twenty kills are enough for every act; with fewer some are left out.
+        """
+        acts = [
+            Act("zombie at a commit", 1, lambda: self._zombie("after_commit")),
+            Act("zombie at a checkpoint", 1, lambda: self._zombie("before_pointer")),
+            Act("claim lapses in a step", 0, lambda: self._lapse("in_step")),
+            Act("death before groups retire", 1, lambda: self._die("learner", "before_retire")),
+            Act("death before groups are forgotten", 1, lambda: self._die("broker", "before_forget")),
+            Act("death before a shard", 1, lambda: self._die("broker", "before_shard")),
+            Act("full store", 0, self._fill_store),
+            Act("store away, two generators die", 3, self._lose_two_while_the_store_is_away),
+            Act("store away, a generator returns", 1, self._return_while_the_store_is_away),
+            Act("generator and broker die", 2, self._lose_broker_and_generator),
+            Act("generator is late", 0, lambda: self._stop("generator-0", 1.2)),
+            Act("generator is drained", 1, self._drain),
+            Act("clock is set back", 0, self._set_clock_back),
+        ]
+        self._random.shuffle(acts)
+        while sum(act.num_kills for act in acts) > kills:
+            acts.pop()
+        num_random = max(0, kills - sum(act.num_kills for act in acts))
+        for number, act in enumerate(acts):
+            share = num_random * (number + 1) // len(acts) - num_random * number // len(acts)
+            for _ in range(share):
+                yield Act("strike", 1, self._strike_at_random)
+            yield act
+        yield Act("store away at the end", 1, lambda: self._kill("store", down_s=1.0))
+        yield Act("quiet", 0, lambda: self._wait(_QUIET_S))
+
+    # --- acts --------------------------------------------------------------------------------------------------------
+    def _strike_at_random(self) -> None:
+        (name,) = self._random.choices(["store", "broker", "learner", "generator"], [2, 3, 2, 4])
+        name = f"generator-{self._random.randrange(3)}" if name == "generator" else name
+        self._wait(self._random.uniform(0, 0.5))
+        self._kill(name, down_s=self._random.choice([0.0, 0.0, 0.8]))
+
+    def _zombie(self, point: str) -> None:
+        """A learner stands still at a point, another takes over, the first goes on."""
+        learner = self._harness.roles["learner"]
+        if not self._stops_at(point):
+            return
+        pid = learner.process.pid
+        learner.strikes["stop"] += 1
+        zombie = learner.replace(time.monotonic())
+        self._harness.poll_until(self._has_successor(), timeout_s=_SUCCESSOR_TIMEOUT_S)
+        os.kill(pid, signal.SIGCONT)
+        self._harness.poll_until(lambda: zombie.exit_code is not None, timeout_s=_ZOMBIE_S)
+        if zombie.exit_code is None:
+            os.kill(pid, signal.SIGKILL)
+        learner.strikes["kill"] += 1
+
+    def _lapse(self, point: str) -> None:
+        """A learner stands still until its claim lapses, and goes on."""
+        if self._stops_at(point):
+            pid = self._harness.roles["learner"].process.pid
+            self._harness.roles["learner"].strikes["stop"] += 1
+            self._harness.journal.write("stop", role="learner")
+            self._wait(self._harness.stage.pace.lapse_after_s + 1.5)
+            self._harness.journal.write("continue", role="learner")
+            os.kill(pid, signal.SIGCONT)
+
+    def _die(self, role: str, point: str) -> None:
+        path = ask(self._harness.stage.points, role, point, "kill")
+        # Whoever obeys takes the request away first, then dies.
+        if self._harness.poll_until(lambda: not path.exists(), timeout_s=_OBEY_TIMEOUT_S):
+            self._harness.roles[role].expect_death(time.monotonic())
+            self._harness.roles[role].process.wait(timeout_s=1.0)
+            self._harness.check_archive()
+        else:
+            self.missed.append(point)
+        path.unlink(missing_ok=True)
+
+    def _fill_store(self) -> None:
+        self._harness.journal.write("full")
+        self._set_max_memory("1mb")
+        self._wait(_FULL_S)
+        self._set_max_memory("0")
+        self._harness.journal.write("room")
+
+    def _lose_two_while_the_store_is_away(self) -> None:
+        self._kill("store", down_s=2.0)
+        self._kill("generator-0")
+        self._kill("generator-1")
+        self._wait(2.0 + self._harness.stage.pace.lapse_after_s + 1.0)
+
+    def _return_while_the_store_is_away(self) -> None:
+        """A generator is silent for too long while nobody can write that down, and is back before somebody can."""
+        self._stop("generator-0", 2.2)
+        self._wait(0.5)
+        self._kill("store", down_s=2.6)
+        self._wait(3.0)
+
+    def _lose_broker_and_generator(self) -> None:
+        self._kill("broker")
+        self._kill(f"generator-{self._random.randrange(2)}")
+        self._wait(1.0)
+
+    def _drain(self) -> None:
+        self._send("generator-1", Strike("generator-1", "terminate", False, 0.0, 0.0))
+        self._wait(0.5)
+
+    def _set_clock_back(self) -> None:
+        """An older checkpoint seems to be the newest."""
+        folders = sorted((self._harness.stage.run_folder / "checkpoints").glob("step-*"))
+        if folders:
+            later = time.time() + _LATER_S
+            os.utime(folders[0], (later, later))
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+    def _wait(self, seconds: float) -> None:
+        self._harness.poll_until(lambda: False, timeout_s=seconds)
+
+    def _kill(self, role: str, *, down_s: float = 0.0) -> None:
+        self._send(role, Strike(role, "kill", False, 0.0, 0.0, down_s))
+        if role == "broker":
+            self._harness.roles[role].process.wait(timeout_s=1.0)
+            self._harness.check_archive()
+
+    def _stop(self, role: str, seconds: float) -> None:
+        self._send(role, Strike(role, "stop", False, 0.0, seconds))
+
+    def _send(self, role: str, strike: Strike) -> None:
+        self._harness.poll_until(lambda: self._harness.roles[role].is_alive, timeout_s=_SUCCESSOR_TIMEOUT_S)
+        self._harness.roles[role].strike(strike, time.monotonic())
+
+    def _stops_at(self, point: str) -> bool:
+        """Have the learner stop itself at a point; returns whether it stands there."""
+        path = ask(self._harness.stage.points, "learner", point, "stop")
+        stands = self._harness.poll_until(lambda: not path.exists() and self._is_stopped(), timeout_s=_OBEY_TIMEOUT_S)
+        path.unlink(missing_ok=True)
+        self.missed += [] if stands else [point]
+        return stands
+
+    def _is_stopped(self) -> bool:
+        # Asked anew each time: the process that is there now may not be the one that was there first.
+        pid = self._harness.roles["learner"].process.pid
+        return psutil.pid_exists(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
+    def _has_successor(self) -> Callable[[], bool]:
+        began_at = time.time()
+
+        def look() -> bool:
+            lives = read_journals(self._harness.stage.journals, role="learner", since=began_at)
+            return any(life.of("rolled_back") for life in lives)
+
+        return look
+
+    def _set_max_memory(self, size: str) -> None:
+        client = connect(self._harness.stage.store.url)
+        client.config_set("maxmemory", size)
+        client.close()

@@ -1,0 +1,375 @@
+"""Audit of the delivery: what was acknowledged against what is accounted for, by the journals of all processes.
+
+Each rule compares two sides that do not share the code under test: the list that a generator wrote when the
+acknowledgement arrived, and the archive; the content before the wire, and what the learner's step was given; who was
+told to hold a lease, and who let it go. A rule that depends on time leaves out what a strike explains.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from tests.chaos.evidence import SLACK_S, Evidence
+from tests.chaos.watched.journal import Entry, Life
+
+_MAX_NAMED = 5
+"""Problems named per rule."""
+_SUCCESSOR_S = 1.5
+"""Time after its successor's welcome in which a generator's leases must be returned."""
+_END_S = 0.5
+"""Last part of a run in which an answer may still be on its way."""
+
+
+def find_delivery_problems(evidence: Evidence) -> list[str]:
+    """Return one sentence per violation, the first few of each rule."""
+    rules = (
+        _acknowledged_is_accounted_for,
+        _acknowledged_to_its_sender,
+        _trained_is_what_was_sent,
+        _survivors_are_answered,
+        _genuine_is_not_refused,
+        _offers_are_told_apart,
+        _reported_at_once,
+        _handed_out_again_for_a_reason,
+        _lapsed_for_a_reason,
+        _returned_are_not_departed,
+        _drained_has_returned_all,
+        _orders_come_from_the_learner,
+        _stale_generators_get_no_prompts,
+        _sent_under_verified_weights,
+        _members_differ,
+        _fences_differ,
+        _commits_are_fenced,
+        _checkpoints_are_fenced,
+        _claims_lapse_for_a_reason,
+    )
+    return [problem for rule in rules for problem in list(rule(evidence))[:_MAX_NAMED]]
+
+
+# --- trajectories ----------------------------------------------------------------------------------------------------
+def _sent(life: Life) -> dict[str, list[Entry]]:
+    """Everything that a process wrote down before it sent it, by id: its own and the copies it offered."""
+    sent: dict[str, list[Entry]] = defaultdict(list)
+    for entry in life.of("put", "offered"):
+        sent[entry["id"]].append(entry)
+    return sent
+
+
+def _genuine(life: Life) -> dict[str, Entry]:
+    return {each["id"]: each for each in life.of("put") if each["purpose"] == "train" and not each["spoiled"]}
+
+
+def _first_acks(life: Life) -> dict[str, float]:
+    acks: dict[str, float] = {}
+    for entry in life.of("acked"):
+        for trajectory_id in entry["ids"]:
+            acks.setdefault(trajectory_id, entry["t"])
+    return acks
+
+
+def _acknowledged_is_accounted_for(evidence: Evidence) -> Iterator[str]:
+    first_sent: dict[tuple[str, str], float] = {}
+    for life in evidence.generators:
+        for entry in life.of("put", "offered"):
+            copy = (entry["id"], entry["content"])
+            first_sent[copy] = min(entry["t"], first_sent.get(copy, entry["t"]))
+    for life in evidence.generators:
+        puts, acks = _genuine(life), _first_acks(life)
+        for trajectory_id, at in acks.items():
+            if trajectory_id not in puts:
+                continue
+            stored = evidence.stored.get(trajectory_id)
+            if stored is not None:
+                if stored.content != puts[trajectory_id]["content"]:
+                    yield f"{trajectory_id} was acknowledged to {life.role}, and stored with another content"
+                continue
+            # Superseded: the one in its place must have been there before. It was sent after that, and so is stored.
+            group, _, rest = trajectory_id.partition("-")
+            other = evidence.stored_at.get((group, int(rest.partition("-")[2])))
+            if other is None or first_sent.get((other.id, other.content), float("inf")) >= at:
+                there = f"in its place is {other.id}, sent later" if other else "nothing is in its place"
+                yield f"{trajectory_id} was acknowledged to {life.role} and is not stored: {there}"
+        for entry in life.of("put"):
+            if entry["spoiled"] and entry["id"] in acks:
+                yield f"{entry['id']} arrived damaged and was acknowledged to {life.role}"
+
+
+def _acknowledged_to_its_sender(evidence: Evidence) -> Iterator[str]:
+    for life in evidence.generators:
+        sent = _sent(life)
+        for trajectory_id in _first_acks(life):
+            if trajectory_id not in sent:
+                yield f"{trajectory_id} was acknowledged to {life.role}, which never sent it"
+
+
+def _trained_is_what_was_sent(evidence: Evidence) -> Iterator[str]:
+    sent = {
+        (trajectory_id, each["content"])
+        for life in evidence.generators
+        for trajectory_id, entries in _sent(life).items()
+        for each in entries
+    }
+    for trained in evidence.lineage:
+        for trajectory_id, content in zip(trained.ids, trained.contents, strict=True):
+            stored = evidence.stored.get(trajectory_id)
+            if (trajectory_id, content) not in sent:
+                yield f"step {trained.step} trained on {trajectory_id}, which nobody sent with that content"
+            elif stored is None or stored.content != content:
+                yield f"step {trained.step} trained on {trajectory_id}, and the archive has another or none"
+
+
+def _survivors_are_answered(evidence: Evidence) -> Iterator[str]:
+    ends_at = evidence.harness.ended_at - _END_S
+    for life in evidence.generators:
+        if evidence.successor_began_at(life) < float("inf") or life.of("bye"):
+            continue
+        answered = set(_first_acks(life)) | {entry["id"] for entry in life.of("nacked") if entry["fatal"]}
+        for entry in life.of("put"):
+            if entry["id"] not in answered and entry["t"] < ends_at:
+                yield f"{entry['id']} of {life.role} was never answered"
+
+
+def _genuine_is_not_refused(evidence: Evidence) -> Iterator[str]:
+    for life in evidence.generators:
+        genuine, offered = _genuine(life), {entry["id"] for entry in life.of("offered")}
+        for entry in life.of("nacked"):
+            if entry["fatal"] and entry["id"] in genuine and entry["id"] not in offered:
+                yield f"{entry['id']} of {life.role} was refused for good: {entry['reason']}"
+
+
+def _offers_are_told_apart(evidence: Evidence) -> Iterator[str]:
+    for life in evidence.generators:
+        for offer in life.of("offered"):
+            name, at = offer["id"], offer["t"]
+            acked_at = next((e["t"] for e in life.of("acked") if name in e["ids"] and e["t"] > at), None)
+            refused = next((e for e in life.of("nacked") if e["id"] == name and e["fatal"] and e["t"] > at), None)
+            what = offer["what"]
+            # In that place may be the very one whose name was taken.
+            is_taken = what == "again" and refused is not None and refused["reason"].startswith("content_conflict")
+            if what in ("same", "again") and refused and not is_taken:
+                yield f"{name}, offered to tell apart ({what}), must be acknowledged, got {refused['reason']}"
+            if what == "unknown" and acked_at:
+                yield f"{name} of a group that does not exist was acknowledged"
+            # The store can compare until a step was committed or the group was rejected: then the record may be gone.
+            # It never could if the first content was superseded.
+            stored = evidence.stored.get(name)
+            is_kept = stored is not None and stored.outcome == "retired"
+            is_known = is_kept and (acked_at or 0) < evidence.first_commit_at(offer["group"])
+            if what == "conflict" and acked_at and is_known:
+                yield f"{name} with another content was acknowledged"
+
+
+def _reported_at_once(evidence: Evidence) -> Iterator[str]:
+    for life in [*evidence.generators, evidence.harness]:
+        for entry in life.of("overrun", "overdue", "overadmitted"):
+            facts = {name: value for name, value in entry.items() if name not in ("t", "k")}
+            yield f"{life.role} found {entry['k']}: {facts}"
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+def _handed_out_again_for_a_reason(evidence: Evidence) -> Iterator[str]:
+    released: dict[str, float] = {}
+    departed: dict[str, float] = {}
+    holders: dict[str, str] = {}
+    lives = {evidence.owner(life): life for life in evidence.generators}
+
+    def release(lease: str, at: float) -> None:
+        released[lease] = min(at, released.get(lease, at))
+
+    for life in evidence.generators:
+        for entry in life.of("returned", "lied"):
+            for lease in entry["leases"]:
+                # A lie counts as a return only by the liar's own hand.
+                owner = evidence.owner(life) if entry["k"] == "lied" else ""
+                release(f"{lease} {owner}".strip(), entry["t"])
+    events = sorted((e for b in evidence.brokers for e in b.of("leased", "lapsed", "departed", "undeliverable")),
+                    key=lambda e: e["t"])  # fmt: skip
+    for entry in events:
+        at = entry["t"]
+        match entry["k"]:
+            case "lapsed":
+                for lease, _ in entry["leases"]:
+                    release(lease, at)
+            case "undeliverable":
+                for lease in entry["leases"]:
+                    release(lease, at)
+            case "departed":
+                departed[entry["owner"]] = at
+            case "leased":
+                for lease in entry["leases"]:
+                    group, _, attempt = lease.partition("-")
+                    before = f"{group}-{int(attempt) - 1}"
+                    holder = holders.get(before, "")
+                    is_released = released.get(before, released.get(f"{before} {holder}", float("inf"))) <= at
+                    is_alive = holder in lives and evidence.successor_began_at(lives[holder]) > at
+                    if int(attempt) and is_alive and not is_released and departed.get(holder, float("inf")) > at:
+                        yield f"{lease} was handed out, though {holder} still held {before}"
+                    holders[lease] = entry["owner"]
+
+
+def _lapsed_for_a_reason(evidence: Evidence) -> Iterator[str]:
+    lives = {evidence.owner(life): life for life in evidence.generators}
+    for broker in evidence.brokers:
+        for entry in broker.of("lapsed"):
+            for lease, owner in entry["leases"]:
+                if owner in lives and (why := _why_needless(evidence, broker, lives[owner], lease, at=entry["t"])):
+                    yield f"{lease} of {owner} lapsed, {why}"
+
+
+def _why_needless(evidence: Evidence, broker: Life, holder: Life, lease: str, *, at: float) -> str:
+    window = evidence.times.lease_s + SLACK_S
+    if (gone_at := evidence.successor_began_at(holder)) > at:
+        received = any(lease in dict(map(tuple, entry["leases"])) for entry in holder.of("prompts"))
+        roles = (holder.role, "broker", "store")
+        # The others are behind a relay that loses what it cuts.
+        is_direct = holder.role == "generator-0" and not holder.of("bye")
+        is_quiet = evidence.is_quiet(roles, since=at - window, until=at)
+        return "though its holder was there all the time" if received and is_direct and is_quiet else ""
+    successor = next(life for life in evidence.generators if life.role == holder.role and life.began_at == gone_at)
+    welcomed = [entry["t"] for entry in successor.of("welcome")]
+    was_known = any(entry["owner"] == evidence.owner(holder) for entry in broker.of("leased"))
+    is_late = bool(welcomed) and welcomed[0] + _SUCCESSOR_S < at
+    is_quiet = is_late and evidence.is_quiet(("store",), since=max(welcomed[0], at - _SUCCESSOR_S) + SLACK_S, until=at)
+    return "though its holder's successor had been welcomed by the same broker" if was_known and is_quiet else ""
+
+
+def _returned_are_not_departed(evidence: Evidence) -> Iterator[str]:
+    lives = {evidence.owner(life): life for life in evidence.generators}
+    for broker in evidence.brokers:
+        for entry in broker.of("departed"):
+            life = lives.get(entry["owner"])
+            if life is None or not entry["reason"].startswith("silent"):
+                continue
+            welcomes = [each["t"] for each in life.of("welcome") if each["t"] < entry["t"]]
+            leaves = [each["t"] for each in life.of("unknown_here", "reconnected") if each["t"] < entry["t"]]
+            was_back = welcomes and max(welcomes) > max(leaves, default=0.0)
+            # Nobody can be silent for so long since then.
+            if was_back and entry["t"] - max(welcomes) < evidence.times.peer_timeout_s and len(welcomes) > 1:
+                yield f"the leases of {entry['owner']} were taken back as those of a silent peer, after its return"
+
+
+def _drained_has_returned_all(evidence: Evidence) -> Iterator[str]:
+    for life in evidence.generators:
+        byes = [entry["t"] for entry in life.of("bye") if not entry["reason"]]
+        if not byes:
+            continue
+        answers = Counter(entry["lease"] for entry in life.of("put"))
+        returned = {lease for entry in life.of("returned") for lease in entry["leases"]}
+        for entry in life.of("prompts"):
+            for lease, members in entry["leases"]:
+                if answers[lease] < members and lease not in returned:
+                    yield f"{life.role} was drained with {lease} neither answered nor returned"
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+def _orders_come_from_the_learner(evidence: Evidence) -> Iterator[str]:
+    ordered = {entry["order"] for entry in evidence.of_learners("ordered")}
+    answered = {entry["answer"] for life in evidence.generators for entry in life.of("answered")}
+    for life in evidence.generators:
+        for entry in life.of("order"):
+            if entry["order"] not in ordered:
+                yield f"{life.role} got the order {entry['order']}, which no learner gave"
+            elif not entry["is_member"]:
+                yield f"{life.role} got the order {entry['order']}, of an epoch that it is not in"
+    for entry in evidence.of_learners("heard"):
+        if entry["answer"] not in answered:
+            yield f"the learner heard {entry['answer']}, which that generator never said"
+
+
+def _stale_generators_get_no_prompts(evidence: Evidence) -> Iterator[str]:
+    versions = [(e["t"], e["version"]) for e in evidence.of_learners("version", "rolling_back", "rolled_back")]
+    for life in evidence.generators:
+        asked_at, newest = life.began_at, -1
+        for entry in life.of("asked", "pong", "prompts"):
+            if entry["k"] == "asked":
+                asked_at = entry["t"]
+            elif entry["k"] == "pong":
+                newest = max(newest, entry["version"])
+            elif entry["leases"]:
+                before = [version for at, version in versions if at <= asked_at][-1:]
+                between = [version for at, version in versions if asked_at < at <= entry["t"]]
+                committed = min([*before, *between], default=0)
+                if 0 <= newest < committed - evidence.max_lag:
+                    yield f"{life.role} got prompts with weights of version {newest}, {committed} was committed"
+
+
+def _sent_under_verified_weights(evidence: Evidence) -> Iterator[str]:
+    for life in evidence.generators:
+        for entry in life.of("put"):
+            if entry["state"] not in ("ready", "draining"):
+                yield f"{entry['id']} left {life.role} while it was {entry['state']}"
+
+
+def _members_differ(evidence: Evidence) -> Iterator[str]:
+    groups: dict[str, list[str]] = defaultdict(list)
+    for each in evidence.stored.values():
+        groups[each.sample[0]].append(each.tokens)
+    alike = [group for group, tokens in groups.items() if len(tokens) > 1 and len(set(tokens)) == 1]
+    for group in alike:
+        yield f"all members of group {group} have the same tokens"
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+def _fences_differ(evidence: Evidence) -> Iterator[str]:
+    fences = Counter(entry["fence"] for entry in evidence.of_learners("claimed"))
+    for fence, times in fences.items():
+        if times > 1:
+            yield f"{times} claims have the fence {fence}"
+
+
+def _rolled_back_between(evidence: Evidence, life: Life, since: float, until: float, *, kind: str) -> bool:
+    """Whether another learner rolled back in that time; `kind`: begun (rolling_back) or done (rolled_back)."""
+    others = (other for other in evidence.learners if other is not life)
+    return any(since < entry["t"] < until for other in others for entry in other.of(kind))
+
+
+def _claim_lapsed_between(evidence: Evidence, step: int, since: float, until: float) -> bool:
+    lapses = (entry for broker in evidence.brokers for entry in broker.of("claims_lapsed"))
+    return any(step in entry["steps"] and since < entry["t"] < until for entry in lapses)
+
+
+def _commits_are_fenced(evidence: Evidence) -> Iterator[str]:
+    for life in evidence.learners:
+        claimed_at = {entry["fence"]: entry["t"] for entry in life.of("claimed")}
+        begun_at = life.began_at
+        for entry in life.of(
+            "recommitting", "renewing", "committed", "commit_refused", "recommitted", "recommit_refused", "renewed",
+            "reclaim_refused",
+        ):  # fmt: skip
+            at, kind, step = entry["t"], entry["k"], entry["step"]
+            since = claimed_at.get(entry.get("fence", -1), life.began_at)
+            if kind in ("recommitting", "renewing"):
+                begun_at = at
+            elif kind == "recommitted" and _rolled_back_between(evidence, life, since, begun_at, kind="rolled_back"):
+                yield f"a repeat of the commit of step {step} was accepted after a roll back"
+            elif kind == "renewed" and _claim_lapsed_between(evidence, step, since, begun_at):
+                yield f"the claim of step {step} was renewed after it had lapsed"
+            elif kind in ("commit_refused", "recommit_refused", "reclaim_refused"):
+                is_explained = _rolled_back_between(evidence, life, since, at, kind="rolling_back")
+                is_explained |= kind != "recommit_refused" and _claim_lapsed_between(evidence, step, since, at)
+                is_explained |= (
+                    not evidence.is_quiet(("store",), since=at - 1.0, until=at) and kind == "reclaim_refused"
+                )
+                if not is_explained:
+                    yield f"{kind} of step {step}, though nothing came between: {entry['error']}"
+
+
+def _checkpoints_are_fenced(evidence: Evidence) -> Iterator[str]:
+    for life in evidence.learners:
+        begun_at = 0.0
+        for entry in life.of("pointing", "pointed", "pointer_refused"):
+            at, step = entry["t"], entry["step"]
+            if entry["k"] == "pointing":
+                begun_at = at
+            elif entry["k"] == "pointed":
+                if _rolled_back_between(evidence, life, life.began_at, begun_at, kind="rolled_back"):
+                    yield f"the checkpoint of step {step} of a learner that was replaced was accepted"
+            elif not _rolled_back_between(evidence, life, life.began_at, at, kind="rolling_back"):
+                yield f"the checkpoint of step {step} was refused: {entry['error']}"
+
+
+def _claims_lapse_for_a_reason(evidence: Evidence) -> Iterator[str]:
+    for broker in evidence.brokers:
+        for entry in broker.of("claims_lapsed"):
+            since = entry["t"] - evidence.times.lease_s - SLACK_S
+            if evidence.is_quiet(("learner", "broker", "store"), since=since, until=entry["t"]):
+                yield f"the claims of the steps {entry['steps']} lapsed, though their learner was there all the time"

@@ -1,0 +1,114 @@
+"""`python -m tests.chaos.relay LISTEN CONNECT SEED`: a relay between two unix sockets that cuts connections.
+
+It cuts after it has passed on a trajectory and before the acknowledgement gets back, or in place of passing on an
+answer. It sees the bytes that libzmq encrypted, so it goes by their number.
+"""
+
+import random
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from slipstream.runtime.process import die_with_launcher
+
+_LARGE = 500
+"""Bytes from which a chunk is taken for trajectories or prompts: heartbeats and acknowledgements are smaller."""
+_CUT_SHARE = {"up": 0.03, "down": 0.02}
+"""Share of the large chunks that end their connection: trajectories on the way up, prompts on the way down."""
+_DEAF_S = 0.06
+"""Time between a trajectory that was passed on and the cut: the broker stores and acknowledges it."""
+_CHUNK = 1 << 16
+_TICK_S = 0.02
+
+
+class _Pair:
+    """A peer's connection and the one to the broker."""
+
+    def __init__(self, peer: socket.socket, broker: socket.socket) -> None:
+        self.peer, self.broker = peer, broker
+        self.ends_at: float | None = None
+
+    def close(self) -> None:
+        self.peer.close()
+        self.broker.close()
+
+
+class Relay:
+    """Forwards between every connection to `listen` and one of its own to `connect`."""
+
+    def __init__(self, listen: str, connect: str, *, seed: int) -> None:
+        self._connect = connect
+        self._random = random.Random(seed)
+        self._selector = selectors.DefaultSelector()
+        self._pairs: set[_Pair] = set()
+        Path(listen).unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(listen)
+        self._listener.listen()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self.num_cuts = 0
+
+    def run(self) -> None:
+        """Forward for ever."""
+        while True:
+            for key, _ in self._selector.select(_TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.data in self._pairs:
+                    self._forward(key.data, key.fileobj)  # type: ignore[arg-type]
+            now = time.monotonic()
+            for pair in [each for each in self._pairs if each.ends_at is not None and each.ends_at <= now]:
+                self._end(pair)
+
+    def _accept(self) -> None:
+        peer, _ = self._listener.accept()
+        broker = socket.socket(socket.AF_UNIX)
+        try:
+            broker.connect(self._connect)
+        except OSError:
+            peer.close()
+            return
+        pair = _Pair(peer, broker)
+        self._pairs.add(pair)
+        for end in (peer, broker):
+            self._selector.register(end, selectors.EVENT_READ, pair)
+
+    def _forward(self, pair: _Pair, source: socket.socket) -> None:
+        is_up = source is pair.peer
+        try:
+            data = source.recv(_CHUNK)
+            if not data:
+                self._end(pair)
+                return
+            if pair.ends_at is not None:
+                return  # what comes back within these milliseconds is lost
+            is_cut = len(data) > _LARGE and self._random.random() < _CUT_SHARE["up" if is_up else "down"]
+            if is_cut:
+                self.num_cuts += 1
+                pair.ends_at = time.monotonic() + _DEAF_S
+            if is_up or not is_cut:
+                (pair.broker if is_up else pair.peer).sendall(data)
+        except OSError:
+            self._end(pair)
+
+    def _end(self, pair: _Pair) -> None:
+        self._pairs.discard(pair)
+        for end in (pair.peer, pair.broker):
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(end)
+        pair.close()
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Relay until killed."""
+    die_with_launcher()
+    listen, connect, seed = arguments
+    Relay(listen, connect, seed=int(seed)).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

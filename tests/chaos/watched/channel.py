@@ -1,0 +1,246 @@
+"""WatchedChannel: a peer's channel that keeps a journal of all that passes, and misbehaves on purpose.
+
+It sits between the real client and its socket, so the journal says what was acknowledged to this process, whatever the
+client makes of it. On the way out it repeats, delays and reorders trajectories and returned leases. Once a trajectory
+is acknowledged it offers copies that a sound broker tells apart: the same again, the same id with another content,
+another id for the same place, a group that does not exist. A liar also speaks for other peers.
+"""
+
+import random
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from slipstream.broker.errors import ChannelClosedError
+from slipstream.broker.messages import (
+    Ack,
+    AnyMessage,
+    Bye,
+    EpochOpened,
+    Frames,
+    Hello,
+    LeaseRequest,
+    Member,
+    Message,
+    Nack,
+    OpenEpoch,
+    Pong,
+    Prompts,
+    Put,
+    ReturnLeases,
+    Update,
+    UpdateApplied,
+    Welcome,
+)
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel
+from slipstream.buffer.codec import decode, encode, pack, unpack
+from slipstream.buffer.trajectory import TrajectoryHeader, make_lease_id, make_trajectory_id
+from tests.chaos.watched.credit import Credit
+from tests.chaos.watched.journal import Journal, content_of
+
+UNKNOWN_GROUP = "999999999"
+BOGUS_EPOCH = 10**6
+_REPEATED, _DELAYED, _OFFERED = 0.05, 0.1, 0.15
+"""Shares of the trajectories (acknowledged ones for the offers)."""
+_DELAY_S = 0.3
+_LATE_RETURN_S = 0.8
+"""After this a repeated return may meet a newer lease of the same prompt."""
+_LIE_EVERY_S = 0.4
+_LIED_BEHIND, _LIED_AHEAD, _LIED_ATTEMPTS = 30, 3, 3
+"""Leases that the liar makes up: around the newest group it has seen."""
+_LARGEST_OTHER_TOKEN, _FIRST_TOKEN = 11, 2
+
+
+class WatchedChannel(ZmqClientChannel):
+    """A ZmqClientChannel with a journal. `misbehaves` and `lies` choose what it does beyond that."""
+
+    journal: Journal
+    misbehaves = False
+    lies = False
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._random = random.Random(time.time_ns())
+        self._delayed: deque[tuple[float, Frames]] = deque()
+        self._packed: dict[str, tuple[TrajectoryHeader, bytes]] = {}
+        self._num_sent: dict[str, int] = {}
+        self._own_leases: set[str] = set()
+        self._newest_group = 0
+        self._others: list[Member] = []
+        self._next_lie_at = 0.0
+        self._me: Member | None = None
+        self.credit = Credit(self.journal)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+    def send(self, frames: Frames) -> None:
+        message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+        self._record_sent(message, frames)
+        if isinstance(message, Hello):
+            self._me = Member(message.peer_id, message.incarnation)
+        if not self.misbehaves:
+            super().send(frames)
+            return
+        if isinstance(message, Put):
+            if self._random.random() < _REPEATED:
+                self._later(frames, after_s=self._random.uniform(0, _DELAY_S))
+                self._num_sent |= {header.id: 2 for header in message.headers}
+            if self._random.random() < _DELAYED:
+                self._later(frames, after_s=self._random.uniform(0, _DELAY_S))
+                return
+        if isinstance(message, ReturnLeases):
+            self._later(frames, after_s=_LATE_RETURN_S)
+        if isinstance(message, Pong) and self.lies:
+            lease_ids = sorted({*message.lease_ids, *self._made_up_leases()})
+            frames = [encode(msgspec.structs.replace(message, lease_ids=lease_ids))]
+        super().send(frames)
+
+    def _later(self, frames: Frames, *, after_s: float) -> None:
+        self._delayed.append((time.monotonic() + after_s, frames))
+
+    def _record_sent(self, message: Message, frames: Frames) -> None:
+        match message:
+            case Hello():
+                self.journal.write("hello", incarnation=message.incarnation)
+            case Put(headers=headers):
+                self.journal.write("sent", ids=[header.id for header in headers])
+                for header, payload in zip(headers, frames[1:], strict=True):
+                    self._packed[header.id] = (header, payload)
+                    self._num_sent[header.id] = self._num_sent.get(header.id, 0) + 1
+                    self.credit.send(header.id, len(payload))
+            case ReturnLeases(lease_ids=ids, reason=reason):
+                self.journal.write("returned", leases=ids, reason=reason)
+            case LeaseRequest():
+                self.journal.write("asked")
+            case Pong(version=version, state=state, lease_ids=ids):
+                self.journal.write("pong", version=version, state=state, leases=ids)
+            case OpenEpoch() | Update():
+                self.journal.write("ordered", order=_order(message))
+            case EpochOpened() | UpdateApplied():
+                self.journal.write("answered", answer=_answer(message))
+            case Bye(reason=reason):
+                self.journal.write("bye", reason=reason)
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+    def receive(self, *, timeout_s: float) -> Frames | None:
+        self._send_delayed()
+        if timeout_s > 0:
+            self.credit.check()
+        if self.lies and self._me and time.monotonic() >= self._next_lie_at:
+            self._next_lie_at = time.monotonic() + _LIE_EVERY_S
+            self._lie(self._me)
+        frames = super().receive(timeout_s=timeout_s)
+        if frames is not None:
+            self._hear(decode(frames[0], AnyMessage))  # type: ignore[arg-type]
+        return frames
+
+    def reconnect(self) -> None:
+        self.journal.write("reconnected")
+        self._delayed.clear()
+        self.credit.leave()
+        super().reconnect()
+
+    def _send_delayed(self) -> None:
+        now = time.monotonic()
+        for _ in range(len(self._delayed)):
+            due_at, frames = self._delayed.popleft()
+            if due_at > now:
+                self._delayed.append((due_at, frames))
+            else:
+                super().send(frames)
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case Welcome():
+                self.journal.write("welcome", broker=message.broker_incarnation)
+                self.credit.welcome(message)
+            case Bye():
+                self.journal.write("unknown_here")
+                self.credit.leave()
+            case Ack(ids=ids):
+                # Before the client hears of it, and so before it deletes its copy.
+                self.journal.write("acked", ids=ids)
+                self.credit.acknowledge(ids)
+                if self.misbehaves:
+                    for trajectory_id in ids:
+                        self._offer(trajectory_id)
+            case Nack():
+                facts = {"reason": message.reason, "fatal": message.is_fatal, "lease": message.lease_id}
+                self.journal.write("nacked", id=message.id, **facts)
+                self.credit.reject(message)
+            case Prompts(prompts=prompts):
+                leases = [prompt.lease for prompt in prompts]
+                self.journal.write(
+                    "prompts", leases=[[each.id, len(each.indices)] for each in leases if each.purpose == "train"]
+                )
+                self._own_leases |= {lease.id for lease in leases}
+                ordinals = [lease.ordinal for lease in leases if lease.purpose == "train"]
+                self._newest_group = max([self._newest_group, *ordinals])
+            case OpenEpoch() | Update():
+                is_member = self._me is not None and self._me in message.members
+                self.journal.write("order", order=_order(message), is_member=is_member)
+                self._others = [member for member in message.members if member != self._me]
+            case EpochOpened() | UpdateApplied():
+                self.journal.write("heard", answer=_answer(message))
+
+    # --- copies that a broker must tell apart ------------------------------------------------------------------------
+    def _offer(self, trajectory_id: str) -> None:
+        header, payload = self._packed.pop(trajectory_id, (None, b""))
+        # Of what was sent once: else the answer to the offer and that to the other copy could not be told apart.
+        is_plain = header is not None and header.purpose == "train" and self._num_sent[trajectory_id] == 1
+        if not is_plain or header is None or self._random.random() > _OFFERED:
+            return
+        # Another answer for the same place can only be one of an earlier attempt.
+        kind = self._random.choice(["same", "conflict", "again" if header.attempt else "same", "unknown"])
+        if kind == "same":
+            self._send_offer(kind, header, payload)
+            return
+        trajectory = unpack(payload)
+        tokens = trajectory.token_ids.copy()
+        at = int(trajectory.model_mask.argmax())
+        tokens[at] = _FIRST_TOKEN if tokens[at] == _LARGEST_OTHER_TOKEN else tokens[at] + 1
+        group = UNKNOWN_GROUP if kind == "unknown" else header.group_id
+        attempt = header.attempt - (kind == "again")
+        lease_id = make_lease_id(group, attempt)
+        name = make_trajectory_id(lease_id, header.index)
+        other = msgspec.structs.replace(trajectory, token_ids=tokens, id=name, group_id=group, attempt=attempt)
+        offered, packed = pack(other, lease_id=lease_id, purpose=header.purpose, group_size=header.group_size)
+        self.journal.write("offered", what=kind, id=offered.id, group=offered.group_id, content=content_of(other))
+        super().send([encode(Put([offered])), packed])
+
+    def _send_offer(self, kind: str, header: TrajectoryHeader, payload: bytes) -> None:
+        content = content_of(unpack(payload))
+        self.journal.write("offered", what=kind, id=header.id, group=header.group_id, content=content)
+        frames = [encode(Put([header])), payload]
+        # Some come when the group is over, and its record may be gone.
+        self._later(frames, after_s=self._random.choice([0.0, 2.0]))
+
+    # --- lies --------------------------------------------------------------------------------------------------------
+    def _made_up_leases(self) -> set[str]:
+        groups = range(max(0, self._newest_group - _LIED_BEHIND), self._newest_group + _LIED_AHEAD)
+        made_up = {f"{group}-{attempt}" for group in groups for attempt in range(_LIED_ATTEMPTS)}
+        return made_up - self._own_leases
+
+    def _lie(self, me: Member) -> None:
+        leases = sorted(self._made_up_leases())
+        self.journal.write("lied", leases=leases)
+        lies: list[Message] = [ReturnLeases(leases, "a lie")]
+        if self._others:
+            lies += [UpdateApplied(BOGUS_EPOCH, BOGUS_EPOCH, self._others[0], error="a lie")]
+            lies += [OpenEpoch(BOGUS_EPOCH, self._others, "file:///nowhere", 0, 1.0)]
+        try:
+            for lie in lies:
+                super().send([encode(lie)])
+        except ChannelClosedError:
+            return
+
+
+def _order(message: OpenEpoch | Update) -> str:
+    version = message.version if isinstance(message, Update) else -1
+    return f"{type(message).__name__} {message.epoch} {version}"
+
+
+def _answer(message: EpochOpened | UpdateApplied) -> str:
+    version = message.version if isinstance(message, UpdateApplied) else -1
+    return f"{type(message).__name__} {message.epoch} {version} {message.member.peer_id}/{message.member.incarnation}"

@@ -1,0 +1,124 @@
+"""Credit: an independent account of what an outbox may send, and must."""
+
+import threading
+import time
+
+from slipstream.broker.messages import Nack, Welcome
+from tests.chaos.watched.journal import Journal
+
+_CHECKS = 4
+"""Steps of the client after which something that is due and covered by the credit must have left."""
+_GRACE_S = 0.2
+"""Added to every time at which something is due."""
+
+
+class Credit:
+    """Follows each trajectory from the outbox to its answer, and writes `overrun` or `overdue` into the journal.
+
+    overrun: more is under way than the broker granted. overdue: something waits though it may leave: it was just
+    finished, put off until now, not answered for `answer_timeout_s`, or sent to a broker that was replaced.
+    """
+
+    answer_timeout_s = 15.0
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._lock = threading.Lock()
+        self._max_messages = self._max_bytes = 0
+        self._broker = ""
+        self._is_joined = False
+        self._sizes: dict[str, int] = {}
+        self._due_at: dict[str, float] = {}
+        self._sent_at: dict[str, float] = {}
+        self._checks: dict[str, int] = {}
+        self._was_reported = False
+
+    def add(self, trajectory_id: str, size_bytes: int) -> None:
+        """A trajectory enters the outbox."""
+        with self._lock:
+            self._sizes[trajectory_id] = size_bytes
+            self._due_at[trajectory_id] = time.monotonic()
+
+    def welcome(self, welcome: Welcome) -> None:
+        """A broker answers; a repeated answer of the same one starts nothing."""
+        with self._lock:
+            if self._is_joined and welcome.broker_incarnation == self._broker:
+                return
+            self._is_joined, self._broker = True, welcome.broker_incarnation
+            self._max_messages, self._max_bytes = welcome.credit_messages, welcome.credit_bytes
+            self._due_at = dict.fromkeys(self._sizes, time.monotonic())
+            self._sent_at = {}
+            self._checks = {}
+
+    def leave(self) -> None:
+        """The connection is lost, or the broker does not know this peer."""
+        with self._lock:
+            self._is_joined = False
+
+    def send(self, trajectory_id: str, size_bytes: int) -> None:
+        """A trajectory leaves the outbox."""
+        with self._lock:
+            self._due_at.pop(trajectory_id, None)
+            self._checks.pop(trajectory_id, None)
+            self._sent_at.pop(trajectory_id, None)
+            # Without those that the outbox may have taken back a moment ago.
+            unexpired = time.monotonic() - self.answer_timeout_s + _GRACE_S
+            under_way = [each for each, at in self._sent_at.items() if at > unexpired]
+            messages, sent_bytes = len(under_way), sum(self._sizes.get(each, 0) for each in under_way)
+            # One always goes.
+            if messages and (messages >= self._max_messages or sent_bytes + size_bytes > self._max_bytes):
+                facts = {"messages": messages, "bytes": sent_bytes}
+                self._report("overrun", id=trajectory_id, **facts)
+            self._sent_at[trajectory_id] = time.monotonic()
+
+    def acknowledge(self, ids: list[str]) -> None:
+        with self._lock:
+            for trajectory_id in ids:
+                self._remove(trajectory_id)
+
+    def reject(self, nack: Nack) -> None:
+        with self._lock:
+            if nack.is_fatal:
+                self._remove(nack.id)
+            elif self._sent_at.pop(nack.id, None) is not None:
+                self._due_at[nack.id] = time.monotonic() + nack.retry_after_s
+
+    def check(self) -> None:
+        """Called once per step of the client, after it has sent what it may."""
+        with self._lock:
+            if not self._is_joined:
+                return
+            self._expire(after_s=self.answer_timeout_s + _GRACE_S)
+            late_before = time.monotonic() - _GRACE_S
+            late = [each for each, at in self._due_at.items() if at < late_before] if self._has_room() else []
+            self._checks = {each: self._checks.get(each, 0) + 1 for each in late}
+            for each, checks in self._checks.items():
+                if checks >= _CHECKS:
+                    self._report("overdue", id=each)
+
+    def _expire(self, *, after_s: float) -> None:
+        """Count what was not answered for so long as waiting again."""
+        now = time.monotonic()
+        for each in [each for each, at in self._sent_at.items() if at < now - after_s]:
+            del self._sent_at[each]
+            if each in self._sizes:
+                self._due_at[each] = now
+
+    def _has_room(self) -> bool:
+        if not self._due_at:
+            return False
+        sent_bytes = sum(self._sizes.get(each, 0) for each in self._sent_at)
+        # The largest: the outbox sends in its own order, and stops at the first without credit.
+        largest = max(self._sizes[each] for each in self._due_at)
+        return not self._sent_at or (
+            len(self._sent_at) < self._max_messages and sent_bytes + largest <= self._max_bytes
+        )
+
+    def _remove(self, trajectory_id: str) -> None:
+        for table in (self._sizes, self._due_at, self._sent_at, self._checks):
+            table.pop(trajectory_id, None)
+
+    def _report(self, kind: str, **facts: object) -> None:
+        if not self._was_reported:
+            self._journal.write(kind, **facts)
+        self._was_reported = True

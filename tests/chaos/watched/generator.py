@@ -1,0 +1,136 @@
+"""`python -m tests.chaos.watched.generator [--light] [--misbehaves] [--lies] [overrides]`: a generator with a journal.
+
+It is `python -m slipstream.generators` but for what is put in here: a journal at both ends of its client, and with
+`--light` an engine of no weights, a tokenizer of characters and rewards within the process, so that a start takes
+milliseconds.
+"""
+
+import asyncio
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.broker.transport import outbox, session
+from slipstream.broker.transport.client import BrokerClient
+from slipstream.broker.weights import collective
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.trajectory import Reward, TrajectoryHeader
+from slipstream.generators import __main__ as role
+from slipstream.generators import build, tokenization
+from slipstream.generators.engines import scripted_engine
+from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.errors import PromptError
+from slipstream.generators.rewards.reward import RewardInput
+from tests.chaos.stage import ANSWER_TIMEOUT_S, JOURNALS
+from tests.chaos.watched.channel import WatchedChannel
+from tests.chaos.watched.credit import Credit
+from tests.chaos.watched.journal import Journal, content_of
+
+_FAILING, _SPOILED, _LONG = 0.01, 0.01, 0.006
+"""Shares of the responses that fail, that arrive damaged, and that outlast every lease."""
+_LONG_TOKENS = 36
+_UPDATE_S = 0.03
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Generate until drained or killed."""
+    flags = {argument for argument in arguments if argument in ("--light", "--misbehaves", "--lies")}
+    rest = [argument for argument in arguments if argument not in flags]
+    WatchedChannel.journal = Journal(Path(JOURNALS), role.split_id(rest)[0])
+    WatchedChannel.misbehaves, WatchedChannel.lies = "--misbehaves" in flags, "--lies" in flags
+    session.ZmqClientChannel = WatchedChannel  # type: ignore[misc]
+    watch_client(is_light="--light" in flags)
+    if "--light" in flags:
+        lighten()
+    role.main(rest)
+
+
+def watch_client(*, is_light: bool) -> None:
+    """Record what enters the outbox, before it does; damage some of it on the way if light."""
+    put = BrokerClient.put
+
+    def watched(client: BrokerClient, header: TrajectoryHeader, payload: bytes) -> None:
+        channel = client._channel
+        assert isinstance(channel, WatchedChannel)
+        trajectory = unpack(payload)
+        is_spoiled = is_light and header.purpose == "train" and random.random() < _SPOILED
+        channel.journal.write(
+            "put",
+            id=header.id,
+            lease=header.lease_id,
+            purpose=header.purpose,
+            content=content_of(trajectory),
+            state=client._status().state,
+            spoiled=is_spoiled,
+        )
+        if is_spoiled:
+            payload = payload[:-3]
+        channel.credit.add(header.id, len(payload))
+        put(client, header, payload)
+
+    BrokerClient.put = watched  # type: ignore[method-assign]
+
+
+# --- the light form --------------------------------------------------------------------------------------------------
+class CharacterTokenizer:
+    """One token per character of the task."""
+
+    chat_template = None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [2 + int(character) if character.isdigit() else 1 for character in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(str(token - 2) for token in token_ids if token >= 2)
+
+
+class InlineRewards:
+    """Scores within the process, from the text alone: 0 or 1, so that some groups have no signal and are rejected."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    async def start(self) -> None:
+        """There is no worker."""
+
+    async def score(self, sample: RewardInput) -> Reward:
+        return Reward(total=float(sum(map(ord, sample.response)) % 2))
+
+    def close(self) -> None:
+        """There is no worker."""
+
+
+class LightEngine(ScriptedEngine):
+    """A ScriptedEngine of which some responses fail and some take long; an update takes a moment."""
+
+    async def generate(self, prompt_token_ids: list[int], sampling: Any, *, request_id: str) -> Any:
+        chance = random.Random(f"{sampling.seed} fails")
+        if sampling.temperature > 0 and chance.random() < _FAILING:
+            raise PromptError(f"{request_id} fails on purpose")
+        return await super().generate(prompt_token_ids, sampling, request_id=request_id)
+
+    async def update(self, update: Any, fetched: Any = None) -> float:
+        await asyncio.sleep(_UPDATE_S)
+        return await super().update(update, fetched)
+
+    def _script(self, seed: int) -> list[int]:
+        script = super()._script(seed)
+        chance = random.Random(f"{seed} is long")
+        if chance.random() >= _LONG:
+            return script
+        return [chance.choice(scripted_engine.VOCABULARY) for _ in range(_LONG_TOKENS)] + script
+
+
+def lighten() -> None:
+    """Replace what a generator needs seconds and megabytes for."""
+    outbox._ANSWER_TIMEOUT_S = Credit.answer_timeout_s = ANSWER_TIMEOUT_S
+    collective.CollectiveReceiver = lambda device: None  # type: ignore[assignment, misc]
+    tokenization.load_tokenizer = lambda model: CharacterTokenizer()  # type: ignore[assignment]
+    build.RewardPool = InlineRewards  # type: ignore[assignment, misc]
+    scripted_engine.ScriptedEngine = LightEngine  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,80 @@
+"""Journals: what each process under chaos has sent and heard, written before it acts on it.
+
+One file per process, one JSON line per entry, each in one write of the kernel: a SIGKILL loses no entry that was
+written. The clock is that of the machine, so entries of different processes can be compared.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
+
+from slipstream.buffer.trajectory import Trajectory
+
+FOLDER = "journal"
+"""Folder in the run's folder."""
+
+Entry = dict[str, Any]
+"""`t`: seconds since 1970; `k`: kind of the entry; the rest depends on the kind."""
+
+
+class Journal:
+    """The journal of this process."""
+
+    def __init__(self, folder: Path, role: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.role = role
+        self._file = os.open(folder / f"{role}.{time.time_ns()}.{os.getpid()}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+
+    def write(self, kind: str, **facts: Any) -> None:
+        """Append one entry; any thread."""
+        os.write(self._file, msgspec.json.encode({"t": time.time(), "k": kind} | facts) + b"\n")
+
+
+class Life(NamedTuple):
+    """One process of a role, by its journal."""
+
+    role: str
+    pid: int
+    entries: list[Entry]
+
+    def of(self, *kinds: str) -> list[Entry]:
+        """Return the entries of some kinds, in order."""
+        return [entry for entry in self.entries if entry["k"] in kinds]
+
+    @property
+    def began_at(self) -> float:
+        """Time of the first entry."""
+        return self.entries[0]["t"]
+
+    @property
+    def ended_at(self) -> float:
+        """Time of the last entry."""
+        return self.entries[-1]["t"]
+
+
+def read_journals(folder: Path, *, role: str = "", since: float = 0.0) -> list[Life]:
+    """Read the journals (of one role, begun since) that have an entry, in the order in which their processes began."""
+    paths = sorted(folder.glob(f"{role or '*'}.*"), key=lambda path: int(path.name.split(".")[-2]))
+    paths = [path for path in paths if int(path.name.split(".")[-2]) >= since * 1e9]
+    lives = [Life(path.name.split(".")[0], int(path.name.split(".")[-1]), _read(path)) for path in paths]
+    return [life for life in lives if life.entries]
+
+
+def _read(path: Path) -> list[Entry]:
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [msgspec.json.decode(line) for line in whole.splitlines()]
+
+
+def content_of(trajectory: Trajectory) -> str:
+    """Hash all that the learner computes with; equal before the wire, in the learner, and in the archive."""
+    digest = xxhash.xxh3_64()
+    for array in (trajectory.token_ids, trajectory.model_mask, trajectory.generator_logprobs):
+        digest.update(array.tobytes())
+    names = (trajectory.id, trajectory.group_id, trajectory.index, trajectory.prompt_uid, trajectory.attempt)
+    spans = [(span.first_token, span.version) for span in trajectory.version_spans]
+    digest.update(repr((names, spans, trajectory.reward.total, trajectory.stop_reason)).encode())
+    return digest.hexdigest()

@@ -1,0 +1,39 @@
+"""Points: places in a role where the harness can have it killed or stopped, between two writes that belong together."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+Act = str
+"""kill | stop"""
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+class Points:
+    """The role's end: `reach` at each place. The harness asks by a file, which the role removes when it obeys."""
+
+    def __init__(self, folder: Path, role: str, *, on_obey: Callable[[str], None] = lambda point: None) -> None:
+        self._path = folder / f"{role}.point"
+        self._on_obey = on_obey
+
+    def reach(self, point: str) -> bool:
+        """Send this process the signal that was asked for here; returns whether it was stopped, and continued."""
+        if not self._path.exists():
+            return False
+        wanted, _, act = self._path.read_text().partition(" ")
+        if wanted != point:
+            return False
+        self._path.unlink()
+        self._on_obey(point)
+        os.kill(os.getpid(), _SIGNALS[act])
+        return True
+
+
+def ask(folder: Path, role: str, point: str, act: Act) -> Path:
+    """Ask a role for a signal at its next arrival at a point; the file is gone once it obeys."""
+    path = folder / f"{role}.point"
+    draft = path.with_suffix(".draft")
+    draft.write_text(f"{point} {act}")
+    return draft.rename(path)

@@ -1,0 +1,234 @@
+"""The audit of the delivery finds one violation of each kind in the journals of an otherwise sound run."""
+
+from typing import Any
+
+import pytest
+
+from tests.builders import make_trajectory
+from tests.chaos.delivery_audit import find_delivery_problems
+from tests.chaos.evidence import Evidence, Times
+from tests.chaos.outcome import Stored, Trained
+from tests.chaos.watched.journal import Entry, Life, content_of
+
+TIMES = Times(lease_s=2.5, peer_timeout_s=1.5)
+OWNER = "generator-0/a"
+
+
+def entry(at: float, kind: str, **facts: Any) -> Entry:
+    return {"t": at, "k": kind} | facts
+
+
+def put(at: float, name: str, *, content: str = "", **facts: Any) -> Entry:
+    lease = name.rpartition("-")[0]
+    sound = {"lease": lease, "purpose": "train", "content": content or f"content of {name}", "state": "ready"}
+    return entry(at, "put", id=name, **(sound | {"spoiled": False} | facts))
+
+
+def make_generator() -> list[Entry]:
+    return [
+        entry(1.0, "hello", incarnation="a"),
+        entry(1.1, "welcome", broker="b"),
+        entry(1.2, "pong", version=0, state="ready", leases=[]),
+        entry(1.3, "asked"),
+        entry(1.4, "prompts", leases=[["0-0", 2]]),
+        put(2.0, "0-0-0"),
+        put(2.1, "0-0-1"),
+        entry(2.2, "acked", ids=["0-0-0", "0-0-1"]),
+    ]
+
+
+def make_learner() -> list[Entry]:
+    return [
+        entry(0.1, "rolling_back", step=0, version=0),
+        entry(0.2, "rolled_back", step=0, version=0, fence=1),
+        entry(0.3, "version", version=0),
+        entry(3.0, "claimed", step=1, fence=2, groups=["0"]),
+        entry(3.1, "committing", step=1, fence=2, groups=["0"]),
+        entry(3.2, "committed", step=1, fence=2),
+        entry(3.3, "pointing", step=1, name="step-1", fence=2),
+        entry(3.4, "pointed", step=1, name="step-1", fence=2),
+    ]
+
+
+STORED = [
+    Stored("0-0-0", ("0", "train/0", 0), "content of 0-0-0", "x", "retired"),
+    Stored("0-0-1", ("0", "train/0", 1), "content of 0-0-1", "y", "retired"),
+]
+BROKER = [entry(1.35, "leased", owner=OWNER, leases=["0-0"])]
+
+
+def problems(
+    *,
+    generator: list[Entry] | None = None,
+    more: list[Entry] | None = None,
+    learner: list[Entry] | None = None,
+    broker: list[Entry] | None = None,
+    harness: list[Entry] | None = None,
+    stored: list[Stored] | None = None,
+    lives: list[Life] | None = None,
+) -> list[str]:
+    """Problems of a sound run with something replaced; `more` is appended to the generator's journal."""
+    trained = Trained(1, [each.sample for each in STORED], ["0-0-0", "0-0-1"], [each.content for each in STORED])
+    all_lives = [
+        Life("harness", 1, [entry(0.0, "act", name="none"), *(harness or []), entry(30.0, "end")]),
+        Life("broker", 2, BROKER + (broker or [])),
+        Life("learner", 3, make_learner() + (learner or [])),
+        Life("generator-0", 4, (generator or make_generator()) + (more or [])),
+        *(lives or []),
+    ]
+    evidence = Evidence(
+        all_lives, stored=STORED if stored is None else stored, lineage=[trained], times=TIMES, max_lag=2
+    )
+    return find_delivery_problems(evidence)
+
+
+def test_a_sound_run_has_no_problems():
+    assert problems() == []
+
+
+def test_what_was_acknowledged_and_is_nowhere_is_found():
+    more = [put(4.0, "1-0-0"), entry(4.1, "acked", ids=["1-0-0"])]
+    (problem,) = problems(more=more)
+    assert problem == "1-0-0 was acknowledged to generator-0 and is not stored: nothing is in its place"
+
+
+@pytest.mark.parametrize(("sent_at", "is_lost"), [(3.5, False), (5.0, True)])
+def test_what_is_not_stored_was_superseded_only_by_something_sent_before(sent_at: float, is_lost: bool):
+    other = Life("generator-1", 5, [
+        entry(1.0, "hello", incarnation="c"), put(sent_at, "1-1-0"), entry(6.0, "acked", ids=["1-1-0"])
+    ])  # fmt: skip
+    more = [put(3.0, "1-0-0"), entry(4.0, "acked", ids=["1-0-0"])]
+    stored = [*STORED, Stored("1-1-0", ("1", "train/1", 0), "content of 1-1-0", "z", "retired")]
+    found = problems(more=more, lives=[other], stored=stored)
+    assert [problem[:5] for problem in found] == ["1-0-0"] * is_lost
+
+
+def test_what_is_stored_with_another_content_is_found():
+    stored = [STORED[0], STORED[1]._replace(content="something else")]
+    found = problems(stored=stored)
+    assert "0-0-1 was acknowledged to generator-0, and stored with another content" in found
+    assert any(problem.startswith("step 1 trained on 0-0-1") for problem in found)
+
+
+def leased_again(*, to: str, at: float) -> Entry:
+    return entry(at, "leased", owner=to, leases=["0-1"])
+
+
+SECOND = Life("generator-0", 6, [entry(5.0, "hello", incarnation="z"), entry(5.2, "welcome", broker="b")])
+SECOND_LEARNER = Life("learner", 7, [
+    entry(4.0, "rolling_back", step=0, version=0), entry(4.1, "rolled_back", step=0, version=0, fence=9)
+])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"more": [entry(4.0, "acked", ids=["7-0-0"])]}, "which never sent it"),
+        ({"more": [put(4.0, "1-0-0")]}, "was never answered"),
+        ({"more": [put(4.0, "1-0-0", spoiled=True), entry(4.1, "acked", ids=["1-0-0"])]}, "arrived damaged"),
+        (
+            {"more": [put(4.0, "1-0-0"), entry(4.1, "nacked", id="1-0-0", fatal=True, reason="store_full")]},
+            "was refused for good: store_full",
+        ),
+        (
+            {
+                "more": [
+                    entry(2.5, "offered", what="conflict", id="0-0-0", group="0", content="another"),
+                    entry(2.6, "acked", ids=["0-0-0"]),
+                ]
+            },
+            "with another content was acknowledged",
+        ),
+        (
+            {
+                "more": [
+                    entry(2.5, "offered", what="unknown", id="999-0-0", group="999", content="another"),
+                    entry(2.6, "acked", ids=["999-0-0"]),
+                ]
+            },
+            "of a group that does not exist",
+        ),
+        (
+            {
+                "more": [
+                    entry(2.5, "offered", what="same", id="0-0-0", group="0", content="content of 0-0-0"),
+                    entry(2.6, "nacked", id="0-0-0", fatal=True, reason="unknown_group"),
+                ]
+            },
+            "must be acknowledged, got unknown_group",
+        ),
+        ({"more": [entry(4.0, "overdue", id="0-0-0")]}, "overdue"),
+        ({"harness": [entry(4.0, "overadmitted", admitted=9, limit=8)]}, "overadmitted"),
+        ({"broker": [leased_again(to="generator-1/c", at=4.0)]}, "still held 0-0"),
+        ({"broker": [entry(20.0, "lapsed", leases=[["0-0", OWNER]])]}, "was there all the time"),
+        ({"broker": [entry(20.0, "lapsed", leases=[["0-0", OWNER]])], "lives": [SECOND]}, "had been welcomed"),
+        (
+            {
+                "broker": [entry(6.0, "departed", owner=OWNER, reason="silent for 1.5 s")],
+                "more": [entry(5.0, "unknown_here"), entry(5.5, "welcome", broker="b")],
+            },
+            "after its return",
+        ),
+        (
+            {"more": [entry(4.0, "prompts", leases=[["5-0", 2]]), entry(4.1, "bye", reason="")]},
+            "5-0 neither answered nor returned",
+        ),
+        ({"more": [entry(4.0, "order", order="Update 9 9", is_member=True)]}, "which no learner gave"),
+        ({"learner": [entry(4.0, "heard", answer="UpdateApplied 1 1 generator-0/a")]}, "never said"),
+        (
+            {
+                "learner": [entry(4.0, "version", version=3)],
+                "more": [entry(5.0, "asked"), entry(5.1, "prompts", leases=[["9-0", 1]]), put(5.2, "9-0-0"),
+                         entry(5.3, "nacked", id="9-0-0", fatal=True, reason="x")],
+            },
+            "prompts with weights of version 0, 3 was committed",
+        ),
+        ({"more": [put(4.0, "0-0-0", state="updating")]}, "while it was updating"),
+        ({"stored": [STORED[0], STORED[1]._replace(tokens="x")]}, "have the same tokens"),
+        ({"learner": [entry(4.0, "claimed", step=2, fence=2, groups=["1"])]}, "claims have the fence 2"),
+        (
+            {
+                "learner": [entry(5.0, "recommitting", step=1, fence=2), entry(5.1, "recommitted", step=1, fence=2)],
+                "lives": [SECOND_LEARNER],
+            },
+            "was accepted after a roll back",
+        ),
+        (
+            {"learner": [entry(5.0, "recommitting", step=1, fence=2),
+                         entry(5.1, "recommit_refused", step=1, fence=2, error="stale")]},
+            "though nothing came between",
+        ),
+        (
+            {
+                "learner": [entry(5.0, "pointing", step=1, fence=2), entry(5.1, "pointed", step=1, fence=2)],
+                "lives": [SECOND_LEARNER],
+            },
+            "of a learner that was replaced was accepted",
+        ),
+        (
+            {
+                "learner": [entry(8.0, "renewing", step=1, fence=2), entry(8.1, "renewed", step=1, fence=2)],
+                "broker": [entry(7.0, "claims_lapsed", steps=[1])],
+                "harness": [entry(3.0, "stop", role="learner"), entry(7.5, "continue", role="learner")],
+            },
+            "was renewed after it had lapsed",
+        ),
+        ({"broker": [entry(20.0, "claims_lapsed", steps=[1])]}, "their learner was there all the time"),
+    ],
+)  # fmt: skip
+def test_each_kind_of_violation_is_found(wrong: dict[str, Any], words: str):
+    found = problems(**wrong)
+    assert any(words in problem for problem in found), found
+
+
+def test_a_strike_explains_a_lapse():
+    struck = [entry(17.0, "down", role="store"), entry(18.0, "up", role="store")]
+    assert problems(broker=[entry(20.0, "lapsed", leases=[["0-0", OWNER]])], harness=struck) == []
+
+
+def test_the_hash_of_a_content_sees_every_token_and_the_reward():
+    trajectory = make_trajectory("4")
+    other = make_trajectory("4")
+    assert content_of(trajectory) == content_of(other)
+    other.token_ids[-1] += 1
+    assert content_of(trajectory) != content_of(other)
