@@ -231,6 +231,21 @@ def test_steps_lost_by_the_store_and_repeated_are_written_again(archiver, store,
     assert Archive(tmp_path).steps() == store.steps
 
 
+def test_a_step_that_the_store_lost_while_it_waited_for_a_group_is_not_written(archiver, store, tmp_path):
+    store.train(1, 1)
+    store.train(2, 2, is_over=False)
+    archiver.flush()
+    store.steps, store.checkpoint = store.steps[:1], CheckpointPointer(1, 1, "step-1")
+    archiver.flush()
+    store.train(2, 3, is_over=False, fence=9)
+    store.finish(2)
+    archiver.flush()
+    assert Archive(tmp_path).steps() == store.steps[:1]
+    store.finish(3)
+    archiver.flush()
+    assert Archive(tmp_path).steps() == store.steps
+
+
 def test_a_step_is_written_later_after_a_full_disk(archiver, store, tmp_path):
     store.train(1, 0)
     (tmp_path / "ledger.jsonl").unlink()
