@@ -3,9 +3,12 @@
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
@@ -27,7 +30,7 @@ from slipstream.broker.transport.zmq_channels import (
     in_pieces,
     is_refused,
 )
-from tests.fakes import KEYS
+from tests.fakes import KEYS, TOKEN
 
 TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -397,6 +400,49 @@ def test_bytes_before_the_handshake_do_not_grow_the_memory_of_the_server(sockets
                 except OSError:
                     continue  # the server has closed the connection
     assert process.memory_info().rss - before < 8 * 2**20, f"{sent} bytes were taken"
+
+
+ECHO = f"""
+import resource
+from slipstream.broker.transport import zmq_channels
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
+zmq_channels._SERVER_OPTIONS[zmq_channels.zmq.HANDSHAKE_IVL] = 1000
+from slipstream.broker.credentials import derive_keys
+server = zmq_channels.ZmqServerChannel("tcp://127.0.0.1:0", keys=derive_keys({TOKEN!r}))
+print(server.address, flush=True)
+while True:
+    received = server.receive(timeout_s=20)
+    if received is None:
+        break
+    server.send(*received)
+"""
+
+
+def test_strangers_that_only_connect_cost_their_file_descriptors_for_the_handshake_alone() -> None:
+    with ExitStack() as stack:
+        broker = stack.enter_context(subprocess.Popen([sys.executable, "-c", ECHO], stdout=subprocess.PIPE, text=True))
+        stack.callback(broker.kill)
+        assert broker.stdout
+        address = broker.stdout.readline().strip()
+
+        def join() -> ZmqClientChannel:
+            client = ZmqClientChannel(address, keys=KEYS, max_message_bytes=MAX_MESSAGE_BYTES)
+            stack.callback(client.close)
+            return client
+
+        def is_answered(client: ZmqClientChannel) -> bool:
+            client.send([b"are you there"])
+            return eventually(lambda: client.receive(timeout_s=0.1) is not None)
+
+        known = join()
+        assert is_answered(known)
+        for _ in range(100):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            stranger.connect_ex(("127.0.0.1", int(address.rpartition(":")[2])))
+        assert eventually(lambda: len(list(Path(f"/proc/{broker.pid}/fd").iterdir())) == 60)
+        assert is_answered(known)
+        assert is_answered(join())
 
 
 def test_a_full_pipe_loses_nothing(sockets: ZmqWire) -> None:

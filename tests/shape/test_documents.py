@@ -25,6 +25,7 @@ COMMAND = re.compile(r"(?:(?<![\w./-])slipstream|run_async\.py) ([a-z_]+)(?![\w=
 MODULE = re.compile(r"-m ([a-z_]+(?:\.[a-z_]+)*)")
 TARGET = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
 METRIC = re.compile(r"`((?:learner|buffer|lag|weights|generators|eval)/[a-z0-9_]+)`")
+TEST = re.compile(r"(tests/[\w/]+\.py)::(\w+)")
 HAND_WRITTEN = [page for page in paths(".md") if page not in ("CHANGELOG.md", "docs/settings.md")]
 """Pages whose names are those of today: the changelog names what was before."""
 
@@ -81,6 +82,18 @@ def test_every_file_that_a_document_names_exists() -> None:
     pages = [page for page in paths(".md") if page != "CHANGELOG.md"]
     named = [(page, path) for page in pages for path in PATH.findall(text(page))]
     assert_none([f"{page}: {path}" for page, path in named if not (ROOT / path).exists() and not exists(page, path)])
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    named = [(page, *found) for page in HAND_WRITTEN for found in TEST.findall(text(page))]
+    assert_none([f"{page}: {path}::{name}" for page, path, name in named if f"def {name}(" not in text(path)])
+
+
+def test_every_attack_has_a_test() -> None:
+    table = [line for line in text("docs/reliability.md").splitlines() if line.startswith("| ")]
+    attacks = [line for line in table if not line.startswith("| attack |")]
+    assert len(attacks) >= 50
+    assert_none([line for line in attacks if not TEST.search(line.split("|")[-2])])
 
 
 def test_every_setting_that_a_document_names_exists() -> None:
