@@ -48,7 +48,12 @@ class Handshake:
             return f"a run has one learner, whose id must be {LEARNER!r}, got {hello.peer_id!r}: stop that process."
         if hello.role == "generator" and hello.peer_id in _RESERVED_IDS:
             return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
-        if location := self._locate_duplicate(hello):
+        location = self._locate_duplicate(hello)
+        if location and hello.role == "learner":
+            return (
+                f"a run has one learner, but {location} is that of this run: stop that process, or choose another run."
+            )
+        if location:
             return (
                 f"peer id {hello.peer_id!r} must be unique, but {location} has it: "
                 "choose another with --id, or stop that process."

@@ -80,9 +80,7 @@ JOINERS = {
     "an id that would write into logs": Joiner(
         ("-m", "slipstream.generators", "--id", "x\x1b[2J"), r"--id must be made of letters", event=""
     ),
-    "a second learner": Joiner(
-        ("-m", "slipstream.learner", *SMALL), r"peer id 'learner' must be unique, but process \d+ on "
-    ),
+    "a second learner": Joiner(("-m", "slipstream.learner", *SMALL), r"a run has one learner, but process \d+ on "),
 }
 
 
