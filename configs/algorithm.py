@@ -86,7 +86,7 @@ class AlgorithmConfig(Config):
     @property
     def needs_current_logprobs(self) -> bool:
         """Whether tokens are selected among all of an update by the learner's log-probabilities at its start."""
-        return bool(self.masks) or bool(self.policy_loss.selector)
+        return any(not mask.is_local for mask in self.masks) or bool(self.policy_loss.selector)
 
     @property
     def needs_start_logprobs(self) -> bool:

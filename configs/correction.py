@@ -63,7 +63,8 @@ class RejectionConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Weights and masks from the ratio proximal/generator of each token, without gradient."""
+    """Correction for a generator that is older or numerically different: weights and masks from the ratio
+    proximal/generator of each token, without gradient, and a pull back to the generator."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
     """Weight of a token. `none`: 1. `token`: its own ratio. `sequence`: the product of the ratios of its trajectory.
@@ -86,12 +87,16 @@ class CorrectionConfig(Config):
     """Whether a trajectory without any token left leaves the baseline of its group as well."""
     denominator: Literal["all", "kept"] = "all"
     """Tokens that the aggregation counts. `all`: all that were to be trained on. `kept`: those not rejected."""
+    log_ratio_penalty: Annotated[float, Meta(ge=0)] = 0.0
+    """Weight of log(learner/generator)^2 in the loss of every token that is not rejected: it pulls back to the policy
+    that sampled, also where a clip or a mask has taken the gradient away, and in groups whose rewards are equal."""
 
     def __post_init__(self) -> None:
-        if self.level == "none" and (self.normalise or self.by_lag or self.bound == "mask"):
+        bounds = self.low is not None or self.high is not None or self.by_lag or self.bound == "mask"
+        if self.level == "none" and (bounds or self.normalise):
             raise ConfigError(
-                "algorithm.correction: normalise, by_lag and bound=mask need a level, got level=none: there are no "
-                "weights; choose token, sequence or geometric."
+                "algorithm.correction: low, high, by_lag, bound=mask and normalise need a level, got level=none: there "
+                "are no weights; choose algorithm/correction=token_tis, or level=token, sequence or geometric."
             )
         check_order("algorithm.correction: low, high", self.low, self.high)
         check_order("algorithm.correction: veto", *(self.veto or (None, None)))

@@ -235,11 +235,16 @@ class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
 class MaskConfig(Formula):
     """Function of `MaskInputs`: the tokens of an update that stay in the policy loss."""
 
+    is_local: ClassVar[bool] = False
+    """Whether a token's entry depends on its own sequence alone, so that the loss can mask each microbatch by itself;
+    any other mask takes a forward pass over the whole update first."""
+
 
 class OpsmConfig(MaskConfig, tag="opsm"):
     """Drops sequences of negative advantage that the learner has become unlikely to write."""
 
     formula: ClassVar[str] = "token_masks.opsm_mask"
+    is_local: ClassVar[bool] = True
 
     delta: Positive = 0.5
     """Mean log(generator/learner) above which they leave, nats."""

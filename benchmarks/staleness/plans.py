@@ -13,8 +13,8 @@ from slipstream.configs.convert import convert
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 
-LAGS = (0, 1, 4, 8, 16, 32)
-LAG_STEPS, REPLAY_STEPS = 240, 120
+LAGS = (0, 4, 8, 16)
+LAG_STEPS, REPLAY_STEPS = 800, 120
 _REPLAYED_METHODS = ("none", "token_tis")
 _ANSWER_TOKENS = 6
 """Five digits and the end token."""
@@ -48,10 +48,19 @@ class Method(NamedTuple):
     """Factor of the learning rate: several updates per step must be smaller ones."""
 
 
-_UNWEIGHTED = {"level": "none"}
+_UNWEIGHTED = {"level": "none", "high": None}
 _TOKEN_TIS = {"level": "token", "high": 2.0}
 _REINFORCE = {"policy_loss": {"kind": "reinforce"}, "proximal": "reuse"}
 _AROUND_GENERATOR = {"correction": _UNWEIGHTED, "proximal": "generator"}
+_CLIP = {"policy_loss": {"kind": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28}}
+_DPPO = {"policy_loss": {"kind": "dppo", "low": 0.2, "high": 0.2}}
+_OPSM = {
+    "policy_loss": {"kind": "ppo_clip"},
+    "masks": [{"kind": "opsm"}],
+    "correction": _TOKEN_TIS,
+    "proximal": "reuse",
+}
+_SLOW_REFERENCE = {"coefficient": 0.02, "estimator": "k3+", "refresh_every_steps": 40}
 _FOUR_UPDATES = {"policy_loss": {"kind": "ppo_clip"}, "proximal": "recompute", "updates_per_step": 4}
 
 METHODS = {
@@ -64,17 +73,45 @@ METHODS = {
     ),
     "gspo": Method("GSPO", _AROUND_GENERATOR | {"policy_loss": {"kind": "gspo", "clip_low": 0.2, "clip_high": 0.2}}),
     "cispo": Method("CISPO", _AROUND_GENERATOR | {"policy_loss": {"kind": "cispo"}}),
-    "dppo": Method("DPPO", _AROUND_GENERATOR | {"policy_loss": {"kind": "dppo"}}),
+    "dppo": Method("DPPO", _AROUND_GENERATOR | _DPPO),
     "m2po": Method("M2PO", _AROUND_GENERATOR | {"policy_loss": {"kind": "unclipped"}, "masks": [{"kind": "m2po"}]}),
     "topr": Method("TOPR", _AROUND_GENERATOR | {"policy_loss": {"kind": "topr"}}),
-    "opsm": Method(
-        "OPSM",
-        {
-            "policy_loss": {"kind": "ppo_clip"},
-            "masks": [{"kind": "opsm"}],
-            "correction": _TOKEN_TIS,
-            "proximal": "reuse",
+    "opsm": Method("OPSM", _OPSM),
+    "tis_1": Method("token TIS up to 1", _REINFORCE | {"correction": {"level": "token", "high": 1.0}}),
+    "tis_by_lag": Method(
+        "token TIS, bounds by lag",
+        _REINFORCE
+        | {
+            "correction": _TOKEN_TIS
+            | {"by_lag": [{"min_lag": 2, "high": 1.5}, {"min_lag": 4, "high": 1.0}, {"min_lag": 8, "high": 0.5}]}
         },
+    ),
+    "tis_geometric": Method(
+        "token TIS, geometric rejection",
+        _REINFORCE
+        | {"correction": _TOKEN_TIS | {"reject": [{"statistic": "k1", "over": "mean", "low": 0.5, "high": 2.0}]}},
+    ),
+    "tis_kl": Method(
+        "token TIS, KL to a slow reference", _REINFORCE | {"correction": _TOKEN_TIS, "kl": _SLOW_REFERENCE}
+    ),
+    "clip_generator": Method("clip around the generator", _AROUND_GENERATOR | _CLIP),
+    "clip_generator_dual": Method(
+        "the same, dual clip 3", _AROUND_GENERATOR | {"policy_loss": _CLIP["policy_loss"] | {"dual_clip": 3.0}}
+    ),
+    "clip_kl": Method(
+        "clip around the generator, KL to a slow reference", _AROUND_GENERATOR | _CLIP | {"kl": _SLOW_REFERENCE}
+    ),
+    "dppo_kl": Method("DPPO, KL to a slow reference", _AROUND_GENERATOR | _DPPO | {"kl": _SLOW_REFERENCE}),
+    "dppo_penalty": Method(
+        "DPPO, penalty 0.01", _AROUND_GENERATOR | _DPPO | {"correction": _UNWEIGHTED | {"log_ratio_penalty": 0.01}}
+    ),
+    "opsm_kl": Method("OPSM, KL to a slow reference", _OPSM | {"kl": _SLOW_REFERENCE}),
+    "opsm_penalty": Method("OPSM, penalty 0.01", _OPSM | {"correction": _TOKEN_TIS | {"log_ratio_penalty": 0.01}}),
+    "opsm_penalty_3": Method("OPSM, penalty 0.03", _OPSM | {"correction": _TOKEN_TIS | {"log_ratio_penalty": 0.03}}),
+    # That of a run without a recipe.
+    "default": Method(
+        "OPSM at 0.2, penalty 0.01 (default)",
+        _OPSM | {"masks": [{"kind": "opsm", "delta": 0.2}], "correction": _TOKEN_TIS | {"log_ratio_penalty": 0.01}},
     ),
 }
 """Name on the command line -> method."""

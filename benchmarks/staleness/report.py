@@ -15,16 +15,20 @@ from rich.table import Table
 
 from benchmarks.staleness.plans import METHODS
 from slipstream.configs.base import ConfigError
-from slipstream.launch.plot import BLUE, GREEN, GREY, ORANGE, STYLE
+from slipstream.launch.plot import BLUE, ORANGE, STYLE
 
 Rows = list[dict[str, Any]]
 """Finished runs, as `lagging_run.run_plan` returns them."""
 
+REACHED = 0.95
+"""Accuracy from which on a run counts as trained: what it loses later is the method's doing."""
+
 
 def lag_tables(rows: Rows) -> list[Table]:
-    """Build the tables of final accuracy and of seconds to the goal, one column per lag."""
+    """Build the tables of final and lowest accuracy and of seconds to the goal, one column per lag."""
     return [
         _by_lag(rows, "Final accuracy: mean over seeds (lowest)", final_cell),
+        _by_lag(rows, f"Lowest accuracy after {REACHED} was reached: mean over seeds (lowest)", lowest_cell),
         _by_lag(rows, "Seconds to 0.9: mean over seeds that reached it (how many, where not all)", seconds_cell),
     ]
 
@@ -58,6 +62,19 @@ def final_cell(rows: Rows) -> str:
     return f"{mean(values):.2f} ({min(values):.2f})" if values else ""
 
 
+def lowest_cell(rows: Rows) -> str:
+    """Format the mean over seeds of each run's lowest accuracy since it reached REACHED, the lowest in brackets."""
+    values = [value for row in rows if (value := lowest(row)) is not None]
+    return f"{mean(values):.2f} ({min(values):.2f})" if values else ""
+
+
+def lowest(row: dict[str, Any]) -> float | None:
+    """Return the lowest accuracy of a run after it first reached REACHED; None where it never did."""
+    accuracies = [point["accuracy"] for point in row["points"]]
+    start = next((index for index, accuracy in enumerate(accuracies) if accuracy >= REACHED), None)
+    return None if start is None else min(accuracies[start:])
+
+
 def seconds_cell(rows: Rows) -> str:
     """Format the processor time to the goal."""
     return _reached(rows, "goal_s", "{:.0f} s")
@@ -85,20 +102,19 @@ def _by_lag(rows: Rows, title: str, cell: Callable[[Rows], str]) -> Table:
 
 
 # --- plot ------------------------------------------------------------------------------------------------------------
-_CURVES = {"none": GREY, "naive_ppo": ORANGE, "token_tis": BLUE, "decoupled_ppo": GREEN}
-_REPLAY_COLOURS = (GREY, BLUE, GREEN, ORANGE)
+_CURVES = {"token_tis": ORANGE, "default": BLUE}
+_CURVES_LAG = 8
 
 
-def plot(lagging: Rows, replaying: Rows, target: Path) -> Path:
-    """Plot runs with lag, and without lag but with replay; returns the file. Raises ConfigError without any."""
-    if not lagging:
+def plot(rows: Rows, target: Path) -> Path:
+    """Plot runs with lag; returns the file. Raises ConfigError without any."""
+    if not rows:
         raise ConfigError("there must be finished runs to plot, got none with these settings.")
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(12, 8.4), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-        grid = figure.add_gridspec(2, 2)
-        _draw_grid(figure.add_subplot(grid[:, 0]), lagging)
-        _draw_curves(figure.add_subplot(grid[0, 1]), lagging)
-        _draw_replay(figure.add_subplot(grid[1, 1]), replaying)
+        figure = Figure(figsize=(12, 6.6), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+        left, right = figure.subplots(1, 2)
+        _draw_grid(left, rows)
+        _draw_curves(right, rows)
         FigureCanvasAgg(figure).print_png(str(target))
     return target
 
@@ -120,31 +136,15 @@ def _draw_grid(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_curves(axes: Axes, rows: Rows) -> None:
-    lag = max(row["lag"] for row in rows)
     for method, colour in _CURVES.items():
-        for number, row in enumerate(select(rows, method=method, lag=lag)):
-            _draw_points(axes, row, over="step", colour=colour, label="" if number else METHODS[method].title)
-    axes.set(title=f"Accuracy at lag {lag}, a line for each seed", xlabel="step", ylim=(0, 1.02))
+        for number, row in enumerate(select(rows, method=method, lag=_CURVES_LAG)):
+            _draw_points(axes, row, colour=colour, label="" if number else METHODS[method].title)
+    axes.set(title=f"Accuracy at lag {_CURVES_LAG}, a line for each seed", xlabel="step", ylim=(0, 1.02))
     axes.legend(loc="lower left", bbox_to_anchor=(0.12, 0.0))
 
 
-def _draw_replay(axes: Axes, rows: Rows) -> None:
-    replays = sorted({row["replay"] for row in rows})
-    for replay, colour in zip(replays, _REPLAY_COLOURS, strict=False):
-        for method, style in (("token_tis", "-"), ("none", ":")):
-            found = select(rows, method=method, replay=replay)
-            for number, row in enumerate(found):
-                label = "" if number else f"{replay} replayed, {METHODS[method].title}"
-                _draw_points(axes, row, over="samples", colour=colour, label=label, style=style)
-    axes.set(title="Accuracy with replayed batches, no lag", xlabel="trajectories generated", ylim=(0, 1.02))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(loc="lower right", fontsize=8)
-
-
-def _draw_points(axes: Axes, row: dict[str, object], *, over: str, colour: str, label: str, style: str = "-") -> None:
+def _draw_points(axes: Axes, row: dict[str, object], *, colour: str, label: str) -> None:
     points = row["points"]
     assert isinstance(points, list), "as `lagging_run.run_plan` returns it"
-    positions = [point[over] for point in points]
-    axes.plot(
-        positions, [p["accuracy"] for p in points], style, color=colour, label=label or None, linewidth=1.2, alpha=0.9
-    )
+    steps, accuracies = ([point[name] for point in points] for name in ("step", "accuracy"))
+    axes.plot(steps, accuracies, color=colour, label=label or None, linewidth=1.2, alpha=0.9)

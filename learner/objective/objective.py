@@ -3,6 +3,7 @@
 Per token, with sg = no gradient, w = correction(pi_proximal / pi_generator):
 
     loss = sg(w) * policy_loss(pi_learner / pi_proximal) + kl.coefficient * KL(learner, reference)
+           + correction.log_ratio_penalty * log(pi_learner / pi_generator)^2
            - entropy_coefficient * entropy + positive_nll_coefficient * [right] * (-log pi_learner)
            + distillation.coefficient * divergence(learner, teacher)
 
@@ -39,7 +40,10 @@ class Objective:
         self._max_tokens = max_tokens
         self._advantage = load_formula(config.advantage, setting="algorithm.advantage")
         self._policy_loss = load_formula(config.policy_loss, setting="algorithm.policy_loss")
-        self._masks = [load_formula(mask, setting="algorithm.masks") for mask in config.masks]
+        self._masks, self._local_masks = (
+            [load_formula(mask, setting="algorithm.masks") for mask in config.masks if mask.is_local == is_local]
+            for is_local in (False, True)
+        )
         self._selector = bind(config.policy_loss.selector, config.policy_loss) if config.policy_loss.selector else None
         self.requested = Requested(entropy=True, differentiate_entropy=config.entropy_coefficient > 0)
         """Numbers that a forward pass with gradient must return."""
@@ -100,7 +104,7 @@ class Objective:
         # in `nonfinite_fraction`. NaN stays, and ends the run, because it is the model that is broken then.
         is_possible = learner.detach() != -torch.inf
         correction = correction._replace(is_kept=correction.is_kept & is_possible)
-        is_trusted = torch.ones_like(correction.is_kept) if tokens.is_trusted is None else tokens.is_trusted
+        is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
         # 0 * log_ratio, because ranks call backward together and a loss without a counted token needs a graph too.
         policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
@@ -140,6 +144,17 @@ class Objective:
             is_selected=tokens.is_selected,
         )
         return inputs, correction
+
+    def _trusted(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> Tensor:
+        """bool[N]: the tokens that all masks keep."""
+        is_trusted = torch.ones_like(tokens.sequences, dtype=torch.bool)
+        if tokens.is_trusted is not None:
+            is_trusted &= tokens.is_trusted
+        if self._local_masks:
+            inputs = token_selection.mask_inputs(tokens, learner, num_sequences=num_sequences)
+            for mask in self._local_masks:
+                is_trusted &= mask(inputs)
+        return is_trusted
 
     def _check_shape(self, losses: object, inputs: LossInputs) -> None:
         if not isinstance(losses, Tensor) or losses.shape != inputs.log_ratio.shape:
@@ -185,9 +200,12 @@ class Objective:
         return kl.KL_ESTIMATORS[self._config.kl.estimator](inputs)
 
     def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
-        """KL, entropy and teacher, per token."""
+        """KL, entropy, distance from the generator and teacher, per token."""
         price = 0.0 if self._config.kl.charged_in == "reward" else self.kl_coefficient
         losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
+        if penalty := self._config.correction.log_ratio_penalty:
+            log_ratio = importance.token_log_ratio(measured["logprobs"], tokens.generator_logprobs)
+            losses = losses + penalty * log_ratio.square()
         if self._config.distillation:
             losses = losses + _teacher_losses(tokens, measured, config=self._config.distillation)
         return losses

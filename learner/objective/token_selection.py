@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.learner.algorithms import importance
 from slipstream.learner.algorithms.inputs import MaskInputs, known
-from slipstream.learner.batching.batch import Batch
+from slipstream.learner.batching.batch import Batch, Tokens
 
 Mask = Callable[[MaskInputs], Tensor]
 
@@ -23,7 +23,8 @@ def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None,
     `batch` must have `current_logprobs` there; `seed` is for random picks.
     """
     own = batch.trajectories.updates[batch.tokens.sequences] == update
-    inputs = _mask_inputs(batch, own, seed=seed)
+    tokens = batch.tokens.take(own)
+    inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_trajectories, seed=seed)
     is_trusted = torch.ones_like(own) if batch.tokens.is_trusted is None else batch.tokens.is_trusted.clone()
     for mask in masks:
         is_trusted[own] &= mask(inputs)
@@ -33,9 +34,8 @@ def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None,
     return batch.with_tokens(is_trusted=is_trusted, is_selected=is_selected)
 
 
-def _mask_inputs(batch: Batch, own: Tensor, *, seed: int) -> MaskInputs:
-    tokens = batch.tokens.take(own)
-    learner_logprobs = known(tokens.current_logprobs)
+def mask_inputs(tokens: Tokens, learner_logprobs: Tensor, *, num_sequences: int, seed: int = 0) -> MaskInputs:
+    """Collect what masks decide from; `learner_logprobs` have no gradient."""
     is_counted = torch.ones_like(tokens.sequences, dtype=torch.bool)
     if tokens.is_kept is not None:
         # A share or a mean over rejected tokens would be spent on tokens that no loss is made of.
@@ -45,7 +45,7 @@ def _mask_inputs(batch: Batch, own: Tensor, *, seed: int) -> MaskInputs:
         advantages=known(tokens.advantages),
         learner_logprobs=learner_logprobs,
         sequences=tokens.sequences,
-        num_sequences=batch.num_trajectories,
+        num_sequences=num_sequences,
         is_counted=is_counted,
         seed=seed,
     )

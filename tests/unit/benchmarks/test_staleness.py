@@ -13,9 +13,12 @@ from benchmarks.staleness.lagging_generator import PastWeights
 from benchmarks.staleness.lagging_run import LaggingRun, Point, summarise
 from benchmarks.staleness.model import make_model
 from benchmarks.staleness.plans import METHODS, Plan, make_config, make_plans
-from benchmarks.staleness.report import final_cell, seconds_cell
+from benchmarks.staleness.report import final_cell, lowest, seconds_cell
 from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.convert import convert
 from slipstream.configs.data import DataConfig
+from slipstream.configs.load import load
 from slipstream.scripts.init_random_model import make_tokenizer, save_model
 from slipstream.scripts.make_digits_data import make_files
 
@@ -129,3 +132,13 @@ def test_every_method_is_a_legal_algorithm(name: str) -> None:
     plan = Plan(name, 0, replay=0, seed=0, steps=4, groups=32, learning_rate=1e-3)
     config = make_config(plan, model="unread")
     assert config.learner.optimizer.learning_rate == pytest.approx(1e-3 * METHODS[name].rate)
+
+
+def test_the_default_method_is_the_algorithm_of_a_run_without_a_recipe() -> None:
+    assert convert(METHODS["default"].algorithm, AlgorithmConfig) == load([]).algorithm
+
+
+def test_the_lowest_accuracy_counts_from_where_a_run_was_trained() -> None:
+    points = [{"accuracy": accuracy} for accuracy in (0.1, 0.9, 0.96, 0.7, 1.0)]
+    assert lowest({"points": points}) == 0.7
+    assert lowest({"points": points[:2]}) is None

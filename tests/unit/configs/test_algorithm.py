@@ -4,6 +4,7 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, to_plain
+from slipstream.configs.schema import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ from slipstream.configs.load import load, to_plain
         (["algorithm/policy_loss=gspo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
         (["algorithm.proximal=reuse", "algorithm.updates_per_step=4"], "needs algorithm.updates_per_step=1"),
         (["algorithm.correction.low=3"], "must be in order"),
+        (["algorithm/correction=none", "algorithm.correction.high=1.5"], "need a level, got level=none"),
         (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
         (
             ["recipe=gspo", "algorithm.policy_loss.form=length_scaled", "algorithm.aggregation=token_mean"],
@@ -43,23 +45,36 @@ def test_what_cannot_be_right_is_refused_with_its_key(overrides, key):
         load(overrides)
 
 
+def test_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
+    default = load([]).algorithm
+    assert default.masks
+    assert default.correction.log_ratio_penalty > 0
+    recipes = {path.stem for path in (PRESETS / "recipe").glob("*.yaml")} - {"none"}
+    own = {"opsm": ["opsm"], "m2po": ["m2po"]}
+    for recipe in sorted(recipes):
+        found = load([f"recipe={recipe}"]).algorithm
+        assert [mask.kind for mask in found.masks] == own.get(recipe, []), recipe
+        assert found.correction.log_ratio_penalty == 0, recipe
+
+
 @pytest.mark.parametrize(
     ("overrides", "proximal"),
     [
         ([], "reuse"),
         (["experiment=gsm8k_1gpu"], "reuse"),
         (["experiment=gsm8k_8gpu"], "reuse"),
-        (["recipe=dapo"], "reuse"),
+        (["recipe=dapo"], "generator"),
         (["algorithm.updates_per_step=4"], "recompute"),
         (["recipe=decoupled_ppo"], "recompute"),
         (["recipe=naive_ppo"], "recompute"),
         # The pass is taken anyway, and its values must then be those of the weights.
         (["algorithm.correction.normalise=true"], "recompute"),
-        (["recipe=reinforce_plus_plus"], "recompute"),
+        (["recipe=reinforce_plus_plus"], "generator"),
         # What is rejected must be known before the gradient.
         (["algorithm/correction=geo_rs"], "recompute"),
         (["algorithm/correction=icepop"], "reuse"),
-        (["recipe=opsm", "algorithm/correction=icepop"], "recompute"),
+        (["recipe=opsm", "algorithm/correction=icepop"], "reuse"),
+        (["recipe=m2po", "algorithm.proximal=auto", "algorithm/correction=icepop"], "recompute"),
         (["recipe=vcpo"], "recompute"),
         (["recipe=a3po"], "interpolate"),
         (["recipe=gspo"], "generator"),

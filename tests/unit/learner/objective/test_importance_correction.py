@@ -17,7 +17,7 @@ def corrected(drift=DRIFT, lags=(0, 0, 0, 0), learner_log_ratio=None, **settings
 
 
 def test_without_a_level_every_token_counts_once():
-    found = corrected(level="none")
+    found = corrected(level="none", high=None)
     assert found.weights.tolist() == [1, 1, 1, 1]
     assert found.is_kept.all()
     assert not found.is_bounded.any()

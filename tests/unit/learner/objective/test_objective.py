@@ -13,6 +13,7 @@ from slipstream.configs.policy_losses import (
     DppoConfig,
     GmpoConfig,
     GspoConfig,
+    OpsmConfig,
     PpoClipConfig,
     ReinforceConfig,
     ToprConfig,
@@ -82,21 +83,21 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, co
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_with_one_update_decoupled_ppo_is_the_weighted_reinforce(correction):
     tokens, learner = make_tokens(), -torch.rand(9)
-    ppo = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=correction)
+    ppo = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=correction, proximal="reuse")
     score = AlgorithmConfig(policy_loss=ReinforceConfig(), correction=correction)
     assert torch.allclose(gradient(ppo, tokens, learner), gradient(score, tokens, learner), atol=1e-7)
 
 
 def test_reusing_the_own_values_is_the_recomputed_proximal_of_the_first_update():
     tokens, learner = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig()
+    config = AlgorithmConfig(correction=TRUNCATED)
     reused, recomputed = (gradient(config, tokens, learner, proximal=p) for p in (None, learner.clone()))
     assert reused.equal(recomputed)
 
 
 def test_the_weight_is_taken_at_the_proximal_policy_and_has_no_gradient():
     tokens, proximal = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig(correction=CorrectionConfig(high=1.5))
+    config = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=CorrectionConfig(high=1.5))
     weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
     expected = -weights * tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
@@ -168,10 +169,41 @@ def test_a_rejected_token_has_no_loss_at_all_not_even_its_kl():
 
 def test_the_kl_and_entropy_terms_are_added():
     tokens = make_tokens(1, advantages=torch.zeros(1), token_weights=torch.ones(1))
-    config = AlgorithmConfig(kl=KlConfig(0.5), entropy_coefficient=0.25)
+    config = AlgorithmConfig(correction=NONE, kl=KlConfig(0.5), entropy_coefficient=0.25)
     learner, reference = torch.tensor([-1.0]), torch.tensor([-1.0 + np.log(2.0)]).float()
     loss = loss_of(config, tokens, learner, reference=reference, entropies=torch.tensor([2.0]))
     assert loss.item() == pytest.approx(0.5 * (2 - 1 - np.log(2.0)) - 0.25 * 2.0, abs=1e-6)
+
+
+def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
+    """Sequences 1 and 2 have drifted; only the second of them has a negative advantage."""
+    generator = torch.full((6,), 0.9).log()
+    learner = torch.tensor([0.9, 0.9, 0.2, 0.2, 0.2, 0.2]).log()
+    tokens = make_tokens(
+        6,
+        generator_logprobs=generator,
+        advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]),
+        token_weights=torch.ones(6),
+        sequences=torch.tensor([0, 0, 1, 1, 2, 2]),
+    )
+    config = AlgorithmConfig(policy_loss=ReinforceConfig(), masks=[OpsmConfig(delta=0.5)], correction=NONE)
+    assert not config.needs_current_logprobs
+    assert gradient(config, tokens, learner).tolist() == [1, 1, -1, -1, 0, 0]
+
+
+def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_no_gradient():
+    """The first token has moved beyond its bound, the second has no advantage, the third pays both."""
+    generator, learner = (torch.tensor(p).log() for p in ([0.2, 0.4, 0.5], [0.6, 0.3, 0.6]))
+    tokens = make_tokens(
+        3, generator_logprobs=generator, advantages=torch.tensor([1.0, 0.0, -1.0]), token_weights=torch.ones(3)
+    )
+    penalty = CorrectionConfig(level="none", high=None, log_ratio_penalty=0.25)
+    metrics = StepMetrics()
+    config = AlgorithmConfig(policy_loss=DppoConfig(), correction=penalty, proximal="generator")
+    found = gradient(config, tokens, learner, metrics=metrics)
+    expected = 2 * 0.25 * (learner - generator) + torch.tensor([0.0, 0.0, 0.6 / 0.5])
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert metrics.report(make_alone(), num_updates=1)["learner/idle_fraction"] == pytest.approx(1 / 3)
 
 
 def test_a_log_probability_that_is_not_finite_is_neutral_and_counted():
@@ -201,7 +233,8 @@ def test_diagnostics_by_hand_and_documented():
     )
     learner, proximal = torch.tensor([0.25, 0.6]).log(), torch.tensor([0.25, 0.4]).log()
     metrics = StepMetrics()
-    loss_of(AlgorithmConfig(), tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]), metrics=metrics)
+    config = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=TRUNCATED)
+    loss_of(config, tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]), metrics=metrics)
     report = metrics.report(make_alone(), num_updates=1)
     assert documented(report) <= set(METRICS)
     assert report["learner/tokens"] == 2
