@@ -55,6 +55,10 @@ class Evidence:
         later = [each.began_at for each in self.generators if each.role == life.role and each.began_at > life.began_at]
         return min(later, default=float("inf"))
 
+    def _served_at(self, up_at: float) -> float:
+        """When a broker that was started at `up_at` began its journal: it serves nobody before."""
+        return min((life.began_at for life in self.brokers if life.began_at >= up_at), default=float("inf"))
+
     def is_quiet(self, roles: Iterable[str], *, since: float, until: float) -> bool:
         """Whether none of the roles was struck, or was just recovering, in that time."""
         away: dict[str, float | None] = {}
@@ -66,6 +70,8 @@ class Evidence:
                 away.setdefault(role, entry["t"])
                 if since - SLACK_S <= entry["t"] <= until:
                     return False
-            elif (began := away.pop(role, None)) is not None and began <= until and entry["t"] + SLACK_S >= since:
-                return False
+            elif (began := away.pop(role, None)) is not None and began <= until:
+                served_at = self._served_at(entry["t"]) if (role, entry["k"]) == ("broker", "up") else entry["t"]
+                if served_at + SLACK_S >= since:
+                    return False
         return not any(began is not None and began <= until for began in away.values())
