@@ -102,10 +102,10 @@ def main(arguments: list[str]) -> None:
         weight_transport=_transport_override(overrides),
     )
     with session.leave_at_exit(flush_s=_FLUSH_S):
-        run = msgspec.json.decode(session.welcome.config_json, type=RunConfig)
+        run = accept_settings(session.welcome.config_json, own, overrides)
         log.info("joined", run=run.name)
         loading.join()
-        asyncio.run(_generate(session, board, run=with_own_code(run, own, overrides), keys=keys))
+        asyncio.run(_generate(session, board, run=run, keys=keys))
     log.info("stopped")
 
 
@@ -202,11 +202,12 @@ def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
     return None
 
 
-def with_own_code(run: RunConfig, own: Sequence[RunConfig], overrides: list[str]) -> RunConfig:
-    """Return the run with this machine's model path, once it names no code but ours or that of `own` settings.
+def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[str]) -> RunConfig:
+    """Decode the broker's settings, with this machine's model path, if they name no code but ours or that of `own`.
 
     A broker must not choose what is executed here. Raises ConfigError.
     """
+    run = msgspec.json.decode(config_json, type=RunConfig)
     function = run.generators.reward.function
     if not function.startswith(_BUILT_IN_REWARDS) and function not in [o.generators.reward.function for o in own]:
         raise ConfigError(

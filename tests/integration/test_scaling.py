@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import runs
@@ -75,6 +76,11 @@ def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     assert "the number of generators changes from 1 to 3" in run.scale(3)
     run.until(lambda status: at_work(status) == {"generator-0", "generator-1", "generator-2"})
     assert run.status()["generators_target"] == 3
+    # Nothing is broadcast here, so that Gloo, which has ports of its own, is not used.
+    roles = psutil.Process(run.launcher.pid).children(recursive=True)
+    open_ports = [(each.cmdline(), each.net_connections("tcp")) for each in roles]
+    assert len(open_ports) >= 5
+    assert [each for each in open_ports if any(port.status == psutil.CONN_LISTEN for port in each[1])] == []
     unknown = run.drain("generator-7")
     assert unknown.returncode == 2
     assert "got 'generator-7'" in unknown.stderr

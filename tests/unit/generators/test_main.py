@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
@@ -14,11 +15,11 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.__main__ import (
+    accept_settings,
     find_local_run,
     ignored_settings,
     split_id,
     wait_for_token,
-    with_own_code,
 )
 from slipstream.runtime.clock import Deadline, WaitTimeoutError
 from slipstream.runtime.run_folder import RunFolder
@@ -64,14 +65,18 @@ def received(**changes: Any) -> RunConfig:
     return make_run(**{"model": {"path": PATH}} | changes)
 
 
+def accepted(run: RunConfig, own: list[RunConfig], overrides: list[str]) -> RunConfig:
+    return accept_settings(msgspec.json.encode(run).decode(), own, overrides)
+
+
 def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that_allows_it() -> None:
     run = received(generators={"reward": {"function": REWARD}})
     with pytest.raises(
         ConfigError, match=f"got '{REWARD}' from the broker alone: .*generators.reward.function={REWARD}"
     ):
-        with_own_code(run, [make_run()], [])
+        accepted(run, [make_run()], [])
     given = make_run(generators={"reward": {"function": REWARD}})
-    assert with_own_code(run, [make_run(), given], []) == run
+    assert accepted(run, [make_run(), given], []) == run
 
 
 @pytest.mark.parametrize(
@@ -79,21 +84,21 @@ def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that
 )
 def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> None:
     with pytest.raises(ConfigError, match="from the broker alone"):
-        with_own_code(received(generators={"reward": {"function": function}}), [make_run()], [])
+        accepted(received(generators={"reward": {"function": function}}), [make_run()], [])
 
 
 @pytest.mark.parametrize("own", [{}, {"path": PATH}, {"path": "another", "trust_remote_code": True}])
 def test_code_in_a_checkpoint_is_trusted_here_or_not_at_all(own: dict[str, Any]) -> None:
     run = received(model={"path": PATH, "trust_remote_code": True})
     with pytest.raises(ConfigError, match=r"model\.path=hub/model model\.trust_remote_code=true"):
-        with_own_code(run, [make_run(**{"model": own} if own else {})], [])
+        accepted(run, [make_run(**{"model": own} if own else {})], [])
     trusting = make_run(model={"path": PATH, "trust_remote_code": True})
-    assert with_own_code(run, [trusting], []) == run
+    assert accepted(run, [trusting], []) == run
 
 
 def test_the_model_may_lie_elsewhere_here() -> None:
-    assert with_own_code(received(), [make_run()], ["model.path=/mnt/model"]).model.path == "/mnt/model"
-    assert with_own_code(received(), [make_run()], []) == received()
+    assert accepted(received(), [make_run()], ["model.path=/mnt/model"]).model.path == "/mnt/model"
+    assert accepted(received(), [make_run()], []) == received()
 
 
 # --- the run to join -------------------------------------------------------------------------------------------------

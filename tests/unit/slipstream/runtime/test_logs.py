@@ -63,6 +63,21 @@ for number in range(1000):
 """
 
 
+SAYING = """
+import structlog
+from slipstream.runtime.logs import configure_logs
+configure_logs("role")
+structlog.get_logger().info("left", reason="forged\\n12:00 \\x1b[2J")
+"""
+
+
+def test_a_role_writes_no_control_characters_of_others_into_its_log():
+    done = subprocess.run([sys.executable, "-c", SAYING], capture_output=True, text=True, timeout=30, check=True)
+    (line,) = done.stderr.splitlines()
+    assert "\\x1b[2J" in line
+    assert line.isprintable()
+
+
 def test_a_role_outlives_the_disk_of_its_log():
     with open("/dev/full", "wb") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", LOGGING], stdout=full, stderr=full, timeout=30)

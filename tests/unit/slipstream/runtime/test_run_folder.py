@@ -157,6 +157,13 @@ def test_the_own_socket_of_the_broker_fits_however_long_the_path(tmp_path: Path,
     assert RunFolder(given).broker_address == "tcp://127.0.0.1:5757"
 
 
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="must belong to this user, got one of user"):
+        folder.make()
+
+
 def test_a_link_in_place_of_the_short_folder_is_refused(tmp_path: Path):
     folder = RunFolder(make_run(runs_dir=str(tmp_path / ("a" * 100))))
     folder.sockets.symlink_to(tmp_path)
