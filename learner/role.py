@@ -55,7 +55,7 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
     raise_on_stop_signal()
     device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
-    _set_environment(device)
+    _set_environment(device, is_alone=run.learner.num_ranks == 1)
     rendezvous = "env://" if run.learner.num_ranks > 1 else None
     if run.mode == "sft":
         build_sft(run, device=device, rank=rank, rendezvous=rendezvous).run()
@@ -68,8 +68,11 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
         exit_rank()
 
 
-def _set_environment(device: torch.device) -> None:
+def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     os.environ.update(deepspeed_environment(device))
+    if is_alone:
+        # Gloo listens at a port even for a group of one, at the address that the host's name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # NCCL's watchdog would end this process when a generator dies in a broadcast, which the publisher handles.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if device.type == "cpu":

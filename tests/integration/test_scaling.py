@@ -71,16 +71,26 @@ def here(status: dict[str, Any]) -> set[str]:
     return {role["name"] for role in status["roles"] if role["role"] == "generator" and role["liveness"] == "alive"}
 
 
+def assert_no_port_is_open(run: Run) -> None:
+    """No role listens at a port, but the learner's Gloo, at a loopback address; nothing is broadcast in this run."""
+    roles = psutil.Process(run.launcher.pid).children(recursive=True)
+    assert len(roles) >= 5
+    listening = [
+        (role.cmdline(), port.laddr.ip)
+        for role in roles
+        for port in role.net_connections("inet")
+        if port.status == psutil.CONN_LISTEN
+    ]
+    others = [(words, host) for words, host in listening if "slipstream.learner" not in words or host != "127.0.0.1"]
+    assert others == []
+
+
 def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     run.until(lambda status: at_work(status) == {"generator-0"})
     assert "the number of generators changes from 1 to 3" in run.scale(3)
     run.until(lambda status: at_work(status) == {"generator-0", "generator-1", "generator-2"})
     assert run.status()["generators_target"] == 3
-    # Nothing is broadcast here, so that Gloo, which has ports of its own, is not used.
-    roles = psutil.Process(run.launcher.pid).children(recursive=True)
-    open_ports = [(each.cmdline(), each.net_connections("tcp")) for each in roles]
-    assert len(open_ports) >= 5
-    assert [each for each in open_ports if any(port.status == psutil.CONN_LISTEN for port in each[1])] == []
+    assert_no_port_is_open(run)
     unknown = run.drain("generator-7")
     assert unknown.returncode == 2
     assert "got 'generator-7'" in unknown.stderr
