@@ -385,8 +385,12 @@ def test_bytes_before_the_handshake_do_not_grow_the_memory_of_the_server(sockets
     process = psutil.Process()
     before, sent = process.memory_info().rss, 0
     block = bytes(2**20)
-    # A frame that announces a terabyte, and messages of many frames whose last one never comes.
-    for start in (b"\x02" + (2**40).to_bytes(8, "big"), b"\x03" + (60_000).to_bytes(8, "big")):
+    # A frame that announces a terabyte, one that would fit, and messages of many frames whose last one never comes.
+    for start in (
+        b"\x02" + (2**40).to_bytes(8, "big"),
+        b"\x02" + (2**28).to_bytes(8, "big"),
+        b"\x03" + (60_000).to_bytes(8, "big"),
+    ):
         for _ in range(8):
             with socket.socket(socket.AF_UNIX) as stranger:
                 stranger.connect(path)

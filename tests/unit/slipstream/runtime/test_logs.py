@@ -67,7 +67,7 @@ SAYING = """
 import structlog
 from slipstream.runtime.logs import configure_logs
 configure_logs("role")
-structlog.get_logger().info("left", reason="forged\\n12:00 \\x1b[2J")
+structlog.get_logger().info("left: forged\\n12:00 \\x1b[2J")
 """
 
 
