@@ -69,6 +69,13 @@ def run(folder: Path, *command: str, timeout_s: float, **environment: str) -> su
     )
 
 
+def test_a_preparation_that_fails_is_named_and_leaves_no_run(folder: Path):
+    step = "{creates: data/never, module: slipstream.scripts.make_digits_data, args: ['--task=nonsense']}"
+    done = launch(folder, f"prepare=[{step}]", "name=unprepared")
+    assert_ends_with_one_sentence(done, folder, "slipstream.scripts.make_digits_data --task=nonsense", "data/never")
+    assert not (folder / "runs" / "unprepared").exists()
+
+
 def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder: Path, *words: str) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     lines = done.stderr.strip().splitlines()
