@@ -23,6 +23,7 @@ RUN = [
 REAL = pytest.mark.long
 """Marks what starts vLLM or DeepSpeed."""
 BENCHMARKS = [
+    ("first_minute", ["--seeds=0", "--here", "--", *RUN, "learner.max_steps=11", "learner.stop=null"]),
     ("ingest", ["--rounds=1", "--mib=1", "--tokens=64", "--durability=fast"]),
     ("ingest", ["--sockets", "--rounds=1", "--mib=1", "--tokens=64"]),
     ("weights.delta", ["--steps=4", "--layers=1", "--width=64"]),
