@@ -96,7 +96,8 @@ METHODS = {
     ),
     "clip_generator": Method("clip around the generator", _AROUND_GENERATOR | _CLIP),
     "clip_generator_dual": Method(
-        "the same, dual clip 3", _AROUND_GENERATOR | {"policy_loss": _CLIP["policy_loss"] | {"dual_clip": 3.0}}
+        "clip around the generator, dual clip 3",
+        _AROUND_GENERATOR | {"policy_loss": _CLIP["policy_loss"] | {"dual_clip": 3.0}},
     ),
     "clip_kl": Method(
         "clip around the generator, KL to a slow reference", _AROUND_GENERATOR | _CLIP | {"kl": _SLOW_REFERENCE}

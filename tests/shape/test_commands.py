@@ -214,7 +214,7 @@ def test_every_command_is_understood_by_its_program() -> None:
         "make runs",
         "make run ARGS='learner.max_step=3'",
         "python -m brokers name=mine",
-        "python -m broker nmae=mine",
+        "python -m broker names=mine",
         "python -m generators seed=3",
         "curl https://example.org",
         "python train.py",
