@@ -56,7 +56,7 @@ class Evidence:
         return min(later, default=float("inf"))
 
     def _served_at(self, up_at: float) -> float:
-        """When a broker that was started at `up_at` began its journal: it serves nobody before."""
+        """Begin of the journal of the broker that was started at `up_at`: it serves nobody before."""
         return min((life.began_at for life in self.brokers if life.began_at >= up_at), default=float("inf"))
 
     def is_quiet(self, roles: Iterable[str], *, since: float, until: float) -> bool:
