@@ -50,8 +50,9 @@ console = Console(highlight=False)
 class GeneratorProcesses:
     """Generator processes by number, to be killed and restarted."""
 
-    def __init__(self, address: str, *, count: int, logs: Path) -> None:
-        self._address = address
+    def __init__(self, run: RunConfig, *, count: int, logs: Path) -> None:
+        folder = RunFolder(run)
+        self._overrides = (f"broker.address={folder.broker_address}", f"broker.token_file={folder.token}")
         self._logs = logs
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(count):
@@ -60,7 +61,7 @@ class GeneratorProcesses:
     def start(self, number: int) -> None:
         """Start a new process under this number."""
         with (self._logs / f"generator-{number}.log").open("ab") as log:
-            command = [sys.executable, "-m", "slipstream.generators", "--id", f"generator-{number}", self._address]
+            command = [sys.executable, "-m", "slipstream.generators", "--id", f"generator-{number}", *self._overrides]
             self._processes[number] = subprocess.Popen(command, stdout=log, stderr=log)
 
     def kill(self, number: int) -> None:
@@ -118,9 +119,7 @@ def main(arguments: argparse.Namespace) -> None:
         stack.enter_context(router_thread(run, store := MemoryStore()))
         # Without prompts only weights are sent.
         store.set_phase("finishing")
-        processes = GeneratorProcesses(
-            f"broker.address={RunFolder(run).broker_address}", count=arguments.generators, logs=folder
-        )
+        processes = GeneratorProcesses(run, count=arguments.generators, logs=folder)
         stack.callback(processes.close)
         learner = _learner(run, stack, snapshot_store=SnapshotStore(folder / "weights"), mib=arguments.mib)
         learner.until(arguments.generators, after_version=-1, timeout_s=_START_S)
