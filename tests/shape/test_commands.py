@@ -60,6 +60,7 @@ TRIED_BY = {
     "python -m generators": "tests/integration/test_roles_die.py",
     "python -m tests.chaos": "tests/integration/test_chaos.py",
     "python -m tests.mutants": "tests/shape/test_mutants.py",
+    "python -m benchmarks.ingest": "tests/integration/test_benchmarks.py",
     "python -m benchmarks.staleness": "tests/unit/benchmarks/test_staleness.py",
     "python -m benchmarks.generators.slow_generator": "tests/integration/test_benchmarks.py",
     "python -m benchmarks.generators.long_answers": "tests/integration/test_benchmarks.py",
