@@ -191,7 +191,7 @@ def _launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.generators.rewards.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "slipstream.generators.rewards.worker", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # In a process group of its own, which Ctrl-C at the terminal does not reach.

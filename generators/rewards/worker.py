@@ -87,10 +87,10 @@ _READ_BYTES = 1 << 16
 _MIB = 2**20
 
 
-def _serve(fd: int) -> None:
+def _serve(fd: int, *, supervisor: int) -> None:
     """Score until the pool closes the socket."""
     # A reward function that hangs does not see the socket close: the kernel must end it with its supervisor.
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL, parent=supervisor)
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
         first = next(bodies, None)
@@ -152,6 +152,7 @@ def _lower(limit: int, value: int) -> None:
 # --- the supervisor --------------------------------------------------------------------------------------------------
 _REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S = 0.005
+_EVENTS = {signal.SIGTERM, signal.SIGCHLD}
 _STDOUT, _STDERR = 1, 2
 _MAX_OUTPUT_BYTES, _OUTPUT_WINDOW_S = 2**16, 10.0
 _LEFT_OUT = (
@@ -159,24 +160,29 @@ _LEFT_OUT = (
 )
 
 
-def main(fd: int) -> None:
+def main(fd: int, pool: int) -> None:
     """Fork the scoring process, wait for its end or SIGTERM, and kill everything that it started.
 
-    Exits with its exit code, or 128 + the number of the signal that ended it.
+    `pool` is the process ID of the pool, with which this process ends. Exits with the scoring process's exit code, or
+    128 + the number of the signal that ended it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Processes whose parent has ended become children of this one, even if they left the process group.
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output, printed = os.pipe()
+    supervisor = os.getpid()
+    # Blocked, they stay pending until `sigwait`: a handler may run just before a wait, which would then last.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _EVENTS)
     scorer = os.fork()
     if scorer == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setpgid(0, 0)
         for stream in (_STDOUT, _STDERR):
             os.dup2(printed, stream)
         os.close(output)
         os.close(printed)
-        _serve(fd)
+        _serve(fd, supervisor=supervisor)
         return
     os.close(printed)
     forwarder = threading.Thread(target=_forward_output, args=(output,), daemon=True)
@@ -185,14 +191,23 @@ def main(fd: int) -> None:
     with suppress(ProcessLookupError):
         os.setpgid(scorer, scorer)
     os.close(fd)
-    signal.signal(signal.SIGTERM, lambda _number, _frame: _kill_group(scorer))
-    die_with_parent(signal.SIGTERM)
-    code = os.waitstatus_to_exitcode(os.waitpid(scorer, 0)[1])
+    die_with_parent(signal.SIGTERM, parent=pool)
+    code = os.waitstatus_to_exitcode(_wait(scorer))
     _kill_group(scorer)
     _kill_children()
     # Last words, such as those of an import that failed.
     forwarder.join(timeout=_REAP_TIMEOUT_S)
     raise SystemExit(code if code >= 0 else SIGNAL_EXIT - code)
+
+
+def _wait(scorer: int) -> int:
+    """Return the wait status of the scoring process; kill its group on SIGTERM."""
+    while True:
+        pid, status = os.waitpid(scorer, os.WNOHANG)
+        if pid:
+            return status
+        if signal.sigwait(_EVENTS) == signal.SIGTERM:
+            _kill_group(scorer)
 
 
 def _forward_output(source: int) -> None:
@@ -233,4 +248,4 @@ def _kill_children() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -61,11 +61,14 @@ def die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def die_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send this process a signal when its parent dies. No effect on systems other than Linux."""
+def die_with_parent(number: signal.Signals, *, parent: int | None = None) -> None:
+    """Have the kernel send this process a signal when its parent dies. No effect on systems other than Linux.
+
+    `parent` is the process that must be alive; without it, whichever is the parent at the time of the call.
+    """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
+    parent = parent or os.getppid()
     # The standard library has no prctl. The setting survives exec, but not fork.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     # The parent may have died before the call: the kernel sends no signal then.

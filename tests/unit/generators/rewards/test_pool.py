@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.rewards.worker import SIGNAL_EXIT
 
 FUNCTION = "tests.unit.generators.rewards.samples:by_response"
 
@@ -237,6 +239,7 @@ import asyncio, sys
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.rewards.worker import SIGNAL_EXIT
 
 async def main():
     pool = RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", timeout_s=60))
@@ -255,3 +258,13 @@ def test_workers_die_with_their_parent_even_during_a_sample():
     parent.kill()
     parent.wait(10)
     worker.wait(5)
+
+
+def test_a_worker_whose_pool_died_before_its_start_ends():
+    pool = subprocess.Popen([sys.executable, "-c", ""])
+    pool.wait()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "slipstream.generators.rewards.worker", str(theirs.fileno()), str(pool.pid)]
+        # Our end stays open, as if a hanging function never read it.
+        assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == SIGNAL_EXIT + 9
