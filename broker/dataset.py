@@ -39,11 +39,13 @@ class Row(Record):
     uid: str
     """File name and row number: stable over runs, unique within one."""
     prompt: PromptText
-    ground_truth: str
-    """Reference answer for the reward function."""
+    ground_truth: Any
+    """Reference answer for the reward function, any JSON value."""
     data_source: str
     extra_info: dict[str, Any] = {}
-    """Remaining columns of the row."""
+    """Record of the row that agent and reward function get as it is."""
+    agent_name: str = ""
+    """Agent loop of this row; empty: that of `generators.agent`."""
 
 
 class Dataset:

@@ -153,11 +153,13 @@ class Prompt(Record):
     """Identity of the row, stable over runs."""
     prompt: str | list[dict[str, Any]]
     """Plain text, or chat messages for the tokenizer's chat template."""
-    ground_truth: str
-    """Reference answer for the reward function."""
+    ground_truth: Any
+    """Reference answer for the reward function, any JSON value."""
     data_source: str
     extra_info: dict[str, Any] = {}
-    """Remaining columns of the row."""
+    """Record of the row that agent and reward function get as it is."""
+    agent_name: str = ""
+    """Agent loop of this row; empty: that of `generators.agent`."""
 
 
 class LeaseRequest(Message):

@@ -1,5 +1,6 @@
 """Records <-> bytes: MessagePack with typed validation, tensors as raw little-endian bytes with dtype and shape."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -12,7 +13,6 @@ from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import (
     SCHEMA_VERSION,
     Purpose,
-    Reward,
     Trajectory,
     TrajectoryHeader,
     make_lease_id,
@@ -46,12 +46,15 @@ def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
 T = TypeVar("T")
 
 _CODES = {"int32": "<i4", "int64": "<i8", "uint8": "|u1", "bool": "|b1", "float32": "<f4", "float64": "<f8"}
+_CODES |= {"int16": "<i2", "float16": "<f2"}
 _DTYPES = {name: np.dtype(code) for name, code in _CODES.items()}
 _ARRAYS = {"token_ids": np.dtype("int32"), "model_mask": np.dtype("bool"), "generator_logprobs": np.dtype("float32")}
 _LARGEST_LOGPROB = 1e-4
 """Tolerance above zero, for rounding."""
 _LARGEST_REWARD = 1e12
 """Limit of the absolute value: sums of squares over a group, and their differences, must stay finite."""
+_MOST_NAMES = 64
+"""Limit of the named arrays, and of the named metrics, of a trajectory."""
 _INT64 = 2**63
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -59,7 +62,7 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 class _Array(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An array on the wire. Example: _Array("int32", [2], b"\x04\x00\x00\x00\x08\x00\x00\x00")."""
 
-    dtype: Literal["int32", "int64", "uint8", "bool", "float32", "float64"]
+    dtype: Literal["int32", "int64", "uint8", "bool", "float32", "float64", "int16", "float16"]
     """Type of the elements, little-endian."""
     shape: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     """Number of elements along each axis."""
@@ -68,7 +71,7 @@ class _Array(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def _wire_field(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
-    kind = _Array if field.type is np.ndarray else field.type
+    kind = {np.ndarray: _Array, dict[str, np.ndarray]: dict[str, _Array]}.get(field.type, field.type)
     if field.required:
         return field.name, kind
     if field.default is msgspec.NODEFAULT:
@@ -82,12 +85,25 @@ _WireTrajectory: Any = msgspec.defstruct(
 """A Trajectory whose arrays are not built yet: decoded without a call back into Python for each of them."""
 
 
+def to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
+    """Return dtype, shape and little-endian bytes. Raises TypeError for a dtype that does not travel."""
+    name = array.dtype.name
+    if name not in _DTYPES:
+        raise TypeError(f"arrays must be one of {sorted(_DTYPES)}, got {name}")
+    return name, list(array.shape), np.ascontiguousarray(array, dtype=_DTYPES[name]).tobytes()
+
+
+def from_wire(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
+    """Return the array that `to_wire` took apart. Raises ValueError."""
+    return _restore(msgspec.convert([dtype, shape, memoryview(data)], _Array))
+
+
+_NAMED_ARRAYS = Trajectory.__struct_fields__.index("arrays")
+
+
 def _encode_hook(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        name = value.dtype.name
-        if name not in _DTYPES:
-            raise TypeError(f"arrays must be one of {sorted(_DTYPES)}, got {name}")
-        return [name, list(value.shape), np.ascontiguousarray(value, dtype=_DTYPES[name]).tobytes()]
+        return to_wire(value)
     raise TypeError(f"only plain values and arrays can be encoded, got {type(value).__name__}")
 
 
@@ -178,8 +194,12 @@ def unpack(payload: bytes) -> Trajectory:
     trajectory = _decode_trajectory(payload)
     _check_arrays(trajectory)
     _check_spans(trajectory)
-    _check_reward(trajectory.reward)
+    if trajectory.context_starts:
+        _check_contexts(trajectory)
+    _check_reward(trajectory)
     _check_plain(trajectory)
+    if trajectory.arrays or trajectory.media or trajectory.metrics:
+        _check_additions(trajectory)
     return trajectory
 
 
@@ -187,6 +207,8 @@ def _decode_trajectory(payload: bytes) -> Trajectory:
     fields = msgspec.structs.astuple(decode(payload, _WireTrajectory))
     try:
         values: list[Any] = [_restore(field) if type(field) is _Array else field for field in fields]
+        if arrays := values[_NAMED_ARRAYS]:
+            values[_NAMED_ARRAYS] = {name: _restore(array) for name, array in arrays.items()}
     except ValueError as error:
         raise RecordRefusedError("malformed", f"not a valid Trajectory: {error}") from None
     return Trajectory(*values)
@@ -259,11 +281,53 @@ def _check_spans(trajectory: Trajectory) -> None:
         raise RecordRefusedError("version_spans", "versions must be >= 0")
 
 
-def _check_reward(reward: Reward) -> None:
-    if not all(map(math.isfinite, (reward.total, *reward.parts.values()))):
-        raise RecordRefusedError("nonfinite_reward", f"rewards must be finite, got {reward.total} {reward.parts}")
-    if abs(reward.total) > _LARGEST_REWARD:
+def _check_contexts(trajectory: Trajectory) -> None:
+    bounds = trajectory.context_bounds()
+    if any(start >= end for start, end in itertools.pairwise(bounds)):
+        raise RecordRefusedError(
+            "contexts", f"contexts must start in increasing order within the tokens, got {trajectory.context_starts}"
+        )
+    if not np.logical_or.reduceat(trajectory.model_mask, bounds[:-1]).all():
+        raise RecordRefusedError("empty", "every context needs at least one model-written token")
+
+
+def _check_reward(trajectory: Trajectory) -> None:
+    reward = trajectory.reward
+    if not all(map(math.isfinite, (reward.total, *reward.parts.values(), *reward.turns))):
+        raise RecordRefusedError(
+            "nonfinite_reward", f"rewards must be finite, got {reward.total} {reward.parts} {reward.turns}"
+        )
+    if max(map(abs, (reward.total, *reward.turns))) > _LARGEST_REWARD:
         raise RecordRefusedError("large_reward", f"rewards must be within +-{_LARGEST_REWARD:g}, got {reward.total:g}")
+    if reward.turns and len(reward.turns) != len(trajectory.turn_starts()):
+        raise RecordRefusedError(
+            "turn_rewards",
+            f"there must be a reward for each of {len(trajectory.turn_starts())} turns, got {len(reward.turns)}",
+        )
+
+
+def _check_additions(trajectory: Trajectory) -> None:
+    """Check named arrays, media and metrics."""
+    length = trajectory.num_tokens
+    names = [*trajectory.arrays, *trajectory.metrics]
+    if max(len(trajectory.arrays), len(trajectory.metrics)) > _MOST_NAMES or not all(map(_is_short_name, names)):
+        raise RecordRefusedError(
+            "names", f"there may be {_MOST_NAMES} arrays and metrics with names of 1 to 64 characters, got {names[:65]}"
+        )
+    for name, array in trajectory.arrays.items():
+        if array.shape[:1] != (length,):
+            raise RecordRefusedError("shape", f"arrays.{name} must be [{length}, ...], got {list(array.shape)}")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise RecordRefusedError("nonfinite_number", f"arrays.{name} must be finite")
+    if not all(map(math.isfinite, trajectory.metrics.values())):
+        raise RecordRefusedError("nonfinite_number", f"metrics must be finite, got {trajectory.metrics}")
+    for media in trajectory.media:
+        if not 0 <= media.first_token < media.first_token + media.num_tokens <= length:
+            raise RecordRefusedError("media", f"media must have tokens among the {length}, got {media}")
+
+
+def _is_short_name(name: str) -> bool:
+    return 0 < len(name) <= 64
 
 
 def _check_plain(trajectory: Trajectory) -> None:

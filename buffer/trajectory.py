@@ -8,11 +8,13 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-SCHEMA_VERSION = 3
-"""Raised with every change a reader of the previous schema would misread."""
+SCHEMA_VERSION = 4
+"""Raised with every change a reader of the previous schema would misread. What version 3 wrote can be read."""
 
-Purpose = Literal["train", "sampled", "greedy"]
-"""Use of a trajectory: training, or one of the two evaluations (temperature 1, temperature 0)."""
+Purpose = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""Use of a trajectory: `train`, or the name of an evaluation, such as `greedy`."""
+ShortName = Annotated[str, Meta(min_length=1, max_length=64)]
+"""An open name, such as that of a stop reason or of a metric."""
 Name = Annotated[str, Meta(max_length=512)]
 """An id; bounded, because the broker echoes it and the store builds keys from it."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -70,6 +72,26 @@ class Reward(Record):
     """Whether the response is entirely right; counted by `accuracy`."""
     detail: str = ""
     """Reason of a status that is not ok; empty otherwise."""
+    turns: list[float] = []
+    """Share of `total` that each turn earned, in order; the rest belongs to the whole. Empty: all of it does."""
+
+
+class Media(Record):
+    """Reference to an image, video or sound that the model saw; its bytes do not travel with the trajectory.
+
+    Example: Media(kind="image", uri="images/00017.png", checksum="9f86d081884c7d65", first_token=4, num_tokens=64)
+    """
+
+    kind: ShortName
+    """`image`, `video`, `audio`."""
+    uri: str
+    """Path relative to the dataset's folder, or address."""
+    checksum: str
+    """xxh3-64 of the bytes, hexadecimal."""
+    first_token: int
+    """First of its tokens, an index into `token_ids`."""
+    num_tokens: int
+    """Tokens that stand for it."""
 
 
 class Sampling(Record):
@@ -134,7 +156,10 @@ class TrajectoryHeader(Record):
 
 
 class Trajectory(Record):
-    """One response to one prompt, token by token, as the engine sampled it; ids as in TrajectoryHeader.
+    """One answer to one prompt, token by token, as the engine sampled it; ids as in TrajectoryHeader.
+
+    It has one context, or several, end to end: a sub-agent's, or those before and after a context was compacted. They
+    are delivered, scored and trained on together: one member of the group, with one reward.
 
     Example: Trajectory(id="17-0-3", ..., token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11],
         model_mask=[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1], generator_logprobs=[0, 0, 0, 0, 0, 0, -0.1, ...],
@@ -147,7 +172,7 @@ class Trajectory(Record):
     prompt_uid: str
     attempt: int
     token_ids: np.ndarray
-    """Tokens of the prompt, then of the response, int32[T]."""
+    """Tokens of the prompt, then of the response, int32[T]; of all contexts."""
     model_mask: np.ndarray
     """bool[T], true where the model wrote the token."""
     generator_logprobs: np.ndarray
@@ -156,10 +181,11 @@ class Trajectory(Record):
     """Versions that sampled the tokens; the spans cover every model-written token, in order."""
     reward: Reward
     """Result of the reward function."""
-    stop_reason: Literal["stop", "length", "aborted"]
-    """End token | max_tokens | cut off by the agent loop."""
+    stop_reason: ShortName
+    """`stop` (end token), `length` (max_tokens), `aborted` (cut off by the agent loop), or an agent loop's own, such as
+    `stop_string`, `turn_limit`, `context_overflow`, `tool_failure`."""
     sampling: Sampling
-    """Sampling parameters of the request."""
+    """Sampling parameters of the requests."""
     generator_id: str
     """Logical id of the generator that made it."""
     started_at: float
@@ -169,9 +195,17 @@ class Trajectory(Record):
     data_source: str
     """Name of the kind of task, from the dataset."""
     num_turns: int = 1
-    """Turns that the model wrote."""
+    """Turns that the model wrote: runs of model-written tokens within a context."""
     extras: dict[str, Any] = {}
     """Data of the agent loop to be stored; plain values only."""
+    context_starts: list[int] = []
+    """First token of each context but the first, which starts at 0: indices into `token_ids`."""
+    arrays: dict[str, np.ndarray] = {}
+    """Further data per token by name, [T, ...], such as the experts that the engine chose, int16[T, layers, k]."""
+    media: list[Media] = []
+    """Images, videos and sounds that the model saw, in the order of their tokens."""
+    metrics: dict[str, float] = {}
+    """Numbers of the agent loop for reports, such as `tool_calls`."""
 
     @property
     def num_tokens(self) -> int:
@@ -182,6 +216,17 @@ class Trajectory(Record):
     def is_greedy(self) -> bool:
         """Whether it was decoded greedily: the greedy member of a group is its baseline, and is not trained on."""
         return self.sampling.temperature == 0
+
+    def context_bounds(self) -> list[int]:
+        """Return the first token of each context, and the end of the last."""
+        return [0, *self.context_starts, self.num_tokens]
+
+    def turn_starts(self) -> np.ndarray:
+        """Return the first token of each run of model-written tokens within a context, int64[num_turns]."""
+        goes_on = np.zeros(self.num_tokens, dtype=np.bool_)
+        goes_on[1:] = self.model_mask[:-1]
+        goes_on[self.context_starts] = False
+        return np.flatnonzero(self.model_mask & ~goes_on)
 
     def token_versions(self) -> np.ndarray:
         """Return the version that sampled each token, int32[T]; -1 where the model did not write it."""

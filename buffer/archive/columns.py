@@ -12,11 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
-from slipstream.buffer.codec import encode, unpack
+from slipstream.buffer.codec import encode, from_wire, to_wire, unpack
 from slipstream.buffer.records import FinishedGroup
-from slipstream.buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
+from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 
-ARCHIVE_SCHEMA = 1
+ARCHIVE_SCHEMA = 2
 """Raised with every change of the columns that a reader of the previous ones would misread."""
 _ARCHIVE_KEY, _TRAJECTORY_KEY = b"slipstream.archive_schema", b"slipstream.trajectory_schema"
 
@@ -35,6 +35,24 @@ _SAMPLING = pa.struct(
         "seed": pa.int64(),
     }
 )
+_ARRAY = pa.struct({"dtype": pa.string(), "shape": pa.list_(pa.int64()), "data": pa.binary()})
+_MEDIA = pa.struct(
+    {
+        "kind": pa.string(),
+        "uri": pa.string(),
+        "checksum": pa.string(),
+        "first_token": pa.int64(),
+        "num_tokens": pa.int64(),
+    }
+)
+_ADDED = {
+    "reward_turns": pa.list_(pa.float64()),
+    "context_starts": pa.list_(pa.int64()),
+    "arrays": pa.map_(pa.string(), _ARRAY),
+    "media": pa.list_(_MEDIA),
+    "metrics": pa.map_(pa.string(), pa.float64()),
+}
+"""Columns that archives of schema 1 lack: null in every row there."""
 SCHEMA = pa.schema(
     {
         "id": pa.string(),
@@ -67,6 +85,7 @@ SCHEMA = pa.schema(
         "steps": pa.list_(pa.int64()),
         "archived_at": pa.float64(),
         "schema_version": pa.int64(),
+        **_ADDED,
     },
     metadata={_ARCHIVE_KEY: str(ARCHIVE_SCHEMA), _TRAJECTORY_KEY: str(SCHEMA_VERSION)},
 )
@@ -98,17 +117,35 @@ def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
     columns |= {name: [getattr(trajectory, name) for trajectory in trajectories] for name in _PLAIN}
     columns["sampling"] = [msgspec.structs.asdict(trajectory.sampling) for trajectory in trajectories]
     columns["extras"] = [encode(trajectory.extras) for trajectory in trajectories]
+    columns["context_starts"] = [trajectory.context_starts for trajectory in trajectories]
+    columns["media"] = [list(map(msgspec.structs.asdict, trajectory.media)) for trajectory in trajectories]
+    columns["metrics"] = [list(trajectory.metrics.items()) for trajectory in trajectories]
+    columns["arrays"] = [list(map(_from_array, trajectory.arrays.items())) for trajectory in trajectories]
     arrays = [_as_array(columns[field.name], field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
 def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
-    """Yield the rows of a batch that has every column, in order. Arrays are views into the batch."""
+    """Yield the rows of a batch that has every column that `missing_columns` asks for, in order.
+
+    Arrays are views into the batch.
+    """
     lists = {name: _split(batch.column(name)) for name in _LISTS}
-    others = [field.name for field in SCHEMA if field.name not in lists]
+    others = [name for name in batch.schema.names if name not in lists]
     rows = batch.select(others).to_pylist()
     for index, row in enumerate(rows):
         yield _stored(row, {name: arrays[index] for name, arrays in lists.items()})
+
+
+def known_columns(schema: pa.Schema) -> list[str]:
+    """Return the columns of an archive that are in a file with this schema, in their order."""
+    return [name for name in SCHEMA.names if name in schema.names]
+
+
+def missing_columns(schema: pa.Schema) -> str:
+    """Return requirement and actual columns if an archive needs columns that a file lacks; empty otherwise."""
+    missing = sorted(set(SCHEMA.names) - set(_ADDED) - set(schema.names))
+    return f"must have the columns of an archive, but lacks {', '.join(missing)}" if missing else ""
 
 
 def newer_schema(schema: pa.Schema) -> str:
@@ -142,6 +179,7 @@ def _reward_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
         column: [getattr(reward, name) for reward in rewards] for name, column in _REWARD.items()
     }
     columns["reward_parts"] = [list(reward.parts.items()) for reward in rewards]
+    columns["reward_turns"] = [reward.turns for reward in rewards]
     return columns
 
 
@@ -169,13 +207,28 @@ def _split(lists: pa.ListArray) -> list[np.ndarray]:
     return [values[start:end] for start, end in pairwise(starts)]
 
 
+def _from_array(item: tuple[str, np.ndarray]) -> tuple[str, dict[str, Any]]:
+    name, array = item
+    dtype, shape, data = to_wire(array)
+    return name, {"dtype": dtype, "shape": shape, "data": data}
+
+
 def _stored(row: dict[str, Any], arrays: dict[str, Any]) -> StoredTrajectory:
+    reward = Reward(
+        parts=dict(row["reward_parts"]),
+        turns=row.get("reward_turns") or [],
+        **{name: row[column] for name, column in _REWARD.items()},
+    )
     trajectory = Trajectory(
         **{name: row[name] for name in _PLAIN},
         **arrays,
         version_spans=[VersionSpan(**span) for span in row["version_spans"]],
-        reward=Reward(parts=dict(row["reward_parts"]), **{name: row[column] for name, column in _REWARD.items()}),
+        reward=reward,
         sampling=Sampling(**row["sampling"]),
         extras=msgspec.msgpack.decode(row["extras"]),
+        context_starts=row.get("context_starts") or [],
+        arrays={name: from_wire(**array) for name, array in row.get("arrays") or ()},
+        media=[Media(**media) for media in row.get("media") or ()],
+        metrics=dict(row.get("metrics") or ()),
     )
     return StoredTrajectory(trajectory, row["outcome"], row["reason"], row["steps"], row["archived_at"])

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import xxhash
 
-from slipstream.buffer.archive.columns import SCHEMA, from_batch, newer_schema
+from slipstream.buffer.archive.columns import from_batch, known_columns, missing_columns, newer_schema
 from slipstream.buffer.archive.manifest import ShardEntry
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.errors import ShardError
@@ -23,9 +23,9 @@ _BATCH_ROWS = 256
 def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None = None) -> Iterator[StoredTrajectory]:
     """Yield the trajectories for which `where` (over the columns) holds, in order. Raises ShardError."""
     with _refusing(shard):
-        for batch in _open(folder, shard).to_batches(
-            columns=SCHEMA.names, filter=where, batch_size=_BATCH_ROWS, use_threads=False
-        ):
+        dataset = _open(folder, shard)
+        columns = known_columns(dataset.schema)
+        for batch in dataset.to_batches(columns=columns, filter=where, batch_size=_BATCH_ROWS, use_threads=False):
             yield from from_batch(batch)
 
 
@@ -72,8 +72,8 @@ def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
     dataset = ds.dataset(str(path), format="parquet")
     if reason := newer_schema(dataset.schema):
         raise ShardError(shard.file, f"{reason}.")
-    if missing := sorted(set(SCHEMA.names) - set(dataset.schema.names)):
-        raise ShardError(shard.file, f"must have the columns of an archive, but lacks {', '.join(missing)}.")
+    if reason := missing_columns(dataset.schema):
+        raise ShardError(shard.file, f"{reason}.")
     return dataset
 
 

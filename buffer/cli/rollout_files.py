@@ -10,13 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from slipstream.buffer.archive.columns import SCHEMA, from_batch, newer_schema
+from slipstream.buffer.archive.columns import SCHEMA, from_batch, known_columns, missing_columns, newer_schema
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.records import Outcome
 from slipstream.buffer.trajectory import (
     SCHEMA_VERSION,
+    Media,
     Reward,
     Sampling,
     Trajectory,
@@ -31,6 +32,15 @@ _OVER = get_args(Outcome)
 _LARGEST = 2**31 - 1
 """Limit of indices, attempts, versions and steps."""
 _NOT_A_TRAJECTORY = (msgspec.MsgspecError, RecordRefusedError, OverflowError, TypeError, ValueError, KeyError)
+
+
+class ArrayLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An array in a line of JSON. Example: {"dtype": "int16", "values": [[3, 5], [0, 7]]}"""
+
+    dtype: str
+    """Type of the elements."""
+    values: list[Any]
+    """Nested lists of numbers."""
 
 
 class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +71,7 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version_spans: list[VersionSpan] = []
     """Versions that sampled the tokens; empty: version 0 sampled all."""
     stop_reason: str = "stop"
-    """One of stop, length, aborted."""
+    """`stop`, `length`, or another reason why it ended."""
     sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
     """Sampling parameters of the request."""
     generator_id: str = "imported"
@@ -76,6 +86,14 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Turns that the model wrote."""
     extras: dict[str, Any] = {}
     """Data to store with it; plain values only."""
+    context_starts: list[int] = []
+    """First token of each context but the first."""
+    arrays: dict[str, ArrayLine] = {}
+    """Further data per token."""
+    media: list[Media] = []
+    """Images, videos and sounds that the model saw."""
+    metrics: dict[str, float] = {}
+    """Numbers of the agent loop."""
     outcome: str = "retired"
     """End of its group; a replay trains on retired groups."""
     reason: str = ""
@@ -133,10 +151,11 @@ def _from_line(data: bytes) -> StoredTrajectory:
         "generator_logprobs": np.array(line.generator_logprobs, np.float32),
     }
     first = int(arrays["model_mask"].argmax()) if line.model_mask else 0
-    made = {
+    made: dict[str, Any] = {
         "id": line.id or _id_of(line),
         "version_spans": line.version_spans or [VersionSpan(first, 0)],
     }
+    made["arrays"] = {name: np.array(array.values, array.dtype) for name, array in line.arrays.items()}
     names = set(Trajectory.__struct_fields__) - set(arrays) - set(made)
     fields = {name: getattr(line, name) for name in names}
     return StoredTrajectory(Trajectory(**fields, **arrays, **made), line.outcome, line.reason, line.steps)  # type: ignore[arg-type]
@@ -157,10 +176,12 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
         file = pq.ParquetFile(path)
         if reason := newer_schema(file.schema_arrow):
             raise ConfigError(f"{path} {reason}.")
-        if missing := sorted(set(SCHEMA.names) - set(file.schema_arrow.names)):
-            raise ConfigError(f"{path} must have the columns of an archive, but lacks {', '.join(missing)}.")
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=SCHEMA.names):
-            yield from pa.Table.from_batches([batch]).select(SCHEMA.names).cast(SCHEMA).combine_chunks().to_batches()
+        if reason := missing_columns(file.schema_arrow):
+            raise ConfigError(f"{path} {reason}.")
+        columns = known_columns(file.schema_arrow)
+        schema = pa.schema([SCHEMA.field(name) for name in columns])
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
+            yield from pa.Table.from_batches([batch]).select(columns).cast(schema).combine_chunks().to_batches()
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
             f"{path} must be a Parquet file with the columns of an archive, but cannot be read: "

@@ -88,7 +88,8 @@ def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
         texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
     outcome = {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
     marks = {"outcome": stored.state, "schema_version": SCHEMA_VERSION}
-    return msgspec.structs.asdict(trajectory) | marks | outcome | texts
+    arrays = {name: {"dtype": array.dtype.name, "values": array} for name, array in trajectory.arrays.items()}
+    return msgspec.structs.asdict(trajectory) | {"arrays": arrays} | marks | outcome | texts
 
 
 def _as_list(value: Any) -> Any:

@@ -37,7 +37,7 @@ class RedisPrompts(RedisConnection):
             make_lease(
                 text(group),
                 attempt=int(attempt),
-                purpose=text(purpose),  # type: ignore[arg-type]
+                purpose=text(purpose),
                 indices=missing,
                 num_rows=num_rows,
                 seed=seed,

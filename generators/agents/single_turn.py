@@ -70,7 +70,7 @@ class SingleTurn:
             generator_logprobs=transcript.generator_logprobs,
             version_spans=transcript.version_spans,
             reward=await self._score(prompt, completion),
-            stop_reason=completion.stop_reason,  # type: ignore[arg-type]
+            stop_reason=completion.stop_reason,
             sampling=sampling,
             generator_id=self._generator_id,
             started_at=started_at,

@@ -33,7 +33,8 @@ class RewardInput(Record):
     """Text or chat messages, as in the dataset."""
     response: str
     """The model's text, without special tokens."""
-    ground_truth: str
+    ground_truth: Any
+    """Reference answer, any JSON value."""
     data_source: str = ""
     """Kind of task, as named by the dataset."""
     stop_reason: str = "stop"
@@ -83,7 +84,8 @@ def _checked(value: Any) -> Reward:
             f"a reward must have at most {_MAX_PARTS} parts with names of at most {_MAX_PART_NAME} characters, got "
             f"{len(reward.parts)} with names of up to {max(map(len, reward.parts))}"
         )
-    for name, number in {"total": reward.total, **reward.parts}.items():
+    turns = {f"turns[{index}]": number for index, number in enumerate(reward.turns)}
+    for name, number in {"total": reward.total, **reward.parts, **turns}.items():
         # One NaN would spread over the whole group through its mean.
         if not math.isfinite(number):
             raise ValueError(f"a reward must be a finite number, got {name}={number}")

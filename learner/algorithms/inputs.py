@@ -54,7 +54,8 @@ class AdvantageInputs:
     positions_in_turn: Int[Tensor, "N"]
     """Position among those of the turn."""
     token_rewards: Float[Tensor, "N"]
-    """float64: the trajectory's reward at its last token, minus each token's KL where that is charged in the reward."""
+    """float64: what each turn earned at its last token, the rest of the trajectory's reward at its last token, minus
+    each token's KL where that is charged in the reward."""
     generator_logprobs: Float[Tensor, "N"]
     """float32, of the distribution each token was sampled from."""
     learner_logprobs: Float[Tensor, "N"] | None = None
@@ -76,7 +77,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The N tokens of a microbatch that count in the policy loss, each trajectory whole; at least one.
+    """The N tokens of a microbatch that count in the policy loss, each context whole; at least one.
+
+    A trajectory has one context or several; each is a sequence here.
 
     Example: LossInputs(log_ratio=[0.1, -0.2, 0], advantages=[1, 1, -1], learner_logprobs=[-0.5, -1, -2],
     sequences=[0, 0, 1], num_sequences=2)
@@ -89,14 +92,14 @@ class LossInputs:
     learner_logprobs: Float[Tensor, "N"]
     """float32 values alone: formulas differentiate `log_ratio`."""
     sequences: Int[Tensor, "N"]
-    """Trajectory of each token, numbered from 0 without gaps."""
+    """Context of each token, numbered from 0 without gaps."""
     num_sequences: int
-    """Number of trajectories in the microbatch."""
+    """Number of contexts in the microbatch."""
     is_selected: Bool[Tensor, "N"] | None = None
     """Tokens that the loss's own selector picked among all of the update; None where it has none."""
 
     def take(self, is_taken: Bool[Tensor, "N"]) -> "LossInputs":
-        """The tokens where `is_taken` is true, their trajectories numbered anew."""
+        """The tokens where `is_taken` is true, their contexts numbered anew."""
         numbers, sequences = torch.unique(self.sequences[is_taken], return_inverse=True)
         return LossInputs(
             self.log_ratio[is_taken],
@@ -123,7 +126,7 @@ class MaskInputs:
     learner_logprobs: Float[Tensor, "N"]
     """float32, of the sampled tokens."""
     sequences: Int[Tensor, "N"]
-    """Trajectory of each token; numbers may be missing."""
+    """Context of each token; numbers may be missing."""
     num_sequences: int
     """One more than the largest possible number."""
     is_counted: Bool[Tensor, "N"]
@@ -134,12 +137,12 @@ class MaskInputs:
 
 @dataclass(frozen=True, slots=True)
 class RatioInputs:
-    """The N tokens of whole trajectories that importance weights and rejections are made of; no gradient is used."""
+    """The N tokens of whole contexts that importance weights and rejections are made of; no gradient is used."""
 
     log_ratio: Float[Tensor, "N"]
     """log(pi_numerator / pi_denominator), float32 within +-20."""
     sequences: Int[Tensor, "N"]
-    """Trajectory of each token; numbers may be missing."""
+    """Context of each token; numbers may be missing."""
     num_sequences: int
     """One more than the largest possible number."""
 

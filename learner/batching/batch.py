@@ -70,6 +70,8 @@ class Tokens(_Columns):
 
     sequences: Int[Tensor, "N"]
     """Index of the trajectory, from 0."""
+    contexts: Int[Tensor, "N"]
+    """Index of the context it was sampled in, from 0; a trajectory has one or several."""
     turns: Int[Tensor, "N"]
     """Run of model-written tokens of the trajectory, from 0."""
     positions: Int[Tensor, "N"]
@@ -81,6 +83,8 @@ class Tokens(_Columns):
     generator_logprobs: Float[Tensor, "N"]
     """float32, of the distribution it was sampled from."""
 
+    turn_rewards: Float[Tensor, "N"] | None = None
+    """float64, what the turn earned by itself at its last trained token, 0 elsewhere; None where no turn did."""
     start_logprobs: Float[Tensor, "N"] | None = None
     """float32, the learner's at the start of the step."""
     reference_logprobs: Float[Tensor, "N"] | None = None
@@ -95,7 +99,8 @@ class Tokens(_Columns):
     """float32, the critic's value of the state before it, at the start of the step."""
 
     rewards: Float[Tensor, "N"] | None = None
-    """float64: the trajectory's shaped reward at its last token, minus the price of each token's KL."""
+    """float64: the turns' rewards, the rest of the trajectory's shaped reward at its last token, minus the price of
+    each token's KL."""
     advantages: Float[Tensor, "N"] | None = None
     """float32, 0 for trajectories that do not count in a baseline."""
     returns: Float[Tensor, "N"] | None = None
@@ -128,6 +133,11 @@ class Batch:
     @property
     def num_trajectories(self) -> int:
         return len(self.trajectories.groups)
+
+    @property
+    def num_contexts(self) -> int:
+        """One more than the largest number of a context."""
+        return int(self.tokens.contexts.max()) + 1 if len(self.tokens.contexts) else 0
 
     def to(self, device: torch.device) -> "Batch":
         return self.replace(trajectories=self.trajectories.to(device), tokens=self.tokens.to(device))

@@ -4,9 +4,9 @@ A trajectory whose reward function failed leaves the loss and its group's baseli
 loss only. A greedy answer is never in the loss: its reward is the baseline of some advantages, and counts in no mean.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -81,18 +81,19 @@ def build_batch(
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights)
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]
-    for member, sample in zip(members, _samples(members), strict=True):
-        updates[update_of[member.group]].append(sample)
+    for member, samples in zip(members, _samples(members), strict=True):
+        updates[update_of[member.group]] += samples
     return BuiltBatch(batch, updates, _metrics(members, batch.trajectories))
 
 
 def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_truncated: bool) -> np.ndarray:
-    """int64[W]: indices of the tokens that are trained on. Nothing predicts token 0, so it never is."""
+    """int64[W]: indices of the tokens that are trained on. Nothing predicts the first one of a context."""
     is_masked = masks_truncated and trajectory.stop_reason == "length"
     if trajectory.reward.status != "ok" or trajectory.is_greedy or is_masked:
         return _NO_TOKENS
     mask = trajectory.model_mask if stale is None else trajectory.model_mask & ~stale
-    return np.flatnonzero(mask[1:]) + 1
+    trained = np.flatnonzero(mask[1:]) + 1
+    return trained if not trajectory.context_starts else np.setdiff1d(trained, trajectory.context_starts)
 
 
 def _stale(trajectory: Trajectory, *, learner_version: int, max_lag: int | None) -> np.ndarray | None:
@@ -117,19 +118,24 @@ def _check(trajectory: Trajectory, *, vocab_size: int, has_baseline: bool) -> No
         )
 
 
-def _samples(members: Sequence[_Member]) -> list[Sample]:
-    """One per member; their tokens have the columns of `Tokens` in this order."""
+def _samples(members: Sequence[_Member]) -> list[list[Sample]]:
+    """Those of each member's contexts; their tokens have the columns of `Tokens` in this order."""
     first_indices = [0, *accumulate(len(member.trained) for member in members)][:-1]
-    return [
-        Sample(
-            member.trajectory.token_ids,
-            member.trained,
-            first_index,
-            group_id=member.trajectory.group_id,
-            temperature=member.trajectory.sampling.temperature,
+    return [list(_samples_of(member, first_index)) for member, first_index in zip(members, first_indices, strict=True)]
+
+
+def _samples_of(member: _Member, first_index: int) -> Iterator[Sample]:
+    trajectory = member.trajectory
+    bounds = trajectory.context_bounds()
+    cuts = np.searchsorted(member.trained, bounds).tolist()
+    for (start, end), (first, last) in zip(pairwise(bounds), pairwise(cuts), strict=True):
+        yield Sample(
+            trajectory.token_ids[start:end],
+            member.trained[first:last] - start,
+            first_index + first,
+            group_id=trajectory.group_id,
+            temperature=trajectory.sampling.temperature,
         )
-        for member, first_index in zip(members, first_indices, strict=True)
-    ]
 
 
 def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequence[float]) -> Batch:
@@ -166,8 +172,10 @@ def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
 
 def _tokens(members: Sequence[_Member]) -> Tokens:
     logprobs = [member.trajectory.generator_logprobs[member.trained] for member in members]
+    positions = _positions(members)
     return Tokens(
-        **_positions(members),
+        **positions,
+        turn_rewards=_turn_rewards(members, positions["sequences"].numpy(), positions["turns"].numpy()),
         lags=_joined([member.lags for member in members], np.int64),
         generator_logprobs=_joined(logprobs, np.float32),
     )
@@ -181,23 +189,41 @@ def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
     """
     sequences = np.repeat(np.arange(len(members)), [len(member.trained) for member in members])
     if not len(sequences):
-        return dict.fromkeys(("sequences", "turns", "positions", "positions_in_turn"), torch.from_numpy(sequences))
+        return dict.fromkeys(
+            ("sequences", "contexts", "turns", "positions", "positions_in_turn"), torch.from_numpy(sequences)
+        )
     masks = [member.trajectory.model_mask for member in members]
     starts = np.cumsum([0, *map(len, masks[:-1])])
     at = np.concatenate([member.trained + start for member, start in zip(members, starts, strict=True)])
     mask = np.concatenate(masks)
-    before = np.roll(mask, 1)
-    before[starts] = False
+    is_start = np.zeros(len(mask), dtype=np.bool_)
+    for member, start in zip(members, starts, strict=True):
+        is_start[[start, *(start + own for own in member.trajectory.context_starts)]] = True
+    before = np.roll(mask, 1) & ~is_start
     begins = mask & ~before
     written, turns = mask.cumsum(), begins.cumsum()
     first_of_turn = written[begins]
     columns = {
         "sequences": sequences,
+        "contexts": is_start.cumsum()[at] - 1,
         "turns": turns[at] - (turns - begins)[starts][sequences] - 1,
         "positions": written[at] - (written - mask)[starts][sequences] - 1,
         "positions_in_turn": written[at] - first_of_turn[turns[at] - 1],
     }
     return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def _turn_rewards(members: Sequence[_Member], sequences: np.ndarray, turns: np.ndarray) -> Tensor | None:
+    """float64[N]: what each turn earned by itself, at its last trained token; None where no turn did."""
+    earned = [member.trajectory.reward.turns for member in members]
+    if not any(earned):
+        return None
+    rewards = np.zeros(len(turns))
+    if len(turns):
+        for end in [*np.flatnonzero(np.diff(sequences) | np.diff(turns)), len(turns) - 1]:
+            if own := earned[sequences[end]]:
+                rewards[end] = own[turns[end]]
+    return torch.from_numpy(rewards)
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> Tensor:

@@ -28,7 +28,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
     drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
-    ratios = RatioInputs(drift, tokens.sequences, batch.num_trajectories)
+    ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
     correction = correct(ratios, learner=ratios, lags=tokens.lags, config=config.correction)
     batch = batch.with_tokens(
         correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
@@ -155,7 +155,7 @@ def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -
         return 1.0
     tokens = batch.tokens
     drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
-    ratios = RatioInputs(drift, tokens.sequences, batch.num_trajectories)
+    ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
     weights = importance.LEVELS[config.level](ratios)
     if config.level == "sequence":
         weights = importance.one_per_sequence(weights, ratios)

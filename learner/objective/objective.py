@@ -91,14 +91,14 @@ class Objective:
 
     # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
-        """The share of these tokens, whole trajectories, in the update's loss; adds its statistics to `metrics`.
+        """The share of these tokens, whole contexts, in the update's loss; adds its statistics to `metrics`.
 
         `measured`: outputs of the forward pass, by name.
         """
         learner = measured["logprobs"]
-        # Numbered anew: a microbatch holds a few trajectories, and sums over them must not be as long as the batch.
-        numbers, sequences = torch.unique(tokens.sequences, return_inverse=True)
-        tokens = tokens.replace(sequences=sequences)
+        # Numbered anew: a microbatch holds a few contexts, and sums over them must not be as long as the batch.
+        numbers, contexts = torch.unique(tokens.contexts, return_inverse=True)
+        tokens = tokens.replace(contexts=contexts)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
         # One token that the learner finds impossible (-inf) would make the loss infinite: it has none, and is counted
         # in `nonfinite_fraction`. NaN stays, and ends the run, because it is the model that is broken then.
@@ -139,7 +139,7 @@ class Objective:
             log_ratio=importance.token_log_ratio(learner, anchor),
             advantages=known(tokens.advantages),
             learner_logprobs=learner.detach(),
-            sequences=tokens.sequences,
+            sequences=tokens.contexts,
             num_sequences=num_sequences,
             is_selected=tokens.is_selected,
         )
@@ -186,7 +186,7 @@ class Objective:
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
         drift, distance = (
-            RatioInputs(importance.token_log_ratio(x, tokens.generator_logprobs), tokens.sequences, num_sequences)
+            RatioInputs(importance.token_log_ratio(x, tokens.generator_logprobs), tokens.contexts, num_sequences)
             for x in (anchor, learner_logprobs)
         )
         return correct(drift, learner=distance, lags=tokens.lags, config=self._config.correction)
@@ -231,7 +231,7 @@ def _token_stats(
         entropies=entropies,
         reference_kl=divergence,
         lags=tokens.lags,
-        sequences=tokens.sequences,
+        sequences=tokens.contexts,
         num_sequences=inputs.num_sequences,
     )
 

@@ -23,7 +23,9 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
         inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
         divergence = KL_ESTIMATORS[config.kl.estimator](inputs)
     # Tokens as well as totals: advantages per token, such as GAE's, take each reward where it is earned.
-    totals, tokens = reward_shaping.kl_in_reward(rewards, divergence, batch.tokens.sequences, coefficient=price)
+    totals, tokens = reward_shaping.kl_in_reward(
+        rewards, divergence, batch.tokens.sequences, coefficient=price, turn_rewards=batch.tokens.turn_rewards
+    )
     return batch.replace(trajectories=batch.trajectories.replace(rewards=totals)).with_tokens(rewards=tokens)
 
 

@@ -24,7 +24,7 @@ def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None,
     """
     own = batch.trajectories.updates[batch.tokens.sequences] == update
     tokens = batch.tokens.take(own)
-    inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_trajectories, seed=seed)
+    inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_contexts, seed=seed)
     is_trusted = torch.ones_like(own) if batch.tokens.is_trusted is None else batch.tokens.is_trusted.clone()
     for mask in masks:
         is_trusted[own] &= mask(inputs)
@@ -44,7 +44,7 @@ def mask_inputs(tokens: Tokens, learner_logprobs: Tensor, *, num_sequences: int,
         log_ratio=importance.token_log_ratio(learner_logprobs, tokens.generator_logprobs),
         advantages=known(tokens.advantages),
         learner_logprobs=learner_logprobs,
-        sequences=tokens.sequences,
+        sequences=tokens.contexts,
         num_sequences=num_sequences,
         is_counted=is_counted,
         seed=seed,

@@ -1,5 +1,6 @@
 """The codec: round trips, and the refusal of invalid records."""
 
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +23,15 @@ from slipstream.buffer.codec import (
     unpack,
 )
 from slipstream.buffer.errors import RecordRefusedError
-from slipstream.buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, TrajectoryHeader, VersionSpan
+from slipstream.buffer.trajectory import (
+    SCHEMA_VERSION,
+    Media,
+    Reward,
+    Sampling,
+    Trajectory,
+    TrajectoryHeader,
+    VersionSpan,
+)
 from tests.builders import make_packed, make_trajectory
 
 
@@ -160,10 +169,60 @@ def test_arrays_of_another_type_or_length_are_refused(changes):
         ({"sampling": Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=6, seed=2**64 - 1)}, "large_number"),
         ({"extras": {"a": [{"when": datetime.now(UTC)}]}}, "extras"),
         ({"extras": {"a": {1: 2}}}, "extras"),
+        ({"context_starts": [12]}, "contexts"),
+        ({"context_starts": [9, 9]}, "contexts"),
+        ({"context_starts": [0]}, "contexts"),
+        ({"context_starts": [4]}, "empty"),
+        ({"reward": Reward(total=1.0, turns=[0.5, 0.5])}, "turn_rewards"),
+        ({"reward": Reward(total=1.0, turns=[float("nan")])}, "nonfinite_reward"),
+        ({"reward": Reward(total=1.0, turns=[1e300])}, "large_reward"),
+        ({"arrays": {"experts": np.zeros((11, 2), dtype=np.int16)}}, "shape"),
+        ({"arrays": {"experts": np.zeros((), dtype=np.int16)}}, "shape"),
+        ({"arrays": {"teacher": np.full((12, 2), np.nan, dtype=np.float16)}}, "nonfinite_number"),
+        ({"arrays": {"": np.zeros(12, dtype=np.int16)}}, "names"),
+        ({"metrics": {"calls": float("inf")}}, "nonfinite_number"),
+        ({"metrics": dict.fromkeys(map(str, range(65)), 0.0)}, "names"),
+        ({"media": [Media("image", "17.png", "0", first_token=4, num_tokens=9)]}, "media"),
+        ({"media": [Media("image", "17.png", "0", first_token=4, num_tokens=0)]}, "media"),
+        ({"stop_reason": ""}, "malformed"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused_with_its_reason(changes, reason):
     assert reason_of(encode(make_trajectory(**changes))) == reason
+
+
+def test_what_comes_beside_the_tokens_is_kept():
+    experts = np.arange(12 * 2 * 3, dtype=np.int16).reshape(12, 2, 3)
+    teacher = np.linspace(-3, 0, 12).astype(np.float16)
+    sent = make_trajectory(
+        reward=Reward(total=1.0, turns=[0.25, 0.5]),
+        context_starts=[9],
+        arrays={"experts": experts, "teacher": teacher},
+        media=[Media("image", "images/17.png", "9f86d081884c7d65", first_token=1, num_tokens=4)],
+        metrics={"tool_calls": 2.0},
+        stop_reason="turn_limit",
+    )
+    read = unpack(encode(sent))
+    np.testing.assert_array_equal(read.arrays["experts"], experts)
+    np.testing.assert_array_equal(read.arrays["teacher"], teacher)
+    names = ("reward", "context_starts", "media", "metrics", "stop_reason")
+    assert [getattr(read, name) for name in names] == [getattr(sent, name) for name in names]
+    assert encode(read) == encode(sent)
+
+
+def test_a_payload_of_schema_3_is_read():
+    fields = msgspec.structs.asdict(make_trajectory())
+    fields["reward"] = {"total": 0.5, "parts": {}, "status": "ok", "is_correct": False, "detail": ""}
+    for name in ("context_starts", "arrays", "media", "metrics"):
+        del fields[name]
+    assert encode(unpack(encode(fields))) == encode(make_trajectory())
+
+
+@pytest.mark.parametrize(("purpose", "is_known"), [("aime24.pass-8", True), ("", False), ("a:b", False), ("-a", False)])
+def test_evaluations_have_open_names(purpose, is_known):
+    header, _ = make_packed(purpose=purpose)
+    with nullcontext() if is_known else pytest.raises(RecordRefusedError, match="purpose"):
+        decode(encode(header), TrajectoryHeader)
 
 
 def test_extras_of_plain_values_are_kept():
@@ -233,7 +292,7 @@ def test_only_plain_values_are_encoded():
     with pytest.raises(TypeError, match="only plain values and arrays"):
         encode({"odd": 1j})
     with pytest.raises(TypeError, match="arrays must be one of"):
-        encode(make_trajectory(token_ids=np.arange(12, dtype=np.float16)))
+        encode(make_trajectory(token_ids=np.arange(12, dtype=np.complex64)))
 
 
 @given(st.binary(max_size=200))

@@ -3,6 +3,7 @@
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -12,10 +13,12 @@ from slipstream.buffer.archive.manifest import MANIFEST, Manifest, read_manifest
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.errors import ArchiveError, ShardError
-from tests.builders import make_finished, write_archive
+from slipstream.buffer.trajectory import Reward, VersionSpan
+from tests.builders import make_finished, make_trajectory, write_archive
 from tests.unit.buffer.archive.test_ledger import make_step
 
 SECOND = "shard-00000002.parquet"
+ARRAYS = ("token_ids", "model_mask", "generator_logprobs")
 
 
 @pytest.fixture
@@ -69,10 +72,24 @@ def test_a_missing_shard_is_refused_by_name(folder: Path) -> None:
 
 def test_a_shard_of_a_newer_schema_is_refused_by_name(folder: Path) -> None:
     table = pq.read_table(folder / SECOND)
-    rewrite(folder, table.replace_schema_metadata({b"slipstream.archive_schema": b"2"}))
+    rewrite(folder, table.replace_schema_metadata({b"slipstream.archive_schema": b"3"}))
     groups, (sentence,) = groups_in(folder)
     assert groups == ["0", "2"]
-    assert sentence.startswith(f"{SECOND} must have slipstream.archive_schema <= 1, got 2")
+    assert sentence.startswith(f"{SECOND} must have slipstream.archive_schema <= 2, got 3")
+
+
+def test_an_archive_of_schema_1_is_read() -> None:
+    # Written by the last version that had trajectories of schema 3.
+    first, _, rejected, _ = Archive(Path(__file__).parent / "schema-1").read()
+    assert first.trajectory == make_trajectory(
+        version_spans=[VersionSpan(6, 2), VersionSpan(9, 4)],
+        reward=Reward(0.5, {"positions": 0.5}),
+        extras={"note": [1, None, b"x"]},
+        **{name: getattr(first.trajectory, name) for name in ARRAYS},
+    )
+    for name in ARRAYS:
+        np.testing.assert_array_equal(getattr(first.trajectory, name), getattr(make_trajectory(), name))
+    assert (rejected.state, rejected.reason) == ("rejected", "equal_rewards")
 
 
 def test_a_shard_of_other_columns_is_refused_by_name(folder: Path) -> None:

@@ -13,7 +13,7 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.records import FinishedGroup
-from slipstream.buffer.trajectory import SCHEMA_VERSION, Reward, Sampling, Trajectory, VersionSpan
+from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 from tests.builders import make_finished
 
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -31,6 +31,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(1, 40))
     mask = np.array(draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     mask[draw(st.integers(0, length - 1))] = True
+    # A context begins only where both parts hold a token that the model wrote.
+    written = np.flatnonzero(mask)
+    contexts = [int(written[1])] if len(written) > 1 and draw(st.booleans()) else []
     starts = sorted(draw(st.sets(st.integers(0, length - 1), max_size=4)) | {0})
     logprob = st.floats(-(2.0**100), 0, width=32)
     return Trajectory(
@@ -49,8 +52,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             draw(st.sampled_from(["ok", "error", "timeout"])),
             draw(st.booleans()),
             draw(st.text(max_size=8)),
+            draw(st.sampled_from([[], [draw(st.floats(-1e12, 1e12)) for _ in range(num_turns(mask, contexts))]])),
         ),
-        stop_reason=draw(st.sampled_from(["stop", "length", "aborted"])),
+        stop_reason=draw(st.text(min_size=1, max_size=8)),
         sampling=Sampling(draw(FLOATS), draw(FLOATS), draw(INTEGERS), draw(INTEGERS), draw(INTEGERS)),
         generator_id=draw(st.text(max_size=8)),
         started_at=draw(FLOATS),
@@ -58,7 +62,21 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         data_source=draw(st.text(max_size=8)),
         num_turns=draw(INTEGERS),
         extras=draw(st.dictionaries(st.text(max_size=4), PLAIN, max_size=3)),
+        context_starts=contexts,
+        arrays=draw(st.dictionaries(st.text(min_size=1, max_size=4), arrays(length), max_size=2)),
+        media=[Media("image", "a.png", "9f", first_token=0, num_tokens=length)] * draw(st.integers(0, 2)),
+        metrics=draw(st.dictionaries(st.text(min_size=1, max_size=4), FLOATS, max_size=3)),
     )
+
+
+def num_turns(mask: np.ndarray, contexts: list[int]) -> int:
+    return sum(len("".join("w" if written else " " for written in part).split()) for part in np.split(mask, contexts))
+
+
+def arrays(length: int) -> st.SearchStrategy[np.ndarray]:
+    kinds = st.sampled_from(["int32", "int64", "uint8", "int16", "bool", "float16", "float32", "float64"])
+    shapes = st.sampled_from([(length,), (length, 2, 3)])
+    return st.builds(lambda kind, shape: np.arange(np.prod(shape)).reshape(shape).astype(kind), kinds, shapes)
 
 
 def rows_of(table: pa.Table) -> list[StoredTrajectory]:

@@ -132,7 +132,7 @@ def test_a_rollout_from_elsewhere_needs_six_fields(archive):
         ({"outcome": "ready"}, "outcome must be one of retired, rejected, expired, quarantined, got 'ready'"),
         ({"schema_version": 99}, "schema_version must be <= "),
         ({"version_spans": [[0, -1]]}, "version_spans"),
-        ({"stop_reason": "tired"}, "stop_reason"),
+        ({"stop_reason": "tired" * 20}, "stop_reason"),
         ({"colour": "red"}, "unknown field `colour`"),
     ],
 )
@@ -182,7 +182,7 @@ def spoil_with_nothing(table: pa.Table) -> pa.Table:
     ("spoil", "rule"),
     [
         (spoil_columns, "spoilt.parquet must have the columns of an archive, but lacks token_ids"),
-        (spoil_schema, "spoilt.parquet must have slipstream.archive_schema <= 1, got 7"),
+        (spoil_schema, "spoilt.parquet must have slipstream.archive_schema <= 2, got 7"),
         (spoil_row, "spoilt.parquet row 4 must be a trajectory: nonfinite_logprob"),
         (spoil_with_nothing, "spoilt.parquet row "),
     ],

@@ -51,6 +51,15 @@ def test_token_rewards_of_a_trajectory_add_up_to_its_total():
     assert torch.allclose(torch.zeros(9).double().index_add(0, sequences, tokens), totals, atol=1e-12)
 
 
+def test_a_turn_is_paid_at_its_end_and_the_rest_at_the_end_of_all():
+    turns = wide(0, 0.5, 0, 2, 1, 0)
+    totals, tokens = kl_in_reward(
+        wide(10, 20, 30, 40), wide(0, 0, 0, 0, 1, 0), SEQUENCES, coefficient=0.5, turn_rewards=turns
+    )
+    assert tokens.tolist() == [0, 0.5, 9.5, 20, 0.5, 39]
+    assert totals.tolist() == [10, 20, 30, 39.5]
+
+
 def test_without_a_coefficient_only_rewards_are_left():
     totals, tokens = kl_in_reward(wide(1, 2, 3, 4), wide(9, 9, 9, 9, 9, 9), SEQUENCES, coefficient=0.0)
     assert totals.tolist() == [1, 2, 3, 4]

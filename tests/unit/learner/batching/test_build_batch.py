@@ -73,6 +73,34 @@ def test_turns_and_positions_are_each_trajectorys_own():
     assert tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 0, 0, 1]
 
 
+def test_a_trajectory_of_two_contexts_is_one_member_with_two_samples():
+    mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
+    tokens = {"prompt": (4, 8), "response": (2, 9, 5, 1, 7, 3)}
+    two = fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 5)], context_starts=[6], **tokens)
+    found = built([[two, fresh(1, reward=3.0, prompt=(4, 8), response=(2, 1))]])
+    columns = found.batch.tokens
+    # The second context begins within what would be one turn; nothing predicts its first token.
+    assert columns.sequences.tolist() == [0, 0, 0, 0, 1, 1]
+    assert columns.contexts.tolist() == [0, 0, 0, 1, 2, 2]
+    assert columns.turns.tolist() == [0, 0, 1, 2, 0, 0]
+    assert columns.positions_in_turn.tolist() == [0, 1, 0, 1, 0, 1]
+    first, second, other = found.updates[0]
+    assert (first.token_ids.tolist(), first.trained.tolist()) == ([4, 8, 2, 9, 5, 1], [2, 3, 5])
+    assert (second.token_ids.tolist(), second.trained.tolist()) == ([7, 3], [1])
+    assert [sample.indices.tolist() for sample in (first, second, other)] == [[0, 1, 2], [3], [4, 5]]
+    assert len(found.batch.trajectories.rewards) == 2
+
+
+def test_what_turns_earned_lies_at_their_last_trained_token():
+    mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
+    turns = msgspec.structs.replace(
+        fresh(0, prompt=(4, 8), response=(2, 9, 5, 1, 7, 3), model_mask=mask, version_spans=[VersionSpan(2, 5)]),
+        reward=Reward(total=3.0, turns=[0.5, 1.0]),
+    )
+    assert built([[turns, fresh(1, response=(2, 1))]]).batch.tokens.turn_rewards.tolist() == [0, 0.5, 0, 0, 1, 0, 0]
+    assert built([[fresh(1)]]).batch.tokens.turn_rewards is None
+
+
 def test_positions_count_the_tokens_that_are_too_old_as_well():
     mask = np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=bool)
     batch = built([[fresh(0, model_mask=mask, version_spans=[VersionSpan(2, 0), VersionSpan(6, 5)])]]).batch

@@ -40,7 +40,8 @@ def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
         "advantages": torch.randn(num_tokens),
         "token_weights": torch.full((num_tokens,), 1 / num_tokens),
     }
-    return Tokens(**(columns | overrides))
+    columns |= overrides
+    return Tokens(**({"contexts": columns["sequences"]} | columns))
 
 
 def loss_of(config, tokens, logprobs, *, proximal=None, reference=None, entropies=None, metrics=None):
@@ -189,6 +190,16 @@ def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
     config = AlgorithmConfig(policy_loss=ReinforceConfig(), masks=[OpsmConfig(delta=0.5)], correction=NONE)
     assert not config.needs_current_logprobs
     assert gradient(config, tokens, learner).tolist() == [1, 1, -1, -1, 0, 0]
+
+
+def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
+    config = AlgorithmConfig(policy_loss=GspoConfig(), correction=NONE)
+    contexts = torch.tensor([0, 0, 1, 1])
+    both = {"generator_logprobs": torch.tensor([-1.0, -1.0, -2.0, -2.0]), "contexts": contexts}
+    learner = torch.tensor([-0.9995, -0.9999, -2.0003, -1.9999])
+    one_answer = make_tokens(4, sequences=torch.zeros(4, dtype=torch.int64), **both)
+    two_answers = make_tokens(4, sequences=contexts, **both)
+    assert torch.equal(gradient(config, one_answer, learner), gradient(config, two_answers, learner))
 
 
 def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_no_gradient():
