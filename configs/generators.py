@@ -1,10 +1,11 @@
 """The generator role: engine, sampling, reward, scaling."""
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config
+from slipstream.configs.base import Config, ConfigError
 
 
 class AutoscaleConfig(Config):
@@ -80,24 +81,88 @@ class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):
     """Simulated decoding time per token, seconds."""
 
 
-class RewardConfig(Config):
-    """Reward function and its limits."""
+class RewardFunctionConfig(Config):
+    """One of several reward functions.
 
-    function: str = "slipstream.generators.rewards.functions:position_match"
-    """`module:function`; `generators/rewards/reward.py` documents its signature."""
+    Example: RewardFunctionConfig(function="gsm8k", data_sources=["openai/gsm8k"], weight=1.0, decides=True)
+    """
+
+    function: str
+    """As `generators.reward.function`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments bound to the function."""
+    name: str = ""
+    """Part of the reward that holds its weighted value; empty = the function's own name."""
+    weight: float = 1.0
+    """Factor of its value in the sum."""
+    data_sources: list[str] = []
+    """Rows that it scores: values of `data_source`, or patterns such as `math*`; empty = every row."""
+    decides: bool = False
+    """Whether an answer must be correct by it to count in `accuracy`; where no function of a row decides, its first one
+    does."""
+
+    def takes(self, data_source: str) -> bool:
+        """Return whether it scores rows of this data source."""
+        return not self.data_sources or any(fnmatchcase(data_source, pattern) for pattern in self.data_sources)
+
+    @property
+    def part(self) -> str:
+        """Name of its part of the reward."""
+        return self.name or self.function.rpartition(":")[2]
+
+
+class RewardConfig(Config):
+    """Reward functions and their limits."""
+
+    function: str = "position_match"
+    """A function that comes with Slipstream (docs/rewards.md), `module:function`, or `file.py:function`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments bound to the function."""
+    functions: list[RewardFunctionConfig] = []
+    """Several functions, in place of `function`: the reward of a row is the weighted sum of those that take its
+    `data_source`."""
     num_workers: Annotated[int, Meta(ge=0)] = 1
     """Worker processes; 0 = score inside the generator process, without a time limit (serial mode)."""
+    max_concurrency: Annotated[int, Meta(ge=1)] = 64
+    """Most calls in flight in one worker, where a function is `async def`; other functions take one call at a time."""
     timeout_s: Annotated[float, Meta(gt=0)] = 5.0
-    """Wall-clock limit of one call, seconds; then the worker and all that the function started are killed, and
-    `reward_status` is `timeout`."""
+    """Wall-clock limit of one call, seconds; then it is cancelled, or the worker and all that the function started are
+    killed, and `reward_status` is `timeout`."""
+    retries: Annotated[int, Meta(ge=0)] = 0
+    """Further tries after an error or a timeout, before the trajectory is masked."""
     max_cpu_s: Annotated[int, Meta(ge=1)] | None = None
     """CPU time of one call, over the worker's threads, seconds; beyond it `reward_status` is `timeout`. A process that
     the function starts has as much for itself. null = as long as `timeout_s` lasts."""
     max_memory_mib: Annotated[int, Meta(ge=64)] | None = 4096
     """Memory that the worker may allocate, and each process that the function starts, MiB; beyond it an allocation
     fails, with `reward_status` `error`. null = no limit. Like `timeout_s`, not enforced with `num_workers=0`."""
+
+    def __post_init__(self) -> None:
+        names = [one.part for one in self.functions]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(
+                f"generators.reward.functions must have different names, got {', '.join(twice)} more than once: give "
+                "each a `name`."
+            )
+
+    @property
+    def chosen(self) -> list[RewardFunctionConfig]:
+        """The functions, whichever way they are written."""
+        return self.functions or [RewardFunctionConfig(function=self.function, arguments=self.arguments)]
+
+    @property
+    def summary(self) -> str:
+        """The functions by name, for messages."""
+        return " + ".join(one.function for one in self.chosen)
+
+    def check_data_source(self, data_source: str, *, found_in: str) -> None:
+        """Raise ConfigError if no function takes this data source."""
+        if not any(one.takes(data_source) for one in self.chosen):
+            patterns = ", ".join(pattern for one in self.functions for pattern in one.data_sources)
+            raise ConfigError(
+                f"generators.reward.functions must have one for every row, got none for data_source {data_source!r} of "
+                f"{found_in} (they take {patterns}): add a function, or a pattern to the `data_sources` of one."
+            )
 
 
 class GeneratorsConfig(Config):

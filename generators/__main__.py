@@ -47,6 +47,7 @@ from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.errors import EngineDiedError, EngineStartError, GeneratorError
+from slipstream.generators.rewards.composition import BUILT_IN
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
@@ -56,7 +57,6 @@ from slipstream.runtime.run_folder import RunFolder, describe_others, list_runs
 
 _FLUSH_S = 3.0
 _LOOK_EVERY_S = 1.0
-_BUILT_IN_REWARDS = "slipstream.generators.rewards.functions:"
 _OWN_SETTINGS = (
     "broker.",
     "weights.transport=",
@@ -65,6 +65,7 @@ _OWN_SETTINGS = (
     "model.path=",
     "model.trust_remote_code=",
     "generators.reward.function=",
+    "generators.reward.functions=",
 )
 """Settings that concern this machine. The code to execute is among them: it never comes from the broker."""
 
@@ -208,8 +209,8 @@ def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[
     A broker must not choose what is executed here. Raises ConfigError.
     """
     run = msgspec.json.decode(config_json, type=RunConfig)
-    function = run.generators.reward.function
-    if not function.startswith(_BUILT_IN_REWARDS) and function not in [o.generators.reward.function for o in own]:
+    known = {one.function for o in own for one in o.generators.reward.chosen} | {*BUILT_IN, *BUILT_IN.values()}
+    for function in (one.function for one in run.generators.reward.chosen if one.function not in known):
         raise ConfigError(
             f"a reward function of the user's own must be named on the generator's machine, got {function!r} from the "
             f"broker alone: add generators.reward.function={function} if that code may run here."

@@ -18,7 +18,8 @@ from transformers import DynamicCache, PreTrainedModel
 from slipstream.broker.dataset import Dataset, Row
 from slipstream.buffer.trajectory import Sampling, Trajectory, VersionSpan
 from slipstream.configs.run import RunConfig
-from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
+from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.reward import RewardInput
 from slipstream.scripts.init_random_model import load_model
 
 
@@ -74,7 +75,7 @@ class LaggingGenerator:
         self._run = run
         self._model, self._tokenizer = load_model(Path(run.model.path))
         self._model.eval()
-        self._score = load_reward(run.generators.reward.function, run.generators.reward.arguments)
+        self._rewards = RewardFunctions(run.generators.reward)
         self._train = Dataset(run.data.train_path)
         heldout = Dataset(run.data.heldout_path)
         self._heldout = [heldout.row(index) for index in run.evaluation.rows(len(heldout))[0]]
@@ -152,7 +153,7 @@ class LaggingGenerator:
             model_mask=np.arange(len(prompt) + len(response)) >= len(prompt),
             generator_logprobs=np.concatenate([np.zeros(len(prompt), np.float32), logprobs]),
             version_spans=[VersionSpan(len(prompt), version)],
-            reward=evaluate(self._score, sample),
+            reward=self._rewards.score(sample),
             stop_reason=stop_reason,
             sampling=Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, seed=0),
             generator_id="generator-0",

@@ -5,12 +5,12 @@ from collections import deque
 from fractions import Fraction
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.rewards.reward import RewardInput, truth_text
 
 
 def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = False) -> Reward:
     """Reward 1 if the response equals the ground truth and ends with the end token, else 0."""
-    answer, truth = sample.response, sample.ground_truth
+    answer, truth = sample.response, truth_text(sample, grader="exact_match")
     if strip:
         answer, truth = answer.strip(), truth.strip()
     if ignore_case:
@@ -25,7 +25,7 @@ def position_match(sample: RewardInput) -> Reward:
     The additional position is the end: it matches if the model wrote its end token where the truth ends. The reward is
     therefore 1 only for a correct answer, and both a missing end and trailing text cost.
     """
-    answer, truth = sample.response, sample.ground_truth
+    answer, truth = sample.response, truth_text(sample, grader="position_match")
     is_end_right = sample.stop_reason == "stop" and len(answer) == len(truth)
     num_matches = sum(a == t for a, t in zip(answer, truth, strict=False)) + is_end_right
     share = num_matches / (max(len(answer), len(truth)) + 1)
@@ -60,7 +60,7 @@ def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
     wrong. Raises ValueError for a ground truth that is not one number: formulas, sets and texts need a function that
     understands them.
     """
-    truth = true_number(sample.ground_truth)
+    truth = true_number(truth_text(sample, grader="math_answer"))
     answer, has_format = final_number(sample.response)
     is_correct = answer == truth and sample.stop_reason == "stop"
     parts = {"answer": float(answer == truth), "format": format_reward * has_format}

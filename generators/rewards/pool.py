@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,8 +19,19 @@ from contextlib import suppress
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
-from slipstream.generators.rewards.reward import RewardInput, evaluate, failed_reward, load_reward
-from slipstream.generators.rewards.worker import MEMORY_EXIT, SIGNAL_EXIT, FrameDecoder, Job, decode_reply, frame
+from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.reward import RewardInput, failed_reward
+from slipstream.generators.rewards.worker import (
+    MEMORY_EXIT,
+    SIGNAL_EXIT,
+    STUCK_EXIT,
+    FrameDecoder,
+    Mark,
+    Request,
+    decode_reply,
+    frame,
+    timeout_reward,
+)
 
 _START_TIMEOUT_S = 60.0
 _REAP_TIMEOUT_S = 2.0
@@ -33,8 +45,10 @@ _MAX_FAILED_STARTS = 3
 class ScoreRequest:
     """A sample and the future of its reward."""
 
-    def __init__(self, sample: RewardInput) -> None:
+    def __init__(self, sample: RewardInput, *, tries: int) -> None:
         self.sample = sample
+        self.tries = tries
+        """Calls that it may still take, the one that runs included."""
         self.reward: asyncio.Future[Reward] = asyncio.get_running_loop().create_future()
 
     def resolve(self, reward: Reward) -> None:
@@ -46,24 +60,48 @@ class ScoreRequest:
 class RewardWorker(asyncio.Protocol):
     """Connection to one worker process. Life: open -> ready -> (submit, reply)* -> ending -> closed.
 
-    A worker replies in order, so the time limit always applies to its oldest pending request, and a timeout or crash is
-    that request's fault alone. `on_change(worker)` is called when it may have capacity, and when it is closed.
+    A worker of synchronous functions replies in order, so the time limit always applies to its oldest pending request,
+    and a timeout or crash is that request's fault alone. One of async functions cancels the calls that take too long
+    itself; where it cannot, because one of them holds up all others or takes the process down, its mark tells which.
+    `on_change(worker)` is called when it may have capacity, and when it is closed; `on_failure(request, reward)` for a
+    request that failed.
     """
 
-    def __init__(self, config: RewardConfig, *, on_change: Callable[["RewardWorker"], None]) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        is_concurrent: bool,
+        on_change: Callable[["RewardWorker"], None],
+        on_failure: Callable[[ScoreRequest, Reward], None],
+    ) -> None:
         self._config = config
+        self._is_concurrent = is_concurrent
         self._on_change = on_change
+        self._on_failure = on_failure
         self._decoder = FrameDecoder()
-        self._socket, self._process = _launch()
+        self._socket, self._process, self._mark = _launch()
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._is_ending = False
-        self.pending: deque[ScoreRequest] = deque()
-        """Submitted and not yet answered, oldest first; once closed, for another worker to answer."""
+        self._last_id = 0
+        self._pending: dict[int, tuple[float, ScoreRequest]] = {}
         self.pid = 0
         """Process that scores; 0 until the reward function is loaded."""
         self.is_closed = False
         self.error = ""
+
+    def take_pending(self) -> list[ScoreRequest]:
+        """Return what is submitted and not yet answered, oldest first, for another worker to answer."""
+        requests = [request for _, request in self._pending.values()]
+        self._pending.clear()
+        return requests
+
+    @property
+    def capacity(self) -> int:
+        """Requests that it may still be given."""
+        most = self._config.max_concurrency if self._is_concurrent else _MAX_PENDING
+        return most - len(self._pending)
 
     async def open(self) -> None:
         """Connect to the process; it becomes ready when it reports that the function is loaded."""
@@ -76,14 +114,18 @@ class RewardWorker(asyncio.Protocol):
 
     def submit(self, requests: list[ScoreRequest]) -> None:
         assert self._transport is not None
+        now, frames = asyncio.get_running_loop().time(), []
+        for request in requests:
+            self._last_id += 1
+            self._pending[self._last_id] = (now, request)
+            frames.append(frame(Request(self._last_id, request.sample)))
         # With requests pending the timer already runs, for the oldest of them.
-        if not self.pending:
-            self._start_timer(self._config.timeout_s, "timeout")
-        self.pending.extend(requests)
-        self._transport.write(b"".join(frame(request.sample) for request in requests))
+        if self._timer is None:
+            self._start_timer()
+        self._transport.write(b"".join(frames))
 
     def end(self) -> None:
-        """Ask the process to end with all that the function started; unanswered requests stay in `pending`."""
+        """Ask the process to end with all that the function started; unanswered requests wait for `take_pending`."""
         # Marks the end as ours: `connection_lost` must not blame the oldest request for it.
         self._is_ending = True
         self._process.terminate()
@@ -103,23 +145,26 @@ class RewardWorker(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._start_timer(_START_TIMEOUT_S, "error")
-        config = self._config
-        job = Job(config.function, config.arguments, config.max_cpu_s, config.max_memory_mib)
-        transport.write(frame(job))
+        self._timer = asyncio.get_running_loop().call_later(_START_TIMEOUT_S, self._on_timeout)
+        transport.write(frame(self._config))
 
     def data_received(self, data: bytes) -> None:
         for body in self._decoder.feed(data):
             reply = decode_reply(body)
             if isinstance(reply, int):
                 self.pid = reply
-            elif self.pending:
-                self.pending.popleft().resolve(reply)
-        # The limit starts anew for the next request, which the worker begins with this reply.
+            elif pending := self._pending.pop(reply.id, None):
+                self._settle(pending[1], reply.reward)
         self._stop_timer()
-        if self.pending:
-            self._start_timer(self._config.timeout_s, "timeout")
+        if self._pending:
+            self._start_timer()
         self._on_change(self)
+
+    def _settle(self, request: ScoreRequest, reward: Reward) -> None:
+        if reward.status == "ok":
+            request.resolve(reward)
+        else:
+            self._on_failure(request, reward)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Await the exit code, which says why; the worker ends a little later than its connection."""
@@ -139,13 +184,21 @@ class RewardWorker(asyncio.Protocol):
         self._close(code, is_ours=is_ours)
 
     def _close(self, code: int | None, *, is_ours: bool) -> None:
-        """Fail the oldest request if it took the process down; the others are left to another worker."""
+        """Fail the request that took the process down; the others are left to another worker."""
         self.is_closed = True
         status, error = _describe_exit(code, self._config)
         self.error = self.error or error
-        if self.pending and not is_ours:
-            self.pending.popleft().resolve(failed_reward(status, self.error))
+        if not is_ours and code != STUCK_EXIT:
+            self._fail_culprit(failed_reward(status, self.error))
         self._on_change(self)
+
+    def _fail_culprit(self, reward: Reward) -> None:
+        """Fail the request whose code runs, or ran last: the oldest, except among calls at the same time."""
+        # Without a mark, the process ended between the steps of calls: its oldest is blamed, so that the rest go on.
+        marked = self._mark.get() if self._is_concurrent else 0
+        culprit = marked if marked in self._pending else next(iter(self._pending), None)
+        if culprit is not None:
+            self._settle(self._pending.pop(culprit)[1], reward)
 
     def _kill(self) -> None:
         """Kill a worker that did not end, or whose supervisor was killed before it could clean up."""
@@ -155,22 +208,31 @@ class RewardWorker(asyncio.Protocol):
                 os.killpg(self.pid, signal.SIGKILL)
 
     # --- time limit ----------------------------------------------------------------------------------------------
-    def _start_timer(self, limit_s: float, status: str) -> None:
-        self._timer = asyncio.get_running_loop().call_later(limit_s, self._on_timeout, limit_s, status)
+    def _start_timer(self) -> None:
+        """Watch the oldest request, which is the next to be late."""
+        loop, limit_s = asyncio.get_running_loop(), self._config.timeout_s
+        if self._is_concurrent:
+            # The worker ends late calls itself. Where it has not, one call has held up all others for `timeout_s`.
+            submitted_at, _ = next(iter(self._pending.values()))
+            ends_at = submitted_at + 2 * limit_s
+        else:
+            # The limit starts anew for the next request, which the worker begins with its last reply.
+            ends_at = loop.time() + limit_s
+        self._timer = loop.call_at(ends_at, self._on_timeout)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _on_timeout(self, limit_s: float, status: str) -> None:
-        self.error = (
-            f"the reward function must answer within generators.reward.timeout_s ({limit_s:g} s), it did not"
-            if self.pid
-            else f"a reward worker must be ready within {limit_s:g} s, it was not"
-        )
-        if self.pending:
-            self.pending.popleft().resolve(failed_reward(status, self.error))
+    def _on_timeout(self) -> None:
+        self._timer = None
+        if self.pid:
+            late = timeout_reward(self._config)
+        else:
+            late = failed_reward("error", f"a reward worker must be ready within {_START_TIMEOUT_S:g} s, it was not")
+        self.error = late.detail
+        self._fail_culprit(late)
         self.end()
 
 
@@ -187,17 +249,19 @@ def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
     return "error", f"the reward worker died ({cause}) while it scored this response"
 
 
-def _launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _launch() -> tuple[socket.socket, subprocess.Popen[bytes], Mark]:
     ours, theirs = socket.socketpair()
-    with theirs:
+    with theirs, tempfile.TemporaryFile() as mark:
+        mark.truncate(Mark.SIZE)
+        fds = [theirs.fileno(), mark.fileno()]
         process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.generators.rewards.worker", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "slipstream.generators.rewards.worker", *map(str, [*fds, os.getpid()])],
+            pass_fds=fds,
             stdin=subprocess.DEVNULL,
             # In a process group of its own, which Ctrl-C at the terminal does not reach.
             process_group=0,
         )
-    return ours, process
+        return ours, process, Mark(mark.fileno())
 
 
 class RewardPool:
@@ -207,9 +271,9 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Import the function; without workers it is called in this process, without a limit. Raises ConfigError."""
+        """Import the functions; without workers they are called here, without a limit. Raises ConfigError."""
         self._config = config
-        self._function = load_reward(config.function, config.arguments)
+        self._functions = RewardFunctions(config)
         self._queue: deque[ScoreRequest] = deque()
         self._workers: list[RewardWorker] = []
         self._opening: set[asyncio.Task[None]] = set()
@@ -221,13 +285,35 @@ class RewardPool:
         self._start_workers()
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Return the reward of one sample, at most timeout_s after a worker starts on it; raises nothing."""
+        """Return the reward of one sample; raises nothing.
+
+        It takes at most timeout_s after a worker starts on it, for each try; twice that where an async function cannot
+        be cancelled.
+        """
+        tries = 1 + self._config.retries
         if self._config.num_workers == 0:
-            return evaluate(self._function, sample)
-        request = ScoreRequest(sample)
+            return await self._score_here(sample, tries=tries)
+        request = ScoreRequest(sample, tries=tries)
         self._queue.append(request)
         self._schedule_dispatch()
         return await request.reward
+
+    async def _score_here(self, sample: RewardInput, *, tries: int) -> Reward:
+        functions = self._functions
+        for _ in range(tries):
+            reward = await functions.score_async(sample) if functions.is_async else functions.score(sample)
+            if reward.status == "ok":
+                break
+        return reward
+
+    def _on_failure(self, request: ScoreRequest, reward: Reward) -> None:
+        """Try a request again, or let its failure stand."""
+        request.tries -= 1
+        if request.tries <= 0 or request.reward.done():
+            request.resolve(reward)
+        else:
+            self._queue.append(request)
+            self._schedule_dispatch()
 
     def close(self) -> None:
         """End the workers; unanswered calls end with status `error`. Blocks a moment. Idempotent."""
@@ -237,8 +323,7 @@ class RewardPool:
         for task in self._opening:
             task.cancel()
         for worker in workers:
-            unanswered += worker.pending
-            worker.pending.clear()
+            unanswered += worker.take_pending()
             worker.end()
         ends_at = time.monotonic() + _REAP_TIMEOUT_S
         for worker in workers:
@@ -266,8 +351,8 @@ class RewardPool:
             self._start_workers()
         ready = [worker for worker in self._workers if worker.is_ready]
         while self._queue and ready:
-            worker = min(ready, key=lambda worker: len(worker.pending))
-            if (capacity := _MAX_PENDING - len(worker.pending)) <= 0:
+            worker = max(ready, key=lambda worker: worker.capacity)
+            if (capacity := worker.capacity) <= 0:
                 return
             # Rounded up, and no more than an even share: a full first worker would leave the others idle.
             share = min(capacity, -(-len(self._queue) // len(ready)))
@@ -275,7 +360,12 @@ class RewardPool:
 
     def _start_workers(self) -> None:
         while len(self._workers) < self._config.num_workers:
-            worker = RewardWorker(self._config, on_change=self._on_change)
+            worker = RewardWorker(
+                self._config,
+                is_concurrent=self._functions.is_async,
+                on_change=self._on_change,
+                on_failure=self._on_failure,
+            )
             self._workers.append(worker)
             task = asyncio.create_task(worker.open())
             self._opening.add(task)
@@ -285,7 +375,7 @@ class RewardPool:
         if worker.is_closed and worker in self._workers:
             self._workers.remove(worker)
             # Requests that were behind the culprit go back to the head of the queue, in their order.
-            self._queue.extendleft(reversed(worker.pending))
+            self._queue.extendleft(reversed(worker.take_pending()))
             self._record_start(has_failed=not worker.pid, error=worker.error)
         elif worker.is_ready:
             self._record_start(has_failed=False)

@@ -1,22 +1,24 @@
-"""Interface of reward functions, and how they are loaded and called.
+"""Input and result of reward functions, and the forms in which functions of other libraries take and give them.
 
     def my_reward(sample: RewardInput, *, strictness: float = 1.0) -> Reward | float | dict: ...
 
-in an importable module, configured as `generators.reward.function=my_module:my_reward`; keyword arguments come from
-`generators.reward.arguments`. It runs in a worker process that is killed at the wall-clock limit, with every process
-that it started, and restarted; so it should import nothing large.
+in a module, or a file, that `generators.reward.function=my_module:my_reward` names; keyword arguments come from
+`generators.reward.arguments`. It may be `async def`. A class is instantiated once with these arguments, and its
+instance is called. It runs in a worker process that is killed at the wall-clock limit, with every process that it
+started, and restarted; so it should import nothing large.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from slipstream.buffer.trajectory import Record, Reward
-from slipstream.runtime.import_path import load_function
+from slipstream.configs.base import ConfigError
 
 RewardFunction = Callable[..., Any]
 """RewardInput -> Reward, dict with the fields of Reward, or number v, which means Reward(v, is_correct=v >= 1)."""
@@ -45,26 +47,44 @@ class RewardInput(Record):
     """Further columns of the dataset's row."""
 
 
+# --- ground truths ---------------------------------------------------------------------------------------------------
+def truth_text(sample: RewardInput, *, grader: str) -> str:
+    """Return the ground truth as one text; a number is written out. Raises TypeError for any other form."""
+    truth = sample.ground_truth
+    if isinstance(truth, str):
+        return truth
+    if isinstance(truth, int | float) and not isinstance(truth, bool):
+        return f"{truth:.15g}" if isinstance(truth, float) else str(truth)
+    raise TypeError(f"a ground truth of {grader} must be a text or a number, got {_describe(truth)}")
+
+
+def truth_texts(sample: RewardInput, *, grader: str, field: str = "target") -> list[str]:
+    """Return the ground truth's alternatives: a text, a list of texts, or a record that holds either in `field`.
+
+    Raises TypeError for any other form.
+    """
+    truth = sample.ground_truth
+    if isinstance(truth, dict) and field in truth:
+        truth = truth[field]
+    texts = [truth] if isinstance(truth, str) else truth
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise TypeError(
+            f"a ground truth of {grader} must be a text, a list of texts, or a record with either as `{field}`, got "
+            f"{_describe(sample.ground_truth)}"
+        )
+    return texts
+
+
+def _describe(value: object) -> str:
+    kinds = {dict: "a record", list: "a list", str: "a text", type(None): "nothing"}
+    return f"{kinds.get(type(value), f'a {type(value).__name__}')} ({str(value)[:40]})"
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
 _MAX_DETAIL = 300
 """Characters of a `detail`, which travels with its trajectory and is stored in the archive."""
 _MAX_PARTS = 64
 _MAX_PART_NAME = 64
-
-
-def load_reward(path: str, arguments: dict[str, Any]) -> RewardFunction:
-    """Import `module:function` and bind its keyword arguments. Raises ConfigError."""
-    function = load_function(path, setting="generators.reward", num_values=1, arguments=arguments)
-    return partial(function, **arguments)
-
-
-def evaluate(function: RewardFunction, sample: RewardInput) -> Reward:
-    """Call a reward function. Any exception becomes a Reward with status `error` and one line of detail."""
-    try:
-        return _checked(function(sample))
-    except SystemExit as error:
-        return failed_reward("error", f"the reward function must return, it called sys.exit({error.code!r})")
-    except Exception as error:
-        return failed_reward("error", f"{type(error).__name__}: {error}")
 
 
 def failed_reward(status: str, detail: str) -> Reward:
@@ -77,8 +97,8 @@ def _one_line(text: str) -> str:
     return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL]
 
 
-def _checked(value: Any) -> Reward:
-    reward = _as_reward(value)
+def checked(reward: Reward) -> Reward:
+    """Return the reward, its `detail` as one line. Raises ValueError for too many parts, or one that is not finite."""
     if len(reward.parts) > _MAX_PARTS or any(len(name) > _MAX_PART_NAME for name in reward.parts):
         raise ValueError(
             f"a reward must have at most {_MAX_PARTS} parts with names of at most {_MAX_PART_NAME} characters, got "
@@ -92,6 +112,56 @@ def _checked(value: Any) -> Reward:
     return msgspec.structs.replace(reward, detail=_one_line(reward.detail)) if reward.detail else reward
 
 
+# --- forms -----------------------------------------------------------------------------------------------------------
+class Form(NamedTuple):
+    """Convention of a function: its arguments for a sample, and the meaning of its value."""
+
+    keywords: Callable[[RewardInput], dict[str, Any]] | None
+    """Keyword arguments of a call, of which it gets those that it has; None = the sample itself."""
+    result: Callable[[Any], Reward | None]
+    """Its value as a reward; None where it has no opinion of this sample."""
+
+
+def bind(
+    function: RewardFunction, arguments: dict[str, Any], *, setting: str, path: str
+) -> tuple[RewardFunction, Form]:
+    """Return the function with its arguments bound, and its form, which its parameters tell. Raises ConfigError."""
+    form = _form(function)
+    try:
+        if inspect.isclass(function):
+            inspect.signature(function).bind(**arguments)
+        elif form is _OURS:
+            inspect.signature(function).bind(None, **arguments)
+        else:
+            inspect.signature(function).bind_partial(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{setting}.arguments must fit {path!r}, got {arguments}: {error}.") from error
+    if not inspect.isclass(function):
+        return partial(function, **arguments), form
+    try:
+        instance: Any = function(**arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{setting}.function={path!r}: {type(error).__name__}: {error}.") from error
+    return instance, _form(instance)
+
+
+def call(function: RewardFunction, form: Form, sample: RewardInput) -> Any:
+    """Call the function with what it takes. The value is a coroutine if it is `async def`."""
+    if form.keywords is None:
+        return function(sample)
+    keywords, parameters = form.keywords(sample), inspect.signature(function).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        keywords = {name: value for name, value in keywords.items() if name in parameters}
+    return function(**keywords)
+
+
+def _form(function: RewardFunction) -> Form:
+    parameters = inspect.signature(function).parameters
+    return next((form for name, form in _FORMS.items() if name in parameters), _OURS)
+
+
 def _as_reward(value: Any) -> Reward:
     if isinstance(value, Reward):
         return value
@@ -100,3 +170,62 @@ def _as_reward(value: Any) -> Reward:
     if isinstance(value, dict):
         return msgspec.convert(value, Reward)
     raise TypeError(f"a reward must be a Reward, a number or a dict with Reward's fields, got {type(value).__name__}")
+
+
+def _verl_keywords(sample: RewardInput) -> dict[str, Any]:
+    return {
+        "data_source": sample.data_source,
+        "solution_str": sample.response,
+        "ground_truth": sample.ground_truth,
+        "extra_info": sample.extra_info,
+    }
+
+
+def _verl_batch_keywords(sample: RewardInput) -> dict[str, Any]:
+    return {f"{name}s": [value] for name, value in _verl_keywords(sample).items()}
+
+
+def _verl_reward(value: Any) -> Reward:
+    """A number, or a dict with `score`, whose other numbers become parts; `acc` says whether it is correct."""
+    if not isinstance(value, dict):
+        return _as_reward(value)
+    numbers = {name: float(number) for name, number in value.items() if isinstance(number, Real)}
+    if "score" not in numbers:
+        raise TypeError(f"a dict of compute_score must have a number `score`, got {', '.join(map(str, value))}")
+    score = numbers.pop("score")
+    return Reward(total=score, parts=numbers, is_correct=numbers.get("acc", score) >= 1)
+
+
+def _trl_keywords(sample: RewardInput) -> dict[str, Any]:
+    is_chat = isinstance(sample.prompt, list)
+    columns = {"data_source": sample.data_source, "ground_truth": sample.ground_truth} | sample.extra_info
+    return {name: [value] for name, value in columns.items()} | {
+        "prompts": [sample.prompt],
+        "completions": [[{"role": "assistant", "content": sample.response}] if is_chat else sample.response],
+        "completion_ids": [sample.response_token_ids],
+        "trainer_state": None,
+    }
+
+
+def _trl_reward(value: Any) -> Reward | None:
+    number = _only(value)
+    return None if number is None else _as_reward(number)
+
+
+def _only(values: Any) -> Any:
+    try:
+        (value,) = values
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"a batched reward function must return one value per answer, got {values!r:.60} for 1"
+        ) from None
+    return value
+
+
+_OURS = Form(None, _as_reward)
+_FORMS = {
+    "solution_str": Form(_verl_keywords, _verl_reward),
+    "solution_strs": Form(_verl_batch_keywords, lambda value: _verl_reward(_only(value))),
+    "completions": Form(_trl_keywords, _trl_reward),
+}
+"""Parameter that gives a form away -> verl's compute_score, the same batched, TRL's batched functions."""

@@ -1,14 +1,17 @@
-"""python -m slipstream.generators.rewards.worker FD: a process that scores one sample after the other.
+"""python -m slipstream.generators.rewards.worker FD MARK POOL: a process that scores samples.
 
-Consumes: a Job, then RewardInputs, from socket FD.
-Produces: one Reward per sample, in order.
+Consumes: a RewardConfig, then Requests, from socket FD.
+Produces: one Reply per request; in order, unless a function is `async def`: then all requests run at the same time.
 Waits for: its pool. It holds no state and may be killed at any moment.
 Invariant: nothing that a reward function started outlives its worker.
 
 It is two processes: one scores, and its parent, the supervisor, cleans up when that one ends or SIGTERM comes.
 """
 
+import asyncio
+import contextvars
 import math
+import mmap
 import os
 import resource
 import signal
@@ -17,14 +20,18 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from contextlib import suppress
+from types import coroutine
+from typing import Any, NoReturn
 
 import msgspec
 import psutil
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.generators.rewards.reward import RewardFunction, RewardInput, evaluate, load_reward
+from slipstream.configs.generators import RewardConfig
+from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.reward import RewardInput, failed_reward
 from slipstream.runtime.process import adopt_orphans, die_with_parent
 
 # --- frames: four bytes of length, then MessagePack ------------------------------------------------------------------
@@ -32,32 +39,34 @@ _LENGTH = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Job(msgspec.Struct):
-    """A worker's first frame: its reward function and limits.
+class Request(msgspec.Struct, array_like=True):
+    """A sample to score. Example: Request(17, RewardInput(...))"""
 
-    Example: Job("my_rewards:score", {"strictness": 2}, max_cpu_s=None, max_memory_mib=4096)
-    """
-
-    function: str
-    """Import path of the reward function, `module:function`."""
-    arguments: dict
-    max_cpu_s: int | None = None
-    """CPU time of one call, seconds; None = no limit."""
-    max_memory_mib: int | None = None
-    """Memory of each process, MiB; None = no limit."""
+    id: int
+    """Counts from 1."""
+    sample: RewardInput
 
 
-decode_job = msgspec.msgpack.Decoder(Job).decode
-decode_sample = msgspec.msgpack.Decoder(RewardInput).decode
-decode_reply = msgspec.msgpack.Decoder(Reward | int).decode
-"""One reply per sample, in order; preceded by the id of the process that scores, once that is ready."""
+class Reply(msgspec.Struct, array_like=True):
+    """The reward of a request. Example: Reply(17, Reward(...))"""
+
+    id: int
+    reward: Reward
+
+
+decode_config = msgspec.msgpack.Decoder(RewardConfig).decode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply | int).decode
+"""One reply per request; before the first, the id of the process that scores, once that is ready."""
 MEMORY_EXIT = 77
 """Exit code of a worker whose reward function ran out of memory."""
+STUCK_EXIT = 78
+"""Exit code of a worker with a call that goes on after it was cancelled; it is nobody else's fault."""
 SIGNAL_EXIT = 128
 """Exit code of a worker whose scoring process a signal ended, less the signal's number, as shells report it."""
 
 
-def frame(record: Job | RewardInput | Reward | int) -> bytes:
+def frame(record: RewardConfig | Request | Reply | int) -> bytes:
     """Encode a record as one frame."""
     body = _encode(record)
     return _LENGTH.pack(len(body)) + body
@@ -87,7 +96,7 @@ _READ_BYTES = 1 << 16
 _MIB = 2**20
 
 
-def _serve(fd: int, *, supervisor: int) -> None:
+def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
     """Score until the pool closes the socket."""
     # A reward function that hangs does not see the socket close: the kernel must end it with its supervisor.
     die_with_parent(signal.SIGKILL, parent=supervisor)
@@ -97,19 +106,24 @@ def _serve(fd: int, *, supervisor: int) -> None:
         if first is None:
             # The pool closed before it had anything to score.
             return
-        job = decode_job(first)
-        _limit_memory(job.max_memory_mib)
-        function = _ending_at_memory_error(load_reward(job.function, job.arguments))
+        config = decode_config(first)
+        _limit_memory(config.max_memory_mib)
+        # What a function holds that ran out of memory would fail the next calls, too.
+        functions = RewardFunctions(config, on_memory_error=_end_without_memory)
         pid = os.getpid()
         # Ready: the import above may have taken long, and the time limit of samples must not include it.
         pool.sendall(frame(pid))
+        if functions.is_async:
+            asyncio.run(_ConcurrentServer(pool, functions, config, Mark(mark_fd)).serve())
+            return
         for body in bodies:
-            _limit_cpu(job.max_cpu_s)
-            reward = evaluate(function, decode_sample(body))
+            _limit_cpu(config.max_cpu_s)
+            request = decode_request(body)
+            reward = functions.score(request.sample)
             # A copy of this process that the function forked and let return must not answer in its place.
             if os.getpid() != pid:
                 os._exit(0)
-            pool.sendall(frame(reward))
+            pool.sendall(frame(Reply(request.id, reward)))
 
 
 def _receive(pool: socket.socket) -> Iterator[bytes]:
@@ -118,16 +132,8 @@ def _receive(pool: socket.socket) -> Iterator[bytes]:
         yield from decoder.feed(data)
 
 
-def _ending_at_memory_error(function: RewardFunction) -> RewardFunction:
-    """Have the worker end when memory runs out: what the function still holds would fail the next calls, too."""
-
-    def score(sample: RewardInput) -> object:
-        try:
-            return function(sample)
-        except MemoryError:
-            os._exit(MEMORY_EXIT)
-
-    return score
+def _end_without_memory() -> NoReturn:
+    os._exit(MEMORY_EXIT)
 
 
 def _limit_memory(limit_mib: int | None) -> None:
@@ -149,6 +155,107 @@ def _lower(limit: int, value: int) -> None:
     resource.setrlimit(limit, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
+# --- calls at the same time -------------------------------------------------------------------------------------------
+_CANCEL_S = 1.0
+"""Longest time that a cancelled call may take to end; then the worker ends without it."""
+_request_id: contextvars.ContextVar[int] = contextvars.ContextVar("request_id", default=0)
+
+
+class Mark:
+    """The request whose code runs now, in memory that the pool reads when the worker hangs or has died; 0 = none."""
+
+    SIZE = 8
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, self.SIZE)
+
+    def set(self, request_id: int) -> None:
+        self._memory[:] = request_id.to_bytes(self.SIZE, "little")
+
+    def get(self) -> int:
+        return int.from_bytes(self._memory[:], "little")
+
+
+class _ConcurrentServer:
+    """Runs every request as a task of one event loop, each with the time limit of its own."""
+
+    def __init__(self, pool: socket.socket, functions: RewardFunctions, config: RewardConfig, mark: Mark) -> None:
+        self._pool = pool
+        self._functions = functions
+        self._config = config
+        self._mark = mark
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Score until the pool closes the socket."""
+        asyncio.get_running_loop().set_task_factory(self._make_task)
+        reader, writer = await asyncio.open_connection(sock=self._pool)
+        decoder = FrameDecoder()
+        while data := await reader.read(_READ_BYTES):
+            for body in decoder.feed(data):
+                request = decode_request(body)
+                _request_id.set(request.id)
+                call = asyncio.create_task(self._answer(request, writer))
+                self._calls.add(call)
+                call.add_done_callback(self._calls.discard)
+                _request_id.set(0)
+        # The pool has given up whatever is still running.
+        os._exit(0)
+
+    async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
+        call = asyncio.create_task(self._functions.score_async(request.sample))
+        done, _ = await asyncio.wait({call}, timeout=self._config.timeout_s)
+        if not done:
+            call.cancel()
+        writer.write(frame(Reply(request.id, call.result() if done else timeout_reward(self._config))))
+        if done:
+            return
+        done, _ = await asyncio.wait({call}, timeout=_CANCEL_S)
+        if not done:
+            await writer.drain()
+            os._exit(STUCK_EXIT)
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+        # Tasks that a function starts inherit its context, and so the id of its request.
+        context = options.get("context") or contextvars.copy_context()
+        request_id = context.get(_request_id, 0)
+        marked = _run_marked(work, request_id, self._mark, self._config.max_cpu_s) if request_id else work
+        return asyncio.Task(marked, loop=loop, **options)
+
+
+async def _run_marked(work: Coroutine[Any, Any, Any], request_id: int, mark: Mark, max_cpu_s: int | None) -> Any:
+    return await _steps(work, request_id, mark, max_cpu_s)
+
+
+@coroutine
+def _steps(
+    work: Coroutine[Any, Any, Any], request_id: int, mark: Mark, max_cpu_s: int | None
+) -> Generator[Any, Any, Any]:
+    """Run `work` from await to await, with the mark set while its own code runs."""
+    resume, value = work.send, None
+    while True:
+        _limit_cpu(max_cpu_s)
+        mark.set(request_id)
+        try:
+            awaited = resume(value)
+        except StopIteration as end:
+            return end.value
+        finally:
+            mark.set(0)
+        try:
+            resume, value = work.send, (yield awaited)
+        except BaseException as error:
+            resume, value = work.throw, error
+
+
+def timeout_reward(config: RewardConfig) -> Reward:
+    """Build the reward of a call that took too long."""
+    return failed_reward(
+        "timeout",
+        f"the reward function must answer within generators.reward.timeout_s ({config.timeout_s:g} s), it did not",
+    )
+
+
 # --- the supervisor --------------------------------------------------------------------------------------------------
 _REAP_TIMEOUT_S = 1.0
 _REAP_INTERVAL_S = 0.005
@@ -160,11 +267,11 @@ _LEFT_OUT = (
 )
 
 
-def main(fd: int, pool: int) -> None:
+def main(fd: int, mark_fd: int, pool: int) -> None:
     """Fork the scoring process, wait for its end or SIGTERM, and kill everything that it started.
 
-    `pool` is the process ID of the pool, with which this process ends. Exits with the scoring process's exit code, or
-    128 + the number of the signal that ended it.
+    `fd`: socket to the pool; `mark_fd`: file of the Mark; `pool`: process ID of the pool, with which this process ends.
+    Exits with the scoring process's exit code, or 128 + the number of the signal that ended it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Processes whose parent has ended become children of this one, even if they left the process group.
@@ -182,7 +289,7 @@ def main(fd: int, pool: int) -> None:
             os.dup2(printed, stream)
         os.close(output)
         os.close(printed)
-        _serve(fd, supervisor=supervisor)
+        _serve(fd, mark_fd, supervisor=supervisor)
         return
     os.close(printed)
     forwarder = threading.Thread(target=_forward_output, args=(output,), daemon=True)
@@ -248,4 +355,4 @@ def _kill_children() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

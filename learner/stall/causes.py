@@ -107,7 +107,7 @@ def _rewards_failed(progress: Progress) -> StallCause | None:
 
 def no_reward(run: RunConfig, *, num_failed: int) -> StallCause:
     """The cause when the last `num_failed` trajectories have no reward."""
-    called = f"every call of {run.generators.reward.function} failed or timed out"
+    called = f"every call of {run.generators.reward.summary} failed or timed out"
     problem = f"none of the last {num_failed} trajectories has a reward, {called}"
     timeout_s = run.generators.reward.timeout_s
     return StallCause("rewards", problem, f"repair it, or raise generators.reward.timeout_s ({timeout_s:g} s)")

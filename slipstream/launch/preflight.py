@@ -15,7 +15,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
 from slipstream.configs.run import RunConfig
-from slipstream.generators.rewards.reward import load_reward
+from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.launch.replay_plan import plan_replay
 from slipstream.runtime.model_files import check_model_path
 
@@ -31,7 +31,7 @@ def check_surroundings(run: RunConfig) -> None:
     """
     # Imported here once, because an error inside a generator's worker process would come a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
-        load_reward(reward.function, reward.arguments)
+        RewardFunctions(reward)
     if run.mode == "async":
         find_token(run)
         # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
@@ -48,8 +48,12 @@ def make_inputs(run: RunConfig) -> None:
     Raises ConfigError.
     """
     prepare(run)
-    Dataset(run.data.train_path)
-    if shortage := describe_shortage(run, num_heldout=len(Dataset(run.data.heldout_path))):
+    train, heldout = Dataset(run.data.train_path), Dataset(run.data.heldout_path)
+    if any(one.data_sources for one in run.generators.reward.functions):
+        for path, rows in ((run.data.train_path, train), (run.data.heldout_path, heldout)):
+            for source in sorted({row.data_source for row in rows}):
+                run.generators.reward.check_data_source(source, found_in=path)
+    if shortage := describe_shortage(run, num_heldout=len(heldout)):
         print(f"note: {shortage}", flush=True)
     check_model_path(run.model.path)
     if run.mode == "replay":

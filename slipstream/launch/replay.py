@@ -163,7 +163,7 @@ async def _rescore(
                 rescored.append(_with_rewards(group, pairs))
     finally:
         pool.close()
-    log.info("rescored", function=reward.function, **statuses)
+    log.info("rescored", function=reward.summary, **statuses)
     return rescored
 
 

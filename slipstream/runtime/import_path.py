@@ -1,9 +1,12 @@
-"""Import of user functions that the config names as `module:function`."""
+"""Import of user functions that the config names as `module:function` or `file.py:function`."""
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,10 +18,7 @@ def load_function(path: str, *, setting: str, num_values: int, arguments: dict[s
 
     `setting`: key of the config that names it, for messages. Raises ConfigError.
     """
-    module_name, separator, name = path.partition(":")
-    if not (module_name and separator and name):
-        raise ConfigError(f"{setting}.function must look like `module:function`, got {path!r}.")
-    function = _find(_import(module_name, path, setting), name, path, setting)
+    function = find_function(path, setting=setting)
     try:
         inspect.signature(function).bind(*[None] * num_values, **arguments)
     except TypeError as error:
@@ -26,9 +26,17 @@ def load_function(path: str, *, setting: str, num_values: int, arguments: dict[s
     return function
 
 
+def find_function(path: str, *, setting: str) -> Callable[..., Any]:
+    """Import the function or class at `path`, whatever it takes. Raises ConfigError."""
+    module_name, separator, name = path.rpartition(":")
+    if not (module_name and separator and name):
+        raise ConfigError(f"{setting}.function must look like `module:function`, got {path!r}.")
+    return _find(_import(module_name, path, setting), name, path, setting)
+
+
 def _import(module_name: str, path: str, setting: str) -> ModuleType:
     try:
-        return importlib.import_module(module_name)
+        return _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{setting}.function must name a module that can be imported, got {path!r}: "
@@ -38,6 +46,22 @@ def _import(module_name: str, path: str, setting: str) -> ModuleType:
         raise ConfigError(
             f"{setting}.function={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
         ) from error
+
+
+def _import_file(file: Path) -> ModuleType:
+    # By its whole path, so that two files of one name, or one named like an installed module, stay apart.
+    name = f"slipstream_user.{file.resolve()}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def _find(module: ModuleType, name: str, path: str, setting: str) -> Callable[..., Any]:

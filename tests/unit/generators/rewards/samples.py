@@ -1,13 +1,17 @@
 """Well and badly behaved reward functions, imported by name in worker processes."""
 
+import asyncio
 import math
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from slipstream.buffer.trajectory import Reward
 from slipstream.generators.rewards.reward import RewardInput
 
 NOT_A_FUNCTION = 3
@@ -107,3 +111,136 @@ def with_many_parts(sample: RewardInput) -> dict[str, Any]:
 def as_bad_part(sample: RewardInput) -> dict[str, Any]:
     """Returns a part that is not finite."""
     return {"total": 0.75, "parts": {"a": math.inf}}
+
+
+def with_turns(sample: RewardInput, *, turns: Sequence[float] = (0.5, -0.25, 0.25)) -> Reward:
+    """Rewards single turns."""
+    return Reward(total=sum(turns), turns=list(turns))
+
+
+def third_time(sample: RewardInput) -> float:
+    """Fails twice; keeps the count in the file that the response names."""
+    file = Path(sample.response)
+    file.write_text((file.read_text() if file.exists() else "") + "x")
+    if len(file.read_text()) < 3:
+        raise ValueError("not yet")
+    return 1.0
+
+
+class Lengths:
+    """Rewards the length of the response."""
+
+    def __init__(self, *, factor: int) -> None:
+        if factor < 1:
+            raise ValueError("no such factor")
+        self.factor = factor
+
+    def __call__(self, sample: RewardInput) -> float:
+        return len(sample.response) * self.factor
+
+
+# --- forms of other libraries ----------------------------------------------------------------------------------------
+def as_verl(data_source, solution_str, ground_truth, extra_info=None):
+    """A dict with further numbers, and a text, which is no part."""
+    assert data_source == "digits/reverse"
+    return {"score": 0.5, "acc": solution_str == ground_truth, "length": len(solution_str), "pred": solution_str}
+
+
+def as_verl_number(solution_str, ground_truth, extra_info, **kwargs):
+    """A number."""
+    assert extra_info["unused"] == 3
+    return float(solution_str == ground_truth)
+
+
+async def as_verl_async(data_source, solution_str, ground_truth, extra_info=None):
+    """An async one."""
+    await asyncio.sleep(0)
+    return {"score": 0.5}
+
+
+def as_verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    """Lists."""
+    return [{"score": float(a == b)} for a, b in zip(solution_strs, ground_truths, strict=True)]
+
+
+def as_verl_without_score(solution_str, ground_truth):
+    """A dict that lacks the score."""
+    return {"acc": 1.0}
+
+
+def as_trl(completions, **kwargs):
+    """Texts."""
+    assert kwargs["prompts"] == ["48213="]
+    assert kwargs["unused"] == [3]
+    return [float(len(text)) for text in completions]
+
+
+def as_trl_column(prompts, completions, answer):
+    """A column by name, no other."""
+    return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+
+def as_trl_chat(completions, **kwargs):
+    """Messages."""
+    return [float(len(messages[-1]["content"])) for messages in completions]
+
+
+def as_trl_none(completions, **kwargs):
+    """No opinion."""
+    return [None] * len(completions)
+
+
+def as_trl_two(completions, **kwargs):
+    """Too many values."""
+    return [1.0, 2.0]
+
+
+# --- async -----------------------------------------------------------------------------------------------------------
+_in_flight = 0
+
+
+async def by_response_async(sample: RewardInput) -> Any:
+    """Executes the response as a command."""
+    global _in_flight
+    match sample.response.split():
+        case ["wait", seconds]:
+            await asyncio.sleep(float(seconds))
+        case ["count"]:
+            _in_flight += 1
+            most = _in_flight
+            for _ in range(5):
+                await asyncio.sleep(0.01)
+                most = max(most, _in_flight)
+            _in_flight -= 1
+            return float(most)
+        case ["block"]:
+            await asyncio.sleep(0.1)
+            _block()
+        case ["child", "block"]:
+            await asyncio.gather(asyncio.sleep(0.1), _blocking_child())
+        case ["stubborn"]:
+            until = time.monotonic() + 20
+            while time.monotonic() < until:
+                with suppress(asyncio.CancelledError):
+                    await asyncio.sleep(1)
+        case ["cancel"]:
+            raise asyncio.CancelledError
+        case ["raise", word]:
+            raise ValueError(f"no good: {word}")
+        case ["leave"]:
+            await asyncio.sleep(0.05)
+            os._exit(3)
+        case ["pid"]:
+            return float(os.getpid())
+    return 0.5
+
+
+async def _blocking_child() -> None:
+    await asyncio.sleep(0.1)
+    _block()
+
+
+def _block() -> None:
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        pass

@@ -265,6 +265,12 @@ def test_a_worker_whose_pool_died_before_its_start_ends():
     pool.wait()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        command = [sys.executable, "-m", "slipstream.generators.rewards.worker", str(theirs.fileno()), str(pool.pid)]
+        command = [
+            sys.executable,
+            "-m",
+            "slipstream.generators.rewards.worker",
+            *map(str, [theirs.fileno()] * 2),
+            str(pool.pid),
+        ]
         # Our end stays open, as if a hanging function never read it.
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == SIGNAL_EXIT + 9

@@ -2,7 +2,9 @@ import pytest
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
-from slipstream.generators.rewards.reward import RewardInput, evaluate, load_reward
+from slipstream.configs.generators import RewardConfig
+from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.reward import RewardInput
 
 SAMPLES = "tests.unit.generators.rewards.samples"
 SAMPLE = RewardInput(prompt="48213=", response="31284", ground_truth="31284")
@@ -10,7 +12,7 @@ SAMPLE = RewardInput(prompt="48213=", response="31284", ground_truth="31284")
 
 def run_sample(name: str, response: str = "") -> Reward:
     sample = RewardInput(prompt="48213=", response=response, ground_truth="31284")
-    return evaluate(load_reward(f"{SAMPLES}:{name}", {}), sample)
+    return RewardFunctions(RewardConfig(f"{SAMPLES}:{name}")).score(sample)
 
 
 def test_a_number_is_a_reward():
@@ -18,8 +20,8 @@ def test_a_number_is_a_reward():
 
 
 def test_a_reward_of_one_counts_as_correct():
-    function = load_reward(f"{SAMPLES}:with_arguments", {"bonus": 0.75})
-    assert evaluate(function, SAMPLE) == Reward(total=1.0, is_correct=True)
+    functions = RewardFunctions(RewardConfig(f"{SAMPLES}:with_arguments", arguments={"bonus": 0.75}))
+    assert functions.score(SAMPLE) == Reward(total=1.0, is_correct=True)
 
 
 def test_a_dict_with_the_fields_of_a_reward_is_a_reward():
@@ -56,7 +58,7 @@ def test_the_detail_of_a_reward_is_cut():
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("position_match", "module:function"),
+        ("positions_match", "Did you mean 'position_match'?"),
         ("no_such_module:f", "no module 'no_such_module'"),
         (f"{SAMPLES}:by_respons", "Did you mean 'by_response'?"),
         (f"{SAMPLES}:NOT_A_FUNCTION", "it is a int"),
@@ -64,7 +66,7 @@ def test_the_detail_of_a_reward_is_cut():
 )
 def test_a_function_that_cannot_be_loaded_is_a_config_error_with_its_key(path: str, words: str):
     with pytest.raises(ConfigError, match=r"generators\.reward\.function") as caught:
-        load_reward(path, {})
+        RewardFunctions(RewardConfig(path))
     assert words in str(caught.value)
 
 
@@ -72,6 +74,6 @@ def test_arguments_must_fit_the_function():
     with pytest.raises(
         ConfigError, match=r"generators\.reward\.arguments must fit .* missing a required argument: 'bonus'"
     ):
-        load_reward(f"{SAMPLES}:with_arguments", {})
+        RewardFunctions(RewardConfig(f"{SAMPLES}:with_arguments"))
     with pytest.raises(ConfigError, match="unexpected keyword argument 'size'"):
-        load_reward(f"{SAMPLES}:by_response", {"size": 3})
+        RewardFunctions(RewardConfig(f"{SAMPLES}:by_response", arguments={"size": 3}))

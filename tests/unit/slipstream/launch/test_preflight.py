@@ -7,7 +7,8 @@ import pytest
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.launch.preflight import missing_steps, prepare
+from slipstream.launch.preflight import make_inputs, missing_steps, prepare
+from slipstream.scripts.make_digits_data import make_row, write_pair
 
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
 
@@ -70,3 +71,12 @@ def test_the_default_run_makes_data_and_models(tmp_path: Path, monkeypatch: pyte
         "slipstream.scripts.init_random_model",
         "slipstream.scripts.warm_up",
     ]
+
+
+def test_a_data_source_that_no_reward_function_takes_is_refused_before_the_run(tmp_path: Path) -> None:
+    rows = [make_row("1=", ground_truth="1", data_source=name, index=0, split="train") for name in ("digits/a", "qa")]
+    write_pair(tmp_path, train=rows, heldout=rows[:1])
+    functions = "generators.reward.functions=[{function: exact_match, data_sources: ['digits/*']}]"
+    paths = [f"data.{split}_path={tmp_path}/{split}.parquet" for split in ("train", "heldout")]
+    with pytest.raises(ConfigError, match=r"got none for data_source 'qa' of .*train\.parquet \(they take digits/\*\)"):
+        make_inputs(load([*paths, functions, "prepare=[]"]))

@@ -1,0 +1,255 @@
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import RewardConfig
+from slipstream.configs.load import load
+from slipstream.generators.rewards.composition import BUILT_IN, RewardFunctions, full_path
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput, truth_text, truth_texts
+from slipstream.runtime.import_path import find_function
+
+SAMPLES = "tests.unit.generators.rewards.samples"
+
+
+def make_input(response: str = "31284", *, truth: Any = "31284", source: str = "digits/reverse") -> RewardInput:
+    return RewardInput(prompt="48213=", response=response, ground_truth=truth, data_source=source)
+
+
+def several(*functions: dict[str, Any], **settings: Any) -> RewardConfig:
+    return msgspec.convert({"functions": list(functions), **settings}, RewardConfig)
+
+
+def score(config: RewardConfig, sample: RewardInput) -> Reward:
+    functions = RewardFunctions(config)
+    return asyncio.run(functions.score_async(sample)) if functions.is_async else functions.score(sample)
+
+
+# --- choosing and adding ---------------------------------------------------------------------------------------------
+def test_functions_are_added_with_weights_and_each_has_a_part():
+    config = several({"function": "exact_match", "weight": 2}, {"function": "position_match", "weight": -0.5})
+    right, half = score(config, make_input()), score(config, make_input("31000"))
+    assert right == Reward(total=1.5, parts={"exact_match": 2.0, "position_match": -0.5}, is_correct=True)
+    assert half.parts == {"exact_match": 0.0, "position_match": pytest.approx(-0.5 * 3 / 6)}
+    assert half.total == pytest.approx(sum(half.parts.values()))
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [("digits/reverse", {"exact", "all"}), ("digits/sort", {"glob", "all"}), ("other", {"all"}), ("DIGITS/x", {"all"})],
+)
+def test_a_row_is_scored_by_the_functions_of_its_data_source(source: str, parts: set[str]):
+    config = several(
+        {"function": "exact_match", "name": "exact", "data_sources": ["digits/reverse"]},
+        {"function": "exact_match", "name": "glob", "data_sources": ["digits/s*", "nothing"]},
+        {"function": "exact_match", "name": "all"},
+    )
+    assert score(config, make_input(source=source)).parts.keys() == parts
+
+
+def test_a_row_that_no_function_takes_is_an_error_with_its_data_source_and_no_zero():
+    config = several({"function": "exact_match", "data_sources": ["digits/*", "math"]})
+    reward = score(config, make_input(source="gsm8k"))
+    assert reward.status == "error"
+    assert "got none for data_source 'gsm8k' of this row (they take digits/*, math)" in reward.detail
+    with pytest.raises(ConfigError, match=r"data_source 'gsm8k' of train\.parquet"):
+        config.check_data_source("gsm8k", found_in="train.parquet")
+
+
+@pytest.mark.parametrize(
+    ("decides", "is_correct"),
+    [((False, False), True), ((False, True), False), ((True, False), True), ((True, True), False)],
+)
+def test_correctness_is_decided_by_the_marked_functions_and_else_by_the_first(
+    decides: tuple[bool, bool], is_correct: bool
+):
+    config = several(
+        {"function": "exact_match", "decides": decides[0]},
+        {"function": f"{SAMPLES}:by_response", "decides": decides[1]},
+    )
+    assert score(config, make_input()).is_correct is is_correct
+
+
+def test_rewards_of_turns_are_added_with_weights():
+    config = several(
+        {"function": f"{SAMPLES}:with_turns", "weight": 2},
+        {"function": f"{SAMPLES}:with_turns", "name": "b", "arguments": {"turns": [1.0]}},
+        {"function": "exact_match"},
+    )
+    assert score(config, make_input()).turns == [2.0, -0.5, 0.5]
+
+
+def test_one_function_that_fails_fails_the_row_by_its_name():
+    config = several({"function": "exact_match"}, {"function": f"{SAMPLES}:by_response", "name": "mine"})
+    reward = score(config, make_input("raise x"))
+    assert (reward.status, reward.total, reward.detail) == ("error", 0.0, "mine: ValueError: no good: x")
+
+
+def test_names_of_functions_differ():
+    with pytest.raises(ConfigError, match=r"functions must have different names, got exact_match more than once"):
+        load(["generators.reward.functions=[{function: exact_match}, {function: exact_match}]"])
+
+
+def test_a_function_of_several_that_cannot_be_loaded_is_named_by_its_place():
+    with pytest.raises(ConfigError, match=r"generators\.reward\.functions\[1\]\.function must .* Did you mean 'exact"):
+        RewardFunctions(several({"function": "exact_match"}, {"function": "exact_mach"}))
+
+
+def test_every_short_name_is_a_function():
+    for name in BUILT_IN:
+        assert callable(find_function(full_path(name), setting="generators.reward"))
+
+
+def test_a_function_may_lie_in_a_file(tmp_path: Path):
+    (tmp_path / "json.py").write_text("def length(sample, *, factor):\n    return len(sample.response) * factor\n")
+    config = RewardConfig(f"{tmp_path}/json.py:length", arguments={"factor": 2})
+    assert score(config, make_input()).total == 10
+    with pytest.raises(ConfigError, match=r"json\.py' has no 'lengthy'. Did you mean 'length'\?"):
+        RewardFunctions(RewardConfig(f"{tmp_path}/json.py:lengthy"))
+
+
+# --- forms of other libraries ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("as_verl", Reward(total=0.5, parts={"acc": 1.0, "length": 5.0}, is_correct=True)),
+        ("as_verl_number", Reward(total=1.0, is_correct=True)),
+        ("as_verl_async", Reward(total=0.5, parts={}, is_correct=False)),
+        ("as_verl_batch", Reward(total=1.0, is_correct=True)),
+        ("as_trl", Reward(total=5.0, is_correct=True)),
+        ("as_trl_column", Reward(total=1.0, is_correct=True)),
+    ],
+)
+def test_functions_of_other_libraries_are_recognised_by_their_parameters(function: str, expected: Reward):
+    sample = msgspec.structs.replace(make_input(), extra_info={"answer": "31284", "unused": 3})
+    assert score(RewardConfig(f"{SAMPLES}:{function}"), sample) == expected
+
+
+def test_functions_of_trl_get_messages_for_chat_prompts():
+    sample = msgspec.structs.replace(make_input(), prompt=[{"role": "user", "content": "48213="}])
+    assert score(RewardConfig(f"{SAMPLES}:as_trl_chat"), sample).total == 5.0
+
+
+def test_a_function_without_an_opinion_leaves_the_row_to_the_others():
+    config = several({"function": f"{SAMPLES}:as_trl_none"}, {"function": "exact_match"})
+    assert score(config, make_input()) == Reward(total=1.0, parts={"exact_match": 1.0}, is_correct=True)
+    alone = score(RewardConfig(f"{SAMPLES}:as_trl_none"), make_input())
+    assert (alone.status, "every one returned None" in alone.detail) == ("error", True)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("as_trl_two", "must return one value per answer, got [1.0, 2.0] for 1"),
+        ("as_verl_without_score", "must have a number `score`, got acc"),
+    ],
+)
+def test_wrong_values_of_these_forms_are_errors(function: str, words: str):
+    reward = score(RewardConfig(f"{SAMPLES}:{function}"), make_input())
+    assert reward.status == "error"
+    assert words in reward.detail
+
+
+def test_a_class_is_instantiated_with_the_arguments_and_called():
+    assert score(RewardConfig(f"{SAMPLES}:Lengths", arguments={"factor": 3}), make_input()).total == 15
+    with pytest.raises(ConfigError, match="missing a required argument: 'factor'"):
+        RewardFunctions(RewardConfig(f"{SAMPLES}:Lengths"))
+    with pytest.raises(ConfigError, match="ValueError: no such factor"):
+        RewardFunctions(RewardConfig(f"{SAMPLES}:Lengths", arguments={"factor": 0}))
+
+
+@pytest.mark.parametrize("truth", [{"a": 1}, ["a"], None, True])
+def test_a_truth_in_a_form_that_a_grader_does_not_take_is_described(truth: object):
+    with pytest.raises(TypeError, match="a ground truth of gsm8k must be a text or a number, got "):
+        truth_text(make_input(truth=truth), grader="gsm8k")
+
+
+def test_truths_of_every_form():
+    assert [truth_text(make_input(truth=truth), grader="") for truth in ("7", 7, 7.5)] == ["7", "7", "7.5"]
+    for truth, texts in [("a", ["a"]), (["a", "b"], ["a", "b"]), ({"target": ["a"]}, ["a"]), ({"target": "a"}, ["a"])]:
+        assert truth_texts(make_input(truth=truth), grader="") == texts
+    with pytest.raises(TypeError, match="a list of texts, or a record with either as `target`, got a list"):
+        truth_texts(make_input(truth=[1]), grader="qa")
+
+
+# --- async functions in workers --------------------------------------------------------------------------------------
+def score_all(responses: list[str], **settings: Any) -> tuple[list[Reward], float]:
+    async def session() -> tuple[list[Reward], float]:
+        pool = RewardPool(RewardConfig(f"{SAMPLES}:by_response_async", **settings))
+        try:
+            await pool.score(make_input(""))
+            started_at = time.monotonic()
+            rewards = await asyncio.gather(*(pool.score(make_input(response)) for response in responses))
+            return rewards, time.monotonic() - started_at
+        finally:
+            pool.close()
+
+    return asyncio.run(asyncio.wait_for(session(), 50))
+
+
+def test_async_calls_are_in_flight_at_the_same_time():
+    rewards, seconds = score_all(["wait 0.3"] * 60, timeout_s=20.0)
+    assert [reward.status for reward in rewards] == ["ok"] * 60
+    assert seconds < 60 * 0.3 / 3
+
+
+def test_no_more_calls_are_in_flight_than_allowed():
+    rewards, _ = score_all(["count"] * 12, timeout_s=20.0, max_concurrency=3)
+    assert {reward.total for reward in rewards} <= {1.0, 2.0, 3.0}
+
+
+def test_a_call_that_waits_too_long_is_cancelled_and_its_worker_goes_on():
+    rewards, _ = score_all(["wait 30", "pid", "wait 0.1", "wait 30", "pid"], timeout_s=1.0)
+    assert [reward.status for reward in rewards] == ["timeout", "ok", "ok", "timeout", "ok"]
+    assert rewards[1].total == rewards[4].total
+    assert "generators.reward.timeout_s (1 s)" in rewards[0].detail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("response", "status", "words"),
+    [
+        ("block", "timeout", "timeout_s (1 s)"),
+        ("child block", "timeout", "timeout_s (1 s)"),
+        ("stubborn", "timeout", "timeout_s (1 s)"),
+        ("leave", "error", "worker died (exit code 3)"),
+    ],
+)
+def test_a_call_that_takes_the_worker_down_fails_alone(response: str, status: str, words: str):
+    rewards, _ = score_all(["wait 0.2", "wait 0.5", response, "wait 0.5"], timeout_s=1.0)
+    assert [reward.status for reward in rewards] == ["ok", "ok", status, "ok"]
+    assert words in rewards[2].detail
+
+
+def test_exceptions_of_async_functions_are_errors():
+    rewards, _ = score_all(["raise x", "cancel", "pid"], timeout_s=20.0)
+    assert [reward.status for reward in rewards] == ["error", "error", "ok"]
+    assert (rewards[0].detail, rewards[1].detail) == ("ValueError: no good: x", "CancelledError")
+
+
+@pytest.mark.slow
+def test_cpu_time_is_limited_between_two_awaits():
+    rewards, _ = score_all(["wait 0.5", "block", "wait 0.5"], timeout_s=20.0, max_cpu_s=1)
+    assert [reward.status for reward in rewards] == ["ok", "timeout", "ok"]
+    assert "generators.reward.max_cpu_s (1 s)" in rewards[1].detail
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "retries", "status"), [(0, 0, "error"), (0, 2, "ok"), (1, 1, "error"), (1, 2, "ok")]
+)
+def test_failures_are_tried_again(num_workers: int, retries: int, status: str, tmp_path: Path):
+    async def session() -> Reward:
+        pool = RewardPool(RewardConfig(f"{SAMPLES}:third_time", num_workers=num_workers, retries=retries, timeout_s=20))
+        try:
+            return await pool.score(make_input(str(tmp_path / "tries")))
+        finally:
+            pool.close()
+
+    assert asyncio.run(session()).status == status
+    assert len((tmp_path / "tries").read_text()) == min(3, 1 + retries)
