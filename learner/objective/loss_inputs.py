@@ -55,9 +55,6 @@ def fill_advantages(
             _check_returned(advantages, inputs, config=config)
         if not config.is_per_token:
             advantages = advantages[inputs.sequences]
-        if not config.has_own_baseline:
-            # Exactly 0 for a lone member, which no formula can be relied on to give after whitening.
-            advantages = advantages * (segments.own_sizes(inputs.groups) > 1)[inputs.sequences]
     is_filled = batch.per_token(batch.trajectories.is_member)
     return batch.with_tokens(
         advantages=_spread(advantages, is_filled), returns=_spread(returns, is_filled) if config.needs_critic else None

@@ -175,3 +175,22 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves():
     selected = penalised.select_tokens(penalised.prepare(batch), update=0, seed=0).tokens.is_selected
     assert not selected[drift == 1].any()
     assert int(selected.sum()) == int((drift < 1).sum()) // 2
+
+
+def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
+    """Update 0 has stayed near its generator, update 1 has left it."""
+    batch = batch_of(make_groups(), num_updates=2)
+    is_later = batch.trajectories.updates[batch.tokens.sequences] == 1
+    start = batch.tokens.generator_logprobs + torch.where(is_later, 1.0, 0.01)
+    batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
+    config = {"advantage": DrGrpoConfig(), "updates_per_step": 2, "correction": CorrectionConfig(level="none", high=None)}
+    masked = Objective(AlgorithmConfig(masks=[M2poConfig(threshold=0.05)], **config), max_tokens=8)
+    found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
+    assert found.tokens.is_trusted.all(), "those of the other update are not judged yet"
+    found = masked.select_tokens(found, update=1, seed=0)
+    assert found.tokens.is_trusted[~is_later].all()
+    assert not found.tokens.is_trusted[is_later].all()
+    penalised = Objective(AlgorithmConfig(policy_loss=KlCovConfig(share=0.5), **config), max_tokens=8)
+    selected = penalised.select_tokens(penalised.prepare(batch), update=0, seed=0).tokens.is_selected
+    assert int(selected.sum()) == int((~is_later).sum()) // 2
+    assert not selected[is_later].any()

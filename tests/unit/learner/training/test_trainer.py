@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm import AlgorithmConfig, EssLearningRateConfig
 from slipstream.configs.algorithm_terms import AdaptiveKlConfig, KlConfig
 from slipstream.configs.correction import CorrectionConfig, RejectionConfig
 from slipstream.configs.learner import OptimizerConfig
@@ -160,6 +160,19 @@ def test_several_updates_follow_the_schedule_and_leave_the_proximal_policy(tmp_p
     assert first["learner/learning_rate"] == pytest.approx(0.75e-3)
     assert second["learner/learning_rate"] == pytest.approx(0.25e-3)
     assert first["learner/ratio_max"] > 1.0
+
+
+def test_the_update_is_as_small_as_the_effective_sample_size_makes_the_learning_rate(tmp_path):
+    path, optimizer, moved = make_model(tmp_path), OptimizerConfig(learning_rate=1e-3), []
+    for ess_learning_rate in (None, EssLearningRateConfig()):
+        algorithm = AlgorithmConfig(proximal="recompute", ess_learning_rate=ess_learning_rate)
+        trainer = make_trainer(make_run(path, learner={"optimizer": optimizer}, algorithm=algorithm))
+        before = weights(trainer)
+        metrics = trainer.step(make_groups(), learner_version=0, step=1)
+        moved.append(largest_difference(before, weights(trainer)))
+    scale = metrics["learner/learning_rate_scale"]
+    assert 0 < scale < 0.9
+    assert moved[1] == pytest.approx(scale * moved[0], rel=0.01)
 
 
 def test_recomputing_and_reusing_the_proximal_policy_agree_for_one_update(tmp_path):
