@@ -89,7 +89,9 @@ def _acknowledged_is_accounted_for(evidence: Evidence) -> Iterator[str]:
                 there = f"in its place is {other.id}, sent later" if other else "nothing is in its place"
                 yield f"{trajectory_id} was acknowledged to {life.role} and is not stored: {there}"
         for entry in life.of("put"):
-            if entry["spoiled"] and entry["id"] in acks:
+            # An acknowledgement after an undamaged copy was offered may be that of the copy.
+            offers = (each["t"] for each in life.of("offered") if each["id"] == entry["id"])
+            if entry["spoiled"] and acks.get(entry["id"], float("inf")) < min(offers, default=float("inf")):
                 yield f"{entry['id']} arrived damaged and was acknowledged to {life.role}"
 
 
@@ -199,7 +201,8 @@ def _handed_out_again_for_a_reason(evidence: Evidence) -> Iterator[str]:
                     group, _, attempt = lease.partition("-")
                     before = f"{group}-{int(attempt) - 1}"
                     holder = holders.get(before, "")
-                    is_released = released.get(before, released.get(f"{before} {holder}", float("inf"))) <= at
+                    # By anybody who may, or by a lie that was the truth about the liar's own lease.
+                    is_released = any(released.get(by, float("inf")) <= at for by in (before, f"{before} {holder}"))
                     is_alive = holder in lives and evidence.successor_began_at(lives[holder]) > at
                     if int(attempt) and is_alive and not is_released and departed.get(holder, float("inf")) > at:
                         yield f"{lease} was handed out, though {holder} still held {before}"

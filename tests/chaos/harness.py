@@ -28,7 +28,7 @@ _LIAR = 2
 _MAX_ARCHIVE_PROBLEMS = 5
 _LAST_S = 0.5
 _ANSWER_S = 20.0
-"""Longest wait for the last answers, after the run's end: a peer whose connection was cut joins anew after 8 s."""
+"""Longest wait for the last answers, after the run's end: a peer that was cut off joins anew after a silence."""
 _MAX_EXITS = 5
 """Exits without a strike after which a role will not start."""
 

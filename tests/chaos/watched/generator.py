@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.broker.transport import outbox, session
+from slipstream.broker.transport import client, outbox, session
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights import collective
 from slipstream.buffer.codec import unpack
@@ -31,6 +31,8 @@ from tests.chaos.watched.journal import Journal, content_of
 _FAILING, _SPOILED, _LONG = 0.01, 0.01, 0.006
 """Shares of the responses that fail, that arrive damaged, and that outlast every lease."""
 _LONG_TOKENS = 36
+_SILENCE_S = 3.0
+"""Silence of the broker after which a light generator joins anew: longer than it is ever stopped."""
 _UPDATE_S = 0.03
 
 
@@ -125,6 +127,7 @@ class LightEngine(ScriptedEngine):
 
 def lighten() -> None:
     """Replace what a generator needs seconds and megabytes for."""
+    client.BROKER_SILENCE_S = _SILENCE_S
     outbox._ANSWER_TIMEOUT_S = Credit.answer_timeout_s = ANSWER_TIMEOUT_S
     collective.CollectiveReceiver = lambda device: None  # type: ignore[assignment, misc]
     tokenization.load_tokenizer = lambda model: CharacterTokenizer()  # type: ignore[assignment]

@@ -226,6 +226,22 @@ def test_a_strike_explains_a_lapse():
     assert problems(broker=[entry(20.0, "lapsed", leases=[["0-0", OWNER]])], harness=struck) == []
 
 
+@pytest.mark.parametrize(("returned_at", "is_found"), [(3.0, False), (5.0, True)])
+def test_a_liar_that_names_its_own_lease_has_returned_it_though_it_does_so_again_later(returned_at, is_found):
+    more = [entry(returned_at, "lied", leases=["0-0"]), entry(6.0, "returned", leases=["0-0"])]
+    found = problems(more=more, broker=[leased_again(to="generator-1/c", at=4.0)])
+    assert [problem[:3] for problem in found] == ["0-1"] * is_found
+
+
+@pytest.mark.parametrize(("acked_at", "is_found"), [(4.5, True), (6.0, False)])
+def test_an_offered_copy_of_what_arrived_damaged_may_be_acknowledged(acked_at, is_found):
+    offer = entry(5.0, "offered", what="again", id="0-0-1", group="0", content="content of 0-0-1")
+    spoiled = [put(4.0, "0-0-1", spoiled=True), offer, entry(acked_at, "acked", ids=["0-0-1"])]
+    generator = [*make_generator()[:5], put(2.0, "0-0-0"), entry(2.2, "acked", ids=["0-0-0"]), *spoiled]
+    found = problems(generator=sorted(generator, key=lambda each: each["t"]))
+    assert ["arrived damaged" in problem for problem in found] == [True] * is_found
+
+
 def test_the_hash_of_a_content_sees_every_token_and_the_reward():
     trajectory = make_trajectory("4")
     other = make_trajectory("4")

@@ -183,7 +183,11 @@ def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
     is_later = batch.trajectories.updates[batch.tokens.sequences] == 1
     start = batch.tokens.generator_logprobs + torch.where(is_later, 1.0, 0.01)
     batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
-    config = {"advantage": DrGrpoConfig(), "updates_per_step": 2, "correction": CorrectionConfig(level="none", high=None)}
+    config = {
+        "advantage": DrGrpoConfig(),
+        "updates_per_step": 2,
+        "correction": CorrectionConfig(level="none", high=None),
+    }
     masked = Objective(AlgorithmConfig(masks=[M2poConfig(threshold=0.05)], **config), max_tokens=8)
     found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
     assert found.tokens.is_trusted.all(), "those of the other update are not judged yet"
