@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.dataset import Dataset
+from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.memory.store import MemoryStore

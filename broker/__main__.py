@@ -25,8 +25,8 @@ import structlog
 
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.errors import BrokerError
+from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError

@@ -10,10 +10,10 @@ from slipstream.broker.admission import (
     pacing_reason,
     weights_reason,
 )
-from slipstream.broker.dataset import Dataset
 from slipstream.broker.fair_share import FairShare
 from slipstream.broker.messages import Ack, Message, Prompt, Prompts
 from slipstream.broker.peers import Peer
+from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.codec import encode
@@ -190,6 +190,7 @@ class LeaseScheduler:
             ground_truth=row.ground_truth,
             data_source=row.data_source,
             extra_info=row.extra_info,
+            agent_name=row.agent_name,
         )
 
 

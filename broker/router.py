@@ -16,7 +16,6 @@ from functools import partial
 
 import structlog
 
-from slipstream.broker.dataset import Dataset
 from slipstream.broker.handshake import Handshake, Rejection, reject_unreadable
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.lease_scheduler import LeaseScheduler
@@ -43,6 +42,7 @@ from slipstream.broker.messages import (
 )
 from slipstream.broker.partial_decode import HelloHeader, decode_header, nacks_for_unreadable
 from slipstream.broker.peers import DrainRequests, Peer, Peers
+from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.broker.transport.channels import ServerChannel
 from slipstream.buffer.codec import encode

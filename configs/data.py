@@ -37,8 +37,8 @@ class ReplayConfig(Config):
 
 
 class DataConfig(Config):
-    """Prompts: Parquet files with the columns of verl, `data_source`, `prompt`, `reward_model.ground_truth`,
-    `extra_info`."""
+    """Prompts: files of Parquet or JSON lines, with `prompt` and `reward_model.ground_truth` or `question` and `answer`
+    in each row; see `docs/data.md`."""
 
     train_path: str
     """File of the prompts to train on."""

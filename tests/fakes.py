@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.broker.credentials import derive_keys
-from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Prompts
+from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
 from slipstream.broker.status.monitor import Monitor
 from slipstream.broker.status.run_status import RunStatus, make_status

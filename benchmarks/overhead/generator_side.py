@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from benchmarks.overhead.open_broker import open_broker
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
 from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.dataset import Dataset
+from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveReceiver

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
-from slipstream.broker.dataset import Dataset, Row
+from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.records import Claim, Lease, make_entry
 from slipstream.buffer.redis.embedded import EmbeddedRedis

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from slipstream.broker.dataset import Dataset, Row
+from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.trajectory import Sampling, Trajectory, VersionSpan
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import RewardFunctions

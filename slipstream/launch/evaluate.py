@@ -4,8 +4,8 @@ import asyncio
 import os
 from collections.abc import Sequence
 
-from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.messages import Prompt
+from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Purpose, Record, Reward
@@ -69,7 +69,15 @@ async def _evaluate(run: RunConfig, heldout: Dataset, rows: Sequence[int]) -> di
 def _prompt(heldout: Dataset, row: int, purpose: Purpose) -> Prompt:
     found = heldout.row(row)
     lease = Lease(f"{purpose}:{row}-0", f"{purpose}:{row}", purpose, row, row, attempt=0, indices=[0])
-    return Prompt(lease, found.uid, found.prompt, found.ground_truth, found.data_source, found.extra_info)
+    return Prompt(
+        lease,
+        uid=found.uid,
+        prompt=found.prompt,
+        ground_truth=found.ground_truth,
+        data_source=found.data_source,
+        extra_info=found.extra_info,
+        agent_name=found.agent_name,
+    )
 
 
 def _score(rewards: Sequence[Reward]) -> Score:

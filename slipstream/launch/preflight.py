@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import json
 
 from slipstream.broker.credentials import find_token
-from slipstream.broker.dataset import Dataset, describe_shortage
+from slipstream.broker.prompts.dataset import Dataset, describe_shortage
 from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError

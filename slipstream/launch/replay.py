@@ -22,7 +22,8 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.broker.dataset import Dataset, Row
+from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.memory.store import MemoryStore

@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from slipstream.broker.archiver import Archiver
-from slipstream.broker.dataset import Dataset, open_datasets
 from slipstream.broker.messages import Hello, Member, Message
+from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.router import Router
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.memory_channels import MemoryBroker

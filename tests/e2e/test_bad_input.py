@@ -98,7 +98,7 @@ def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder
         ("model.path=data/digits", ("model.path", "data/digits", "no config.json")),
         ("data.train_path=data/nope.parquet", ("data/nope.parquet", "no such file")),
         ("data.heldout_path=data/unscored.parquet", ("data/unscored.parquet", "`reward_model`")),
-        ("data.train_path=models/digits-random/config.json", ("config.json", "Parquet")),
+        ("data.train_path=models/digits-random/config.json", ("config.json", "row 0", "JSON record")),
         ("generators.reward.function=no_rewards:f", ("generators.reward.function", "no module 'no_rewards'")),
         ("generators.reward.function=bad_rewards:raise", ("generators.reward.function", "Did you mean 'raises'")),
         ("broker.address=tcp://0.0.0.0:5757", ("broker.address", "loopback")),

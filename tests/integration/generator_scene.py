@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import Member, Message, Update
+from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.buffer.trajectory import Reward

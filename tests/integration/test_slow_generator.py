@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import Hello, Member, Message, UpdateApplied
+from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.memory_channels import MemoryBroker

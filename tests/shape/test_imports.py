@@ -19,7 +19,7 @@ WITHOUT_TORCH = [
     "slipstream.buffer.memory.store",
     "slipstream.buffer.redis.store",
     "slipstream.broker.messages",
-    "slipstream.broker.dataset",
+    "slipstream.broker.prompts.dataset",
     "slipstream.broker.router",
     "slipstream.launch.preflight",
     "slipstream.launch.commands",

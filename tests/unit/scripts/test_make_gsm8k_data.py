@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from slipstream.broker.dataset import Dataset
+from slipstream.broker.prompts.dataset import Dataset
 from slipstream.configs.base import ConfigError
 from slipstream.scripts.make_gsm8k_data import INSTRUCTION, final_answer, main, read_source
 

@@ -1,0 +1,1 @@
+"""Prompts of a run: the rows of its files, validated and measured."""

@@ -1,0 +1,74 @@
+"""Lengths of prompts in tokens, as generators encode them.
+
+With the tokenizer's own file, and without transformers' classes, which would bring torch into the broker.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+from tokenizers import Tokenizer
+
+from slipstream.broker.prompts.rows import PromptText
+from slipstream.runtime.model_files import find_file, read_json
+
+_BATCH = 1024
+
+log = structlog.get_logger(__name__)
+
+
+def is_short(prompt: PromptText, most: int) -> bool:
+    """Whether the prompt cannot have more than `most` tokens, as can be told without a tokenizer."""
+    # No token is shorter than a character, and a tokenizer may put one blank in front.
+    return isinstance(prompt, str) and prompt.isascii() and len(prompt) < most
+
+
+def count_tokens(prompts: list[PromptText], path: str) -> list[int]:
+    """Count the tokens of each prompt as generators encode it; 0 where that cannot be known here."""
+    if not prompts:
+        return []
+    if (file := find_file(path, "tokenizer.json")) is None:
+        log.warning("prompt_lengths_unknown", reason=f"{path} has no tokenizer.json on this machine")
+        return [0] * len(prompts)
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    render = _chat_renderer(path) if any(not isinstance(prompt, str) for prompt in prompts) else str
+    texts = [prompt if isinstance(prompt, str) else render(prompt) for prompt in prompts]
+    # In batches, because an encoding takes far more memory than its text.
+    batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
+    return [len(found) for batch in batches for found in tokenizer.encode_batch_fast(batch, add_special_tokens=False)]
+
+
+def _chat_renderer(path: str) -> Callable[[Any], str]:
+    """Function from chat messages to text by the model's template; to no text where generators will report an error."""
+    # Imported for this alone: it takes a second, and most of the time no prompt needs it.
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    settings = read_json(path, "tokenizer_config.json")
+    template = (
+        file.read_text("utf-8") if (file := find_file(path, "chat_template.jinja")) else _named_template(settings)
+    )
+    tokens = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
+
+    def render(messages: Any) -> str:
+        try:
+            texts, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, **tokens)
+        except (TemplateError, TypeError, ValueError):
+            return ""
+        return str(texts[0])
+
+    return render if template else lambda _: ""
+
+
+def _named_template(settings: Mapping[str, Any]) -> str:
+    """Template of older checkpoints: a text, or a list of texts by name."""
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):
+        template = next((each.get("template") for each in template if each.get("name") == "default"), "")
+    return str(template)
+
+
+def _content(token: Any) -> Any:
+    return token.get("content") if isinstance(token, dict) else token

@@ -1,0 +1,311 @@
+"""The dataset reads rows as they were written and refuses invalid files with one sentence."""
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from slipstream.broker.prompts.dataset import Dataset, describe_shortage, open_datasets
+from slipstream.broker.prompts.rows import Row
+from slipstream.buffer.codec import decode, encode
+from slipstream.configs.base import ConfigError
+from slipstream.generators.tokenization import PromptEncoder
+from tests.builders import make_prompt, make_run
+from tests.tiny_model import make_tokenizer
+
+ROW: dict[str, Any] = {
+    "data_source": "digits/reverse",
+    "prompt": "48213=",
+    "reward_model": {"style": "rule", "ground_truth": "31284"},
+    "extra_info": {"index": 17, "split": "train"},
+}
+
+
+def write(folder: Path, rows: list[dict[str, Any]], suffix: str = "parquet") -> Path:
+    path = folder / f"train.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Dataset(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_row_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert Dataset(write(tmp_path, [ROW])).row(0) == Row(
+        uid="train/00000",
+        prompt="48213=",
+        ground_truth="31284",
+        data_source="digits/reverse",
+        extra_info={"index": 17, "split": "train"},
+    )
+
+
+def test_a_prompt_may_be_chat_messages(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "What is 1 + 1?"}]
+    assert Dataset(write(tmp_path, [ROW | {"prompt": messages}])).row(0).prompt == messages
+
+
+def test_extra_info_may_be_absent(tmp_path: Path) -> None:
+    without = {key: value for key, value in ROW.items() if key != "extra_info"}
+    assert Dataset(write(tmp_path, [without])).row(0).extra_info == {}
+
+
+def test_iteration_yields_every_row_under_its_own_uid(tmp_path: Path) -> None:
+    dataset = Dataset(write(tmp_path, [ROW, ROW, ROW]))
+    assert len(dataset) == 3
+    assert [row.uid for row in dataset] == ["train/00000", "train/00001", "train/00002"]
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_a_row_outside_the_file_is_an_index_error(tmp_path: Path, index: int) -> None:
+    with pytest.raises(IndexError, match="rows 0 to 0"):
+        Dataset(write(tmp_path, [ROW])).row(index)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    assert "no such file" in refusal(tmp_path / "nowhere.parquet")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_text("{}")
+    assert "cannot be read" in refusal(tmp_path / "train.parquet")
+
+
+@pytest.mark.parametrize("column", ["prompt", "reward_model"])
+def test_a_missing_column_is_named_beside_the_existing_ones(tmp_path: Path, column: str) -> None:
+    message = refusal(write(tmp_path, [{key: value for key, value in ROW.items() if key != column}]))
+    assert f"the column `{column}` or" in message
+    assert "extra_info" in message
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("data_source", 3),
+        ("agent_name", 3),
+        ("prompt", 3),
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", ["a", "b"]),
+        ("prompt", [{"role": "user"}]),
+        ("prompt", [{"role": "user", "content": 3}]),
+        ("reward_model", "31284"),
+        ("reward_model", {"style": "rule"}),
+        ("extra_info", "seventeen"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_row(tmp_path: Path, suffix: str, column: str, value: Any) -> None:
+    rows = [ROW | {column: value}] if suffix == "parquet" else [ROW, ROW | {column: value}]
+    number = len(rows) - 1
+    message = refusal(write(tmp_path, rows, suffix))
+    assert f"row {number}: `{column}` must " in message
+    assert ", got " in message
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([ROW]).slice(0, 0), path)
+    assert "at least one prompt" in refusal(path)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("broken", "name"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"reward_model": {"style": "rule", "ground_truth": None}}, "ground_truth"),
+        ({"reward_model": None}, "reward_model"),
+    ],
+)
+def test_a_row_without_a_value_is_named(tmp_path: Path, suffix: str, broken: dict[str, Any], name: str) -> None:
+    message = refusal(write(tmp_path, [ROW, ROW | broken], suffix))
+    assert "row 1: " in message
+    assert f"`{name}`" in message
+
+
+# --- forms of a row --------------------------------------------------------------------------------------------------
+TRUTHS: list[Any] = ["31284", 31284, 0.5, True, False, 0, "", ["a", "b"], {"tests": [{"in": "1", "out": "2"}]}, []]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
+@pytest.mark.parametrize("truth", TRUTHS)
+def test_a_truth_is_any_json_value(tmp_path: Path, suffix: str, truth: Any) -> None:
+    rows = [ROW | {"reward_model": {"ground_truth": truth}}]
+    path = write(tmp_path, rows, suffix)
+    found = Dataset(path).row(0).ground_truth
+    assert (type(found), found) == (type(truth), truth)
+
+
+def test_rows_of_a_json_file_may_differ_in_their_truths_and_columns(tmp_path: Path) -> None:
+    rows = [ROW | {"reward_model": {"ground_truth": truth}, f"column_{n}": n} for n, truth in enumerate(TRUTHS)]
+    found = list(Dataset(write(tmp_path, rows, "jsonl")))
+    assert [row.ground_truth for row in found] == TRUTHS
+    assert [row.extra_info[f"column_{n}"] for n, row in enumerate(found)] == list(range(len(TRUTHS)))
+    assert "column_1" not in found[0].extra_info
+
+
+def test_one_json_list_is_read_as_its_lines_would_be(tmp_path: Path) -> None:
+    rows = [ROW, ROW | {"ability": "maths"}]
+    lines = list(Dataset(write(tmp_path, rows, "jsonl")))
+    (tmp_path / "train.json").write_text(json.dumps(rows, indent=2))
+    assert list(Dataset(tmp_path / "train.json")) == lines
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_every_column_reaches_agent_and_reward(tmp_path: Path, suffix: str) -> None:
+    calls = {"search": {"create_kwargs": {"topk": 3}}}
+    row = ROW | {
+        "agent_name": "tools",
+        "ability": "maths",
+        "tools_kwargs": calls,
+        "interaction_kwargs": {"name": "corrective", "max_turns": 4},
+        "images": ["a.png"],
+        "extra_info": {"index": 17, "ability": "kept"},
+        "reward_model": {"style": "rule", "ground_truth": "1", "rubric": "be brief"},
+    }
+    found = Dataset(write(tmp_path, [row], suffix)).row(0)
+    assert found.agent_name == "tools"
+    assert found.extra_info == {
+        "index": 17,
+        "ability": "kept",
+        "tools_kwargs": calls,
+        "interaction_kwargs": {"name": "corrective", "max_turns": 4},
+        "images": ["a.png"],
+        "reward_model": {"rubric": "be brief"},
+    }
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_question_and_answer_are_a_row_too(tmp_path: Path, suffix: str) -> None:
+    rows: list[Any] = [{"question": "1+1?", "answer": "2", "level": None}]
+    rows += [{"question": "1+2?", "answer": "3", "level": 4}]
+    found = list(Dataset(write(tmp_path, rows, suffix)))
+    assert found[0] == Row(uid="train/00000", prompt="1+1?", ground_truth="2", data_source="train")
+    assert found[1].extra_info == {"level": 4}
+    named = Dataset(write(tmp_path, [{**row, "data_source": "sums"} for row in rows], suffix))
+    assert named.row(0).data_source == "sums"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_the_parts_of_a_message_are_kept(tmp_path: Path, suffix: str) -> None:
+    # Parquet gives every part the fields of all parts: templates ask `'image' in part`.
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is this?"}]
+    prompt = [{"role": "user", "content": parts}]
+    assert Dataset(write(tmp_path, [ROW | {"prompt": prompt}], suffix)).row(0).prompt == prompt
+
+
+def test_fields_that_a_parquet_record_lacks_do_not_come_back_as_nulls(tmp_path: Path) -> None:
+    truths: list[Any] = [{"a": 1}, {"b": [{"c": 2}, {"d": 3}]}]
+    rows = [ROW | {"reward_model": {"ground_truth": truth}, "extra_info": truth} for truth in truths]
+    found = list(Dataset(write(tmp_path, rows)))
+    assert [row.ground_truth for row in found] == truths
+    assert [row.extra_info for row in found] == truths
+
+
+def test_a_null_that_was_written_into_a_json_record_is_kept(tmp_path: Path) -> None:
+    row = ROW | {"reward_model": {"ground_truth": {"unit": None}}, "comment": None}
+    found = Dataset(write(tmp_path, [row], "jsonl")).row(0)
+    assert found.ground_truth == {"unit": None}
+    assert "comment" not in found.extra_info
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", "3", '{"question": "q", "answer": 1' + "0" * 30 + "}", "not json"])
+def test_a_line_that_is_no_record_is_refused_with_its_row(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(f"{json.dumps(ROW)}\n\n{line}\n")
+    assert "row 1: it must be a JSON record, got" in refusal(path)
+
+
+def test_dates_become_text_and_nested_ones_are_refused(tmp_path: Path) -> None:
+    day = datetime.date(2026, 1, 2)
+    assert Dataset(write(tmp_path, [ROW | {"made": day}])).row(0).extra_info["made"] == "2026-01-02"
+    assert "column `made` must hold texts" in refusal(write(tmp_path, [ROW | {"made": {"on": day}}]))
+
+
+def test_bytes_and_records_travel_in_a_message(tmp_path: Path) -> None:
+    row = ROW | {"images": [{"bytes": b"\x89PNG"}], "reward_model": {"ground_truth": {"a": [True], "b": 2.5}}}
+    found = Dataset(write(tmp_path, [row])).row(0)
+    assert found.extra_info["images"] == row["images"]
+    assert decode(encode(found), Row) == found
+
+
+def test_the_dataset_loads_without_torch() -> None:
+    program = "import slipstream.broker.prompts.dataset, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def open_with(folder: Path, prompts: list[Any], **data: Any) -> tuple[Dataset, Dataset]:
+    make_tokenizer().save_pretrained(folder / "model")
+    paths = {}
+    for name in ("train", "heldout"):
+        (folder / name).mkdir(exist_ok=True)
+        paths[f"{name}_path"] = str(write(folder / name, [ROW | {"prompt": prompt} for prompt in prompts]))
+    return open_datasets(make_run(model={"path": str(folder / "model")}, data=paths | {"max_prompt_tokens": 8} | data))
+
+
+@pytest.mark.parametrize("kind", [str, list])
+def test_prompts_over_the_limit_are_refused_with_their_number_or_dropped(kind: type, tmp_path: Path) -> None:
+    user = [{"role": "user", "content": "1" * length} for length in (3, 20, 6, 30)]
+    prompts = [[message] for message in user] if kind is list else [message["content"] for message in user]
+    with pytest.raises(
+        ConfigError, match=r"at most data.max_prompt_tokens \(8\) tokens, but 2 of 4 are longer, up to 3\d"
+    ):
+        open_with(tmp_path, prompts)
+    train, heldout = open_with(tmp_path, prompts, too_long="drop")
+    assert [row.uid for row in train] == ["train/00000", "train/00002"]
+    assert len(heldout) == 2
+
+
+def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="2 of 2 are longer, up to 10 tokens in row 1"):
+        open_with(tmp_path, ["1" * 9, "1" * 10], too_long="drop")
+
+
+def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path) -> None:
+    rows = [ROW] * 40 + [ROW | {"extra_info": {"index": 1, "split": "x" * 3000}}] + [ROW] * 9
+    paths = dict.fromkeys(("train_path", "heldout_path"), str(write(tmp_path, rows)))
+    run = make_run(model={"path": str(tmp_path / "none")}, data=paths, broker={"max_message_bytes": 4096})
+    expected = (
+        r"train.parquet must take at most half of broker.max_message_bytes \(4096\), got 3\d\d\d bytes in row 40: "
+    )
+    with pytest.raises(ConfigError, match=expected):
+        open_datasets(run)
+    assert len(open_datasets(make_run(model={"path": str(tmp_path / "none")}, data=paths))[0]) == 50
+
+
+@pytest.mark.parametrize("most", [8, 9, 10])
+def test_the_file_is_measured_as_generators_encode_it(most: int, tmp_path: Path) -> None:
+    encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=99)
+    prompt = [{"role": "user", "content": "1+2+3+4"}]
+    length = len(encoder.encode(make_prompt(prompt)))
+    if length > most:
+        with pytest.raises(ConfigError, match=f"up to {length} tokens"):
+            open_with(tmp_path, [prompt], max_prompt_tokens=most)
+    else:
+        assert len(open_with(tmp_path, [prompt], max_prompt_tokens=most)[0]) == 1
+
+
+def test_a_shortage_of_heldout_prompts_is_described() -> None:
+    run = make_run(evaluation={"monitor_prompts": 2, "final_prompts": 6})
+    assert describe_shortage(run, num_heldout=8) == ""
+    assert "ask for 8: 1 are evaluated during training, 3 before and after it" in describe_shortage(run, num_heldout=4)
+
+
+def test_prompts_that_nobody_can_measure_here_are_left_to_the_generators(tmp_path: Path) -> None:
+    path = write(tmp_path, [ROW | {"prompt": "1" * 99}])
+    data = {"train_path": str(path), "heldout_path": str(path), "max_prompt_tokens": 8}
+    assert len(open_datasets(make_run(model={"path": str(tmp_path / "elsewhere")}, data=data))[0]) == 1
