@@ -17,7 +17,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from slipstream.configs.base import ConfigError
-from slipstream.generators.rewards.functions import true_number
+from slipstream.generators.rewards.mathematics import true_number
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.scripts.make_digits_data import make_row, write_pair
 

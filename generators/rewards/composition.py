@@ -17,7 +17,17 @@ _FOLDER = "slipstream.generators.rewards"
 BUILT_IN = {
     "exact_match": f"{_FOLDER}.functions:exact_match",
     "position_match": f"{_FOLDER}.functions:position_match",
-    "math_answer": f"{_FOLDER}.functions:math_answer",
+    "math_answer": f"{_FOLDER}.mathematics:math_answer",
+    "gsm8k": f"{_FOLDER}.mathematics:gsm8k",
+    "math": f"{_FOLDER}.mathematics:MathVerify",
+    "dapo_math": f"{_FOLDER}.mathematics:dapo_math",
+    "qa_exact_match": f"{_FOLDER}.question_answering:qa_exact_match",
+    "qa_sub_match": f"{_FOLDER}.question_answering:qa_sub_match",
+    "format_tags": f"{_FOLDER}.text_shape:format_tags",
+    "length_penalty": f"{_FOLDER}.text_shape:length_penalty",
+    "overlong_penalty": f"{_FOLDER}.text_shape:overlong_penalty",
+    "repetition_penalty": f"{_FOLDER}.text_shape:repetition_penalty",
+    "reasoning_gym": f"{_FOLDER}.procedural:ReasoningGym",
 }
 """Short name -> import path of the functions that come with Slipstream."""
 

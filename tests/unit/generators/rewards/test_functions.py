@@ -2,7 +2,8 @@ import time
 
 import pytest
 
-from slipstream.generators.rewards.functions import exact_match, math_answer, position_match
+from slipstream.generators.rewards.functions import exact_match, position_match
+from slipstream.generators.rewards.mathematics import math_answer
 from slipstream.generators.rewards.reward import RewardInput
 
 
@@ -105,3 +106,8 @@ def test_math_answer_is_fast_for_any_response(response: str):
 def test_math_answer_can_reward_the_format():
     assert math_answer(make_sample("#### 8", truth="7"), format_reward=0.1).total == pytest.approx(0.1)
     assert math_answer(make_sample("it is 7", truth="7"), format_reward=0.1).total == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("response", ["#### 7 or 8", "the answer is 7 or 8", "\\boxed{7 or 8}"])
+def test_two_numbers_are_no_answer(response: str):
+    assert not math_answer(make_sample(response, truth="7")).is_correct

@@ -1,0 +1,63 @@
+"""Grader of reasoning-gym's tasks, by the verifier of each."""
+
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.generators.rewards.reward import RewardInput
+
+UNRELIABLE = {
+    "boxnet": "its answers are None",
+    "composite": "it needs settings of its own",
+    "graph_color": "its answers are None",
+    "propositional_logic": "its answers are None",
+    "rubiks_cube": "its answers are None",
+    "rush_hour": "its answers are None",
+}
+"""Task -> reason for which its verifier gives less than 1 to the task's own answer."""
+_OF_TUPLES = ("arc_agi", "rearc")
+"""Tasks whose verifiers compare grids with tuples; datasets hold lists."""
+
+
+class ReasoningGym:
+    """Reward of the verifier of a reasoning-gym task, from 0 to 1, for the text of the last <answer>.
+
+    A row is an entry of the task: its ground truth a record with `answer` and `metadata`, or the answer's text with
+    `metadata` in `extra_info`. The task is named by `metadata.source_dataset`, or by the end of `data_source`.
+    """
+
+    def __init__(self) -> None:
+        try:
+            # Imported here: it is an optional dependency, and takes seconds.
+            from reasoning_gym import get_score_answer_fn
+            from reasoning_gym.utils import extract_answer
+        except ImportError as error:
+            raise ConfigError(
+                f"generators.reward.function=reasoning_gym needs the library, got {error}: "
+                "pip install 'slipstream[tasks]'."
+            ) from error
+        self._extract, self._verifier = extract_answer, get_score_answer_fn
+        self._verifiers: dict[str, Callable[..., Any]] = {}
+
+    def __call__(self, sample: RewardInput) -> Reward:
+        truth = sample.ground_truth
+        entry = truth if isinstance(truth, dict) else {"answer": truth, **sample.extra_info}
+        if not isinstance(entry.get("metadata"), dict) or "answer" not in entry:
+            raise ValueError(
+                "a row of reasoning_gym must have `answer` and a record `metadata` in its ground truth, or the latter "
+                f"in extra_info, got {', '.join(entry)}"
+            )
+        task = str(entry["metadata"].get("source_dataset") or sample.data_source.rpartition("/")[2])
+        if task in UNRELIABLE:
+            raise ValueError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}")
+        if task not in self._verifiers:
+            self._verifiers[task] = self._verifier(task)
+        if task in _OF_TUPLES:
+            entry = {**entry, "metadata": {name: _as_tuples(value) for name, value in entry["metadata"].items()}}
+        score = float(self._verifiers[task](self._extract(sample.response), entry))
+        return Reward(total=score, is_correct=score >= 1)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,190 @@
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.generators import RewardConfig
+from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.mathematics import MathVerify, dapo_math, gsm8k
+from slipstream.generators.rewards.procedural import UNRELIABLE
+from slipstream.generators.rewards.question_answering import qa_exact_match, qa_sub_match
+from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.rewards.text_shape import format_tags, length_penalty, overlong_penalty, repetition_penalty
+from tests.shape.tree import text
+from tests.unit.generators.rewards.math_table import FORMATS, PAIRS, table, verdicts
+
+
+def make_sample(response: str = "", *, truth: Any = "7", num_tokens: int = 0, **fields: Any) -> RewardInput:
+    ids = [1] * num_tokens
+    return RewardInput(prompt="?", response=response, ground_truth=truth, response_token_ids=ids, **fields)
+
+
+# --- mathematics -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("response", "method", "total"),
+    [
+        ("3 + 4 = 7\n#### 7", "strict", 1.0),
+        ("#### 7 apples\n", "strict", 1.0),
+        ("#### 3 no\n#### $7.00", "strict", 1.0),
+        ("#### **7**", "strict", 1.0),
+        ("#### 14/2", "strict", 1.0),
+        ("#### 8", "strict", 0.1),
+        ("it is 7", "strict", 0.0),
+        ("#### 7 or 8", "strict", 0.0),
+        ("#### 8, 7", "strict", 0.0),
+        ("#### 7 8", "strict", 0.0),
+        ("#### none", "strict", 0.0),
+        ("#### 7\n" + "and so on " * 40, "strict", 0.0),
+        ("it is 7", "flexible", 1.0),
+        ("it is 7.", "flexible", 1.0),
+        ("7, no 8", "flexible", 0.1),
+        ("none", "flexible", 0.0),
+    ],
+)
+def test_gsm8k(response: str, method: Any, total: float):
+    reward = gsm8k(make_sample(response), method=method, format_score=0.1)
+    assert reward == Reward(total=pytest.approx(total), is_correct=total == 1.0)
+
+
+@pytest.mark.parametrize("truth", [7, 7.0, "#### 7", "7"])
+def test_gsm8k_takes_truths_of_several_forms(truth: object):
+    assert gsm8k(make_sample("#### 7", truth=truth)).is_correct
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "total"),
+    [
+        ("Answer: 34", "34", 1.0),
+        ("so\nanswer: $\\boxed{34}$", "34", 1.0),
+        ("Answer: 3\nAnswer: 34", "34", 1.0),
+        ("Answer: x = 34 dollars", 34, 1.0),
+        ("Answer: 1,200", "1200", 1.0),
+        ("Answer: \\frac12", "\\frac{1}{2}", 1.0),
+        ("Answer: \\text{even}", "even", 1.0),
+        ("it is 34", "34", -1.0),
+        ("Answer: 35", "34", -1.0),
+        ("Answer: 34" + " " * 400, "34", -1.0),
+    ],
+)
+def test_dapo_math(response: str, truth: object, total: float):
+    assert dapo_math(make_sample(response, truth=truth)) == Reward(total=total, is_correct=total > 0)
+
+
+def test_math_verify_compares_formulas_and_refuses_truths_that_it_cannot_read():
+    grade = MathVerify()
+    assert grade(make_sample("Hence $x = \\boxed{\\frac{\\sqrt{8}}{2}}$.", truth="\\sqrt{2}")).is_correct
+    assert grade(make_sample("so it is 0.5", truth="\\boxed{\\frac{1}{2}}")).total == 1.0
+    assert grade(make_sample("no idea", truth="2")) == Reward(total=0.0)
+    with pytest.raises(ValueError, match="must be a formula that math-verify can read, got ''"):
+        grade(make_sample("2", truth=""))
+    with pytest.raises(TypeError, match="a ground truth of math must be a text or a number, got a list"):
+        grade(make_sample("2", truth=[2]))
+
+
+@pytest.mark.slow
+def test_the_graders_judge_the_pairs_as_documented():
+    assert len(PAIRS) >= 200
+    missing = [row for row in table() if row not in text("docs/rewards.md")]
+    assert not missing, "python -m tests.unit.generators.rewards.math_table prints:\n" + "\n".join(table())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grader", FORMATS)
+def test_no_grader_rewards_more_than_a_few_wrong_answers(grader: str):
+    counts = Counter(verdicts(grader))
+    assert counts["accepted"] <= 3
+    assert counts["right"] > {"gsm8k": 80, "math_answer": 80, "dapo_math": 150, "math": 230}[grader]
+
+
+# --- answers to questions --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("response", "exact", "sub"),
+    [
+        ("<answer>The Beatles!</answer>", 1.0, 1.0),
+        ("<answer>no</answer> <answer> beatles </answer>", 1.0, 1.0),
+        ("<answer>It was the Beatles</answer>", 0.1, 1.0),
+        ("<answer>the\nfab four</answer>", 1.0, 1.0),
+        ("<answer>beatles</answer><answer>Queen</answer>", 0.1, 0.1),
+        ("The Beatles", 0.0, 0.0),
+        ("<answer>x</answer>" * 10 + "<answer>Beatles</answer>", 0.25, 0.25),
+        ("<answer>x</answer>" * 9 + "<answer>Beatles</answer>", 1.0, 1.0),
+    ],
+)
+@pytest.mark.parametrize("form", [lambda texts: texts, lambda texts: {"target": texts}])
+def test_question_answering(response: str, exact: float, sub: float, form: Any):
+    sample = make_sample(response, truth=form(["Beatles", "The Fab Four"]))
+    assert qa_exact_match(sample, format_score=0.1).total == exact
+    assert qa_sub_match(sample, format_score=0.1).total == sub
+
+
+def test_a_golden_answer_of_articles_alone_is_refused():
+    with pytest.raises(ValueError, match="must hold more than articles and punctuation"):
+        qa_sub_match(make_sample("<answer>x</answer>", truth="the !"))
+
+
+# --- shape -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("response", "total"),
+    [
+        ("<think>a</think><answer>b</answer>", 1.0),
+        ("\n<think>a</think>\n\n<answer>b</answer>\n", 1.0),
+        ("<think>a</think> so <answer>b</answer>", 0.0),
+        ("a<think>a</think><answer>b</answer>", 0.0),
+        ("<think>a</think><answer>b</answer>c", 0.0),
+        ("<think>a<think></think><answer>b</answer>", 0.0),
+        ("<answer>b</answer><think>a</think>", 0.0),
+        ("<think>a</think>", 0.0),
+        ("", 0.0),
+        ("<think>" * 10**5, 0.0),
+    ],
+)
+def test_format_tags(response: str, total: float):
+    assert format_tags(make_sample(response)).total == total
+    opened = response.strip().removeprefix("<think>")
+    assert format_tags(make_sample(opened), is_first_open=True).total == (total if opened != response.strip() else 0.0)
+
+
+@pytest.mark.parametrize(("length", "overlong"), [(0, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (200, -1.0)])
+def test_penalties_of_length(length: int, overlong: float):
+    sample = make_sample(num_tokens=length)
+    assert overlong_penalty(sample, max_tokens=100, buffer_tokens=20).total == pytest.approx(overlong)
+    assert length_penalty(sample, max_tokens=100).total == pytest.approx(-min(1.0, length / 100))
+
+
+@pytest.mark.parametrize(
+    ("response", "total"), [("a b c d", 0.0), ("a b a b a b", -0.5), ("a", 0.0), ("x " * 12, -0.9)]
+)
+def test_penalty_of_repetition(response: str, total: float):
+    assert repetition_penalty(make_sample(response)).total == pytest.approx(total)
+
+
+# --- reasoning-gym ---------------------------------------------------------------------------------------------------
+def test_tasks_of_reasoning_gym_are_graded_by_their_verifiers():
+    gym = pytest.importorskip("reasoning_gym")
+    entry = next(iter(gym.create_dataset("chain_sum", size=1, seed=3)))
+    functions = RewardFunctions(RewardConfig("reasoning_gym"))
+    right = f"<think>..</think><answer>{entry['answer']}</answer>"
+    truth = {name: entry[name] for name in ("answer", "metadata")}
+    assert functions.score(make_sample(right, truth=truth)) == Reward(total=1.0, is_correct=True)
+    extra = {"metadata": entry["metadata"]}
+    assert functions.score(make_sample(right, truth=entry["answer"], extra_info=extra)).is_correct
+    assert functions.score(make_sample("<answer>none</answer>", truth=truth)).total < 1
+    unreliable = functions.score(
+        make_sample(right, truth={"answer": None, "metadata": {"source_dataset": "rush_hour"}})
+    )
+    assert "the task 'rush_hour' of reasoning-gym cannot be graded" in unreliable.detail
+    assert "a row of reasoning_gym must have" in functions.score(make_sample(right)).detail
+
+
+@pytest.mark.slow
+def test_every_other_task_of_reasoning_gym_rewards_its_own_answer_after_json():
+    gym = pytest.importorskip("reasoning_gym")
+    functions = RewardFunctions(RewardConfig("reasoning_gym"))
+    failing = []
+    for task in sorted(set(gym.factory.DATASETS) - UNRELIABLE.keys()):
+        entry = json.loads(json.dumps(next(iter(gym.create_dataset(task, size=1, seed=7)))))
+        if not functions.score(make_sample(f"<answer>{entry['answer']}</answer>", truth=entry)).is_correct:
+            failing.append(task)
+    assert failing == []
