@@ -17,6 +17,9 @@ class ModelConfig(Config):
     """Data type in which engines compute and weights travel; the learner keeps float32 master weights."""
     max_length: Annotated[int, Meta(ge=2)] = 64
     """Longest prompt and response together, tokens."""
+    chat_template: str = ""
+    """File of a Jinja template for chat messages, on every machine; it goes into the final model, too. Empty = the
+    tokenizer's own."""
     trust_remote_code: bool = False
     """Whether code that comes with the checkpoint may run."""
 

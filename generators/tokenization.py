@@ -7,15 +7,19 @@ from transformers import AutoTokenizer
 from slipstream.broker.messages import Prompt
 from slipstream.configs.data import ModelConfig
 from slipstream.generators.errors import EngineError, PromptError
+from slipstream.runtime.model_files import read_chat_template
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the tokenizer from the model's folder. Raises EngineError."""
+    """Load the tokenizer from the model's folder, with the run's chat template. Raises EngineError, ConfigError."""
     try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise EngineError(f"model.path must hold a tokenizer, got {model.path!r}: {first_line}") from error
+    if template := read_chat_template(model):
+        tokenizer.chat_template = template
+    return tokenizer
 
 
 class PromptEncoder:
@@ -53,7 +57,7 @@ class PromptEncoder:
         if not self._tokenizer.chat_template:
             raise PromptError(
                 f"prompt {prompt.uid} is a list of chat messages, so the tokenizer must have a chat template: "
-                "put plain text into the prompt column, or use an instruction-tuned checkpoint"
+                "put plain text into the prompt column, set model.chat_template, or use an instruction-tuned checkpoint"
             )
         try:
             text = self._tokenizer.apply_chat_template(prompt.prompt, add_generation_prompt=True, tokenize=False)

@@ -101,7 +101,7 @@ def open_datasets(run: RunConfig) -> tuple[Dataset, Dataset]:
     train, heldout = Dataset(run.data.train_path), Dataset(run.data.heldout_path)
     for dataset in (train, heldout):
         dataset.keep_short(
-            lambda prompts: count_tokens(prompts, run.model.path),
+            lambda prompts: count_tokens(prompts, run.model),
             most=run.data.max_prompt_tokens,
             drops=run.data.too_long == "drop",
         )

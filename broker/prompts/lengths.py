@@ -10,7 +10,8 @@ import structlog
 from tokenizers import Tokenizer
 
 from slipstream.broker.prompts.rows import PromptText
-from slipstream.runtime.model_files import find_file, read_json
+from slipstream.configs.data import ModelConfig
+from slipstream.runtime.model_files import find_file, read_chat_template, read_json
 
 _BATCH = 1024
 
@@ -23,33 +24,31 @@ def is_short(prompt: PromptText, most: int) -> bool:
     return isinstance(prompt, str) and prompt.isascii() and len(prompt) < most
 
 
-def count_tokens(prompts: list[PromptText], path: str) -> list[int]:
+def count_tokens(prompts: list[PromptText], model: ModelConfig) -> list[int]:
     """Count the tokens of each prompt as generators encode it; 0 where that cannot be known here."""
     if not prompts:
         return []
-    if (file := find_file(path, "tokenizer.json")) is None:
-        log.warning("prompt_lengths_unknown", reason=f"{path} has no tokenizer.json on this machine")
+    if (file := find_file(model.path, "tokenizer.json")) is None:
+        log.warning("prompt_lengths_unknown", reason=f"{model.path} has no tokenizer.json on this machine")
         return [0] * len(prompts)
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    render = _chat_renderer(path) if any(not isinstance(prompt, str) for prompt in prompts) else str
+    render = _chat_renderer(model) if any(not isinstance(prompt, str) for prompt in prompts) else str
     texts = [prompt if isinstance(prompt, str) else render(prompt) for prompt in prompts]
     # In batches, because an encoding takes far more memory than its text.
     batches = (texts[start : start + _BATCH] for start in range(0, len(texts), _BATCH))
     return [len(found) for batch in batches for found in tokenizer.encode_batch_fast(batch, add_special_tokens=False)]
 
 
-def _chat_renderer(path: str) -> Callable[[Any], str]:
-    """Function from chat messages to text by the model's template; to no text where generators will report an error."""
+def _chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
+    """Function from chat messages to text by the template; to no text where generators will report an error."""
     # Imported for this alone: it takes a second, and most of the time no prompt needs it.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    settings = read_json(path, "tokenizer_config.json")
-    template = (
-        file.read_text("utf-8") if (file := find_file(path, "chat_template.jinja")) else _named_template(settings)
-    )
+    settings = read_json(model.path, "tokenizer_config.json")
+    template = read_chat_template(model) or _own_template(model.path, settings)
     tokens = {key: _content(value) for key, value in settings.items() if key.endswith("_token")}
 
     def render(messages: Any) -> str:
@@ -62,8 +61,10 @@ def _chat_renderer(path: str) -> Callable[[Any], str]:
     return render if template else lambda _: ""
 
 
-def _named_template(settings: Mapping[str, Any]) -> str:
-    """Template of older checkpoints: a text, or a list of texts by name."""
+def _own_template(path: str, settings: Mapping[str, Any]) -> str:
+    """Template of the checkpoint: a file, or in older ones a text or a list of texts by name."""
+    if file := find_file(path, "chat_template.jinja"):
+        return file.read_text("utf-8")
     template = settings.get("chat_template") or ""
     if isinstance(template, list):
         template = next((each.get("template") for each in template if each.get("name") == "default"), "")

@@ -16,6 +16,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.sft.demonstration import Demonstration, Piece, chat_pieces, tokenize
+from slipstream.runtime.model_files import read_chat_template
 
 _ROWS_AT_ONCE = 1024
 
@@ -178,10 +179,12 @@ def _value(row: Row, column: str) -> Any:
 
 def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
     tokenizer = _load(AutoTokenizer, run.model)
+    if template := read_chat_template(run.model):
+        tokenizer.chat_template = template
     if is_chat and not tokenizer.chat_template:
         raise ConfigError(
-            "lists of messages need a tokenizer with a chat template, but model.path has none: give columns of text, "
-            "or an instruction-tuned checkpoint."
+            "lists of messages need a chat template, but the tokenizer of model.path has none: name one with "
+            "model.chat_template, give columns of text, or an instruction-tuned checkpoint."
         )
     if not is_chat and tokenizer.eos_token_id is None:
         raise ConfigError(

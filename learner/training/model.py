@@ -17,6 +17,7 @@ from slipstream.learner.algorithms.logprobs import LOGPROBS, Requested, measure_
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_parameters
 from slipstream.learner.errors import ModelError
+from slipstream.runtime.model_files import read_chat_template
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 """float16 gradients underflow without loss scaling, so the learner computes in float32 where engines use float16."""
@@ -140,6 +141,8 @@ def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor],
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError):
         return
+    if template := read_chat_template(config):
+        tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
 
 

@@ -17,7 +17,7 @@ from slipstream.configs.data import PrepareStep
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.launch.replay_plan import plan_replay
-from slipstream.runtime.model_files import check_model_path
+from slipstream.runtime.model_files import check_model_path, read_chat_template
 
 _STEP_TIMEOUT_S = 3600.0
 """Longest run of one preparation step: long enough for a slow download."""
@@ -56,6 +56,7 @@ def make_inputs(run: RunConfig) -> None:
     if shortage := describe_shortage(run, num_heldout=len(heldout)):
         print(f"note: {shortage}", flush=True)
     check_model_path(run.model.path)
+    read_chat_template(run.model)
     if run.mode == "replay":
         plan_replay(run)
 

@@ -11,6 +11,7 @@ import huggingface_hub
 import msgspec
 
 from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.data import ModelConfig
 
 _HUB_TIMEOUT_S = 10.0
 _CONFIG = "config.json"
@@ -199,6 +200,21 @@ def read_json(path: str, name: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def read_chat_template(model: ModelConfig) -> str:
+    """Read the template in `model.chat_template`; empty when the tokenizer's own is used. Raises ConfigError."""
+    if not model.chat_template:
+        return ""
+    problem: object = "it is empty"
+    try:
+        if (template := Path(model.chat_template).read_text("utf-8")).strip():
+            return template
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+    raise ConfigError(
+        f"model.chat_template must be a file with a Jinja template, got {model.chat_template!r}: {problem}."
+    )
 
 
 def find_file(path: str, name: str) -> Path | None:

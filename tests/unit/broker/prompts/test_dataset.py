@@ -10,12 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.broker.prompts.dataset import Dataset, describe_shortage, open_datasets
+from slipstream.broker.prompts.lengths import count_tokens
 from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.codec import decode, encode
 from slipstream.configs.base import ConfigError
-from slipstream.generators.tokenization import PromptEncoder
+from slipstream.configs.data import ModelConfig
+from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
+from slipstream.runtime.model_files import read_chat_template
 from tests.builders import make_prompt, make_run
 from tests.tiny_model import make_tokenizer
 
@@ -309,3 +313,34 @@ def test_prompts_that_nobody_can_measure_here_are_left_to_the_generators(tmp_pat
     path = write(tmp_path, [ROW | {"prompt": "1" * 99}])
     data = {"train_path": str(path), "heldout_path": str(path), "max_prompt_tokens": 8}
     assert len(open_datasets(make_run(model={"path": str(tmp_path / "elsewhere")}, data=data))[0]) == 1
+
+
+TEMPLATE = "{% for message in messages %}{{ message.content + message.content }}{% endfor %}="
+
+
+@pytest.mark.parametrize("content", ["1" * 5, "1" * 6])
+def test_a_template_of_ones_own_is_used_by_whoever_measures_and_renders(content: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text(TEMPLATE)
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    model = ModelConfig(path=str(tmp_path / "model"), chat_template=str(tmp_path / "mine.jinja"))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+    tokenizer = load_tokenizer(model)
+    token_ids = PromptEncoder(tokenizer, max_prompt_tokens=99).encode(make_prompt(messages))
+    assert tokenizer.decode(token_ids) == f"{content}{content}="
+    assert count_tokens([messages], model) == [len(token_ids)] == [2 * len(content) + 1]
+
+
+@pytest.mark.parametrize("content", [None, b"  \n", b"\xff\xfe"])
+def test_a_template_that_cannot_be_read_is_named(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"model.chat_template must be a file .*mine.jinja"):
+        read_chat_template(ModelConfig(path="none", chat_template=str(file)))
+
+
+def test_the_log_counts_what_a_file_leaves_out(tmp_path: Path) -> None:
+    with capture_logs() as events:
+        open_with(tmp_path, ["1" * 3, "1" * 20], too_long="drop")
+    found = [(Path(each["file"]).parent.name, each["left_out"], each["kept"]) for each in events if "left_out" in each]
+    assert found == [("train", 1, 1), ("heldout", 1, 1)]

@@ -158,7 +158,7 @@ def test_a_row_without_a_prompt_is_named(tmp_path):
 
 def test_messages_need_a_chat_template(tmp_path):
     rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
-    assert "need a tokenizer with a chat template" in refusal(tmp_path, rows, template="")
+    assert "lists of messages need a chat template" in refusal(tmp_path, rows, template="")
 
 
 def test_a_missing_or_unreadable_file_is_named(tmp_path):

@@ -59,6 +59,15 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token == "<eos>"
 
 
+def test_a_template_of_ones_own_goes_into_what_is_saved(tmp_path):
+    path = make_model(tmp_path)
+    (tmp_path / "mine.jinja").write_text("mine")
+    policy = load(path)
+    config = ModelConfig(path=str(path), chat_template=str(tmp_path / "mine.jinja"))
+    save_pretrained(policy, tmp_path / "saved", weights=dict(policy.causal_lm.state_dict()), config=config)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == "mine"
+
+
 def test_the_policy_knows_its_sizes():
     policy = make_policy()
     assert (policy.vocab_size, policy.hidden_size) == (VOCABULARY, 64)
