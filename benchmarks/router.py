@@ -3,12 +3,11 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 
 from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.dataset import Dataset, read_train
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.memory.store import MemoryStore
@@ -19,7 +18,7 @@ from slipstream.runtime.run_folder import RunFolder
 @contextmanager
 def open_router(run: RunConfig, store: MemoryStore) -> Iterator[Router]:
     """Create the run in `store` and a router that serves it; the caller steps the router."""
-    train, heldout = Dataset(Path(run.data.train_path)), Dataset(Path(run.data.heldout_path))
+    train, heldout = read_train(run), Dataset(run.data.heldout)
     channel = ZmqServerChannel(RunFolder(run).broker_address, keys=derive_keys(make_token(run)))
     config_json = msgspec.json.encode(run).decode()
     store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)

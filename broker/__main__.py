@@ -9,7 +9,7 @@ Most used settings; those of the learner must be the same:
   broker.token_file=FILE        secret of the run; by default one is made in the run folder
   buffer/store=embedded         or redis, with buffer.store.url=redis://HOST:PORT/0
   buffer.staleness.max_lag=4    versions that a trajectory may be old
-  data.train_path=FILE          prompts, in Parquet
+  data.train=FILE               prompts, in Parquet or JSON lines
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 Outside a checkout the module is called slipstream.broker.
@@ -34,6 +34,7 @@ from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from slipstream.buffer.sampling import RowCount
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -97,7 +98,7 @@ def _serve(
 ) -> None:
     config_json = msgspec.json.encode(run).decode()
     url = store_url(run, folder.path)
-    state = _open_run(run, url, config_json=config_json, num_rows=len(train))
+    state = _open_run(run, url, config_json=config_json, num_rows=train.row_count)
     # Without retries: during an outage peers must be answered that the store is unavailable.
     store = open_run_store(
         url,
@@ -129,7 +130,7 @@ def _serve(
     log.info("stopped")
 
 
-def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: int) -> RunState:
+def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: RowCount) -> RunState:
     """Begin or continue the run. Raises RunConflictError if it is finished."""
     timeout_s = run.buffer.retry_timeout_s
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:

@@ -10,6 +10,7 @@ Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006.
 """
 
 import math
+from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
@@ -33,19 +34,62 @@ _SMALLEST_PRIORITY_LOG2 = -8
 
 
 # --- the order of prompts --------------------------------------------------------------------------------------------
-def row_of(ordinal: int, *, num_rows: int, seed: int) -> int:
-    """Return the row of the dataset for prompt number `ordinal` (0, 1, ...): one seeded permutation per epoch."""
-    if ordinal < 0 or num_rows < 1:
+class FileShare(Record):
+    """One of several files of prompts. Example: FileShare(num_rows=7473, weight=0.3)."""
+
+    num_rows: int
+    weight: float
+    """Relative share of the prompts that come from this file."""
+
+
+RowCount = int | list[FileShare]
+"""Rows of one file, or of each of several, whose rows are numbered one file after the other."""
+
+
+def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
+    """Return the row of the dataset for prompt number `ordinal` (0, 1, ...).
+
+    Each file goes through one seeded permutation of its rows per epoch of its own. Of several, each has its share of
+    the prompts in every stretch of them, to within a prompt per file.
+    """
+    files = [FileShare(num_rows, 1.0)] if isinstance(num_rows, int) else num_rows
+    if ordinal < 0 or not files or min(file.num_rows for file in files) < 1:
         raise ValueError(f"ordinal must be >= 0 and num_rows >= 1, got {ordinal} and {num_rows}.")
-    epoch, index = divmod(ordinal, num_rows)
-    return int(_permutation(epoch, num_rows, seed)[index])
+    number, index = _file_of(ordinal, tuple(file.weight for file in files))
+    epoch, position = divmod(index, files[number].num_rows)
+    row = int(_permutation(epoch, files[number].num_rows, seed, number)[position])
+    return row + sum(file.num_rows for file in files[:number])
+
+
+def _file_of(ordinal: int, weights: tuple[float, ...]) -> tuple[int, int]:
+    """Return the file of this prompt, and how many earlier prompts came from it.
+
+    Evenly spread instead of drawn at random: draws would leave a file of weight 0.01 out of a hundred prompts one time
+    in three, would make batches differ in their mixture, and would have to be counted from the first to know a row.
+    The first file takes prompt n where round(n * share) steps up, the second likewise among the rest, and so on.
+    """
+    for number, (above, below) in enumerate(_shares_of_rest(weights)):
+        before = (2 * ordinal * above + below) // (2 * below)
+        if (2 * (ordinal + 1) * above + below) // (2 * below) > before:
+            return number, before
+        ordinal -= before
+    return len(weights) - 1, ordinal
 
 
 @lru_cache(maxsize=4)
-def _permutation(epoch: int, num_rows: int, seed: int) -> np.ndarray:
+def _shares_of_rest(weights: tuple[float, ...]) -> list[tuple[int, int]]:
+    """Share of each file but the last among itself and those after it: exact, as (numerator, denominator)."""
+    exact = [Fraction(repr(weight)) for weight in weights]
+    rests = [sum(exact[number:]) for number in range(len(exact))]
+    return [(weight / rest).as_integer_ratio() for weight, rest in zip(exact[:-1], rests, strict=False)]
+
+
+@lru_cache(maxsize=16)
+def _permutation(epoch: int, num_rows: int, seed: int, file: int = 0) -> np.ndarray:
     # Sorting raw draws instead of `Generator.permutation`: numpy promises that a bit generator's stream never
     # changes, and a run resumed under a newer numpy must see the same sequence.
-    return np.argsort(np.random.PCG64([seed, epoch, _PROMPT_STREAM]).random_raw(num_rows), kind="stable")
+    stream = [seed, epoch, _PROMPT_STREAM, *([file] if file else [])]
+    return np.argsort(np.random.PCG64(stream).random_raw(num_rows), kind="stable")
 
 
 # --- records ---------------------------------------------------------------------------------------------------------

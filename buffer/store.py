@@ -23,7 +23,7 @@ from slipstream.buffer.records import (
     StepEntry,
     VersionEntry,
 )
-from slipstream.buffer.sampling import NotReady, SamplingRules
+from slipstream.buffer.sampling import NotReady, RowCount, SamplingRules
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig, GroupDeadline
 
@@ -41,7 +41,7 @@ class Store(Protocol):
         run_id: str,
         *,
         config_json: str,
-        num_rows: int,
+        num_rows: RowCount,
         seed: int,
         keeps_finished: bool = False,
         max_uses: int = 1,
@@ -49,6 +49,7 @@ class Store(Protocol):
     ) -> RunState:
         """Create the run, or find it again. Raises RunConflictError when another run lives here.
 
+        `num_rows`: those to train on, from which, with `seed`, the order of prompts follows.
         `keeps_finished`: groups that are over stay until `forget`, for an archiver. `max_uses`: steps that may train on
         one group. `group_filter`: complete groups to reject instead of making them ready; the run keeps it.
         """

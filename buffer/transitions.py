@@ -5,7 +5,7 @@ from typing import Any, get_args, get_type_hints
 
 from slipstream.buffer.errors import RunConflictError, StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, Lease, RunState
-from slipstream.buffer.sampling import Sample, row_of
+from slipstream.buffer.sampling import RowCount, Sample, row_of
 from slipstream.buffer.trajectory import Purpose, make_lease_id
 from slipstream.configs.buffer import DropShortConfig, TrainShortConfig
 
@@ -22,7 +22,7 @@ MAY_CHANGE = (
 """Settings that a resumed run may change: how it is started, when it ends, its workers and its timeouts."""
 
 
-def check_same_run(run_id: str, *, stored: tuple[str, int, int], opened: tuple[str, int, int]) -> None:
+def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tuple[str, RowCount, int]) -> None:
     """Compare (config_json, num_rows, seed). Raises RunConflictError naming the first setting that differs."""
     before, now = _settings(*stored), _settings(*opened)
     for key in sorted(before.keys() | now.keys()):
@@ -43,7 +43,7 @@ def no_run(run_id: str) -> RunConflictError:
     )
 
 
-def _settings(config_json: str, num_rows: int, seed: int) -> dict[str, Any]:
+def _settings(config_json: str, num_rows: RowCount, seed: int) -> dict[str, Any]:
     return {"num_rows": num_rows, "seed": seed} | _flatten(json.loads(config_json), "")
 
 
@@ -67,7 +67,9 @@ def is_evaluation(group_id: str) -> bool:
     return ":" in group_id
 
 
-def make_lease(group_id: str, *, attempt: int, purpose: Purpose, indices: list[int], num_rows: int, seed: int) -> Lease:
+def make_lease(
+    group_id: str, *, attempt: int, purpose: Purpose, indices: list[int], num_rows: RowCount, seed: int
+) -> Lease:
     """Build the lease of a group, with the dataset row that its ordinal stands for."""
     # The row follows from the ordinal and the seed, so that no cursor over the dataset has to be stored.
     ordinal = int(group_id.rpartition(":")[2])

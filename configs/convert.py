@@ -42,6 +42,10 @@ def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
         yield from _variant_errors(expected, value, path)
     elif isinstance(expected, StructType) and isinstance(value, dict):
         yield from _record_errors(expected, value, path)
+    elif isinstance(expected, UnionType) and isinstance(value, list):
+        for option in expected.types:
+            if isinstance(option, ListType):
+                yield from _errors(option, value, path)
     elif isinstance(expected, ListType) and isinstance(value, list):
         for index, item in enumerate(value):
             yield from _errors(expected.item_type, item, f"{path}[{index}]")

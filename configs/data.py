@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config
+from slipstream.configs.base import Config, require
 from slipstream.configs.generators import RewardConfig
 
 
@@ -39,19 +39,50 @@ class ReplayConfig(Config):
         return RewardConfig(function=self.rescore) if isinstance(self.rescore, str) else self.rescore
 
 
+class TrainFile(Config):
+    """One of several files of prompts to train on."""
+
+    path: str
+    """Parquet, or JSON lines by its name."""
+    weight: Annotated[float, Meta(gt=0)] | None = None
+    """Relative share of prompts that come from this file, whatever its length; null for every file = by their rows."""
+
+
 class DataConfig(Config):
     """Prompts: files of Parquet or JSON lines, with `prompt` and `reward_model.ground_truth` or `question` and `answer`
     in each row; see `docs/data.md`."""
 
-    train_path: str
-    """File of the prompts to train on."""
-    heldout_path: str
+    train: str | list[TrainFile]
+    """Prompts to train on: a file, or a list of them with weights, such as `[{path: a.parquet, weight: 2}, {path:
+    b.jsonl, weight: 1}]`."""
+    heldout: str
     """File of the prompts for evaluation, never trained on."""
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 32
     """Longest prompt, tokens."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Treatment of a file with longer prompts when it is read: it is refused, or its other rows are used; how many are
     left out is logged."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.train, str):
+            return
+        require(bool(self.train), "data.train", "name a file", got="an empty list", why="there is nothing to train on")
+        paths = [file.path for file in self.train]
+        repeated = next((path for path in paths if paths.count(path) > 1), "")
+        require(not repeated, "data.train", "name each file once", got=f"{repeated} twice", why="give it a weight")
+        given = [file.weight is not None for file in self.train]
+        require(
+            all(given) or not any(given),
+            "data.train[].weight",
+            "be set for every file or for none",
+            got=f"it for {sum(given)} of {len(given)}",
+            why="without it the share follows from the number of rows",
+        )
+
+    @property
+    def train_files(self) -> list[TrainFile]:
+        """Files to train on, in their order."""
+        return [TrainFile(self.train)] if isinstance(self.train, str) else self.train
 
 
 class PrepareStep(Config):

@@ -81,7 +81,7 @@ def _walk(record: StructType, *, prefix: str, variant: str) -> Iterator[Setting]
     for field in record.fields:
         setting = Setting(prefix + field.encode_name, field, record.cls, variant)
         yield setting
-        inner = f"{setting.key}[]." if isinstance(field.type, ListType) else f"{setting.key}."
+        inner = f"{setting.key}[]." if _may_be_list(field.type) else f"{setting.key}."
         for found in setting.records:
             option = f"{setting.group}={found.tag}" if found.tag is not None else variant
             yield from _walk(found, prefix=inner, variant=option)
@@ -91,7 +91,14 @@ def _alternatives(expected: Type) -> tuple[Type, ...]:
     """Members of a union, of a list's entries too; any other type alone."""
     if isinstance(expected, ListType):
         return _alternatives(expected.item_type)
-    return expected.types if isinstance(expected, UnionType) else (expected,)
+    if isinstance(expected, UnionType):
+        return tuple(found for option in expected.types for found in _alternatives(option))
+    return (expected,)
+
+
+def _may_be_list(expected: Type) -> bool:
+    options = expected.types if isinstance(expected, UnionType) else (expected,)
+    return any(isinstance(option, ListType) for option in options)
 
 
 @cache
@@ -170,6 +177,9 @@ def _similarity(wrong: str, key: str) -> float:
     """0 to 2; 0 where the ends differ too much."""
     wrong_parent, _, end = wrong.rpartition(".")
     parent, _, last = key.rpartition(".")
+    if wrong_parent == parent and end.startswith(f"{last}_"):
+        # A key of an older version, or a unit that its name does not have: nearer than the same name elsewhere.
+        return 2.0
     similarity = max(_end_similarity(end, last), _end_similarity(end, f"{parent.rpartition('.')[2]}_{last}"))
     needed = _SIMILAR_SIBLING if wrong_parent == parent else _SIMILAR_KEY
     return similarity + SequenceMatcher(None, wrong, key).ratio() if similarity >= needed else 0.0

@@ -28,7 +28,7 @@ Most used settings:
   name=NAME                     run folder runs/NAME; resume=true continues it
   seed=0                        every random choice of the run derives from it
   model.path=FOLDER             model to train: a transformers folder, or a name on the Hugging Face hub
-  data.train_path=FILE          prompts, in Parquet; data.heldout_path=FILE those to evaluate on
+  data.train=FILE               prompts, Parquet or JSON lines; data.heldout=FILE those to evaluate on
   generators.count=1            vLLM engines; generators.group_size=8 answers to each prompt
   generators.reward.function=module:function
   buffer.staleness.max_lag=4    versions that a trajectory may be old; 0 is synchronous training
@@ -226,7 +226,7 @@ def evaluate(
     slipstream evaluate runs/mine/final_model generators/engine=hf    without vLLM
 
     The prompts are those on which a run reports its final accuracy: evaluation.final_prompts rows of
-    data.heldout_path, after the first evaluation.monitor_prompts; of a shorter file, its share.
+    data.heldout, after the first evaluation.monitor_prompts; of a shorter file, its share.
     """
     from slipstream.configs.load import load
     from slipstream.launch.evaluate import evaluate as measure

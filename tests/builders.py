@@ -71,7 +71,7 @@ def make_run(**overrides: Any) -> RunConfig:
     plain = {
         "name": "test",
         "model": {"path": "models/test"},
-        "data": {"train_path": "train.parquet", "heldout_path": "heldout.parquet"},
+        "data": {"train": "train.parquet", "heldout": "heldout.parquet"},
         "generators": {"group_size": 2, "engine": {"kind": "scripted"}, "reward": {"num_workers": 0}},
         "learner": {"groups_per_step": 2, "max_steps": 4, "engine": {"kind": "torch"}},
         "evaluation": {"monitor_prompts": 2, "final_prompts": 2},

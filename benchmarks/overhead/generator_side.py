@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from benchmarks.overhead.open_broker import open_broker
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
 from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.dataset import read_train
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveReceiver
@@ -219,7 +219,7 @@ async def _until(is_reached: Callable[[], bool], *, condition: str) -> None:
 
 
 def _prompts(run: RunConfig) -> Iterator[str]:
-    return itertools.cycle([str(row.prompt) for row in itertools.islice(Dataset(run.data.train_path), 1024)])
+    return itertools.cycle([str(row.prompt) for row in itertools.islice(read_train(run), 1024)])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarise
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.dataset import read_train
 from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.records import Claim, Lease, make_entry
@@ -49,7 +49,7 @@ class SyntheticAnswers:
     def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._run = run
         self._tokenizer = tokenizer
-        self._rows = Dataset(run.data.train_path)
+        self._rows = read_train(run)
         self._random = np.random.default_rng(run.seed)
 
     def answer(self, lease: Lease) -> list[Trajectory]:
@@ -280,7 +280,7 @@ def _store(run: RunConfig, folder: RunFolder) -> Iterator[RedisStore]:
     server.start()
     try:
         store = open_run_store(server.url, run.name, timeout_s=_TIMEOUT_S)
-        num_rows = len(Dataset(run.data.train_path))
+        num_rows = len(read_train(run))
         store.open_run(run.name, config_json="{}", num_rows=num_rows, seed=run.seed)
         yield store
         store.close()

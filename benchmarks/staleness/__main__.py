@@ -51,7 +51,7 @@ def prepare_model(folder: Path) -> str:
     """Make data and model unless they exist; returns the model's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     run = load(["experiment=digits_cpu"])
-    data = Path(run.data.train_path).parent
+    data = Path(run.data.train_files[0].path).parent
     own = [step for step in run.prepare if Path(step.creates).is_relative_to(data)]
     prepare(msgspec.structs.replace(run, prepare=[*own, *model_steps(folder, data=str(data))]))
     return str(folder / "warm")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.dataset import Dataset, read_train
 from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.trajectory import Sampling, Trajectory, VersionSpan
 from slipstream.configs.run import RunConfig
@@ -77,8 +77,8 @@ class LaggingGenerator:
         self._model, self._tokenizer = load_model(Path(run.model.path))
         self._model.eval()
         self._rewards = RewardFunctions(run.generators.reward)
-        self._train = Dataset(run.data.train_path)
-        heldout = Dataset(run.data.heldout_path)
+        self._train = read_train(run)
+        heldout = Dataset(run.data.heldout)
         self._heldout = [heldout.row(index) for index in run.evaluation.rows(len(heldout))[0]]
         self._past = PastWeights(lag)
         self._random = torch.Generator().manual_seed(run.seed)

@@ -1,4 +1,4 @@
-"""Dataset: the prompts of a file, validated and measured when it is opened."""
+"""Dataset: the prompts of one file or several, validated and measured when they are opened."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ import structlog
 from slipstream.broker.prompts.lengths import count_tokens, is_short
 from slipstream.broker.prompts.rows import PromptText, Row, make_row, open_rows
 from slipstream.buffer.codec import encode
+from slipstream.buffer.sampling import FileShare, RowCount
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 
@@ -19,32 +20,87 @@ log = structlog.get_logger(__name__)
 
 
 class Dataset:
-    """The rows of one file, held in memory. Loads without torch."""
+    """The rows of one file or several, numbered one file after the other, held in memory. Loads without torch."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Open and validate the file. Raises ConfigError, naming the file and its first problem."""
-        self._path = Path(path)
-        self._file = open_rows(self._path)
+    def __init__(self, *paths: str | Path, weights: Sequence[float] = ()) -> None:
+        """Open and validate the files. Raises ConfigError, naming the file and its first problem.
+
+        `weights`: shares of the files in the order of prompts; by their numbers of rows without.
+        """
+        names = _short_names(list(map(Path, paths)))
+        self._files = [_PromptFile(Path(path), name=name) for path, name in zip(paths, names, strict=True)]
+        self._weights = weights
+
+    def __len__(self) -> int:
+        return sum(map(len, self._files))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (file.row(index) for file in self._files for index in range(len(file)))
+
+    @property
+    def paths(self) -> str:
+        """The files, for messages."""
+        return ", ".join(str(file.path) for file in self._files)
+
+    @property
+    def row_count(self) -> RowCount:
+        """Number of rows of one file, or of each of several with its weight; the order of prompts follows from it."""
+        counts = [len(file) for file in self._files]
+        weights = self._weights or counts
+        shares = [FileShare(count, float(weight)) for count, weight in zip(counts, weights, strict=True)]
+        return shares if len(shares) > 1 else counts[0]
+
+    def row(self, index: int) -> Row:
+        """Return row `index`, from 0 to len - 1, of those that are kept. Raises IndexError otherwise."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"{self.paths} has rows 0 to {len(self) - 1}, got {index}")
+        for file in self._files:
+            if index < len(file):
+                break
+            index -= len(file)
+        return file.row(index)
+
+    def keep_short(self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool) -> None:
+        """Refuse prompts of more than `most` tokens, or leave them out and log how many. Raises ConfigError."""
+        for file in self._files:
+            file.keep_short(num_tokens, most=most, drops=drops)
+
+    def check_row_sizes(self, *, max_message_bytes: int) -> None:
+        """Refuse a row that would fill more than half of a message, which holds its lease, too. Raises ConfigError."""
+        for file in self._files:
+            file.check_row_sizes(max_message_bytes=max_message_bytes)
+
+
+def _short_names(paths: list[Path]) -> list[str]:
+    """Names without endings, with as many parent folders as tell the files apart: gsm8k/train and math/train."""
+    parts = [path.with_suffix("").resolve().parts for path in paths]
+    for depth in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+class _PromptFile:
+    """The rows of one file that are kept."""
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        """`name`: beginning of the rows' uids, and their source if they have none."""
+        self.path = path
+        self._name = name
+        self._file = open_rows(path)
         self._rows: Sequence[int] = range(len(self._file))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[Row]:
-        return (self.row(index) for index in range(len(self)))
-
     def row(self, index: int) -> Row:
-        """Return row `index`, from 0 to len - 1, of those that are kept. Raises IndexError otherwise."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"{self._path} has rows 0 to {len(self) - 1}, got {index}")
         return self._row(self._rows[index])
 
     def _row(self, number: int) -> Row:
-        stem = self._path.stem
-        return make_row(self._file.values(number), uid=f"{stem}/{number:05d}", file_name=stem)
+        return make_row(self._file.values(number), uid=f"{self._name}/{number:05d}", file_name=self._name)
 
     def keep_short(self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool) -> None:
-        """Refuse prompts of more than `most` tokens, or leave them out and log how many. Raises ConfigError."""
         prompts = self._file.prompts()
         unmeasured = [row for row in self._rows if not is_short(prompts[row], most)]
         lengths = dict(zip(unmeasured, num_tokens([prompts[row] for row in unmeasured]), strict=True))
@@ -55,23 +111,22 @@ class Dataset:
         found = f"{len(longer)} of {len(self)} are longer, up to {length} tokens in row {row}"
         if not drops or len(longer) == len(self):
             raise ConfigError(
-                f"the prompts of {self._path} must hold at most data.max_prompt_tokens ({most}) tokens, but {found}: "
+                f"the prompts of {self.path} must hold at most data.max_prompt_tokens ({most}) tokens, but {found}: "
                 "raise the limit, or leave such rows out with data.too_long=drop."
             )
         self._rows = [row for row in self._rows if row not in longer]
         log.warning(
             "prompts_left_out",
-            file=str(self._path),
+            file=str(self.path),
             left_out=len(longer),
             kept=len(self),
             reason=f"over data.max_prompt_tokens ({most}): {found}",
         )
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
-        """Refuse a row that would fill more than half of a message, which holds its lease, too. Raises ConfigError."""
         if (row := self._find_large(0, len(self._file), most=max_message_bytes // 2)) is not None:
             raise ConfigError(
-                f"a row of {self._path} must take at most half of broker.max_message_bytes ({max_message_bytes}), got "
+                f"a row of {self.path} must take at most half of broker.max_message_bytes ({max_message_bytes}), got "
                 f"{row.size} bytes in row {row.number}: raise broker.max_message_bytes, here and where generators are "
                 "started by hand, or shorten the row."
             )
@@ -93,12 +148,19 @@ class _LargeRow(NamedTuple):
     """Bytes of its record in a message."""
 
 
+def read_train(run: RunConfig) -> Dataset:
+    """Open the prompts to train on, of any length. Raises ConfigError."""
+    files = run.data.train_files
+    weights = [file.weight for file in files if file.weight is not None]
+    return Dataset(*(file.path for file in files), weights=weights)
+
+
 def open_datasets(run: RunConfig) -> tuple[Dataset, Dataset]:
     """Open the prompts to train on and those held out, without prompts over `data.max_prompt_tokens`.
 
     Logs what is left out, and a held-out file with fewer rows than the settings ask for. Raises ConfigError.
     """
-    train, heldout = Dataset(run.data.train_path), Dataset(run.data.heldout_path)
+    train, heldout = read_train(run), Dataset(run.data.heldout)
     for dataset in (train, heldout):
         dataset.keep_short(
             lambda prompts: count_tokens(prompts, run.model),
@@ -118,6 +180,6 @@ def describe_shortage(run: RunConfig, *, num_heldout: int) -> str:
         return ""
     monitored, final = run.evaluation.rows(num_heldout)
     return (
-        f"{run.data.heldout_path} holds {num_heldout} prompts, evaluation.monitor_prompts + evaluation.final_prompts "
+        f"{run.data.heldout} holds {num_heldout} prompts, evaluation.monitor_prompts + evaluation.final_prompts "
         f"ask for {wanted}: {len(monitored)} are evaluated during training, {len(final)} before and after it"
     )

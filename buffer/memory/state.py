@@ -17,7 +17,7 @@ from slipstream.buffer.records import (
     StepEntry,
     VersionEntry,
 )
-from slipstream.buffer.sampling import Sample
+from slipstream.buffer.sampling import RowCount, Sample
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.buffer.transitions import no_run
 from slipstream.configs.buffer import FilterConfig
@@ -103,7 +103,7 @@ class Run:
 
     id: str
     config_json: str
-    num_rows: int
+    num_rows: RowCount
     seed: int
     keeps_finished: bool
     group_filter: FilterConfig

@@ -22,7 +22,7 @@ from slipstream.buffer.records import (
     VersionEntry,
     progress_mark,
 )
-from slipstream.buffer.sampling import Sample
+from slipstream.buffer.sampling import RowCount, Sample
 from slipstream.buffer.trajectory import make_lease_id
 from slipstream.buffer.transitions import PHASES, check_same_run, is_evaluation
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
@@ -39,7 +39,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
         run_id: str,
         *,
         config_json: str,
-        num_rows: int,
+        num_rows: RowCount,
         seed: int,
         keeps_finished: bool = False,
         max_uses: int = 1,

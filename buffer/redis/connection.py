@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import redis
 from redis.commands.core import Script
 from redis.typing import EncodableT
@@ -14,6 +15,7 @@ from redis.typing import EncodableT
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.retry import RetryPolicy, refuses_writes
 from slipstream.buffer.redis.scripts import load_script
+from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.transitions import no_run
 from slipstream.runtime.disk import describe_disk
 
@@ -189,7 +191,7 @@ class RedisConnection:
         self._retry = retry
         self._on_close = on_close
         self._scripts: dict[str, Script] = {}
-        self._constants: tuple[int, int] | None = None
+        self._constants: tuple[RowCount, int] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -221,14 +223,14 @@ class RedisConnection:
         with self._mapped_errors():
             return self._scripts[script](keys=[self._prefix], args=[now, *arguments])
 
-    def _rows_and_seed(self) -> tuple[int, int]:
+    def _rows_and_seed(self) -> tuple[RowCount, int]:
         """Read them once: `open_run` refuses to change them."""
         if self._constants is None:
             with self._mapped_errors():
                 num_rows, seed = self._client.hmget(self._key("run"), ["num_rows", "seed"])
             if num_rows is None:
                 raise no_run(self._run_id)
-            self._constants = int(num_rows), int(seed)
+            self._constants = decode_row_count(num_rows), int(seed)
         return self._constants
 
     @contextmanager
@@ -259,6 +261,11 @@ class RedisConnection:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether Redis refused a write because `maxmemory` is reached (inside a script the error's type is lost)."""
     return "OOM command not allowed" in str(error)
+
+
+def decode_row_count(stored: bytes) -> RowCount:
+    """Decode `num_rows` of a run."""
+    return msgspec.json.decode(stored, type=RowCount)
 
 
 def text(value: bytes | None) -> str:

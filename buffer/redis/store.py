@@ -28,8 +28,9 @@ from slipstream.buffer.records import (
     progress_mark,
 )
 from slipstream.buffer.redis.batches import RedisBatches
-from slipstream.buffer.redis.connection import describe_store_disk, text
+from slipstream.buffer.redis.connection import decode_row_count, describe_store_disk, text
 from slipstream.buffer.redis.prompts import RedisPrompts
+from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.transitions import PHASES, check_same_run, no_run
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
 
@@ -57,7 +58,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         run_id: str,
         *,
         config_json: str,
-        num_rows: int,
+        num_rows: RowCount,
         seed: int,
         keeps_finished: bool = False,
         max_uses: int = 1,
@@ -65,10 +66,11 @@ class RedisStore(RedisPrompts, RedisBatches):
     ) -> RunState:
         if run_id != self._run_id:
             raise RunConflictError(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
-        settings = (config_json, num_rows, seed, LAYOUT, int(keeps_finished), max_uses, *filter_arguments(group_filter))
+        rows = msgspec.json.encode(num_rows)
+        settings = (config_json, rows, seed, LAYOUT, int(keeps_finished), max_uses, *filter_arguments(group_filter))
         stored_config, stored_rows, stored_seed, layout = self._run("open_run", *settings)
         _check_layout(run_id, int(layout))
-        stored = (text(stored_config), int(stored_rows), int(stored_seed))
+        stored = (text(stored_config), decode_row_count(stored_rows), int(stored_seed))
         check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
         # Only settings that may change differ here; the stored config is that of the newest start.
         if stored[0] != config_json:

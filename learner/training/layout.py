@@ -182,7 +182,9 @@ def _token_ids(run: RunConfig, *, vocab_size: int, count: int) -> np.ndarray:
     """int64[count]: tokens of the run's first prompts, then random ones where they are few or cannot be read."""
     drawn = np.random.default_rng([run.seed, vocab_size]).integers(0, vocab_size, size=count)
     try:
-        batches = pq.ParquetFile(run.data.train_path).iter_batches(batch_size=_PROMPTS_READ, columns=["prompt"])
+        batches = pq.ParquetFile(run.data.train_files[0].path).iter_batches(
+            batch_size=_PROMPTS_READ, columns=["prompt"]
+        )
         prompts = next(batches).column("prompt").to_pylist()
         tokenizer = AutoTokenizer.from_pretrained(run.model.path, trust_remote_code=run.model.trust_remote_code)
         texts = [p if isinstance(p, str) else "\n".join(message["content"] for message in p) for p in prompts]

@@ -41,7 +41,7 @@ def evaluate(run: RunConfig) -> dict[Purpose, Score]:
     check_model_path(run.model.path)
     _, heldout = open_datasets(run)
     _, rows = run.evaluation.rows(len(heldout))
-    print(f"{run.model.path}: {len(rows)} prompts of {run.data.heldout_path}", flush=True)
+    print(f"{run.model.path}: {len(rows)} prompts of {run.data.heldout}", flush=True)
     os.environ.update(vllm_environment(run))
     return asyncio.run(_evaluate(run, heldout, rows))
 

@@ -22,7 +22,7 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.dataset import Dataset, read_train
 from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ReplayBufferError
@@ -107,7 +107,7 @@ def _run_rank_0(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) ->
     groups = plan.groups
     if run.replay.reward is not None:
         prompting = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
-        groups = rescore(groups, run.replay.reward, prompts=Dataset(run.data.train_path), prompting=prompting)
+        groups = rescore(groups, run.replay.reward, prompts=read_train(run), prompting=prompting)
 
     def fill(store: MemoryStore) -> None:
         store.load(groups, samples=plan.samples)
@@ -177,7 +177,7 @@ def _reward_input(trajectory: Trajectory, rows: Mapping[str, Row], prompting: Pr
     row = rows.get(trajectory.prompt_uid)
     if row is None:
         raise ConfigError(
-            f"replay.rescore needs the row of every prompt in data.train_path, got {trajectory.prompt_uid!r} of "
+            f"replay.rescore needs the row of every prompt in data.train, got {trajectory.prompt_uid!r} of "
             f"{trajectory.id}, which it does not hold: name the data that the stored run was trained on."
         )
     response = trajectory.token_ids[trajectory.model_mask].tolist()

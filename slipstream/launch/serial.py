@@ -199,7 +199,7 @@ def _build_router(
     store.open_run(
         run.name,
         config_json=config_json,
-        num_rows=len(train),
+        num_rows=train.row_count,
         seed=run.seed,
         keeps_finished=run.buffer.archive.enabled,
         max_uses=run.buffer.reuse.max_uses,

@@ -7,7 +7,7 @@ import pytest
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError
 from slipstream.buffer.records import CheckpointPointer, Insertion, Lease
-from slipstream.buffer.sampling import NotReady, SamplingRules, row_of
+from slipstream.buffer.sampling import FileShare, NotReady, SamplingRules, row_of
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.buffer import DropShortConfig, UniformConfig
 from tests.builders import make_packed
@@ -105,6 +105,18 @@ def test_leases_follow_the_seeded_permutation_of_rows(store):
     assert leases[3] == Lease(
         id="3-0", group_id="3", purpose="train", row=leases[3].row, ordinal=3, attempt=0, indices=[0, 1]
     )
+
+
+def test_leases_follow_the_mixture_of_files_and_a_restart_goes_on_with_it(fresh_store):
+    files = [FileShare(3, 0.25), FileShare(NUM_ROWS, 0.75)]
+    store = open_run(fresh_store, num_rows=files)
+    rows = [each.row for each in lease(store, 5)]
+    open_run(store, num_rows=files)
+    rows += [each.row for each in lease(store, 11)]
+    assert rows == [row_of(n, num_rows=files, seed=SEED) for n in range(16)]
+    assert sum(row < 3 for row in rows) == 4
+    with pytest.raises(RunConflictError, match="num_rows must stay"):
+        open_run(store, num_rows=[FileShare(3, 0.5), FileShare(NUM_ROWS, 0.75)])
 
 
 def test_admission_stops_at_the_limit(store):

@@ -96,9 +96,9 @@ def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder
         ("algorithm/advantage=win_rate", ("algorithm.policy_loss=sppo", "policy_loss=ppo_clip")),
         ("model.path=models/nope", ("model.path", "models/nope", "no such folder")),
         ("model.path=data/digits", ("model.path", "data/digits", "no config.json")),
-        ("data.train_path=data/nope.parquet", ("data/nope.parquet", "no such file")),
-        ("data.heldout_path=data/unscored.parquet", ("data/unscored.parquet", "`reward_model`")),
-        ("data.train_path=models/digits-random/config.json", ("config.json", "row 0", "JSON record")),
+        ("data.train=data/nope.parquet", ("data/nope.parquet", "no such file")),
+        ("data.heldout=data/unscored.parquet", ("data/unscored.parquet", "`reward_model`")),
+        ("data.train=models/digits-random/config.json", ("config.json", "row 0", "JSON record")),
         ("generators.reward.function=no_rewards:f", ("generators.reward.function", "no module 'no_rewards'")),
         ("generators.reward.function=bad_rewards:raise", ("generators.reward.function", "Did you mean 'raises'")),
         ("broker.address=tcp://0.0.0.0:5757", ("broker.address", "loopback")),
@@ -128,7 +128,7 @@ def test_a_redis_that_does_not_answer_is_named(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("role", "override", "words"),
     [
-        ("broker", "data.train_path=data/nope.parquet", ("data/nope.parquet", "no such file")),
+        ("broker", "data.train=data/nope.parquet", ("data/nope.parquet", "no such file")),
         ("broker", "learner.max_step=3", ("learner.max_steps",)),
         ("generators", "learner.max_step=3", ("learner.max_steps",)),
         ("learner", "model.path=models/nope", ("model.path", "no such folder")),

@@ -42,8 +42,8 @@ class Target:
         settings = [
             f"name={_NAME}",
             f"runs_dir={self._folder}/runs",
-            f"data.train_path={rows}",
-            f"data.heldout_path={rows}",
+            f"data.train={rows}",
+            f"data.heldout={rows}",
             f"broker.address={self.address}",
             f"broker.max_message_bytes={MAX_MESSAGE_BYTES}",
             f"learner.groups_per_step={NUM_GROUPS}",

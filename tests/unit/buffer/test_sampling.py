@@ -4,11 +4,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.buffer.sampling import (
     Candidate,
+    FileShare,
     NotReady,
     Queue,
     Sample,
@@ -52,6 +53,61 @@ def test_epochs_and_seeds_are_shuffled_differently():
 def test_the_sequence_is_fixed_for_good():
     sequence = [row_of(n, num_rows=7, seed=3) for n in range(14)]
     assert sequence == [0, 4, 1, 5, 6, 3, 2, 0, 6, 2, 1, 3, 4, 5]
+
+
+MIXTURES = st.lists(
+    st.builds(FileShare, num_rows=st.integers(1, 12), weight=st.sampled_from([0.01, 0.3, 0.7, 1.0, 2.0, 5.0])),
+    min_size=2,
+    max_size=5,
+)
+
+
+def file_of(row: int, files: list[FileShare]) -> tuple[int, int]:
+    """The file that a row belongs to, and its number there."""
+    for number, file in enumerate(files):
+        if row < file.num_rows:
+            return number, row
+        row -= file.num_rows
+    raise AssertionError("no such row")
+
+
+@given(files=MIXTURES, seed=st.integers(0, 2**31 - 1))
+@settings(max_examples=40)
+def test_every_row_of_a_file_comes_before_any_comes_again(files: list[FileShare], seed: int) -> None:
+    found = [file_of(row_of(n, num_rows=files, seed=seed), files) for n in range(120)]
+    for number, file in enumerate(files):
+        rows = [row for each, row in found if each == number]
+        for start in range(0, len(rows), file.num_rows):
+            epoch = rows[start : start + file.num_rows]
+            assert len(set(epoch)) == len(epoch)
+
+
+@given(files=MIXTURES, start=st.integers(0, 10**6), length=st.integers(1, 400))
+@settings(max_examples=60)
+def test_every_window_holds_the_share_of_each_file(files: list[FileShare], start: int, length: int) -> None:
+    found = [file_of(row_of(n, num_rows=files, seed=0), files)[0] for n in range(start, start + length)]
+    total = sum(file.weight for file in files)
+    for number, file in enumerate(files):
+        assert abs(found.count(number) - length * file.weight / total) <= len(files)
+
+
+@given(files=MIXTURES, ordinals=st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
+def test_a_row_follows_from_seed_and_ordinal_alone(files: list[FileShare], ordinals: list[int]) -> None:
+    alone = {n: row_of(n, num_rows=files, seed=3) for n in ordinals}
+    assert alone == {n: row_of(n, num_rows=files, seed=3) for n in reversed(ordinals)}
+
+
+def test_files_of_one_length_are_shuffled_differently() -> None:
+    files = [FileShare(50, 1.0), FileShare(50, 1.0)]
+    found = [file_of(row_of(n, num_rows=files, seed=0), files) for n in range(100)]
+    first, second = ([row for each, row in found if each == number] for number in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second
+
+
+def test_the_sequence_of_several_files_is_fixed_for_good() -> None:
+    files = [FileShare(3, 0.5), FileShare(2, 0.3), FileShare(4, 0.2)]
+    assert [row_of(n, num_rows=files, seed=3) for n in range(12)] == [0, 4, 1, 6, 2, 3, 0, 5, 2, 3, 1, 4]
 
 
 def test_negative_ordinals_and_empty_datasets_are_refused():

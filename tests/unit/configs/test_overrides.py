@@ -27,6 +27,8 @@ def refusal(line: str) -> str:
         ("algorithm.clip_high=0.3", "algorithm.policy_loss.clip_high"),
         ("buffer.samplr=fifo", "buffer/sampler"),
         ("names=mine", "name"),
+        ("data.train_path=a", "data.train"),
+        ("data.heldout_path=a", "data.heldout"),
         ("experyment=digits_cpu", "experiment"),
         ("buffer/storr=redis", "buffer/store"),
         ("algorithm/entropy_coefficient=0.1", "algorithm.entropy_coefficient"),

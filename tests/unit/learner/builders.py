@@ -37,7 +37,7 @@ def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, *
     base = {
         "name": "test",
         "model": ModelConfig(path=str(model_path)),
-        "data": DataConfig(train_path="a", heldout_path="b"),
+        "data": DataConfig(train="a", heldout="b"),
         "learner": LearnerConfig(**(settings | (learner or {}))),
     }
     return RunConfig(**(base | overrides))

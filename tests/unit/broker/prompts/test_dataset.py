@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.broker.prompts.dataset import Dataset, describe_shortage, open_datasets
+from slipstream.broker.prompts.dataset import Dataset, describe_shortage, open_datasets, read_train
 from slipstream.broker.prompts.lengths import count_tokens
 from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.sampling import FileShare
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
@@ -257,7 +258,7 @@ def open_with(folder: Path, prompts: list[Any], **data: Any) -> tuple[Dataset, D
     paths = {}
     for name in ("train", "heldout"):
         (folder / name).mkdir(exist_ok=True)
-        paths[f"{name}_path"] = str(write(folder / name, [ROW | {"prompt": prompt} for prompt in prompts]))
+        paths[name] = str(write(folder / name, [ROW | {"prompt": prompt} for prompt in prompts]))
     return open_datasets(make_run(model={"path": str(folder / "model")}, data=paths | {"max_prompt_tokens": 8} | data))
 
 
@@ -281,7 +282,7 @@ def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> Non
 
 def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path) -> None:
     rows = [ROW] * 40 + [ROW | {"extra_info": {"index": 1, "split": "x" * 3000}}] + [ROW] * 9
-    paths = dict.fromkeys(("train_path", "heldout_path"), str(write(tmp_path, rows)))
+    paths = dict.fromkeys(("train", "heldout"), str(write(tmp_path, rows)))
     run = make_run(model={"path": str(tmp_path / "none")}, data=paths, broker={"max_message_bytes": 4096})
     expected = (
         r"train.parquet must take at most half of broker.max_message_bytes \(4096\), got 3\d\d\d bytes in row 40: "
@@ -311,7 +312,7 @@ def test_a_shortage_of_heldout_prompts_is_described() -> None:
 
 def test_prompts_that_nobody_can_measure_here_are_left_to_the_generators(tmp_path: Path) -> None:
     path = write(tmp_path, [ROW | {"prompt": "1" * 99}])
-    data = {"train_path": str(path), "heldout_path": str(path), "max_prompt_tokens": 8}
+    data = {"train": str(path), "heldout": str(path), "max_prompt_tokens": 8}
     assert len(open_datasets(make_run(model={"path": str(tmp_path / "elsewhere")}, data=data))[0]) == 1
 
 
@@ -344,3 +345,40 @@ def test_the_log_counts_what_a_file_leaves_out(tmp_path: Path) -> None:
         open_with(tmp_path, ["1" * 3, "1" * 20], too_long="drop")
     found = [(Path(each["file"]).parent.name, each["left_out"], each["kept"]) for each in events if "left_out" in each]
     assert found == [("train", 1, 1), ("heldout", 1, 1)]
+
+
+# --- several files ---------------------------------------------------------------------------------------------------
+def write_two(folder: Path) -> list[str]:
+    paths = []
+    for name, count in (("gsm8k", 3), ("math", 2)):
+        (folder / name).mkdir()
+        paths.append(
+            str(write(folder / name, [{"question": f"{name} {n}", "answer": n} for n in range(count)], "jsonl"))
+        )
+    return paths
+
+
+def test_rows_of_several_files_are_numbered_one_file_after_the_other(tmp_path: Path) -> None:
+    dataset = Dataset(*write_two(tmp_path))
+    uids = ["gsm8k/train/00000", "gsm8k/train/00001", "gsm8k/train/00002", "math/train/00000", "math/train/00001"]
+    assert [row.uid for row in dataset] == [dataset.row(index).uid for index in range(len(dataset))] == uids
+    assert dataset.row(3).data_source == "math/train"
+    with pytest.raises(IndexError, match="rows 0 to 4"):
+        dataset.row(5)
+
+
+def test_files_share_by_their_rows_or_by_their_weights(tmp_path: Path) -> None:
+    paths = write_two(tmp_path)
+    assert Dataset(paths[0]).row_count == 3
+    assert Dataset(*paths).row_count == [FileShare(3, 3.0), FileShare(2, 2.0)]
+    run = make_run(
+        data={"train": [{"path": path, "weight": weight} for path, weight in zip(paths, (1, 9), strict=True)]}
+    )
+    assert read_train(run).row_count == [FileShare(3, 1.0), FileShare(2, 9.0)]
+
+
+def test_rows_that_are_left_out_belong_to_no_order(tmp_path: Path) -> None:
+    dataset = Dataset(*write_two(tmp_path))
+    dataset.keep_short(lambda prompts: [9 if prompt == "gsm8k 1" else 1 for prompt in prompts], most=3, drops=True)
+    assert dataset.row_count == [FileShare(2, 2.0), FileShare(2, 2.0)]
+    assert [row.prompt for row in dataset] == ["gsm8k 0", "gsm8k 2", "math 0", "math 1"]

@@ -186,7 +186,7 @@ def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
     path = make_model(tmp_path)
     settings = {
         "model": ModelConfig(path=str(path), max_length=2),
-        "data": DataConfig(train_path="a", heldout_path="b", max_prompt_tokens=1),
+        "data": DataConfig(train="a", heldout="b", max_prompt_tokens=1),
         "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=1)),
     }
     assert choose(path, **settings)[1].kind == "shared_rows"
@@ -203,7 +203,7 @@ def test_the_probe_reads_the_prompts_of_the_run(tmp_path):
     path, data = make_model(tmp_path), tmp_path / "train.parquet"
     prompts = [[{"role": "user", "content": "12+"}], [{"role": "user", "content": "34="}]]
     pq.write_table(pa.table({"prompt": prompts}), data)
-    run = make_run(path, data=DataConfig(train_path=str(data), heldout_path="b"))
+    run = make_run(path, data=DataConfig(train=str(data), heldout="b"))
     expected = make_tokenizer().encode("12+34=", add_special_tokens=False)
     for count in (3, 40):
         found = layout_module._token_ids(run, vocab_size=VOCABULARY, count=count)

@@ -77,6 +77,6 @@ def test_a_data_source_that_no_reward_function_takes_is_refused_before_the_run(t
     rows = [make_row("1=", ground_truth="1", data_source=name, index=0, split="train") for name in ("digits/a", "qa")]
     write_pair(tmp_path, train=rows, heldout=rows[:1])
     functions = "generators.reward.functions=[{function: exact_match, data_sources: ['digits/*']}]"
-    paths = [f"data.{split}_path={tmp_path}/{split}.parquet" for split in ("train", "heldout")]
+    paths = [f"data.{split}={tmp_path}/{split}.parquet" for split in ("train", "heldout")]
     with pytest.raises(ConfigError, match=r"got none for data_source 'qa' of .*train\.parquet \(they take digits/\*\)"):
         make_inputs(load([*paths, functions, "prepare=[]"]))
