@@ -36,7 +36,7 @@ class SamplingConfig(Config):
     top_k: Annotated[int, Meta(ge=-1)] = -1
     """Most likely tokens that may be sampled; -1 = all."""
     max_tokens: Annotated[int, Meta(ge=1)] = 16
-    """Longest response of a trajectory, tokens."""
+    """Most tokens that the model writes in an answer, over all of its turns."""
 
 
 class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
@@ -165,6 +165,75 @@ class RewardConfig(Config):
             )
 
 
+class AgentConfig(Config, tag_field="kind"):
+    """Agent loop: from a prompt to an answer of one turn or several."""
+
+    timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Longest time of an answer, seconds; then it is masked in training and counted, `reward_status` is `timeout`."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the engine may have to end a turn at a text."""
+        return True
+
+
+class SingleTurnConfig(AgentConfig, tag="single_turn"):
+    """One response to one prompt."""
+
+    @property
+    def reads_text(self) -> bool:
+        return False
+
+
+class ToolConfig(Config):
+    """A tool that the model may call.
+
+    Example: ToolConfig(function="my_tools:search", arguments={"top_k": 3}, timeout_s=5.0)
+    """
+
+    function: str
+    """Tool in the box (`calculator`), or `module:name` of a function, sync or async, with annotated parameters and a
+    docstring, or of a class whose instances are called: one for each answer, closed by its `close`, if it has that."""
+    name: str = ""
+    """Name that the model calls; empty: the function's own."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments that are bound to the function, or given to the class; the model does not see them."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Longest call, seconds; then the model reads that it took too long."""
+    max_calls: Annotated[int, Meta(ge=1)] | None = None
+    """Most calls in one answer; null = no limit."""
+    max_concurrency: Annotated[int, Meta(ge=1)] = 64
+    """Most calls at the same time, over all answers of a generator."""
+
+
+class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
+    """Turns of the model and of the tools that it calls."""
+
+    tools: list[ToolConfig | str]
+    """Tools; a text stands for the `function` of one. A row's `extra_info.tool_selection` (names) leaves the others
+    out."""
+    format: str = "hermes"
+    """Form of a call in the model's text: `hermes`, `json`, `react`, or `vllm:NAME` for a tool parser of vLLM's."""
+    max_turns: Annotated[int, Meta(ge=1)] = 8
+    """Most turns of the model."""
+    max_parallel_calls: Annotated[int, Meta(ge=1)] = 4
+    """Most calls of one turn that are answered; the model reads that the others were not."""
+    max_result_characters: Annotated[int, Meta(ge=1)] = 2000
+    """Longest result of a call, characters; the middle of a longer one is left out."""
+
+
+class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
+    """An agent loop of the user's own."""
+
+    function: str
+    """`module:function` of `async def function(episode, **arguments)`; docs/agents.md describes the episode."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+
+
+AgentKind = SingleTurnConfig | ToolsAgentConfig | CustomAgentConfig
+
+
 class GeneratorsConfig(Config):
     """The generator role: number, groups, engine, reward."""
 
@@ -183,6 +252,15 @@ class GeneratorsConfig(Config):
     engine: VllmEngineConfig | HfEngineConfig | ScriptedEngineConfig = VllmEngineConfig()
     """Inference engine of a generator."""
     reward: RewardConfig = RewardConfig()
+    agent: AgentKind = SingleTurnConfig()
+    """Agent loop of rows without an `agent_name`."""
+    agents: dict[str, AgentKind] = {}
+    """Agent loops by the `agent_name` of rows; `single_turn` and verl's `single_turn_agent` need no entry."""
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the engine may have to end a turn at a text."""
+        return any(agent.reads_text for agent in (self.agent, *self.agents.values()))
 
     @property
     def has_baseline(self) -> bool:

@@ -9,7 +9,7 @@ from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.configs.generators import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
@@ -24,7 +24,7 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
         case VllmEngineConfig() as config:
             from slipstream.generators.engines.vllm.engine import VllmEngine
 
-            return VllmEngine(run.model, config, seed=run.seed)
+            return VllmEngine(run.model, config, seed=run.seed, reads_text=run.generators.reads_text)
         case HfEngineConfig() as config:
             from slipstream.generators.engines.hf_engine import HfEngine
 
@@ -48,7 +48,7 @@ def assemble(
     """Build a Generator and its parts. Nothing runs until `Generator.run`."""
     engine = build_engine(run, receiver=receiver)
     pool = RewardPool(run.generators.reward)
-    agent = SingleTurn(
+    agent = AgentRunner(
         run=run,
         engine=engine,
         rewards=pool,

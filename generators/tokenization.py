@@ -1,4 +1,4 @@
-"""PromptEncoder: encodes leased prompts to token ids and decodes responses to text."""
+"""PromptEncoder: encodes prompts and observations to token ids, and decodes responses to text."""
 
 from typing import Any
 
@@ -22,16 +22,23 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
+_MARK = "SLIPSTREAM.TURN.OF.THE.MODEL"
+
+
 class PromptEncoder:
-    """The only two uses of the tokenizer. Engine and learner exchange token ids: nothing is re-tokenised."""
+    """All uses of the tokenizer. Engine and learner exchange token ids: no text of the model is tokenised again."""
 
     def __init__(self, tokenizer: Any, *, max_prompt_tokens: int) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Encode plain text without special tokens, chat messages with the chat template. Raises PromptError."""
-        token_ids = self._encode_text(prompt) if isinstance(prompt.prompt, str) else self._encode_chat(prompt)
+    def encode(self, prompt: Prompt, *, tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Encode plain text without special tokens, chat messages with the chat template. Raises PromptError.
+
+        `tools`: JSON schemas of the functions that the model may call, for the template.
+        """
+        is_text = isinstance(prompt.prompt, str)
+        token_ids = self._encode_prompt_text(prompt) if is_text else self._encode_chat(prompt, tools)
         if not token_ids:
             raise PromptError(f"prompt {prompt.uid} must hold at least one token, got none: drop the row")
         if len(token_ids) > self._max_prompt_tokens:
@@ -43,25 +50,54 @@ class PromptEncoder:
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode a response for the reward function, without special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def _encode_text(self, prompt: Prompt) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
+        """Encode a text that the model did not write, without special tokens around it."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_between_turns(
+        self, messages: list[dict[str, Any]], *, last_token_id: int | None, tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Encode what stands between two turns of the model: the end of its own, `messages`, the header of the next.
+
+        `last_token_id` is the last one that the model wrote: where it is the end token of the template, it is not
+        repeated. Raises PromptError.
+        """
+        self._require_template("an agent answers with chat messages")
+        # The template renders a conversation in which the model wrote a mark; what follows the mark is independent of
+        # what the model really wrote, so that its tokens need not be touched.
+        opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        text = self._render([*opening, *messages], tools=tools, subject="the messages of an agent")
+        _, mark, rest = text.rpartition(_MARK)
+        if not mark:
+            raise PromptError("the chat template must render the text of assistant messages, but it left it out")
+        token_ids = self.encode_text(rest)
+        return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
+
+    def _encode_prompt_text(self, prompt: Prompt) -> list[int]:
         try:
-            return self._tokenizer.encode(prompt.prompt, add_special_tokens=False)
+            return self.tokenizer.encode(prompt.prompt, add_special_tokens=False)
         except Exception as error:
             raise PromptError(
                 f"prompt {prompt.uid} must be encodable by the tokenizer, got {prompt.prompt[:60]!r}: {error}"
             ) from error
 
-    def _encode_chat(self, prompt: Prompt) -> list[int]:
-        if not self._tokenizer.chat_template:
+    def _encode_chat(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> list[int]:
+        self._require_template(f"prompt {prompt.uid} is a list of chat messages")
+        assert not isinstance(prompt.prompt, str)
+        # The template has already written the special tokens.
+        return self.encode_text(self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}"))
+
+    def _require_template(self, reason: str) -> None:
+        if not self.tokenizer.chat_template:
             raise PromptError(
-                f"prompt {prompt.uid} is a list of chat messages, so the tokenizer must have a chat template: "
+                f"{reason}, so the tokenizer must have a chat template: "
                 "put plain text into the prompt column, set model.chat_template, or use an instruction-tuned checkpoint"
             )
+
+    def _render(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, subject: str) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(prompt.prompt, add_generation_prompt=True, tokenize=False)
+            return self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         except Exception as error:
-            raise PromptError(f"prompt {prompt.uid} must fit the chat template: {error}") from error
-        # The template has already written the special tokens.
-        return self._tokenizer.encode(text, add_special_tokens=False)
+            raise PromptError(f"{subject} must fit the chat template: {error}") from error

@@ -33,7 +33,7 @@ from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.generators import ScriptedEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
@@ -168,7 +168,7 @@ class FleetRun:
 def _generator(run: RunConfig, session: Session, config: ScriptedEngineConfig) -> Generator:
     engine = ScriptedEngine(config)
     pool = RewardPool(msgspec.structs.replace(run.generators.reward, num_workers=0))
-    agent = SingleTurn(
+    agent = AgentRunner(
         run=run,
         engine=engine,
         rewards=pool,

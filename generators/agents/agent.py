@@ -1,6 +1,6 @@
-"""Agent: the protocol of an agent loop, and the Transcript that every loop builds."""
+"""Agent: the protocols of an agent and of its loop, and the Transcript that every loop builds."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,18 @@ class Agent(Protocol):
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         """Generate member `index` of the prompt's group. Raises PromptError, EngineError. Cancelling aborts it."""
+        ...
+
+
+class AgentLoop(Protocol):
+    """Has the model write turns, and observes what others answer. One object serves all answers of a generator."""
+
+    def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
+        """Return the JSON schemas that the chat template shows with this prompt; None without any."""
+        ...
+
+    async def run(self, episode: Any) -> None:
+        """Fill an Episode. An exception costs this answer alone. Raises EngineError."""
         ...
 
 
@@ -52,12 +64,19 @@ class Transcript:
             # A turn that starts under the version of the previous one extends its span: spans mark changes only.
             if not self.version_spans or self.version_spans[-1].version != span.version:
                 self.version_spans.append(VersionSpan(offset + span.first_token, span.version))
-        self.num_turns += 1
+        # A turn is a run of the model's tokens: one that goes on without an observation between is the same.
+        self.num_turns += self._model_mask[-1:] != [True]
         self._extend(completion.token_ids, completion.logprobs, is_model=True)
 
     def add_observation(self, token_ids: list[int]) -> None:
         """Append the environment's turn: context for the model, masked in training."""
         self._extend(token_ids, [0.0] * len(token_ids), is_model=False)
+
+    def trim(self) -> None:
+        """Drop what was observed after the model's last turn: nobody read it."""
+        length = len(self._model_mask) - self._model_mask[::-1].index(True)
+        for column in (self.token_ids, self._model_mask, self._logprobs):
+            del column[length:]
 
     @property
     def model_mask(self) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Engine: the protocol of vLLM, transformers and scripted engines."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from slipstream.broker.messages import OpenEpoch, Update
@@ -21,7 +22,7 @@ class Completion(Record):
     version_spans: list[VersionSpan]
     """Policy version of each token; `first_token` counts from the start of the response."""
     stop_reason: str
-    """`stop` (end token) | `length`."""
+    """`stop` (end token) | `stop_string` | `length`."""
 
 
 class EngineLoad(Record):
@@ -57,8 +58,13 @@ class Engine(Protocol):
         """Load the model. Raises EngineError."""
         ...
 
-    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """Generate one response, across updates if need be. Cancelling aborts the request. Raises EngineError."""
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Generate one response, across updates if need be. Cancelling aborts the request. Raises EngineError.
+
+        It ends with the token that completes one of the texts in `stop`, which may go on behind that text.
+        """
         ...
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

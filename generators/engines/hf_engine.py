@@ -79,9 +79,14 @@ def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
 class HfRequest:
     """A request and its response so far."""
 
-    def __init__(self, prompt_token_ids: list[int], sampling: Sampling) -> None:
+    def __init__(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, stop: Sequence[str] = (), tokenizer: Any = None
+    ) -> None:
+        """`tokenizer` decodes the response, for texts in `stop`."""
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
+        self._stop = stop
+        self._tokenizer = tokenizer
         self.uniforms = draw_uniforms(sampling)
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -89,15 +94,23 @@ class HfRequest:
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def append(self, token_id: int, logprob: float, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """Append a sampled token; completes the request at an end token or at `max_tokens`."""
+        """Append a sampled token; completes the request at an end token, at a text in `stop` or at `max_tokens`."""
         if not self.version_spans or self.version_spans[-1].version != version:
             self.version_spans.append(VersionSpan(len(self.token_ids), version))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
-        is_stopped = token_id in end_token_ids
-        if is_stopped or len(self.token_ids) == self.sampling.max_tokens:
-            reason = "stop" if is_stopped else "length"
+        is_full = len(self.token_ids) == self.sampling.max_tokens
+        if reason := "stop" if token_id in end_token_ids else self._stop_string() or ("length" if is_full else ""):
             self.completion.set_result(Completion(self.token_ids, self.logprobs, self.version_spans, reason))
+
+    def _stop_string(self) -> str:
+        """`stop_string` if the last token completes one of the texts; empty otherwise."""
+        if not self._stop:
+            return ""
+        # A text without a byte-level rest is over its number of tokens at most, and decoding more costs its square.
+        tail = self.token_ids[-(max(map(len, map(str.encode, self._stop))) + 1) :]
+        text = self._tokenizer.decode(tail)
+        return "stop_string" if any(stop in text for stop in self._stop) else ""
 
 
 class HfBatch:
@@ -173,6 +186,7 @@ class HfEngine:
         # A receiver belongs to one thread, and waiting for bytes must not block decoding.
         self._receiver_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._model: Any = None
+        self._tokenizer: Any = None
         self._end_token_ids: list[int] = []
         self._pad_token_id = 0
         self._queue: deque[HfRequest] = deque()
@@ -195,13 +209,16 @@ class HfEngine:
             # transformers' SDPA leaves the soft cap of attention scores out without a word.
             model.set_attn_implementation("eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._tokenizer = tokenizer
         self._model = model.to(device).eval().requires_grad_(False)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)
         self._pad_token_id = tokenizer.pad_token_id or 0
 
-    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+    ) -> Completion:
         self._check_started()
-        request = HfRequest(prompt_token_ids, sampling)
+        request = HfRequest(prompt_token_ids, sampling, stop=stop, tokenizer=self._tokenizer)
         self._queue.append(request)
         if self._decoding is None or self._decoding.done():
             self._decoding = asyncio.create_task(self._decode())

@@ -4,6 +4,7 @@ import asyncio
 import math
 import random
 import time
+from collections.abc import Sequence
 
 from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.shared_buckets import SharedBuckets
@@ -39,8 +40,13 @@ class ScriptedEngine:
     async def start(self) -> None:
         """There is no model to load."""
 
-    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
-        """Return about `tokens_per_response` tokens ending in the end token, cut off at `max_tokens`."""
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Return about `tokens_per_response` tokens ending in the end token, cut off at `max_tokens`.
+
+        Its tokens have no text, so nothing in `stop` ever ends them.
+        """
         script = self._script(sampling.seed)
         length = min(len(script), sampling.max_tokens)
         spans: list[VersionSpan] = []

@@ -34,7 +34,7 @@ class RewardInput(Record):
     prompt: str | list[dict[str, Any]]
     """Text or chat messages, as in the dataset."""
     response: str
-    """The model's text, without special tokens."""
+    """The model's text of its last turn, without special tokens."""
     ground_truth: Any
     """Reference answer, any JSON value."""
     data_source: str = ""
@@ -42,9 +42,11 @@ class RewardInput(Record):
     stop_reason: str = "stop"
     """`stop` (the model wrote its end token) | `length` | `aborted`."""
     response_token_ids: list[int] = []
-    """Token ids of the response, including its end token."""
+    """Token ids of that text, including its end token."""
     extra_info: dict[str, Any] = {}
     """Further columns of the dataset's row."""
+    messages: list[dict[str, Any]] = []
+    """Chat messages after the prompt: turns of the model, and those that it read between them."""
 
 
 # --- ground truths ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Purpose, Record, Reward
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.build import build_engine
 from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.rewards.pool import RewardPool
@@ -51,7 +51,7 @@ async def _evaluate(run: RunConfig, heldout: Dataset, rows: Sequence[int]) -> di
     engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
     pool = RewardPool(run.generators.reward)
     encoder = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
-    agent = SingleTurn(run=run, engine=engine, rewards=pool, encoder=encoder, generator_id="evaluate")
+    agent = AgentRunner(run=run, engine=engine, rewards=pool, encoder=encoder, generator_id="evaluate")
     slots = asyncio.Semaphore(run.generators.max_concurrency)
 
     async def answer(purpose: Purpose, row: int) -> Reward:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,7 @@ def make_engine(kind: str, folder: Path, *, vllm: VllmEngineConfig) -> Engine:
         return HfEngine(model, HfEngineConfig(), receiver=receiver)
     from slipstream.generators.engines.vllm.engine import VllmEngine
 
-    return VllmEngine(model, vllm, seed=0)
+    return VllmEngine(model, vllm, seed=0, reads_text=True)
 
 
 class Rig:
@@ -127,10 +127,12 @@ class Rig:
         return asyncio.get_running_loop().run_in_executor(self._sender_thread, work)
 
     # --- requests ------------------------------------------------------------------------------------------------
-    async def generate(self, prompts: list[list[int]], samplings: list[Sampling]) -> list[Completion]:
+    async def generate(
+        self, prompts: list[list[int]], samplings: list[Sampling], *, stop: Sequence[str] = ()
+    ) -> list[Completion]:
         return await asyncio.gather(
             *(
-                self.engine.generate(prompt, sampling, request_id=f"request-{i}")
+                self.engine.generate(prompt, sampling, request_id=f"request-{i}", stop=stop)
                 for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
             )
         )

@@ -20,7 +20,7 @@ from tests.contract.engines import (
     reference_logits,
     reference_logprobs,
 )
-from tests.tiny_model import make_tiny_module
+from tests.tiny_model import make_tiny_module, make_tokenizer
 
 PROMPT = [6, 10, 4, 3, 5, 12]
 PROMPTS = [PROMPT, [4], [7, 12], [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14], *[[2 + i, 12] for i in range(12)]]
@@ -135,6 +135,23 @@ def test_the_load_of_running_requests_is_reported_and_bounded(rig: Rig):
         assert 0 < max(load.num_waiting for load in loads) <= 96
     else:
         assert loads[-1] == EngineLoad(), "these engines have no bound"
+
+
+def test_a_text_ends_a_response_with_the_token_that_completes_it(real: Rig):
+    samplings = [make_sampling(seed, max_tokens=40) for seed in range(24)]
+    whole = real.run(real.generate([PROMPT] * 24, samplings))
+    tokenizer = make_tokenizer()
+    for sampling, free in zip(samplings, whole, strict=True):
+        # Two characters in the middle, one token each; the same seed samples the same tokens up to them.
+        if len(free.token_ids) < 8:
+            continue
+        text = tokenizer.decode(free.token_ids[3:5])
+        end = next(i for i in range(2, 9) if text in tokenizer.decode(free.token_ids[:i]))
+        (ended,) = real.run(real.generate([PROMPT], [sampling], stop=[text, "never written"]))
+        assert ended.stop_reason == "stop_string"
+        assert ended.token_ids == free.token_ids[:end]
+        assert ended.logprobs == pytest.approx(free.logprobs[:end], abs=TOLERANCE)
+        assert ended.version_spans[0] == free.version_spans[0]
 
 
 # --- log-probabilities -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from slipstream.broker.router import Router
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig, ScriptedEngineConfig
-from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
@@ -88,7 +88,7 @@ class GeneratorScene:
 
 def make_generator(scene: GeneratorScene) -> Generator:
     pool = RewardPool(RewardConfig(scene.reward, num_workers=0))
-    agent = SingleTurn(
+    agent = AgentRunner(
         run=scene.run,
         engine=scene.engine,
         rewards=pool,

@@ -1,6 +1,7 @@
 """A generator whose engine runs out of room lowers its concurrency, visibly in its status."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ class CrowdedEngine(FakeEngine):
     def current_load(self) -> EngineLoad:
         return self.reported
 
-    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+    ) -> Completion:
         await self.gate.wait()
         return await super().generate(prompt_token_ids, sampling, request_id=request_id)
 

@@ -18,7 +18,7 @@ from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.generators import RewardConfig, ScriptedEngineConfig
-from slipstream.generators.agents.single_turn import SingleTurn
+from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
@@ -80,7 +80,7 @@ class SimulatedRun:
             ScriptedEngineConfig(tokens_per_response=TOKENS_PER_RESPONSE, seconds_per_token=seconds_per_token)
         )
         pool = RewardPool(RewardConfig("tests.integration.generator_scene:always_one", num_workers=0))
-        agent = SingleTurn(
+        agent = AgentRunner(
             run=self.run,
             engine=engine,
             rewards=pool,

@@ -29,8 +29,8 @@ from tests.shape.tree import ROOT, assert_none, text
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:make|slipstream|python)\s[^`]+)`")
 INDENTED = re.compile(r"^ {4,}(?:\$ )?(?:make|slipstream|python|pip|ssh) .*$", re.MULTILINE)
-LANGUAGES = ("sh", "console", "text", "python")
-"""Commands, commands with what they print, anything that is no command, and code."""
+LANGUAGES = ("sh", "console", "text", "python", "yaml", "json")
+"""Commands, commands with what they print, anything that is no command, code, settings and rows."""
 EXAMPLES = {"N": "1", "K": "1", "KIND": "advantage", "SECONDS": "1"}
 """Values of placeholders that must be numbers or choices; all others may be any text."""
 ELSEWHERE = ("ssh",)

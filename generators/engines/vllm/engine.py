@@ -7,7 +7,7 @@ Cached prefixes are salted with the update they were computed under and never re
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -56,8 +56,10 @@ replaced before the learner ends its run for want of weights (`learner.dead_end.
 class VllmEngine:
     """Engine over vLLM. The model lives in a process of vLLM's, which ends whenever and however this one ends."""
 
-    def __init__(self, model: ModelConfig, engine: VllmEngineConfig, *, seed: int) -> None:
+    def __init__(self, model: ModelConfig, engine: VllmEngineConfig, *, seed: int, reads_text: bool = False) -> None:
+        """`reads_text`: whether requests may come with texts that end them."""
         self._model = model
+        self._reads_text = reads_text
         self._config = engine
         self._seed = seed
         self._llm: AsyncLLM | None = None
@@ -81,11 +83,15 @@ class VllmEngine:
         """Start the engine process and load the model; takes half a minute on a CPU. Raises EngineError."""
         check_environment(engine_environment(self._config))
         self._end_token_ids, max_positions, self._layout = _read_checkpoint(self._model)
-        arguments = engine_arguments(self._model, self._config, seed=self._seed, max_positions=max_positions)
+        arguments = engine_arguments(
+            self._model, self._config, seed=self._seed, max_positions=max_positions, reads_text=self._reads_text
+        )
         self._llm = await start_llm(arguments, timeout_s=self._config.start_timeout_s)
         await self._call(self._llm.update_weight_version(str(self._version)))
 
-    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+    ) -> Completion:
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -96,7 +102,11 @@ class VllmEngine:
             # 0 = of the sampled token only. Flat lists and one final output save most of vLLM's work per token.
             logprobs=0,
             flat_logprobs=True,
-            detokenize=False,
+            # Text only where it may end the response, and all of it: the texts in `stop` may be special tokens.
+            detokenize=bool(stop),
+            stop=list(stop),
+            include_stop_str_in_output=True,
+            skip_special_tokens=not stop,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
@@ -108,7 +118,7 @@ class VllmEngine:
             token_ids=list(answer.token_ids),
             logprobs=answer.logprobs.logprobs,
             version_spans=[VersionSpan(span.start, int(span.version)) for span in answer.weight_versions],
-            stop_reason=answer.finish_reason,
+            stop_reason="stop_string" if isinstance(answer.stop_reason, str) else answer.finish_reason,
         )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

@@ -26,13 +26,15 @@ _STOP_GRACE_S = 1.0
 _ABANDON_TIMEOUT_S = 5.0
 
 
-def engine_arguments(model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int) -> AsyncEngineArgs:
+def engine_arguments(
+    model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int, reads_text: bool
+) -> AsyncEngineArgs:
     """Translate the config into vLLM's arguments."""
     return AsyncEngineArgs(
         model=model.path,
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not reads_text,
         # One more than a full trajectory: a probe is a prompt with one token to generate.
         max_model_len=min(model.max_length + 1, max_positions),
         # With slots to spare, so that a probe never waits for a response to end.

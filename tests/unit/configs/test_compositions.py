@@ -20,6 +20,8 @@ NEEDED = {
     "algorithm/advantage=custom": ["algorithm.advantage.function=my_module:my_advantage"],
     "algorithm/policy_loss=custom": ["algorithm.policy_loss.function=my_module:my_loss"],
     "algorithm/policy_loss=sppo": ["recipe=sppo"],
+    "generators/agent=tools": ["generators.agent.tools=[calculator]"],
+    "generators/agent=custom": ["generators.agent.function=my_module:my_agent"],
     "model": ["experiment=gsm8k_1gpu", "model.max_length=2048"],
     "data": ["experiment=gsm8k_1gpu", "model.max_length=2048"],
 }

@@ -1,9 +1,12 @@
+import random
+
 import pytest
 
 from slipstream.generators.errors import PromptError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt
 from tests.tiny_model import make_tokenizer
+from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
 
 
 def make_prompting(max_prompt_tokens: int = 16) -> PromptEncoder:
@@ -56,3 +59,91 @@ def test_messages_that_do_not_fit_the_template_are_an_error():
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(PromptError, match="must fit the chat template: roles must alternate"):
         PromptEncoder(tokenizer, max_prompt_tokens=8).encode(make_prompt([{"role": "user", "content": "1"}]))
+
+
+# --- between two turns -----------------------------------------------------------------------------------------------
+NUM_DIALOGUES = 1_700
+"""For each of the six templates."""
+PIECES = [
+    "the",
+    " answer",
+    "\n",
+    "\n\n",
+    " ",
+    "42",
+    "+",
+    "Ä",
+    "中",
+    "🙂",
+    "<",
+    "tool",
+    "</think>",
+    "  ",
+    ":",
+    "\t",
+    "e\u0301",
+]
+
+
+def a_text(rng: random.Random) -> str:
+    return "".join(rng.choices(PIECES, k=rng.randint(1, 8)))
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model(family: str):
+    tokenizer, end = make_chat_tokenizer(family), TEMPLATES[family][1]
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
+    rng = random.Random(family)
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    roles = ["user"] if family == "gemma" else ["user", "tool"]
+    for _ in range(NUM_DIALOGUES):
+        messages = [{"role": "user", "content": a_text(rng)}]
+        token_ids = encoder.encode(make_prompt(messages))
+        turns = []
+        for _ in range(rng.randint(1, 4)):
+            # As sampled: any tokens, also those that no text is ever encoded to.
+            own = [rng.randrange(len(tokenizer) // 2, len(tokenizer)) for _ in range(rng.randint(1, 6))]
+            own = own if rng.random() < 0.3 else tokenizer.encode(a_text(rng), add_special_tokens=False)
+            turns.append((len(token_ids), [*own, end_id]))
+            token_ids += turns[-1][1]
+            results = [{"role": rng.choice(roles), "content": a_text(rng)} for _ in range(rng.randint(1, 2))]
+            messages += [{"role": "assistant", "content": tokenizer.decode(own)}, *results]
+            token_ids += encoder.encode_between_turns(results, last_token_id=token_ids[-1])
+        for start, own in turns:
+            assert token_ids[start : start + len(own)] == own
+        if family not in ("llama", "gemma", "thinking") and "\ufffd" not in str(messages):
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            assert tokenizer.decode(token_ids) == rendered
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama", "gemma", "mistral", "phi"])
+def test_tokens_of_a_dialogue_are_those_of_the_whole_text(family: str):
+    tokenizer, end = make_chat_tokenizer(family), TEMPLATES[family][1]
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
+    rng = random.Random(family)
+    for _ in range(300):
+        messages = [{"role": "user", "content": "what is 12 + 30?"}]
+        token_ids = encoder.encode(make_prompt(messages))
+        for _ in range(rng.randint(1, 3)):
+            text = a_text(rng).strip() or "42"
+            token_ids += tokenizer.encode(text + end, add_special_tokens=False)
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": a_text(rng).strip() or "so"},
+            ]
+            token_ids += encoder.encode_between_turns(messages[-1:], last_token_id=token_ids[-1])
+        assert token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_turn_without_its_end_token_is_ended():
+    tokenizer = make_chat_tokenizer("chatml")
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
+    between = encoder.encode_between_turns([{"role": "tool", "content": "7"}], last_token_id=5)
+    assert tokenizer.decode(between) == "<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_without_the_text_of_the_assistant_is_an_error():
+    tokenizer = make_chat_tokenizer("chatml")
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(PromptError, match="must render the text of assistant messages"):
+        PromptEncoder(tokenizer, max_prompt_tokens=8).encode_between_turns([], last_token_id=None)

@@ -1,4 +1,5 @@
 import asyncio
+from collections.abc import Sequence
 from itertools import count
 
 import numpy as np
@@ -8,7 +9,7 @@ from slipstream.broker.messages import Prompt
 from slipstream.buffer.codec import pack
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.generators.agents.agent import Transcript
-from slipstream.generators.agents.single_turn import SingleTurn, request_seed
+from slipstream.generators.agents.runner import AgentRunner, request_seed
 from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.rewards.reward import RewardInput
@@ -23,7 +24,9 @@ class RecordingEngine(ScriptedEngine):
     def __init__(self) -> None:
         self.requests: list[tuple[list[int], Sampling, str]] = []
 
-    async def generate(self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str) -> Completion:
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+    ) -> Completion:
         self.requests.append((prompt_token_ids, sampling, request_id))
         return Completion([5, 3, 4, 10, 6, 1], [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6], SPANS, "stop")
 
@@ -42,9 +45,9 @@ class RecordingScorer:
 SPANS = [VersionSpan(0, 2), VersionSpan(3, 3)]
 
 
-def make_agent(engine: ScriptedEngine, scorer: RecordingScorer, **run: object) -> SingleTurn:
+def make_agent(engine: ScriptedEngine, scorer: RecordingScorer, **run: object) -> AgentRunner:
     ticks = count(100)
-    return SingleTurn(
+    return AgentRunner(
         run=make_run(**run),
         engine=engine,
         rewards=scorer,

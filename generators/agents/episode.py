@@ -1,0 +1,119 @@
+"""Episode: what an agent loop works with while it answers one prompt."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from slipstream.broker.messages import Prompt
+from slipstream.buffer.trajectory import Record, Sampling
+from slipstream.generators.agents.agent import Transcript
+from slipstream.generators.engines.engine import Engine
+from slipstream.generators.tokenization import PromptEncoder
+
+
+class Turn(Record):
+    """A turn of the model.
+
+    Example: Turn(text="The sum is <tool_call>", token_ids=[5, 3, 9], stop_reason="stop_string")
+    """
+
+    text: str
+    """Its text without special tokens; a text that ended the turn is in it."""
+    token_ids: list[int]
+    """As sampled, end token included."""
+    stop_reason: str
+    """`stop` (end token) | `stop_string` | `length` | `context_overflow`."""
+
+
+class Episode:
+    """One answer in the making: turns of the model, and observations between them.
+
+    Life: generate -> (observe -> generate)*. The model's tokens are kept as sampled; observations are encoded once and
+    appended. Its transcript, rewards, metrics and extras become the trajectory.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompt: Prompt,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        max_length: int,
+        engine: Engine,
+        encoder: PromptEncoder,
+        request_id: str,
+        turn_seeds: Sequence[int],
+    ) -> None:
+        """`max_length`: most tokens of prompt and answer; `turn_seeds`: seeds of the second turn and of later ones."""
+        self.prompt = prompt
+        """Row that is answered: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
+        self.sampling = sampling
+        """Sampling of the first turn; later ones have what is left of `max_tokens`, and another seed."""
+        self.transcript = Transcript(prompt_token_ids)
+        self.turns: list[Turn] = []
+        self.messages: list[dict[str, Any]] = []
+        """Chat messages after the prompt, for the reward function."""
+        self.turn_rewards: list[float] = []
+        """Rewards that the loop gives to turns, in order; empty, or one for each turn."""
+        self.metrics: Counter[str] = Counter()
+        """Numbers for reports, such as `tool_calls`."""
+        self.extras: dict[str, Any] = {}
+        """Data that is stored with the trajectory; plain values only."""
+        self.stop_reason = "stop"
+        """Reason of the end: the last turn's, unless the loop sets another one."""
+        self._max_length = max_length
+        self._engine = engine
+        self._encoder = encoder
+        self._request_id = request_id
+        self._turn_seeds = turn_seeds
+
+    @property
+    def room(self) -> int:
+        """Tokens that the model may still write."""
+        written = sum(len(turn.token_ids) for turn in self.turns)
+        return min(self.sampling.max_tokens - written, self._max_length - len(self.transcript.token_ids))
+
+    async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+        """Let the model write a turn, up to its end token, to one of the texts in `stop`, or to a limit.
+
+        Without room it returns an empty turn, which is not recorded; the answer then ends with `length` where
+        `max_tokens` are written, with `context_overflow` where the model's context is full. Raises EngineError.
+        """
+        if self.room <= 0:
+            is_written = len(self.transcript.token_ids) < self._max_length
+            self.stop_reason = "length" if is_written else "context_overflow"
+            return Turn("", [], self.stop_reason)
+        limit = self.room if max_tokens is None else min(max_tokens, self.room)
+        number = len(self.turns)
+        sampling = msgspec.structs.replace(
+            self.sampling, max_tokens=limit, seed=self._turn_seeds[number - 1] if number else self.sampling.seed
+        )
+        request_id = f"{self._request_id}-turn-{number}" if number else self._request_id
+        completion = await self._engine.generate(
+            list(self.transcript.token_ids), sampling, request_id=request_id, stop=stop
+        )
+        self.transcript.add_completion(completion)
+        turn = Turn(self._encoder.decode(completion.token_ids), completion.token_ids, completion.stop_reason)
+        self.turns.append(turn)
+        self.messages.append({"role": "assistant", "content": turn.text})
+        self.stop_reason = turn.stop_reason
+        return turn
+
+    def observe(self, text: str, *, max_tokens: int | None = None) -> None:
+        """Append a text that the model did not write, without any template."""
+        self._append(self._encoder.encode_text(text), max_tokens=max_tokens)
+        self.messages.append({"role": "user", "content": text})
+
+    def observe_messages(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> None:
+        """Append chat messages through the tokenizer's template: the end of the model's turn, the messages, the
+        beginning of its next turn. Raises PromptError."""
+        last = self.transcript.token_ids[-1] if self.turns else None
+        self._append(self._encoder.encode_between_turns(messages, last_token_id=last, tools=tools), max_tokens=None)
+        self.messages += messages
+
+    def _append(self, token_ids: list[int], *, max_tokens: int | None) -> None:
+        token_ids = token_ids if max_tokens is None else token_ids[:max_tokens]
+        self.transcript.add_observation(token_ids)
+        self.metrics["observation_tokens"] += len(token_ids)

@@ -1,0 +1,238 @@
+"""AgentRunner: runs the agent loop of a prompt, scores its answer and builds the trajectory."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+import xxhash
+
+from slipstream.broker.messages import Prompt
+from slipstream.buffer.records import Lease
+from slipstream.buffer.trajectory import Purpose, Reward, Sampling, Trajectory, make_trajectory_id
+from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import AgentKind, CustomAgentConfig, SingleTurnConfig, ToolsAgentConfig
+from slipstream.configs.run import RunConfig
+from slipstream.generators.agents.agent import AgentLoop, Scorer
+from slipstream.generators.agents.episode import Episode
+from slipstream.generators.agents.tool_loop import ToolLoop
+from slipstream.generators.engines.engine import Engine
+from slipstream.generators.errors import GeneratorError, PromptError
+from slipstream.generators.rewards.reward import RewardInput, failed_reward
+from slipstream.generators.tokenization import PromptEncoder
+from slipstream.runtime.import_path import load_function
+
+log = structlog.get_logger(__name__)
+
+_TEMPERATURES: dict[Purpose, float] = {"sampled": 1.0, "greedy": 0.0}
+"""Evaluation overrides the training temperature, so that accuracies are comparable between runs."""
+_SINGLE_TURN = ("single_turn", "single_turn_agent")
+"""Names that rows may give without an entry in `generators.agents`."""
+
+
+def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn: int = 0) -> int:
+    """Derive the seed of one request: 63 bits, identical on every machine."""
+    # The index keeps members of a group from decoding identically; the attempt gives a prompt that is leased again
+    # fresh samples. A hash, because sums would give the same seed to different (group, attempt, index).
+    key = f"{run_seed}/{group_id}/{attempt}/{index}" + (f"/{turn}" if turn else "")
+    return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
+
+
+class TurnSeeds:
+    """Seeds of the requests after the first of an answer, made when they are asked for."""
+
+    def __init__(self, run_seed: int, lease: Lease, index: int) -> None:
+        self._run_seed = run_seed
+        self._lease = lease
+        self._index = index
+
+    def __getitem__(self, number: int) -> int:
+        lease = self._lease
+        return request_seed(
+            self._run_seed, group_id=lease.group_id, attempt=lease.attempt, index=self._index, turn=number + 1
+        )
+
+
+class SingleTurn:
+    """Agent loop of one response."""
+
+    def tools(self, prompt: Prompt) -> None:
+        """Nothing: the model answers at once."""
+
+    async def run(self, episode: Episode) -> None:
+        await episode.generate()
+
+
+class CustomLoop:
+    """Agent loop that is a coroutine function of the user's."""
+
+    def __init__(self, config: CustomAgentConfig, *, setting: str) -> None:
+        """Raises ConfigError."""
+        function = load_function(config.function, setting=setting, num_values=1, arguments=config.arguments)
+        if not inspect.iscoroutinefunction(function):
+            raise ConfigError(f"{setting}.function must be an `async def` function, got {config.function!r}.")
+        self._run = partial(function, **config.arguments)
+
+    def tools(self, prompt: Prompt) -> None:
+        """Nothing: the function renders its prompts itself."""
+
+    async def run(self, episode: Episode) -> None:
+        await self._run(episode)
+
+
+def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str) -> AgentLoop:
+    """Build the loop that a config describes; `setting` is its key, for messages. Raises ConfigError."""
+    match config:
+        case SingleTurnConfig():
+            return SingleTurn()
+        case ToolsAgentConfig():
+            return ToolLoop(config, encoder=encoder, setting=setting)
+        case CustomAgentConfig():
+            return CustomLoop(config, setting=setting)
+
+
+class AgentRunner:
+    """Implements Agent for every loop. Invariant: the trajectory holds the engine's token ids unchanged."""
+
+    def __init__(
+        self,
+        *,
+        run: RunConfig,
+        engine: Engine,
+        rewards: Scorer,
+        encoder: PromptEncoder,
+        generator_id: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Raises ConfigError for a loop that cannot be built."""
+        self._run = run
+        self._engine = engine
+        self._rewards = rewards
+        self._encoder = encoder
+        self._generator_id = generator_id
+        self._clock = clock
+        config = run.generators
+        agents = {"": (config.agent, "generators.agent")}
+        agents |= {name: (agent, f"generators.agents.{name}") for name, agent in config.agents.items()}
+        self._loops = {
+            name: (build_loop(agent, encoder=encoder, setting=setting), agent.timeout_s)
+            for name, (agent, setting) in agents.items()
+        }
+        for name in _SINGLE_TURN:
+            self._loops.setdefault(name, (SingleTurn(), SingleTurnConfig().timeout_s))
+
+    async def answer(self, prompt: Prompt, index: int) -> Trajectory:
+        """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError."""
+        started_at = self._clock()
+        if prompt.agent_name not in self._loops:
+            raise PromptError(
+                f"prompt {prompt.uid} names the agent {prompt.agent_name!r}, so generators.agents must have it, got "
+                f"{', '.join(self._run.generators.agents) or 'none'}: add it, or remove the column agent_name"
+            )
+        loop, timeout_s = self._loops[prompt.agent_name]
+        episode = self._episode(prompt, index, tools=loop.tools(prompt))
+        failure = await _run_loop(loop, episode, timeout_s=timeout_s)
+        if not episode.turns:
+            raise PromptError(f"prompt {prompt.uid} must get an answer, but the agent ended without one: {failure}")
+        episode.transcript.trim()
+        reward = failure or await self._score(episode)
+        return self._trajectory(episode, index, reward=_with_turns(reward, episode), started_at=started_at)
+
+    def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
+        return Episode(
+            prompt=prompt,
+            prompt_token_ids=self._encoder.encode(prompt, tools=tools),
+            sampling=self._sampling(prompt.lease, index),
+            max_length=self._run.model.max_length,
+            engine=self._engine,
+            encoder=self._encoder,
+            request_id=make_trajectory_id(prompt.lease.id, index),
+            turn_seeds=TurnSeeds(self._run.seed, prompt.lease, index),  # type: ignore[arg-type]
+        )
+
+    def _trajectory(self, episode: Episode, index: int, *, reward: Reward, started_at: float) -> Trajectory:
+        prompt, transcript = episode.prompt, episode.transcript
+        return Trajectory(
+            id=make_trajectory_id(prompt.lease.id, index),
+            group_id=prompt.lease.group_id,
+            index=index,
+            prompt_uid=prompt.uid,
+            attempt=prompt.lease.attempt,
+            token_ids=np.array(transcript.token_ids, dtype=np.int32),
+            model_mask=transcript.model_mask,
+            generator_logprobs=transcript.generator_logprobs,
+            version_spans=transcript.version_spans,
+            reward=reward,
+            stop_reason=episode.stop_reason,
+            sampling=episode.sampling,
+            generator_id=self._generator_id,
+            started_at=started_at,
+            finished_at=self._clock(),
+            data_source=prompt.data_source,
+            num_turns=transcript.num_turns,
+            extras=episode.extras,
+            metrics={name: float(number) for name, number in episode.metrics.items()},
+        )
+
+    def _sampling(self, lease: Lease, index: int) -> Sampling:
+        config = self._run.generators.sampling
+        # ReMax: the last member of a training group is its greedy baseline, decoded without any filter.
+        is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
+        return Sampling(
+            temperature=0.0 if is_baseline else _TEMPERATURES.get(lease.purpose, config.temperature),
+            top_p=1.0 if is_baseline else config.top_p,
+            top_k=-1 if is_baseline else config.top_k,
+            max_tokens=config.max_tokens,
+            seed=request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index),
+        )
+
+    async def _score(self, episode: Episode) -> Reward:
+        prompt, last = episode.prompt, episode.turns[-1]
+        return await self._rewards.score(
+            RewardInput(
+                prompt=prompt.prompt,
+                response=last.text,
+                ground_truth=prompt.ground_truth,
+                data_source=prompt.data_source,
+                stop_reason=episode.stop_reason,
+                response_token_ids=last.token_ids,
+                extra_info=prompt.extra_info,
+                messages=episode.messages,
+            )
+        )
+
+
+async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> Reward | None:
+    """Run the loop; returns the failed reward of one that did not come to its end, None of one that did."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await loop.run(episode)
+    except TimeoutError:
+        episode.stop_reason = "timeout"
+        return failed_reward("timeout", f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)")
+    except GeneratorError:
+        raise
+    except Exception as error:
+        # A fault of the user's loop costs this answer: it is masked and counted, and the others go on.
+        log.warning("agent_failed", prompt=episode.prompt.uid, error=f"{type(error).__name__}: {error}")
+        episode.stop_reason = "tool_failure"
+        return failed_reward("error", f"the agent failed: {type(error).__name__}: {error}")
+    return None
+
+
+def _with_turns(reward: Reward, episode: Episode) -> Reward:
+    """Add the rewards that the loop gave to its turns."""
+    earned = episode.turn_rewards
+    if not earned or reward.status != "ok":
+        return reward
+    if len(earned) != episode.transcript.num_turns:
+        return failed_reward(
+            "error", f"the agent must reward each of {episode.transcript.num_turns} turns, got {len(earned)} rewards"
+        )
+    parts = reward.parts | {"turns": sum(earned)}
+    return msgspec.structs.replace(reward, total=reward.total + sum(earned), turns=[*earned], parts=parts)

@@ -1,0 +1,130 @@
+"""ToolLoop: the model calls tools, reads their results, and goes on until it answers without a call."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.broker.messages import Prompt
+from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import ToolsAgentConfig
+from slipstream.generators.agents.episode import Episode, Turn
+from slipstream.generators.errors import PromptError
+from slipstream.generators.tokenization import PromptEncoder
+from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
+from slipstream.generators.tools.tool import OpenTool, Tool, ToolError, load_tools
+
+_PROBE = "42"
+_SHORTENED = "\n[... {left_out} characters left out ...]\n"
+
+
+class ToolLoop:
+    """Agent loop with tools.
+
+    A call that fails (unknown name, arguments that do not fit, an exception, a time limit) is answered with its error,
+    which the model reads, and counted in `tool_failures`.
+    """
+
+    def __init__(self, config: ToolsAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
+        """Import the tools; `setting` is the config's key. Raises ConfigError."""
+        self._config = config
+        self._tools = load_tools(config.tools, setting=setting)
+        self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
+        self._role = "" if self._format.is_text else _result_role(encoder, setting=setting)
+
+    def tools(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """Schemas of the tools that this row may call."""
+        return [tool.schema for tool in self._chosen(prompt)]
+
+    async def run(self, episode: Episode) -> None:
+        arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
+        opened = {
+            tool.name: tool.open((arguments.get(tool.name) or {}).get("create_kwargs") or {})
+            for tool in self._chosen(episode.prompt)
+        }
+        try:
+            await self._converse(episode, opened)
+        finally:
+            await asyncio.gather(*(tool.close() for tool in opened.values()))
+
+    async def _converse(self, episode: Episode, tools: dict[str, OpenTool]) -> None:
+        for number in range(1, self._config.max_turns + 1):
+            turn = await episode.generate(stop=self._format.stop)
+            # Of a turn that was cut off no call is whole.
+            calls = [] if turn.stop_reason in ("length", "context_overflow") else self._calls(turn)
+            if not calls:
+                return
+            if number == self._config.max_turns:
+                episode.stop_reason = "turn_limit"
+                return
+            self._observe(episode, await self._answer(episode, calls, tools))
+
+    def _calls(self, turn: Turn) -> list[ToolCall | ToolError]:
+        try:
+            return [*self._format.parse(turn.text)]
+        except ToolError as error:
+            return [error]
+
+    async def _answer(
+        self, episode: Episode, calls: Sequence[ToolCall | ToolError], tools: dict[str, OpenTool]
+    ) -> list[str]:
+        answered = calls[: self._config.max_parallel_calls]
+        results = await asyncio.gather(*(self._result(call, tools) for call in answered))
+        left_out = len(calls) - len(answered)
+        episode.metrics["tool_calls"] += len(calls)
+        episode.metrics["tool_failures"] += left_out + sum(is_failed for _, is_failed in results)
+        limit = f"error: a turn may have {self._config.max_parallel_calls} calls, this is one more"
+        return [text for text, _ in results] + [limit] * left_out
+
+    async def _result(self, call: ToolCall | ToolError, tools: dict[str, OpenTool]) -> tuple[str, bool]:
+        """Text for the model, and whether the call failed."""
+        try:
+            if isinstance(call, ToolError):
+                raise call
+            if call.name not in tools:
+                raise ToolError(f"there is no tool {call.name!r}, only {', '.join(tools)}")
+            return self._shortened(await tools[call.name].call(self._named(call))), False
+        except ToolError as error:
+            return self._shortened(f"error: {error}"), True
+
+    def _named(self, call: ToolCall) -> dict[str, Any]:
+        """The arguments, of which a format may leave the name of the only one out."""
+        if set(call.arguments) != {ONLY}:
+            return call.arguments
+        tool = next(tool for tool in self._tools if tool.name == call.name)
+        names = list(tool.schema["function"]["parameters"]["properties"])
+        if len(names) != 1:
+            raise ToolError(f"{call.name} needs a JSON record with {', '.join(names)}")
+        return {names[0]: call.arguments[ONLY]}
+
+    def _observe(self, episode: Episode, results: list[str]) -> None:
+        if self._format.is_text:
+            episode.observe(" " + "\n".join(results) + "\n")
+        else:
+            episode.observe_messages([{"role": self._role, "content": result} for result in results])
+
+    def _shortened(self, text: str) -> str:
+        limit = self._config.max_result_characters
+        if len(text) <= limit:
+            return text
+        half = limit // 2
+        return text[:half] + _SHORTENED.format(left_out=len(text) - 2 * half) + text[len(text) - half :]
+
+    def _chosen(self, prompt: Prompt) -> list[Tool]:
+        selection = prompt.extra_info.get("tool_selection")
+        return [tool for tool in self._tools if selection is None or tool.name in selection]
+
+
+def _result_role(encoder: PromptEncoder, *, setting: str) -> str:
+    """Role in which the chat template shows results: `tool`, or `user` where it knows no tools. Raises ConfigError."""
+    for role in ("tool", "user"):
+        try:
+            shown = encoder.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)
+        except PromptError as error:
+            reason = str(error)
+        else:
+            if _PROBE in encoder.decode(shown):
+                return role
+            reason = f"the template leaves messages of the role {role} out"
+    raise ConfigError(
+        f"{setting}.format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
+    )

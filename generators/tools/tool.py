@@ -1,0 +1,211 @@
+"""Tool: a function or class that the model may call, with its schema and its limits."""
+
+import ast
+import asyncio
+import inspect
+import json
+import operator
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from transformers.utils import get_json_schema
+
+from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import ToolConfig
+from slipstream.runtime.import_path import load_function
+
+
+class ToolError(Exception):
+    """A call that cannot be answered; the model reads the message."""
+
+
+class Tool:
+    """A tool as it is configured, shared by all answers of a generator."""
+
+    def __init__(self, config: ToolConfig, *, setting: str) -> None:
+        """Import the function. Raises ConfigError."""
+        self._config = config
+        self._function = _load(config, setting=setting)
+        # Classes get their arguments at creation, and the model calls their instances.
+        self._is_class = inspect.isclass(self._function)
+        called: Any = vars(self._function)["__call__"] if self._is_class else self._function
+        self.name = config.name or self._function.__name__
+        self.schema = _schema(called, name=self.name, bound=() if self._is_class else config.arguments, setting=setting)
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+
+    def open(self, arguments: dict[str, Any]) -> "OpenTool":
+        """The tool of one answer; `arguments` come from its row and precede the configured ones."""
+        if not self._is_class:
+            return OpenTool(self.name, partial(self._function, **self._config.arguments), self._config, self._slots)
+        instance = self._function(**(self._config.arguments | arguments))
+        return OpenTool(self.name, instance, self._config, self._slots)
+
+
+class OpenTool:
+    """A tool within one answer. Life: call* -> close."""
+
+    def __init__(self, name: str, function: Callable[..., Any], config: ToolConfig, slots: asyncio.Semaphore) -> None:
+        self._name = name
+        self._function = function
+        self._config = config
+        self._slots = slots
+        self._num_calls = 0
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """Return the result as text. Raises ToolError, within the tool's time limit."""
+        self._num_calls += 1
+        if self._config.max_calls is not None and self._num_calls > self._config.max_calls:
+            raise ToolError(f"{self._name} may be called {self._config.max_calls} times, this is one more")
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    result = await self._result(arguments)
+            except TimeoutError as error:
+                raise ToolError(f"{self._name} must answer within {self._config.timeout_s:g} s, it did not") from error
+            except ToolError:
+                raise
+            except Exception as error:
+                raise ToolError(f"{type(error).__name__}: {error}") from error
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+
+    async def close(self) -> None:
+        """Close an instance that can be closed."""
+        close = getattr(self._function, "close", None)
+        if close is not None:
+            with suppress(Exception):
+                result = close()
+                if inspect.isawaitable(result):
+                    await result
+
+    async def _result(self, arguments: dict[str, Any]) -> Any:
+        function = self._function
+        called = function.func if isinstance(function, partial) else function
+        if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__):
+            return await function(**arguments)
+        return await _in_thread(partial(function, **arguments))
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function that may wait, without holding up the engine and the other answers.
+
+    A thread of its own, not of a pool: one that never returns must not keep others waiting, nor the process from
+    ending.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def resolve(result: Any, error: Exception | None) -> None:
+        if answer.done():
+            return
+        if error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    def call() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        except SystemExit as error:
+            failure = ToolError(f"it called sys.exit({error.code!r})")
+        # The loop may be closed by the time a late call returns.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(resolve, result, failure)
+
+    threading.Thread(target=call, name="tool", daemon=True).start()
+    return await answer
+
+
+def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:
+    """Import the tools. Raises ConfigError for one that cannot be imported, and for two of one name."""
+    tools = [
+        Tool(ToolConfig(function=config) if isinstance(config, str) else config, setting=f"{setting}.tools[{number}]")
+        for number, config in enumerate(configs)
+    ]
+    names = [tool.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"{setting}.tools must have different names, got {', '.join(twice)} more than once: set `name`."
+        )
+    return tools
+
+
+def _load(config: ToolConfig, *, setting: str) -> Callable[..., Any]:
+    if config.function in TOOLS:
+        return TOOLS[config.function]
+    return load_function(config.function, setting=setting, num_values=None, arguments=config.arguments)
+
+
+def _schema(function: Callable[..., Any], *, name: str, bound: Any, setting: str) -> dict[str, Any]:
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}.function must have annotated parameters and a docstring with a line for each under `Args:`, "
+            f"got {function.__qualname__}: {error}."
+        ) from error
+    described = schema["function"]
+    described["name"] = name
+    parameters = described["parameters"]
+    parameters["properties"] = {key: value for key, value in parameters["properties"].items() if key not in bound}
+    parameters["required"] = [key for key in parameters.get("required", []) if key not in bound]
+    return schema
+
+
+# --- tools in the box ------------------------------------------------------------------------------------------------
+_OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_LONGEST_EXPRESSION = 200
+_LARGEST_POWER = 1000
+_LARGEST_NUMBER = 10**300
+
+
+def calculator(expression: str) -> str:
+    """Calculate the value of an arithmetic expression.
+
+    Args:
+        expression: Numbers, parentheses and the operators + - * / // % **, such as (3 + 4) * 12.
+    """
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise ToolError(f"an expression must have at most {_LONGEST_EXPRESSION} characters, got {len(expression)}")
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, OverflowError, ZeroDivisionError, RecursionError) as error:
+        raise ToolError(f"{expression!r} cannot be calculated: {error}") from error
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+def _value(node: ast.expr) -> int | float:
+    """Value of a syntax tree that has numbers and operators alone; nothing else is evaluated."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return value
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            first, second = _value(left), _value(right)
+            if isinstance(op, ast.Pow) and not (abs(second) <= _LARGEST_POWER and abs(first) <= _LARGEST_POWER):
+                raise ValueError(f"bases and exponents must be at most {_LARGEST_POWER}")
+            result = _OPERATORS[type(op)](first, second)
+            if isinstance(result, complex) or abs(result) > _LARGEST_NUMBER:
+                raise ValueError("the result must be a real number of at most 300 digits")
+            return result
+    raise ValueError("only numbers, parentheses and + - * / // % ** may occur")
+
+
+TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
+"""Tools that a config names without a module."""

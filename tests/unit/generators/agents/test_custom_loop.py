@@ -1,0 +1,72 @@
+"""Agent loops of users: what they earn, and what becomes of their failures."""
+
+import pytest
+
+from slipstream.buffer.codec import encode, unpack
+from slipstream.configs.base import ConfigError
+from slipstream.generators.errors import PromptError
+from tests.builders import make_prompt
+from tests.unit.generators.agents.scene import QUESTION, play
+
+HERE = "tests.unit.generators.agents.tools"
+
+
+def custom(name: str, **settings) -> dict:
+    return {"kind": "custom", "function": f"{HERE}:{name}", **settings}
+
+
+def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
+    trajectory = play(custom("corrected", arguments={"hint": "check it"}), ["it is 42", "42 it is"])
+    assert trajectory.reward.turns == [0.25, 0.5]
+    assert trajectory.reward.total == 1.75
+    assert trajectory.reward.parts == {"answer": 1.0, "turns": 0.75}
+    assert trajectory.extras == {"hint": "check it"}
+    assert unpack(encode(trajectory)).num_turns == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "stop_reason", "detail"),
+    [
+        ("broken", "error", "tool_failure", "the agent failed: ValueError: no connection"),
+        ("endless", "timeout", "timeout", "an answer must be over within 0.1 s"),
+        ("unpaid", "error", "stop", "the agent must reward each of 1 turns, got 2 rewards"),
+    ],
+)
+def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, detail: str):
+    trajectory = play(custom(name, timeout_s=0.1), ["it is 42"])
+    assert (trajectory.reward.status, trajectory.stop_reason) == (status, stop_reason)
+    assert trajectory.reward.detail.startswith(detail)
+    unpack(encode(trajectory))
+
+
+def test_an_agent_that_lets_the_model_say_nothing_is_an_error():
+    with pytest.raises(PromptError, match="prompt test/0 must get an answer"):
+        play(custom("silent"), [])
+
+
+def test_a_loop_must_be_a_coroutine_function():
+    with pytest.raises(ConfigError, match=r"generators.agent.function must be an `async def` function"):
+        play(custom("not_async"), [])
+
+
+@pytest.mark.parametrize("name", ["two_steps", "single_turn", "single_turn_agent", ""])
+def test_a_row_names_its_agent(name: str):
+    agents = {"two_steps": custom("corrected", arguments={"hint": "no"})}
+    prompt = make_prompt(QUESTION, agent_name=name)
+    trajectory = play({"kind": "single_turn"}, ["it is 42", "42"], prompt=prompt, agents=agents)
+    assert trajectory.num_turns == (2 if name == "two_steps" else 1)
+
+
+def test_an_agent_that_nobody_knows_is_an_error():
+    with pytest.raises(PromptError, match=r"names the agent 'three', so generators.agents must have it, got none"):
+        play({"kind": "single_turn"}, [], prompt=make_prompt(QUESTION, agent_name="three"))
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"), [({"max_tokens": 2}, "length"), ({"max_tokens": 28, "max_length": 60}, "context_overflow")]
+)
+def test_without_room_a_turn_is_empty_and_not_recorded(limits: dict, reason: str):
+    trajectory = play(custom("unhurried"), ["it is 42"], **limits)
+    assert (trajectory.num_turns, trajectory.stop_reason) == (1, reason)
+    # What the model would have read next is not kept.
+    assert trajectory.model_mask[-1]

@@ -1,0 +1,164 @@
+"""Agents with tools, token by token."""
+
+import numpy as np
+import pytest
+
+from slipstream.buffer.codec import pack, unpack
+from slipstream.buffer.trajectory import VersionSpan
+from slipstream.configs.base import ConfigError
+from tests.builders import make_prompt
+from tests.unit.generators.agents import tools
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.chat import make_chat_tokenizer
+
+HERE = "tests.unit.generators.agents.tools"
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+CALL = call("calculator", '{"expression": "12 + 30"}')
+
+
+def observed(texts: list[str], agent: dict, **settings) -> str:
+    """Text that the model read between its turns."""
+    trajectory = play({"kind": "tools", **agent}, texts, **settings)
+    first, last = np.flatnonzero(trajectory.model_mask)[[0, -1]]
+    between = trajectory.token_ids[first:last][~trajectory.model_mask[first:last]]
+    return make_chat_tokenizer("chatml").decode(between)
+
+
+def test_the_trajectory_of_a_call_token_by_token():
+    seen: list[tuple[WritingEngine, RecordingScorer]] = []
+    trajectory = play(
+        {"kind": "tools", "tools": ["calculator"]}, [CALL, "it is 42"], inspect=lambda *both: seen.append(both)
+    )
+    ((engine, scorer),) = seen
+    tokenizer = engine.tokenizer
+    one, two = (tokenizer.encode(text + "<|im_end|>", add_special_tokens=False) for text in (CALL, "it is 42"))
+    shown = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    between = tokenizer.encode(shown, add_special_tokens=False)
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    assert trajectory.token_ids.tolist() == [*prompt, *one, *between, *two]
+    parts = [(prompt, False), (one, True), (between, False), (two, True)]
+    assert trajectory.model_mask.tolist() == [is_own for part, is_own in parts for _ in part]
+    first, second = ([start - i / 100 for i in range(len(part))] for start, part in ((-0.5, one), (-1.5, two)))
+    expected = [*[0.0] * len(prompt), *first, *[0.0] * len(between), *second]
+    assert trajectory.generator_logprobs == pytest.approx(expected, abs=1e-6)
+    # The second turn begins under the version of the first, and ends under the next.
+    start = len(prompt) + len(one) + len(between)
+    assert trajectory.version_spans == [VersionSpan(len(prompt), 1), VersionSpan(start + 2, 2)]
+    assert engine.requests[1][0] == [*prompt, *one, *between]
+    assert engine.requests[0][1].seed != engine.requests[1][1].seed
+    assert engine.requests[1][1].max_tokens == 400 - len(one)
+    (sample,) = scorer.samples
+    assert sample.response == "it is 42"
+    assert [message["role"] for message in sample.messages] == ["assistant", "tool", "assistant"]
+    assert (trajectory.num_turns, trajectory.stop_reason) == (2, "stop")
+    assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 0)
+    header, payload = pack(trajectory, lease_id="0-0", purpose="train", group_size=2)
+    assert (header.oldest_version, header.newest_version) == (1, 2)
+    assert unpack(payload).num_turns == 2
+
+
+def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed():
+    text = "".join(call("slow", f'{{"seconds": {seconds}}}') for seconds in (0.05, 0.0, 0.0))
+    agent = {"tools": ["calculator", {"function": f"{HERE}:slow"}], "max_parallel_calls": 2}
+    shown = observed([text, "so"], agent)
+    assert shown.count("done") == 2
+    assert "error: a turn may have 2 calls, this is one more" in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (call("weather", '{"city": "Bonn"}'), '{"city": "Bonn", "temperature": 21, "unit": "F"}'),
+        (call("weather", '{"town": "Bonn"}'), "error: TypeError: weather() got an unexpected keyword argument 'town'"),
+        (call("whether", "{}"), "error: there is no tool 'whether', only weather, calculator, slow, stuck"),
+        ("<tool_call>{oh}</tool_call>", "error: a call must be JSON, got {oh}"),
+        (call("calculator", '{"expression": "2 ** 10 / 0"}'), "error: '2 ** 10 / 0' cannot be calculated: "),
+        (call("calculator", '{"expression": "9 ** 9 ** 9"}'), "bases and exponents must be at most 1000"),
+        (call("calculator", '{"expression": "exit()"}'), "only numbers, parentheses and + - * / // % ** may occur"),
+        (call("slow", '{"seconds": 9}'), "error: slow must answer within 0.05 s, it did not"),
+        (call("stuck", "{}"), "error: stuck must answer within 0.05 s, it did not"),
+        (call("calculator", '"12 + 30"'), "error: a call must be JSON, got 12 + 30"),
+        (call("calculator", "[12, 30]"), "error: arguments must be a record, got [12, 30]"),
+    ],
+)
+def test_the_model_reads_the_answer_or_the_error_of_its_call(text: str, answer: str):
+    limited = [{"function": f"{HERE}:{name}", "timeout_s": 0.05} for name in ("slow", "stuck")]
+    weather = {"function": f"{HERE}:weather", "arguments": {"unit": "F"}}
+    assert answer in observed([text, "so"], {"tools": [weather, "calculator", *limited]})
+
+
+def test_a_long_result_loses_its_middle():
+    agent = {"tools": ["calculator"], "max_result_characters": 10}
+    shown = observed([call("calculator", '{"expression": "10 ** 40"}'), "so"], agent)
+    assert "10000\n[... 31 characters left out ...]\n00000" in shown
+
+
+def test_an_instance_belongs_to_one_answer_and_is_closed():
+    text = call("Counter", '{"step": 2}')
+    tools.closed.clear()
+    agent = {"tools": [{"function": f"{HERE}:Counter", "arguments": {"start": 1}}]}
+    kwargs = {"tools_kwargs": {"Counter": {"create_kwargs": {"start": 10}}}}
+    shown = observed([text, text, "so"], agent, prompt=make_prompt(QUESTION, extra_info=kwargs))
+    assert "12<|im_end|>" in shown
+    assert "14<|im_end|>" in shown
+    assert tools.closed == ["at 14"]
+
+
+def test_a_row_chooses_its_tools():
+    prompt = make_prompt(QUESTION, extra_info={"tool_selection": ["calculator"]})
+    agent = {"tools": ["calculator", {"function": f"{HERE}:weather"}]}
+    shown = observed([call("weather", '{"city": "Bonn"}'), "so"], agent, prompt=prompt)
+    assert "there is no tool 'weather', only calculator" in shown
+
+
+def test_limits_of_calls_and_turns():
+    agent = {"kind": "tools", "tools": [{"function": "calculator", "max_calls": 1}], "max_turns": 3}
+    trajectory = play(agent, [CALL, CALL, CALL])
+    assert (trajectory.num_turns, trajectory.stop_reason) == (3, "turn_limit")
+    assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (2, 1)
+
+
+def test_a_call_that_was_cut_off_is_not_answered():
+    trajectory = play({"kind": "tools", "tools": ["calculator"]}, [CALL], max_tokens=20)
+    assert (trajectory.num_turns, trajectory.stop_reason, int(trajectory.model_mask.sum())) == (1, "length", 20)
+
+
+def test_react_needs_no_template():
+    texts = ["I calculate.\nAction: calculator\nAction Input: 12 + 30\nObservation:", "Answer: 42"]
+    seen = []
+    trajectory = play(
+        {"kind": "tools", "tools": ["calculator"], "format": "react"},
+        texts,
+        prompt=make_prompt("what is 12 + 30?\n"),
+        inspect=lambda engine, _: seen.append(engine),
+    )
+    assert seen[0].stops == [("\nObservation:",)] * 2
+    assert seen[0].tokenizer.decode(trajectory.token_ids) == f"what is 12 + 30?\n{texts[0]} 42\n{texts[1]}<|im_end|>"
+
+
+def test_a_template_without_tools_shows_results_as_the_users():
+    trajectory = play({"kind": "tools", "tools": ["calculator"]}, [CALL, "42"], family="gemma")
+    text = make_chat_tokenizer("gemma").decode(trajectory.token_ids)
+    assert text.endswith("<|/turn|>\n<|turn|>user\n42<|/turn|>\n<|turn|>model\n42<|/turn|>")
+
+
+@pytest.mark.parametrize(
+    ("agent", "complaint"),
+    [
+        ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
+        ({"tools": ["calculator", "calculator"]}, "must have different names, got calculator more than once"),
+        ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters and a docstring"),
+        (
+            {"tools": ["calculator"], "format": "xml"},
+            "agent.format must be hermes, json, react or vllm:NAME",
+        ),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        play({"kind": "tools", **agent}, [])

@@ -1,0 +1,97 @@
+"""Tools and agent loops of a user."""
+
+import asyncio
+import time
+from typing import Any
+
+from slipstream.generators.agents.episode import Episode
+
+closed: list[str] = []
+
+
+def weather(city: str, unit: str = "C") -> dict[str, Any]:
+    """Look the weather up.
+
+    Args:
+        city: Name of the city.
+        unit: C or F.
+    """
+    return {"city": city, "temperature": 21, "unit": unit}
+
+
+async def slow(seconds: float) -> str:
+    """Wait.
+
+    Args:
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def stuck() -> str:
+    """Never answer in time."""
+    time.sleep(1.0)
+    return "late"
+
+
+def without_a_docstring(city: str) -> str:
+    return city
+
+
+class Counter:
+    """A counter of one answer."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    async def __call__(self, step: int) -> str:
+        """Count on.
+
+        Args:
+            step: How far.
+        """
+        self.count += step
+        return str(self.count)
+
+    def close(self) -> None:
+        closed.append(f"at {self.count}")
+
+
+async def corrected(episode: Episode, *, hint: str) -> None:
+    """Two turns, the second after a hint; both have a reward of their own."""
+    first = await episode.generate()
+    episode.turn_rewards.append(0.25 if "42" in first.text else 0.0)
+    episode.observe_messages([{"role": "user", "content": hint}])
+    await episode.generate()
+    episode.turn_rewards.append(0.5)
+    episode.extras["hint"] = hint
+
+
+async def broken(episode: Episode) -> None:
+    await episode.generate()
+    raise ValueError("no connection")
+
+
+async def endless(episode: Episode) -> None:
+    await episode.generate()
+    await asyncio.sleep(60)
+
+
+async def unpaid(episode: Episode) -> None:
+    await episode.generate()
+    episode.turn_rewards += [1.0, 2.0]
+
+
+async def unhurried(episode: Episode) -> None:
+    await episode.generate()
+    episode.observe("so " * 30)
+    assert not (await episode.generate()).token_ids
+
+
+async def silent(episode: Episode) -> None:
+    """Return without a turn."""
+
+
+def not_async(episode: Episode) -> None:
+    """No coroutine function."""
