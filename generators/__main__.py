@@ -47,7 +47,7 @@ from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.errors import EngineDiedError, EngineStartError, GeneratorError
-from slipstream.generators.rewards.composition import BUILT_IN
+from slipstream.generators.rewards.composition import BUILT_IN, REACHING_OUT
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
@@ -209,7 +209,8 @@ def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[
     A broker must not choose what is executed here. Raises ConfigError.
     """
     run = msgspec.json.decode(config_json, type=RunConfig)
-    known = {one.function for o in own for one in o.generators.reward.chosen} | {*BUILT_IN, *BUILT_IN.values()}
+    harmless = {word for name, path in BUILT_IN.items() if name not in REACHING_OUT for word in (name, path)}
+    known = {one.function for o in own for one in o.generators.reward.chosen} | harmless
     for function in (one.function for one in run.generators.reward.chosen if one.function not in known):
         raise ConfigError(
             f"a reward function of the user's own must be named on the generator's machine, got {function!r} from the "

@@ -28,8 +28,11 @@ BUILT_IN = {
     "overlong_penalty": f"{_FOLDER}.text_shape:overlong_penalty",
     "repetition_penalty": f"{_FOLDER}.text_shape:repetition_penalty",
     "reasoning_gym": f"{_FOLDER}.procedural:ReasoningGym",
+    "code": f"{_FOLDER}.code_tests:CodeTests",
 }
 """Short name -> import path of the functions that come with Slipstream."""
+REACHING_OUT = {"code"}
+"""Those that run what a model wrote, or talk to an address: only a generator's own settings may name them."""
 
 
 def full_path(function: str, *, setting: str = "generators.reward") -> str:

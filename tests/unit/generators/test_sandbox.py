@@ -1,0 +1,322 @@
+"""Attacks on the sandbox; each is bounded by itself, too, and ends in seconds where a limit does not hold."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import RewardConfig
+from slipstream.generators import sandbox as module
+from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.sandbox import Execution, Limits, LocalSandbox, RemoteSandbox, SandboxError
+
+needs_bubblewrap = pytest.mark.skipif(
+    not shutil.which("bwrap"), reason="bubblewrap is not installed: apt-get install bubblewrap"
+)
+SMALL = Limits(time_s=8, cpu_s=2, memory_mib=128, disk_mib=8, file_mib=2, processes=12, output_bytes=2**14)
+
+
+@cache
+def local() -> LocalSandbox:
+    try:
+        return LocalSandbox()
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+def run(code: str, **options: Any) -> Execution:
+    return asyncio.run(local().run(code, **{"limits": SMALL, **options}))
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_code_runs_with_its_input():
+    assert run("print(sum(map(int, input().split())))", stdin="3 4\n") == Execution("ok", "7\n", "", 0)
+    failed = run("raise ValueError('no')")
+    assert (failed.status, failed.exit_code) == ("error", 1)
+    assert failed.stderr.endswith("ValueError: no\n")
+    assert run("import sys; print('bwrap: no', file=sys.stderr); sys.exit(1)").status == "error"
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_a_fork_bomb_meets_the_limit_of_processes():
+    code = """
+import os, time
+started = 0
+try:
+    while started < 40:
+        if os.fork() == 0:
+            time.sleep(3)
+            os._exit(0)
+        started += 1
+except OSError:
+    pass
+print(started)
+"""
+    found = [run(code), run(code)]
+    assert [execution.status for execution in found] == ["ok", "ok"]
+    assert all(0 < int(execution.stdout) < SMALL.processes for execution in found)
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("bytearray(256 * 2**20)", "MemoryError"),
+        ("import mmap; mmap.mmap(-1, 256 * 2**20)", "Cannot allocate memory"),
+        ("open('/tmp/a', 'wb').write(bytes(4 * 2**20))", "File too large"),
+        ("[open(f'/tmp/{n}', 'wb').write(bytes(2**20)) for n in range(12)]", "No space left"),
+        ("open('/dev/shm/a', 'wb')", "Read-only file system"),
+        ("open('/a', 'wb')", "Read-only file system"),
+        ("open('/usr/a', 'wb')", "Read-only file system"),
+        ("import socket; socket.create_connection(('1.1.1.1', 53), 2)", "Network is unreachable"),
+    ],
+)
+def test_an_attack_on_memory_disk_or_network_fails(code: str, words: str):
+    found = run(code)
+    assert (found.status, words in found.stderr) == ("error", True), found
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_files_and_ports_of_the_run_are_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secret = tmp_path / "token"
+    secret.write_text("secret")
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        code = f"""
+import os, socket
+for path in ({str(secret)!r}, {str(Path.cwd())!r}, "/root", "/home", "/etc/passwd", "/proc/{os.getpid()}/environ"):
+    print(os.path.exists(path) and {os.getpid()} > 20)
+print("SLIPSTREAM_TOKEN" in os.environ)
+try:
+    socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), 2)
+    print(True)
+except OSError:
+    print(False)
+"""
+        assert run(code).stdout.split() == ["False"] * 8
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_no_other_process_can_be_signalled():
+    code = f"""
+import os
+try:
+    os.kill({os.getpid()}, 0)
+    print("reached")
+except OSError:
+    pass
+print(max(int(name) for name in os.listdir("/proc") if name.isdigit()) < 20)
+"""
+    assert run(code).stdout == "True\n"
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("until = __import__('time').monotonic() + 7\nwhile __import__('time').monotonic() < until: pass", "timeout"),
+        ("import time; time.sleep(7)", "timeout"),
+        ("for _ in range(2**16): print('x' * 2**10)", "output"),
+        ("import sys; sys.stderr.write('x' * 2**20)", "output"),
+    ],
+)
+def test_code_without_an_end_is_ended(code: str, status: str):
+    local()
+    started_at = time.monotonic()
+    found = run(code, limits=Limits(time_s=3, cpu_s=1, output_bytes=2**14))
+    assert found.status == status
+    assert time.monotonic() - started_at < 6
+    assert len(found.stdout) <= 2**14
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_what_code_started_ends_with_it_and_with_a_cancelled_call():
+    mark = f"slipstream-{os.getpid()}"
+    code = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(9)", "{mark}"], start_new_session=True)
+print("started", flush=True)
+time.sleep(float(input()))
+"""
+
+    def left() -> list[psutil.Process]:
+        return [found for found in psutil.process_iter(["cmdline"]) if mark in (found.info["cmdline"] or [])]
+
+    async def cancelled() -> None:
+        call = asyncio.create_task(local().run(code, stdin="9", limits=SMALL))
+        await asyncio.sleep(1.5)
+        assert left()
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+
+    local()
+    assert run(code, stdin="0").status == "ok"
+    asyncio.run(cancelled())
+    until = time.monotonic() + 3
+    while left() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left() == []
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_the_probe_names_every_limit_that_does_not_hold(monkeypatch: pytest.MonkeyPatch):
+    local()
+    honest = LocalSandbox._command
+
+    def weakened(self: LocalSandbox, *arguments: Any) -> list[str]:
+        command = honest(self, *arguments)
+        while "--remount-ro" in command:
+            del command[command.index("--remount-ro") : command.index("--remount-ro") + 2]
+        command[command.index("--unshare-all")] = "--unshare-user"
+        command[command.index("--size") + 1] = str(2**26)
+        command[command.index("prlimit") : command.index("prlimit")] = ["env", "PYTHONUNBUFFERED=1"]
+        return [word for word in command if not word.startswith(("--as=", "--cpu=", "--fsize=", "--nproc="))]
+
+    monkeypatch.setattr(LocalSandbox, "_command", weakened)
+    with pytest.raises(ConfigError, match="must hold its limits on this machine, but ") as caught:
+        LocalSandbox()
+    names = [name for name in module._PROBES if not name.startswith(("files: one of this", "network: there"))]
+    names += ["time: an endless loop was not ended by its processor time"]
+    assert [name for name in names if name not in str(caught.value)] == []
+
+
+def test_a_machine_without_bubblewrap_is_told_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_PROGRAMS", "/nowhere")
+    with pytest.raises(ConfigError, match=r"needs bwrap, setpriv, prlimit, python3 .*: apt-get install bubblewrap"):
+        RewardFunctions(RewardConfig("code"))
+
+
+# --- code rewards ----------------------------------------------------------------------------------------------------
+ADD = "def add(a, b):\n    return a + b"
+READ = "print(sum(map(int, input().split())))"
+STDIN = {"inputs": ["3 4", "1 1"], "outputs": ["7\n", "2"]}
+CALLS = {"inputs": [[3, 4], [1, 1]], "outputs": [7, 2], "fn_name": "add"}
+ASSERTS = ["assert add(3, 4) == 7", "assert add(1, 1) == 2"]
+
+
+def fenced(code: str) -> str:
+    return f"First\n```python\nold\n```\nThen\n```python\n{code}\n```\n"
+
+
+def grade(cases: list[tuple[str, Any]], **arguments: Any) -> list[Reward]:
+    async def session() -> list[Reward]:
+        config = RewardConfig("code", arguments={"limits": {"time_s": 5, "cpu_s": 2}, **arguments}, timeout_s=40)
+        pool = RewardPool(config)
+        try:
+            samples = [RewardInput(prompt="", response=answer, ground_truth=truth) for answer, truth in cases]
+            return await asyncio.gather(*map(pool.score, samples))
+        finally:
+            pool.close()
+
+    return asyncio.run(session())
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_code_is_rewarded_for_passing_all_tests():
+    local()
+    wrong = "def add(a, b):\n    return 7"
+    cases = [
+        (fenced(READ), STDIN),
+        (fenced(READ), json.dumps(STDIN)),
+        (fenced(ADD), CALLS),
+        (fenced(ADD), ASSERTS),
+        (fenced(ADD), "\n".join(ASSERTS)),
+        (fenced("class Solution:\n    def add(self, a, b):\n        return a + b"), CALLS),
+        (fenced(wrong), CALLS),
+        (fenced(wrong), ASSERTS),
+        (fenced("print(7)"), STDIN),
+        ("no code", STDIN),
+        (fenced("import os; os._exit(0)"), ASSERTS),
+        (fenced("import sys; sys.exit(0)"), CALLS),
+        (fenced("while True: pass"), ASSERTS[:1]),
+    ]
+    rewards = grade(cases)
+    assert [reward.status for reward in rewards] == ["ok"] * len(cases)
+    assert [reward.total for reward in rewards] == [1.0] * 6 + [0.0] * 7
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_code_may_be_rewarded_for_the_share_of_tests():
+    local()
+    half, tests = fenced("def add(a, b):\n    return 7"), [*ASSERTS, "assert False"]
+    shares = grade(
+        [(half, ASSERTS), (half, CALLS), (fenced("print(7)"), STDIN), (half, tests), (half, {})], mode="share"
+    )
+    assert [reward.total for reward in shares[:3]] == [0.5] * 3
+    assert shares[3].total == pytest.approx(1 / 3)
+    assert "a ground truth of code must be statements, a list of them, or a record" in shares[4].detail
+
+
+# --- a remote sandbox ------------------------------------------------------------------------------------------------
+class _Service(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        finished = {"status": "Finished", "return_code": 0, "stdout": body["stdin"].upper(), "stderr": ""}
+        answers: dict[str, Any] = {
+            "fine": {"status": "Success", "run_result": finished},
+            "late": {"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}},
+            "wrong": {"status": "Failed", "run_result": finished | {"return_code": 1, "stderr": "no"}},
+            "broken": {"status": "SandboxError", "message": "no room"},
+            "odd": ["?"],
+        }
+        self.send_response(504 if body["code"] == "gateway" else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answers.get(body["code"])).encode())
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Service) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_a_remote_sandbox_runs_code_over_http(service: str):
+    async def session() -> None:
+        sandbox = RemoteSandbox(service)
+        assert await sandbox.run("fine", stdin="a") == Execution("ok", "A", "", 0)
+        assert (await sandbox.run("late")).status == "timeout"
+        assert await sandbox.run("wrong", stdin="a") == Execution("error", "A", "no", 1)
+        for code, words in [("broken", "failed: no room"), ("gateway", "504"), ("odd", "SandboxFusion's form")]:
+            with pytest.raises(SandboxError, match=words):
+                await sandbox.run(code)
+
+    asyncio.run(session())
+
+
+def test_a_dead_sandbox_is_an_error_and_no_zero():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+    functions = RewardFunctions(RewardConfig("code", arguments={"address": address}))
+    reward = asyncio.run(functions.score_async(RewardInput(prompt="", response=fenced(ADD), ground_truth=ASSERTS)))
+    assert reward.status == "error"
+    assert f"SandboxError: the sandbox at {address} must answer" in reward.detail
