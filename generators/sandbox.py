@@ -299,7 +299,7 @@ print("broken" if [name for _, name in socket.if_nameindex() if name != "lo"] el
 """,
     "files: one of this machine could be read": """
 import os
-print("broken" if os.path.exists({file!r}) or os.path.exists({folder!r}) else "holds")
+print("broken" if os.path.exists({file!r}) else "holds")
 """,
     "processes: others than its own could be seen or signalled": """
 import os
@@ -325,13 +325,10 @@ while time.monotonic() < until:
 
 async def _probe(sandbox: LocalSandbox) -> list[str]:
     """Return one phrase for each limit that does not hold; at most about 40 short-lived processes, and 256 MiB."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        tempfile.NamedTemporaryFile(mode="w", dir=Path.cwd() if os.access(".", os.W_OK) else None) as file,
-    ):
+    with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
         Path(file.name).chmod(0o644)
         places = {"{port}": str(server.getsockname()[1]), "{pid}": str(os.getpid())}
-        places |= {"{file!r}": repr(file.name), "{folder!r}": repr(str(Path.cwd()))}
+        places |= {"{file!r}": repr(file.name)}
 
         async def broken(name: str, code: str) -> str:
             for place, value in places.items():
