@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.buffer.trajectory import Trajectory, stale_mask
+from slipstream.learner.batching.answer_metrics import describe_answers
 from slipstream.learner.batching.batch import Batch, Tokens, Trajectories
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import BatchError
@@ -244,6 +245,7 @@ def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str
     # Missing where nothing is stale, as every metric with nothing to measure.
     bias = {"learner/stale_length_ratio": float(lengths[is_cut].mean() / lengths.mean())} if is_cut.any() else {}
     return {
+        **describe_answers(member.trajectory for member in members if not member.trajectory.is_greedy),
         "learner/trajectories": float(num_sampled),
         "learner/reward_mean": float(answered.mean()) if len(answered) else 0.0,
         "learner/stale_fraction": num_stale / max(1, int(trajectories.lengths[is_sampled].sum())),

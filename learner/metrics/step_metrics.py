@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.learner.batching.answer_metrics import ANSWER_METRICS, BY_SOURCE
 from slipstream.learner.metrics.token_stats import TokenStats, count_tokens, describe, describe_by_lag, no_counts
 from slipstream.learner.ranks import Ranks
 
@@ -57,6 +58,8 @@ METRICS = {
     "learner/trajectories": "trajectories claimed",
     **{f"learner/{name}": meaning for name, meaning in TOKEN_METRICS.items()},
     BY_LAG: "any token metric, of the tokens of that lag; trajectories by their oldest token",
+    BY_SOURCE: "any metric of the answers to one kind of task, `data_source`: "
+    + "; ".join(f"`{name}`: {meaning}" for name, meaning in ANSWER_METRICS.items()),
     "learner/kl_coefficient": "price of one nat of the reference KL per token",
     "learner/learning_rate_scale": "factor of the learning rate for this step's effective sample size",
     "learner/reward_mean": "mean reward of trajectories whose reward function answered",
@@ -67,7 +70,8 @@ METRICS = {
     "learner/stale_length_ratio": "mean length of the trajectories that such tokens were masked of / of all",
     "learner/failed_fraction": "share of trajectories masked because their reward function did not answer",
 }
-"""Key -> description of everything that `Trainer.step` returns; BY_LAG stands for all keys of its kind."""
+"""Key -> description of all that `Trainer.step` returns; BY_LAG and BY_SOURCE stand for all keys of their
+kinds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from slipstream.configs.base import Formula
 from slipstream.configs.data import DataConfig, ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, LearnerConfig, TorchEngineConfig
 from slipstream.configs.run import RunConfig
+from slipstream.learner.batching.answer_metrics import ANSWER_METRICS, BY_SOURCE
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.build import build_trainer
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
@@ -182,6 +183,9 @@ def documented(metrics: dict[str, float]) -> set[str]:
 
 
 def _entry(key: str) -> str:
+    if key.startswith("learner/by_source/"):
+        assert key.rsplit("/", 1)[1].split("_")[0] in {name.split("_")[0] for name in ANSWER_METRICS}
+        return BY_SOURCE
     if not key.startswith("learner/by_lag/"):
         return key
     _, _, bucket, name = key.split("/")
