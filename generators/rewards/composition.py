@@ -29,9 +29,10 @@ BUILT_IN = {
     "repetition_penalty": f"{_FOLDER}.text_shape:repetition_penalty",
     "reasoning_gym": f"{_FOLDER}.procedural:ReasoningGym",
     "code": f"{_FOLDER}.code_tests:CodeTests",
+    "judge": f"{_FOLDER}.judge:Judge",
 }
 """Short name -> import path of the functions that come with Slipstream."""
-REACHING_OUT = {"code"}
+REACHING_OUT = {"code", "judge"}
 """Those that run what a model wrote, or talk to an address: only a generator's own settings may name them."""
 
 

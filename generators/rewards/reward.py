@@ -200,10 +200,11 @@ def _verl_reward(value: Any) -> Reward:
 
 def _trl_keywords(sample: RewardInput) -> dict[str, Any]:
     is_chat = isinstance(sample.prompt, list)
+    messages = sample.messages or [{"role": "assistant", "content": sample.response}]
     columns = {"data_source": sample.data_source, "ground_truth": sample.ground_truth} | sample.extra_info
     return {name: [value] for name, value in columns.items()} | {
         "prompts": [sample.prompt],
-        "completions": [[{"role": "assistant", "content": sample.response}] if is_chat else sample.response],
+        "completions": [messages if is_chat else sample.response],
         "completion_ids": [sample.response_token_ids],
         "trainer_state": None,
     }

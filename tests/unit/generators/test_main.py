@@ -80,7 +80,7 @@ def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that
 
 
 @pytest.mark.parametrize(
-    "function", ["slipstream.generators.rewards.pool:os", "slipstream.generators.rewards:functions", "code"]
+    "function", ["slipstream.generators.rewards.pool:os", "slipstream.generators.rewards:functions", "code", "judge"]
 )
 def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> None:
     with pytest.raises(ConfigError, match="from the broker alone"):

@@ -134,6 +134,12 @@ def test_functions_of_other_libraries_are_recognised_by_their_parameters(functio
 def test_functions_of_trl_get_messages_for_chat_prompts():
     sample = msgspec.structs.replace(make_input(), prompt=[{"role": "user", "content": "48213="}])
     assert score(RewardConfig(f"{SAMPLES}:as_trl_chat"), sample).total == 5.0
+    turns = [
+        {"role": "assistant", "content": "a"},
+        {"role": "tool", "content": "b"},
+        {"role": "assistant", "content": "cd"},
+    ]
+    assert score(RewardConfig(f"{SAMPLES}:as_trl_chat"), msgspec.structs.replace(sample, messages=turns)).total == 2.0
 
 
 def test_a_function_without_an_opinion_leaves_the_row_to_the_others():

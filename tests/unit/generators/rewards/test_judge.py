@@ -1,0 +1,127 @@
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import RewardConfig
+from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 200
+
+
+class _Judge(BaseHTTPRequestHandler):
+    """Scores an answer by its own words, after 0.2 s."""
+
+    seen: ClassVar[list[dict[str, Any]]] = []
+    most_at_once = 0
+    now = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        _Judge.seen.append(body | {"path": self.path, "key": self.headers["Authorization"]})
+        _Judge.now += 1
+        _Judge.most_at_once = max(_Judge.most_at_once, _Judge.now)
+        time.sleep(0.2)
+        _Judge.now -= 1
+        answer = body["messages"][-1]["content"].rpartition("ANSWER ")[2]
+        self.send_response(500 if answer == "crash" else 200)
+        self.end_headers()
+        message: Any = {"choices": [{"message": {"content": answer}}]}
+        self.wfile.write(json.dumps({"error": 1} if answer == "odd" else message).encode())
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    _Judge.seen.clear()
+    _Judge.most_at_once = 0
+    with _Server(("127.0.0.1", 0), _Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        server.shutdown()
+
+
+def make_input(response: str, *, prompt: Any = "Q?", truth: Any = "T") -> RewardInput:
+    return RewardInput(prompt=prompt, response=response, ground_truth=truth)
+
+
+def judge(address: str, samples: list[RewardInput], *, num_workers: int = 0, **arguments: Any) -> list[Reward]:
+    template = arguments.pop("template", "{prompt}|{ground_truth}|ANSWER {response}")
+    arguments = {"address": address, "model": "m", "template": template, **arguments}
+
+    async def session() -> list[Reward]:
+        pool = RewardPool(RewardConfig("judge", arguments=arguments, num_workers=num_workers, timeout_s=20))
+        try:
+            return await asyncio.gather(*map(pool.score, samples))
+        finally:
+            pool.close()
+
+    return asyncio.run(session())
+
+
+def test_a_judge_scores_in_its_last_words(address: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    samples = [make_input("Score: 2, no: score: 8.5"), make_input("score: -1 {ground_truth}", truth={"a": 1})]
+    rewards = judge(address, samples, scale=10, correct_from=0.8, api_key_variable="JUDGE_KEY", system="S")
+    assert rewards == [Reward(total=0.85, is_correct=True), Reward(total=-0.1)]
+    first, second = sorted(_Judge.seen, key=lambda body: len(body["messages"][1]["content"]))
+    assert (first["path"], first["key"], first["model"]) == ("/v1/chat/completions", "Bearer k", "m")
+    assert first["messages"][0] == {"role": "system", "content": "S"}
+    assert second["messages"][1]["content"] == 'Q?|{"a": 1}|ANSWER score: -1 {ground_truth}'
+
+
+def test_many_calls_are_in_flight_in_one_worker(address: str):
+    rewards = judge(address, [make_input("score: 1")] * 50, num_workers=1)
+    assert [reward.total for reward in rewards] == [1.0] * 50
+    assert _Judge.most_at_once > 10
+
+
+def test_calls_keep_to_the_rate(address: str):
+    started_at = time.monotonic()
+    judge(address, [make_input("score: 1")] * 4, requests_per_minute=600)
+    assert time.monotonic() - started_at >= 3 * 0.1 + 0.2
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("no idea", "must write a score that the pattern finds, got 'no idea'"),
+        ("crash", "500"),
+        ("odd", "must answer in OpenAI's form, got KeyError"),
+    ],
+)
+def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: str):
+    (reward,) = judge(address, [make_input(answer)])
+    assert (reward.status, reward.total) == ("error", 0.0)
+    assert words in reward.detail
+
+
+def test_a_dead_judge_is_an_error_and_no_zero():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
+    rewards = judge(address, [make_input("score: 1")] * 3)
+    assert [reward.status for reward in rewards] == ["error"] * 3
+    assert "RuntimeError: the judge at http://127.0.0.1:" in rewards[0].detail
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"pattern": "("}, "regular expression"), ({"pattern": "1"}, "a group"), ({"template": "no"}, "{response}")],
+)
+def test_a_judge_that_cannot_score_is_refused(arguments: dict[str, str], words: str):
+    with pytest.raises(ConfigError, match=words):
+        RewardFunctions(RewardConfig("judge", arguments={"address": "http://a", "model": "m", **arguments}))
