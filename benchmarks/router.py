@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import msgspec
 
 from slipstream.broker.credentials import derive_keys, make_token
-from slipstream.broker.prompts.dataset import Dataset, read_train
+from slipstream.broker.prompts.dataset import read_heldout, read_train
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.memory.store import MemoryStore
@@ -18,7 +18,7 @@ from slipstream.runtime.run_folder import RunFolder
 @contextmanager
 def open_router(run: RunConfig, store: MemoryStore) -> Iterator[Router]:
     """Create the run in `store` and a router that serves it; the caller steps the router."""
-    train, heldout = read_train(run), Dataset(run.data.heldout)
+    train, heldout = read_train(run), read_heldout(run)
     channel = ZmqServerChannel(RunFolder(run).broker_address, keys=derive_keys(make_token(run)))
     config_json = msgspec.json.encode(run).decode()
     store.open_run(run.name, config_json=config_json, num_rows=len(train), seed=run.seed)

@@ -16,7 +16,7 @@ Outside a checkout the module is called slipstream.broker.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 
@@ -94,7 +94,7 @@ def _serve(
     supervisor: RedisSupervisor | None,
     *,
     train: Dataset,
-    heldout: Dataset,
+    heldout: Mapping[str, Dataset],
 ) -> None:
     config_json = msgspec.json.encode(run).decode()
     url = store_url(run, folder.path)

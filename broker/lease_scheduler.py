@@ -1,5 +1,6 @@
 """LeaseScheduler: answers generators' requests for prompts, at once or as soon as pacing admits some."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from slipstream.broker.admission import (
@@ -14,6 +15,7 @@ from slipstream.broker.fair_share import FairShare
 from slipstream.broker.messages import Ack, Message, Prompt, Prompts
 from slipstream.broker.peers import Peer
 from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.prompts.rows import Row
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.codec import encode
@@ -55,7 +57,14 @@ class LeaseScheduler:
     """
 
     def __init__(
-        self, store: Store, *, run: RunConfig, train: Dataset, heldout: Dataset, outage: StoreOutage, clock: Clock
+        self,
+        store: Store,
+        *,
+        run: RunConfig,
+        train: Dataset,
+        heldout: Mapping[str, Dataset],
+        outage: StoreOutage,
+        clock: Clock,
     ) -> None:
         """`outage` records failed calls of the store; requests are answered during an outage too."""
         self._store = store
@@ -182,16 +191,21 @@ class LeaseScheduler:
         return [self._prompt(lease) for lease in leases]
 
     def _prompt(self, lease: Lease) -> Prompt:
-        row = (self._train if lease.purpose == "train" else self._heldout).row(lease.row)
-        return Prompt(
-            lease=lease,
-            uid=row.uid,
-            prompt=row.prompt,
-            ground_truth=row.ground_truth,
-            data_source=row.data_source,
-            extra_info=row.extra_info,
-            agent_name=row.agent_name,
-        )
+        dataset = self._train if lease.purpose == "train" else self._heldout[lease.purpose]
+        return make_prompt(lease, dataset.row(lease.row))
+
+
+def make_prompt(lease: Lease, row: Row) -> Prompt:
+    """Build the prompt of a lease."""
+    return Prompt(
+        lease=lease,
+        uid=row.uid,
+        prompt=row.prompt,
+        ground_truth=row.ground_truth,
+        data_source=row.data_source,
+        extra_info=row.extra_info,
+        agent_name=row.agent_name,
+    )
 
 
 def _split(answer: Prompts, *, max_bytes: int) -> list[Prompts]:

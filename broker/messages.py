@@ -89,8 +89,8 @@ class Welcome(Message):
     """Payload bytes the peer may have sent without an Ack."""
     broker_incarnation: str
     """Random, new for every start of the broker."""
-    num_heldout: int
-    """Number of held-out prompts."""
+    num_heldout: dict[str, int]
+    """Number of prompts of each held-out set."""
     model: ModelFingerprint | None = None
     """Fingerprint of `model.path` on the broker's machine; None if there is no such folder."""
 

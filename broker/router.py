@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import structlog
@@ -82,7 +82,7 @@ class Router:
         run: RunConfig,
         config_json: str,
         train: Dataset,
-        heldout: Dataset,
+        heldout: Mapping[str, Dataset],
         store_url: str = "",
         model: ModelFingerprint | None = None,
         clock: Clock = time.monotonic,
@@ -107,7 +107,7 @@ class Router:
         self._log_limiter = LogLimiter(log.warning, clock=clock)
         limit = run.broker.max_message_bytes
         self._ingest = Ingest(store, self._outage, log_limiter=self._log_limiter, max_payload_bytes=limit)
-        self._num_heldout = len(heldout)
+        self._num_heldout = {name: len(rows) for name, rows in heldout.items()}
         self._leases = LeaseScheduler(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
         self._drain_requests = DrainRequests()
         self._departed: list[tuple[Peer, str]] = []

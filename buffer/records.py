@@ -247,9 +247,9 @@ class VersionEntry(Record):
 
 
 class EvaluationResult(Record):
-    """Running totals of an evaluation, complete when `num_answered == num_prompts`.
+    """Running totals of an evaluation, complete when `num_answered == num_asked`.
 
-    Example: EvaluationResult(id="final-sampled", purpose="sampled", version=120, num_prompts=512, num_answered=512,
+    Example: EvaluationResult(id="final-sampled", purpose="sampled", version=120, num_asked=512, num_answered=512,
         num_correct=490)
     """
 
@@ -258,10 +258,10 @@ class EvaluationResult(Record):
     purpose: Purpose
     version: int
     """Policy version at the opening."""
-    num_prompts: int
-    """Number of held-out rows asked."""
+    num_asked: int
+    """Answers asked for: held-out rows, times samples of each."""
     num_answered: int
-    """Rows answered at the time of reading."""
+    """Answers in at the time of reading."""
     num_correct: int
     """Answers that are entirely right."""
     num_failed: int = 0
@@ -269,7 +269,7 @@ class EvaluationResult(Record):
 
     @property
     def is_complete(self) -> bool:
-        return self.num_answered >= self.num_prompts
+        return self.num_answered >= self.num_asked
 
     @property
     def accuracy(self) -> float:

@@ -224,7 +224,9 @@ class Store(Protocol):
         ...
 
     # --- evaluations -------------------------------------------------------------------------------------------------
-    def open_evaluation(self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int]) -> None:
+    def open_evaluation(
+        self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
+    ) -> None:
         """Have generators answer held-out rows. Idempotent on id."""
         ...
 

@@ -57,9 +57,16 @@ def _flatten(value: Any, path: str) -> dict[str, Any]:
 
 
 # --- leases ----------------------------------------------------------------------------------------------------------
-def evaluation_group_id(evaluation_id: str, row: int) -> str:
-    """Return `<evaluation id>:<row>`; the colon distinguishes it from a training group, whose id is its ordinal."""
-    return f"{evaluation_id}:{row}"
+def asked_answers(rows: list[int], *, samples: int) -> list[str]:
+    """Answers of an evaluation, each a group of its own: `<row>`, or `<row>.<sample>` where a row has several."""
+    # Those of one row follow each other, so that an engine may still have its prompt in the prefix cache.
+    numbers = [""] if samples == 1 else [f".{sample}" for sample in range(samples)]
+    return [f"{row}{number}" for row in dict.fromkeys(rows) for number in numbers]
+
+
+def evaluation_group_id(evaluation_id: str, answer: str) -> str:
+    """Return `<evaluation id>:<answer>`; the colon distinguishes it from a training group, whose id is its ordinal."""
+    return f"{evaluation_id}:{answer}"
 
 
 def is_evaluation(group_id: str) -> bool:
@@ -72,7 +79,7 @@ def make_lease(
 ) -> Lease:
     """Build the lease of a group, with the dataset row that its ordinal stands for."""
     # The row follows from the ordinal and the seed, so that no cursor over the dataset has to be stored.
-    ordinal = int(group_id.rpartition(":")[2])
+    ordinal = int(group_id.rpartition(":")[2].partition(".")[0])
     row = ordinal if is_evaluation(group_id) else row_of(ordinal, num_rows=num_rows, seed=seed)
     return Lease(
         id=make_lease_id(group_id, attempt),

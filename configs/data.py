@@ -48,6 +48,30 @@ class TrainFile(Config):
     """Relative share of prompts that come from this file, whatever its length; null for every file = by their rows."""
 
 
+class HeldoutSet(Config):
+    """Prompts for evaluation, with the sampling of their answers; its accuracy is the metric `eval/accuracy_NAME`."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}\Z")]
+    """Name in metrics and results, such as `aime_2024`; never `train`."""
+    path: str
+    """Parquet, or JSON lines by its name; several sets may share a file."""
+    samples: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Answers to each prompt; the accuracy is the mean over all of them."""
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    """Divisor of the logits; 0 = the most likely token each time."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Probability mass of nucleus sampling; null = that of `generators.sampling`."""
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    """Most likely tokens that may be sampled, -1 = all; null = that of `generators.sampling`."""
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Longest response, tokens; null = that of `generators.sampling`."""
+
+    @property
+    def before_key(self) -> str:
+        """Key of the accuracy before training in `summary.json`."""
+        return "accuracy_before" if self.name == "sampled" else f"accuracy_before_{self.name}"
+
+
 class DataConfig(Config):
     """Prompts: files of Parquet or JSON lines, with `prompt` and `reward_model.ground_truth` or `question` and `answer`
     in each row; see `docs/data.md`."""
@@ -55,8 +79,9 @@ class DataConfig(Config):
     train: str | list[TrainFile]
     """Prompts to train on: a file, or a list of them with weights, such as `[{path: a.parquet, weight: 2}, {path:
     b.jsonl, weight: 1}]`."""
-    heldout: str
-    """File of the prompts for evaluation, never trained on."""
+    heldout: str | list[HeldoutSet]
+    """Prompts for evaluation, never trained on. A file is answered twice, as the sets `sampled` (temperature 1) and
+    `greedy` (temperature 0); a list of sets has names and settings of its own."""
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 32
     """Longest prompt, tokens."""
     too_long: Literal["refuse", "drop"] = "refuse"
@@ -64,6 +89,10 @@ class DataConfig(Config):
     left out is logged."""
 
     def __post_init__(self) -> None:
+        names = [each.name for each in self.heldout_sets]
+        require(bool(names), "data.heldout", "name a set", got="an empty list", why="nothing would be evaluated")
+        unfit = next((name for name in names if name == "train" or names.count(name) > 1), "")
+        require(not unfit, "data.heldout[].name", "be unique, and not train", got=unfit, why="metrics bear these names")
         if isinstance(self.train, str):
             return
         require(bool(self.train), "data.train", "name a file", got="an empty list", why="there is nothing to train on")
@@ -78,6 +107,17 @@ class DataConfig(Config):
             got=f"it for {sum(given)} of {len(given)}",
             why="without it the share follows from the number of rows",
         )
+
+    @property
+    def heldout_sets(self) -> list[HeldoutSet]:
+        """Sets of held-out prompts, in their order."""
+        if isinstance(self.heldout, list):
+            return self.heldout
+        return [HeldoutSet("sampled", self.heldout), HeldoutSet("greedy", self.heldout, temperature=0.0)]
+
+    def heldout_set(self, purpose: str) -> HeldoutSet | None:
+        """Set of this name; None for training."""
+        return next((each for each in self.heldout_sets if each.name == purpose), None)
 
     @property
     def train_files(self) -> list[TrainFile]:

@@ -121,6 +121,28 @@ def _check_bounds(run: RunConfig) -> None:
         require(value % step == 0, key, f"be a multiple of {divisor} ({step})", got=value, why=why)
 
 
+def _check_heldout(run: RunConfig) -> None:
+    names = [each.name for each in run.data.heldout_sets]
+    for key in ("sampled", "greedy"):
+        is_needed = run.learner.stop or getattr(run.evaluation, f"goal_{key}") is not None
+        require(
+            not is_needed or key in names,
+            "data.heldout",
+            f"have a set named {key} with learner.stop or evaluation.goal_{key}",
+            got=", ".join(names),
+            why="that is the accuracy they ask for; name a set so, or set these to null",
+        )
+    for each in run.data.heldout_sets:
+        most = run.model.max_length - run.data.max_prompt_tokens
+        require(
+            each.max_tokens is None or each.max_tokens <= most,
+            f"max_tokens of {each.name} in data.heldout",
+            f"be <= model.max_length - data.max_prompt_tokens ({most})",
+            got=each.max_tokens,
+            why="a full prompt with a full response would not fit",
+        )
+
+
 def _check_mode(run: RunConfig) -> None:
     for mode, key, path in (("replay", "replay.path", run.replay.path), ("sft", "sft.train_path", run.sft.train_path)):
         must = f"be set with mode={mode} and in no other mode"
@@ -285,6 +307,7 @@ _LEARNER_CHECKS = (_check_mode, _check_learner)
 """Checks that apply in every mode."""
 _ROLE_CHECKS = (
     _check_bounds,
+    _check_heldout,
     _check_equal_shares,
     _check_advantage_has_a_baseline,
     _check_one_process,

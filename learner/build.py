@@ -1,7 +1,7 @@
 """Builders of the learner's parts from the settings of a run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -149,7 +149,7 @@ def build_learner(
     sender: WeightSender,
     snapshots: SnapshotServer | None = None,
     wait: Callable[[int, float], object],
-    num_heldout: int,
+    num_heldout: Mapping[str, int],
     clock: Clock = time.monotonic,
 ) -> Learner:
     """Build rank 0's loop and all it calls. See Learner for `wait`, `num_heldout`, and Publisher for `snapshots`."""

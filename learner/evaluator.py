@@ -1,23 +1,26 @@
 """Evaluator: requests answers to held-out prompts through the store, and reads the results."""
 
 import itertools
+from collections.abc import Mapping
 
 from slipstream.buffer.records import EvaluationResult
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
+from slipstream.configs.data import HeldoutSet
 from slipstream.configs.learner import EvaluationConfig
-
-PURPOSES: tuple[Purpose, ...] = ("sampled", "greedy")
-"""Temperature 1 and temperature 0."""
 
 
 class Evaluator:
-    """Opens evaluations in the store, over the rows that `EvaluationConfig.rows` chooses."""
+    """Opens evaluations in the store, one per set of held-out prompts, over rows that `EvaluationConfig` chooses."""
 
-    def __init__(self, store: Store, config: EvaluationConfig, *, num_rows: int) -> None:
-        """`num_rows`: number of held-out prompts."""
+    def __init__(
+        self, store: Store, config: EvaluationConfig, *, sets: list[HeldoutSet], num_rows: Mapping[str, int]
+    ) -> None:
+        """`num_rows`: number of prompts of each set."""
         self._store = store
-        self._monitored, self._final = config.rows(num_rows)
+        self._sets = sets
+        self._monitored = {each.name: config.rows(num_rows[each.name])[0] for each in sets}
+        self._final = {each.name: config.rows(num_rows[each.name])[1] for each in sets}
         self._open: list[str] = []
 
     def open_monitor(self, *, step: int, fence: int, version: int) -> str:
@@ -43,13 +46,13 @@ class Evaluator:
         return fresh
 
     def num_answered(self, name: str) -> int:
-        """Answers of both purposes so far."""
+        """Answers of all sets so far."""
         return sum(result.num_answered for result in self._results(name).values())
 
     def result(self, name: str) -> dict[Purpose, EvaluationResult] | None:
-        """Results by purpose; None while answers are missing."""
+        """Results by set; None while answers are missing."""
         complete = {purpose: result for purpose, result in self._results(name).items() if result.is_complete}
-        return complete if len(complete) == len(PURPOSES) else None
+        return complete if len(complete) == len(self._sets) else None
 
     def take_finished(self) -> dict[Purpose, EvaluationResult] | None:
         """Newest monitored evaluation that became complete since the last call; None if none did."""
@@ -68,9 +71,15 @@ class Evaluator:
         )
 
     def _results(self, name: str) -> dict[Purpose, EvaluationResult]:
-        results = {purpose: self._store.evaluation(f"{name}-{purpose}") for purpose in PURPOSES}
+        results = {each.name: self._store.evaluation(f"{name}-{each.name}") for each in self._sets}
         return {purpose: result for purpose, result in results.items() if result}
 
-    def _request(self, name: str, *, version: int, rows: range) -> None:
-        for purpose in PURPOSES:
-            self._store.open_evaluation(f"{name}-{purpose}", purpose=purpose, version=version, rows=list(rows))
+    def _request(self, name: str, *, version: int, rows: Mapping[str, range]) -> None:
+        for each in self._sets:
+            self._store.open_evaluation(
+                f"{name}-{each.name}",
+                purpose=each.name,
+                version=version,
+                rows=list(rows[each.name]),
+                samples=each.samples,
+            )

@@ -11,7 +11,7 @@ covers returns to the buffer when the run is resumed.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -52,15 +52,15 @@ class Learner:
         publisher: BackgroundPublisher,
         metrics_log: MetricsLog,
         wait: Callable[[int, float], object],
-        num_heldout: int,
+        num_heldout: Mapping[str, int],
         rollouts: Rollouts | None = None,
         disk: DiskWait | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`wait(num_ready, timeout_s)` blocks until so many groups may be ready: on the store, or for a serial turn.
 
-        `num_heldout`: number of held-out prompts. `rollouts` of another run are mixed into every step. `disk` is that
-        of `metrics_log`.
+        `num_heldout`: number of prompts of each held-out set. `rollouts` of another run are mixed into every step.
+        `disk` is that of `metrics_log`.
         """
         self._run = run
         self._store = store
@@ -71,7 +71,7 @@ class Learner:
         self._rollouts = rollouts
         self._disk = disk or DiskWait()
         self._clock = clock
-        self._evaluator = Evaluator(store, run.evaluation, num_rows=num_heldout)
+        self._evaluator = Evaluator(store, run.evaluation, sets=run.data.heldout_sets, num_rows=num_heldout)
         self._stall = StallDetector(
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )

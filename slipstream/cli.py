@@ -237,7 +237,7 @@ def evaluate(
         failed = f", {score.num_failed} without a reward" if score.num_failed else ""
         print(
             f"{purpose:<8} accuracy {score.accuracy:.3f}, mean reward {score.reward_mean:.3f}, "
-            f"{score.num_prompts} prompts{failed}"
+            f"{score.num_answers} answers{failed}"
         )
 
 

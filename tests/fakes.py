@@ -67,7 +67,7 @@ class RouterScene:
             run=self.run,
             config_json=self.config_json,
             train=data,
-            heldout=data,
+            heldout={each.name: data for each in self.run.data.heldout_sets},
             model=model,
             clock=self.clock,
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from slipstream.broker.prompts.dataset import Dataset, read_train
+from slipstream.broker.prompts.dataset import read_heldout, read_train
 from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.trajectory import Sampling, Trajectory, VersionSpan
 from slipstream.configs.run import RunConfig
@@ -78,7 +78,7 @@ class LaggingGenerator:
         self._model.eval()
         self._rewards = RewardFunctions(run.generators.reward)
         self._train = read_train(run)
-        heldout = Dataset(run.data.heldout)
+        heldout = read_heldout(run)["sampled"]
         self._heldout = [heldout.row(index) for index in run.evaluation.rows(len(heldout))[0]]
         self._past = PastWeights(lag)
         self._random = torch.Generator().manual_seed(run.seed)

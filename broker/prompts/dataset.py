@@ -1,6 +1,6 @@
 """Dataset: the prompts of one file or several, validated and measured when they are opened."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +22,13 @@ log = structlog.get_logger(__name__)
 class Dataset:
     """The rows of one file or several, numbered one file after the other, held in memory. Loads without torch."""
 
-    def __init__(self, *paths: str | Path, weights: Sequence[float] = ()) -> None:
+    def __init__(self, *paths: str | Path, weights: Sequence[float] = (), names: Sequence[str] = ()) -> None:
         """Open and validate the files. Raises ConfigError, naming the file and its first problem.
 
-        `weights`: shares of the files in the order of prompts; by their numbers of rows without.
+        `weights`: shares of the files in the order of prompts; by their numbers of rows without. `names`: beginnings of
+        their rows' uids; without, those of the files.
         """
-        names = _short_names(list(map(Path, paths)))
+        names = names or _short_names(list(map(Path, paths)))
         self._files = [_PromptFile(Path(path), name=name) for path, name in zip(paths, names, strict=True)]
         self._weights = weights
 
@@ -155,31 +156,42 @@ def read_train(run: RunConfig) -> Dataset:
     return Dataset(*(file.path for file in files), weights=weights)
 
 
-def open_datasets(run: RunConfig) -> tuple[Dataset, Dataset]:
-    """Open the prompts to train on and those held out, without prompts over `data.max_prompt_tokens`.
+def read_heldout(run: RunConfig) -> dict[str, Dataset]:
+    """Open the prompts of each held-out set, of any length; a file that several share is read once."""
+    sets = run.data.heldout_sets
+    paths = list(dict.fromkeys(each.path for each in sets))
+    names = _short_names(list(map(Path, paths)))
+    files = {path: Dataset(path, names=[name]) for path, name in zip(paths, names, strict=True)}
+    return {each.name: files[each.path] for each in sets}
 
-    Logs what is left out, and a held-out file with fewer rows than the settings ask for. Raises ConfigError.
+
+def open_datasets(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
+    """Open the prompts to train on and those of each held-out set, without prompts over `data.max_prompt_tokens`.
+
+    Logs what is left out, and held-out files with fewer rows than the settings ask for. Raises ConfigError.
     """
-    train, heldout = read_train(run), Dataset(run.data.heldout)
-    for dataset in (train, heldout):
+    train, heldout = read_train(run), read_heldout(run)
+    for dataset in dict.fromkeys([train, *heldout.values()]):
         dataset.keep_short(
             lambda prompts: count_tokens(prompts, run.model),
             most=run.data.max_prompt_tokens,
             drops=run.data.too_long == "drop",
         )
         dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
-    if shortage := describe_shortage(run, num_heldout=len(heldout)):
+    for shortage in describe_shortages(run, heldout):
         log.warning("few_heldout_prompts", reason=shortage)
     return train, heldout
 
 
-def describe_shortage(run: RunConfig, *, num_heldout: int) -> str:
-    """Say how evaluations share too few held-out prompts; empty if there are enough."""
+def describe_shortages(run: RunConfig, heldout: Mapping[str, Dataset]) -> list[str]:
+    """Say for each file of held-out prompts how evaluations share them if they are too few."""
     wanted = run.evaluation.monitor_prompts + run.evaluation.final_prompts
-    if num_heldout >= wanted:
-        return ""
-    monitored, final = run.evaluation.rows(num_heldout)
-    return (
-        f"{run.data.heldout} holds {num_heldout} prompts, evaluation.monitor_prompts + evaluation.final_prompts "
-        f"ask for {wanted}: {len(monitored)} are evaluated during training, {len(final)} before and after it"
-    )
+    found = []
+    for dataset in dict.fromkeys(heldout.values()):
+        if len(dataset) < wanted:
+            monitored, final = run.evaluation.rows(len(dataset))
+            found.append(
+                f"{dataset.paths} holds {len(dataset)} prompts, evaluation.monitor_prompts + evaluation.final_prompts "
+                f"ask for {wanted}: {len(monitored)} are evaluated during training, {len(final)} before and after it"
+            )
+    return found

@@ -122,7 +122,9 @@ def _numbers(snapshot: RunSnapshot) -> Table:
     grid = Table.grid(padding=(0, 2))
     last = snapshot.last
     rewards = [row["learner/reward_mean"] for row in snapshot.rows]
-    accuracies = [row["eval/accuracy_sampled"] for row in snapshot.rows if "eval/accuracy_sampled" in row]
+    # Of the first held-out set: the sampled one, by default.
+    found = ([row[key] for key in row if key.startswith("eval/accuracy_")] for row in snapshot.rows)
+    accuracies = [values[0] for values in found if values]
     grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
     grid.add_row("accuracy", _accuracy(snapshot), sparkline(accuracies, low=0, high=1))
     speeds = (
@@ -164,8 +166,10 @@ def _roles(snapshot: RunSnapshot) -> Table:
 
 
 def _accuracy(snapshot: RunSnapshot) -> str:
-    sampled, greedy = (_share(snapshot.newest(f"eval/accuracy_{purpose}")) for purpose in ("sampled", "greedy"))
-    return f"{sampled} sampled {greedy} greedy"
+    prefix = "eval/accuracy_"
+    names = [key.removeprefix(prefix) for row in snapshot.rows for key in row if key.startswith(prefix)]
+    shown = dict.fromkeys(names or ["sampled", "greedy"])
+    return " ".join(f"{_share(snapshot.newest(f'{prefix}{name}'))} {name}" for name in shown)
 
 
 def _share(value: float | None) -> str:

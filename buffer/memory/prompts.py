@@ -4,6 +4,7 @@ from slipstream.buffer.memory.state import Group, Member, MemoryState, OpenEvalu
 from slipstream.buffer.records import FRAME_BYTES_KEPT, EvaluationResult, Insertion, Lease
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader, group_of, make_lease_id
 from slipstream.buffer.transitions import (
+    asked_answers,
     evaluation_group_id,
     is_evaluation,
     lapsed_claim_message,
@@ -252,16 +253,18 @@ class MemoryPrompts(MemoryState):
         return Member(header.id, header.checksum, payload, header, in_flight, announced - applied, announced)
 
     # --- evaluations -------------------------------------------------------------------------------------------------
-    def open_evaluation(self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int]) -> None:
+    def open_evaluation(
+        self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
+    ) -> None:
         with self._changed:
             run = self._opened()
             if evaluation_id in self._evaluations:
                 return
-            asked = list(dict.fromkeys(rows))
+            asked = asked_answers(rows, samples=samples)
             self._evaluations[evaluation_id] = OpenEvaluation(purpose, version, len(asked))
-            for row in asked:
+            for answer in asked:
                 run.evaluation_sequence += 1
-                group = Group(evaluation_group_id(evaluation_id, row), purpose, 1, run.evaluation_sequence)
+                group = Group(evaluation_group_id(evaluation_id, answer), purpose, 1, run.evaluation_sequence)
                 self._groups[group.id] = group
                 self._evaluation_pending[group.sequence] = group.id
 
@@ -274,18 +277,18 @@ class MemoryPrompts(MemoryState):
                 id=evaluation_id,
                 purpose=stored.purpose,
                 version=stored.version,
-                num_prompts=stored.num_prompts,
+                num_asked=stored.num_asked,
                 num_answered=len(stored.answered),
                 num_correct=stored.num_correct,
                 num_failed=stored.num_failed,
             )
 
     def _insert_evaluation(self, header: TrajectoryHeader) -> Insertion:
-        evaluation_id, _, row = header.group_id.rpartition(":")
+        evaluation_id, _, answer = header.group_id.rpartition(":")
         evaluation = self._evaluations.get(evaluation_id)
         if evaluation is None or evaluation.purpose != header.purpose:
             return _refusal("unknown_group")
-        if len(evaluation.answered) == evaluation.num_prompts or (row.isdecimal() and int(row) in evaluation.answered):
+        if len(evaluation.answered) == evaluation.num_asked or answer in evaluation.answered:
             return Insertion(outcome="duplicate")
         group = self._groups.get(header.group_id)
         if group is None:
@@ -293,14 +296,14 @@ class MemoryPrompts(MemoryState):
         if objection := self._lease_objection_to(header, group):
             return objection
         is_failed = header.reward_status != "ok"
-        evaluation.answered.add(int(row))
+        evaluation.answered.add(answer)
         evaluation.num_failed += is_failed
         evaluation.num_correct += header.is_correct and not is_failed
         # Evaluations are only counted, so nothing of the row needs to be kept.
         del self._groups[group.id]
         self._evaluation_leases.pop(group.id, None)
         self._evaluation_pending.pop(group.sequence, None)
-        return Insertion(outcome="inserted", group_is_ready=len(evaluation.answered) == evaluation.num_prompts)
+        return Insertion(outcome="inserted", group_is_ready=len(evaluation.answered) == evaluation.num_asked)
 
 
 def _lapsed(deadlines: dict[str, int], *, now: int) -> list[str]:

@@ -151,12 +151,12 @@ class UsedStep:
 
 @dataclass
 class OpenEvaluation:
-    """Running totals of an evaluation, and the rows answered."""
+    """Running totals of an evaluation, and the answers that are in."""
 
     purpose: Purpose
     version: int
-    num_prompts: int
-    answered: set[int] = field(default_factory=set)
+    num_asked: int
+    answered: set[str] = field(default_factory=set)
     num_correct: int = 0
     num_failed: int = 0
 

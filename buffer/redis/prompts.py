@@ -9,7 +9,13 @@ from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import FRAME_BYTES_KEPT, FRAMES_KEPT, EvaluationResult, Insertion, Lease
 from slipstream.buffer.redis.connection import RedisConnection, is_out_of_memory, text
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
-from slipstream.buffer.transitions import lapsed_claim_message, lapsed_lease_message, make_lease, short_group_message
+from slipstream.buffer.transitions import (
+    asked_answers,
+    lapsed_claim_message,
+    lapsed_lease_message,
+    make_lease,
+    short_group_message,
+)
 from slipstream.configs.buffer import GroupDeadline, RefillConfig, TrainShortConfig
 
 _REAPED_AT_ONCE = 500
@@ -122,16 +128,18 @@ class RedisPrompts(RedisConnection):
             return ["store_full"] * len(chunk)
 
     def _insert_evaluation(self, header: TrajectoryHeader) -> str:
-        evaluation_id, _, row = header.group_id.rpartition(":")
+        evaluation_id, _, answer = header.group_id.rpartition(":")
         is_failed = header.reward_status != "ok"
         is_correct = header.is_correct and not is_failed
-        arguments: list[Any] = [header.group_id, evaluation_id, row, header.newest_version]
+        arguments: list[Any] = [header.group_id, evaluation_id, answer, header.newest_version]
         arguments += [int(is_correct), int(is_failed), header.purpose, header.attempt]
         return text(self._run("insert_evaluation", *arguments))
 
     # --- evaluations -------------------------------------------------------------------------------------------------
-    def open_evaluation(self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int]) -> None:
-        self._run("open_evaluation", evaluation_id, purpose, version, *dict.fromkeys(rows))
+    def open_evaluation(
+        self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
+    ) -> None:
+        self._run("open_evaluation", evaluation_id, purpose, version, *asked_answers(rows, samples=samples))
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
         with self._mapped_errors():
@@ -143,7 +151,7 @@ class RedisPrompts(RedisConnection):
             id=evaluation_id,
             purpose=fields["purpose"],
             version=int(fields["version"]),
-            num_prompts=int(fields["num_prompts"]),
+            num_asked=int(fields["num_asked"]),
             num_answered=int(fields["num_answered"]),
             num_correct=int(fields["num_correct"]),
             num_failed=int(fields["num_failed"]),

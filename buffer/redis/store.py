@@ -34,7 +34,7 @@ from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.transitions import PHASES, check_same_run, no_run
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
 
-LAYOUT = 5
+LAYOUT = 6
 """Raised when the meaning of a key changes; a run stored under another layout is refused."""
 
 _STATE_FIELDS = (

@@ -14,7 +14,7 @@ import xxhash
 
 from slipstream.broker.messages import Prompt
 from slipstream.buffer.records import Lease
-from slipstream.buffer.trajectory import Purpose, Reward, Sampling, Trajectory, make_trajectory_id
+from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import AgentKind, CustomAgentConfig, SingleTurnConfig, ToolsAgentConfig
 from slipstream.configs.run import RunConfig
@@ -29,8 +29,6 @@ from slipstream.runtime.import_path import load_function
 
 log = structlog.get_logger(__name__)
 
-_TEMPERATURES: dict[Purpose, float] = {"sampled": 1.0, "greedy": 0.0}
-"""Evaluation overrides the training temperature, so that accuracies are comparable between runs."""
 _SINGLE_TURN = ("single_turn", "single_turn_agent")
 """Names that rows may give without an entry in `generators.agents`."""
 
@@ -180,14 +178,16 @@ class AgentRunner:
         )
 
     def _sampling(self, lease: Lease, index: int) -> Sampling:
-        config = self._run.generators.sampling
+        training = self._run.generators.sampling
+        # An evaluation has a temperature of its own, so that accuracies are comparable between runs.
+        config = self._run.data.heldout_set(lease.purpose) or training
         # ReMax: the last member of a training group is its greedy baseline, decoded without any filter.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
         return Sampling(
-            temperature=0.0 if is_baseline else _TEMPERATURES.get(lease.purpose, config.temperature),
-            top_p=1.0 if is_baseline else config.top_p,
-            top_k=-1 if is_baseline else config.top_k,
-            max_tokens=config.max_tokens,
+            temperature=0.0 if is_baseline else config.temperature,
+            top_p=1.0 if is_baseline else training.top_p if config.top_p is None else config.top_p,
+            top_k=-1 if is_baseline else training.top_k if config.top_k is None else config.top_k,
+            max_tokens=config.max_tokens or training.max_tokens,
             seed=request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index),
         )
 

@@ -137,10 +137,11 @@ class MetricsLog:
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         summary = {
-            "accuracy_sampled": after["sampled"].accuracy,
-            "accuracy_greedy": after["greedy"].accuracy,
-            "accuracy_before": self._before["sampled"].accuracy if self._before else None,
-            "accuracy_before_greedy": self._before["greedy"].accuracy if self._before else None,
+            **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
+            **{
+                each.before_key: self._before[each.name].accuracy if self._before else None
+                for each in self._run.data.heldout_sets
+            },
             "seconds_to_goal": self._seconds_to_goal,
             "train_seconds": round(seconds, 3),
             "steps": step,
@@ -194,5 +195,5 @@ def _evaluation_row(evaluated: dict[Purpose, EvaluationResult] | None) -> Row:
     if evaluated is None:
         return {}
     return {f"eval/accuracy_{purpose}": result.accuracy for purpose, result in evaluated.items()} | {
-        "eval/version": evaluated["sampled"].version
+        "eval/version": next(iter(evaluated.values())).version
     }

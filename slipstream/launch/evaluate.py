@@ -2,13 +2,15 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from slipstream.broker.lease_scheduler import make_prompt
 from slipstream.broker.messages import Prompt
 from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
-from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Purpose, Record, Reward
+from slipstream.buffer.transitions import asked_answers, evaluation_group_id, make_lease
+from slipstream.configs.data import HeldoutSet
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.build import build_engine
@@ -17,12 +19,9 @@ from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
 from slipstream.runtime.model_files import check_model_path
 
-PURPOSES: tuple[Purpose, ...] = ("sampled", "greedy")
-"""Temperature 1 and temperature 0."""
-
 
 class Score(Record):
-    """Result on all prompts. Example: Score(accuracy=0.912, reward_mean=0.974, num_failed=0, num_prompts=512)."""
+    """Result on all prompts. Example: Score(accuracy=0.912, reward_mean=0.974, num_failed=0, num_answers=512)."""
 
     accuracy: float
     """Share of responses that are entirely right."""
@@ -30,23 +29,29 @@ class Score(Record):
     """Mean over the responses whose reward function answered; 0 without any."""
     num_failed: int
     """Responses whose reward function failed; not right."""
-    num_prompts: int
+    num_answers: int
+    """Answers: prompts times samples of each."""
 
 
 def evaluate(run: RunConfig) -> dict[Purpose, Score]:
-    """Answer the held-out prompts that a run reports its final accuracy on, sampled and greedily.
+    """Answer the held-out prompts that a run reports its final accuracy on, set by set.
 
     Blocks until all are answered. Raises ConfigError, GeneratorError.
     """
     check_model_path(run.model.path)
     _, heldout = open_datasets(run)
-    _, rows = run.evaluation.rows(len(heldout))
-    print(f"{run.model.path}: {len(rows)} prompts of {run.data.heldout}", flush=True)
+    for each in run.data.heldout_sets:
+        prompts = f"{len(_rows(run, heldout[each.name]))} prompts of {each.path}"
+        print(f"{run.model.path}: {each.name}: {prompts}" + f" x {each.samples}" * (each.samples > 1), flush=True)
     os.environ.update(vllm_environment(run))
-    return asyncio.run(_evaluate(run, heldout, rows))
+    return asyncio.run(_evaluate(run, heldout))
 
 
-async def _evaluate(run: RunConfig, heldout: Dataset, rows: Sequence[int]) -> dict[Purpose, Score]:
+def _rows(run: RunConfig, dataset: Dataset) -> range:
+    return run.evaluation.rows(len(dataset))[1]
+
+
+async def _evaluate(run: RunConfig, heldout: Mapping[str, Dataset]) -> dict[Purpose, Score]:
     # The receiver is never used: the engine samples from the weights of the folder.
     engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
     pool = RewardPool(run.generators.reward)
@@ -54,30 +59,31 @@ async def _evaluate(run: RunConfig, heldout: Dataset, rows: Sequence[int]) -> di
     agent = AgentRunner(run=run, engine=engine, rewards=pool, encoder=encoder, generator_id="evaluate")
     slots = asyncio.Semaphore(run.generators.max_concurrency)
 
-    async def answer(purpose: Purpose, row: int) -> Reward:
+    async def answer(prompt: Prompt) -> Reward:
         async with slots:
-            return (await agent.answer(_prompt(heldout, row, purpose), index=0)).reward
+            return (await agent.answer(prompt, index=0)).reward
 
     await engine.start()
+    scores = {}
     try:
-        return {purpose: _score(await asyncio.gather(*(answer(purpose, row) for row in rows))) for purpose in PURPOSES}
+        for each in run.data.heldout_sets:
+            dataset = heldout[each.name]
+            prompts = _prompts(each, dataset, list(_rows(run, dataset)))
+            scores[each.name] = _score(await asyncio.gather(*map(answer, prompts)))
+        return scores
     finally:
         pool.close()
         await engine.stop()
 
 
-def _prompt(heldout: Dataset, row: int, purpose: Purpose) -> Prompt:
-    found = heldout.row(row)
-    lease = Lease(f"{purpose}:{row}-0", f"{purpose}:{row}", purpose, row, row, attempt=0, indices=[0])
-    return Prompt(
-        lease,
-        uid=found.uid,
-        prompt=found.prompt,
-        ground_truth=found.ground_truth,
-        data_source=found.data_source,
-        extra_info=found.extra_info,
-        agent_name=found.agent_name,
-    )
+def _prompts(heldout: HeldoutSet, dataset: Dataset, rows: list[int]) -> list[Prompt]:
+    """Prompts of a set, one for each answer, as a run leases them."""
+    group_ids = [evaluation_group_id(heldout.name, answer) for answer in asked_answers(rows, samples=heldout.samples)]
+    leases = [
+        make_lease(group_id, attempt=0, purpose=heldout.name, indices=[0], num_rows=len(dataset), seed=0)
+        for group_id in group_ids
+    ]
+    return [make_prompt(lease, dataset.row(lease.row)) for lease in leases]
 
 
 def _score(rewards: Sequence[Reward]) -> Score:
@@ -86,5 +92,5 @@ def _score(rewards: Sequence[Reward]) -> Score:
         accuracy=sum(reward.is_correct for reward in answered) / len(rewards),
         reward_mean=sum(reward.total for reward in answered) / max(1, len(answered)),
         num_failed=len(rewards) - len(answered),
-        num_prompts=len(rewards),
+        num_answers=len(rewards),
     )

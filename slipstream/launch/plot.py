@@ -1,5 +1,6 @@
 """Plots a run: reads `metrics.jsonl` of its folder and writes `curve.png` beside it."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -30,9 +31,10 @@ STYLE: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
 }
-ACCURACY = {"eval/accuracy_sampled": ("sampled", BLUE), "eval/accuracy_greedy": ("greedy", ORANGE)}
+ACCURACY = "eval/accuracy_"
 MISMATCH = re.compile("learner/by_lag/([^/]+)/mismatch_k3")
 SHADES = ("#2563a8", "#2f8f5b", "#c9a227", "#d9741a", "#b3372b", "#6b2d5c")
+SET_COLOURS = (BLUE, ORANGE, GREEN, *SHADES)
 RATES = {
     "generators/tokens_per_s": ("generators", BLUE),
     "learner/tokens_per_s": ("learner", ORANGE),
@@ -80,8 +82,9 @@ def draw(rows: Rows, *, title: str) -> Figure:
 def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
     axes.set(ylim=(0, 1.02), xlabel={"step": "step", "time_s": "seconds"}[over])
     axes.set_title({"step": "Held-out accuracy by step", "time_s": "Held-out accuracy by time"}[over])
-    for key, (label, colour) in ACCURACY.items():
-        positions, values = _series(rows, key, over)
+    found = [key.removeprefix(ACCURACY) for row in rows for key in row if key.startswith(ACCURACY)]
+    for label, colour in zip(dict.fromkeys(found or ["sampled", "greedy"]), itertools.cycle(SET_COLOURS), strict=False):
+        positions, values = _series(rows, f"{ACCURACY}{label}", over)
         name = f"{label}, {values[-1]:.3f} at the end" if values else label
         axes.plot(positions, values, color=colour, marker="o", markersize=3.5, label=name)
     axes.legend(loc="lower right")

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import json
 
 from slipstream.broker.credentials import find_token
-from slipstream.broker.prompts.dataset import Dataset, describe_shortage, read_train
+from slipstream.broker.prompts.dataset import describe_shortages, read_heldout, read_train
 from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
@@ -48,12 +48,12 @@ def make_inputs(run: RunConfig) -> None:
     Raises ConfigError.
     """
     prepare(run)
-    train, heldout = read_train(run), Dataset(run.data.heldout)
+    train, heldout = read_train(run), read_heldout(run)
     if any(one.data_sources for one in run.generators.reward.functions):
-        for rows in (train, heldout):
+        for rows in dict.fromkeys([train, *heldout.values()]):
             for source in sorted({row.data_source for row in rows}):
                 run.generators.reward.check_data_source(source, found_in=rows.paths)
-    if shortage := describe_shortage(run, num_heldout=len(heldout)):
+    for shortage in describe_shortages(run, heldout):
         print(f"note: {shortage}", flush=True)
     check_model_path(run.model.path)
     read_chat_template(run.model)

@@ -93,10 +93,6 @@ def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, lis
 
 # --- the report ------------------------------------------------------------------------------------------------------
 _REPORTED = {
-    "accuracy before, sampled": "accuracy_before",
-    "accuracy before, greedy": "accuracy_before_greedy",
-    "accuracy after, sampled": "accuracy_sampled",
-    "accuracy after, greedy": "accuracy_greedy",
     "seconds to the goal": "seconds_to_goal",
     "seconds of training": "train_seconds",
     "steps": "steps",
@@ -116,7 +112,10 @@ def _report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program:
     curve = plot_run(folder.path)
     console.print(f"{run.name}: {verdict(run, summary)}", style="bold", highlight=False, soft_wrap=True)
     table = Table(show_header=False, box=None)
-    for label, key in _REPORTED.items():
+    sets = run.data.heldout_sets
+    accuracies = {f"accuracy before, {each.name}": each.before_key for each in sets}
+    accuracies |= {f"accuracy after, {each.name}": f"accuracy_{each.name}" for each in sets}
+    for label, key in (accuracies | _REPORTED).items():
         value = summary[key]
         table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
     console.print(table)
@@ -152,8 +151,9 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
 
 def verdict(run: RunConfig, summary: dict[str, float]) -> str:
     """Return whether the run reached its goal, with its final accuracies; a run without a goal is `done`."""
-    sampled, greedy = summary["accuracy_sampled"], summary["accuracy_greedy"]
-    goal_sampled, goal_greedy = run.evaluation.goal_sampled, run.evaluation.goal_greedy
-    reached = sampled >= (goal_sampled or 0) and greedy >= (goal_greedy or 0)
-    word = "done" if goal_sampled is None and goal_greedy is None else "learned" if reached else "NOT learned"
-    return f"{word}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
+    goals = {"sampled": run.evaluation.goal_sampled, "greedy": run.evaluation.goal_greedy}
+    set_goals = {name: goal for name, goal in goals.items() if goal is not None}
+    reached = all(summary[f"accuracy_{name}"] >= goal for name, goal in set_goals.items())
+    word = "done" if not set_goals else "learned" if reached else "NOT learned"
+    found = [f"{summary[f'accuracy_{each.name}']:.3f} {each.name}" for each in run.data.heldout_sets]
+    return f"{word}: held-out accuracy {', '.join(found)}"

@@ -9,7 +9,7 @@ is a count of turns. One seed therefore gives one run, bit for bit; with `max_la
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 
 import msgspec
@@ -182,7 +182,7 @@ def run_serial(
             inbox=pump,
             sender=MemorySender(weights),
             wait=lambda _num_ready, _timeout_s: pump.turn(),
-            num_heldout=len(heldout),
+            num_heldout={name: len(rows) for name, rows in heldout.items()},
             clock=clock,
         )
         learner_peer.board.set_source(learner.status)
@@ -193,7 +193,13 @@ def run_serial(
 
 
 def _build_router(
-    run: RunConfig, hub: MemoryBroker, store: MemoryStore, clock: TurnClock, *, train: Dataset, heldout: Dataset
+    run: RunConfig,
+    hub: MemoryBroker,
+    store: MemoryStore,
+    clock: TurnClock,
+    *,
+    train: Dataset,
+    heldout: Mapping[str, Dataset],
 ) -> Router:
     config_json = msgspec.json.encode(run).decode()
     store.open_run(

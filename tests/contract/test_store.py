@@ -506,10 +506,29 @@ def test_evaluation_rows_are_leased_first_and_counted_once(store):
     assert store.insert([failed, failed]) == [READY, DUPLICATE]
     result = store.evaluation("at-4")
     assert result.is_complete
-    assert (result.purpose, result.version, result.num_prompts, result.num_answered) == ("sampled", 4, 2, 2)
+    assert (result.purpose, result.version, result.num_asked, result.num_answered) == ("sampled", 4, 2, 2)
     assert (result.num_correct, result.num_failed) == (1, 1)
     counts = store.counts()
     assert (counts.accepted, counts.duplicates, counts.leased) == (0, 0, 1), "evaluations leave the buffer alone"
+
+
+def test_each_sample_of_an_evaluation_row_is_an_answer_of_its_own(store, clock):
+    store.announce_version(0)
+    store.open_evaluation("e", purpose="hard.set-2", version=0, rows=[7, 3], samples=3)
+    leases = lease(store, 7)
+    assert [(each.row, each.ordinal, each.indices) for each in leases[:6]] == [(7, 7, [0])] * 3 + [(3, 3, [0])] * 3
+    assert len({each.id for each in leases}) == 7
+    right = Reward(total=1.0, is_correct=True)
+    first = [answer(each, reward=right) for each in leases[:2]]
+    assert store.insert([*first, *first]) == [Insertion(outcome="inserted")] * 2 + [Insertion(outcome="duplicate")] * 2
+    result = store.evaluation("e")
+    assert (result.num_asked, result.num_answered, result.num_correct, result.is_complete) == (6, 2, 2, False)
+    store.return_leases(lease_ids=[leases[2].id], reason="drain")
+    (again,) = lease(store, 1, owner="generator-1")
+    assert (again.group_id, again.attempt, again.row) == (leases[2].group_id, 1, 7)
+    outcomes = store.insert([answer(each, attempt=each.attempt) for each in (again, *leases[3:6])])
+    assert [each.group_is_ready for each in outcomes] == [False, False, False, True]
+    assert (store.evaluation("e").accuracy, store.evaluation("e").is_complete) == (2 / 6, True)
 
 
 def test_answers_to_no_row_of_an_evaluation_are_refused(store):

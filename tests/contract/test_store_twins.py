@@ -243,9 +243,9 @@ class Twins(RuleBasedStateMachine):
         self.both(lambda store: store.record_version(VersionEntry(version, version, "sum")))
         self.both(lambda store: store.versions())
 
-    @rule(name=pick(["e", "f"]), rows=st.lists(st.integers(0, 3), max_size=3))
-    def open_evaluation(self, name: str, rows: list[int]) -> None:
-        self.both(lambda store: store.open_evaluation(name, purpose="sampled", version=0, rows=rows))
+    @rule(name=pick(["e", "f"]), rows=st.lists(st.integers(0, 3), max_size=3), samples=st.integers(1, 2))
+    def open_evaluation(self, name: str, rows: list[int], samples: int) -> None:
+        self.both(lambda store: store.open_evaluation(name, purpose="sampled", version=0, rows=rows, samples=samples))
 
     @invariant()
     def agree_and_reconcile(self) -> None:

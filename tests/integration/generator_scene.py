@@ -61,7 +61,13 @@ class GeneratorScene:
         config_json = msgspec.json.encode(self.run).decode()
         open_run(self.store, config_json=config_json, num_rows=len(rows), group_filter=self.run.buffer.filter)
         self.router = Router(
-            hub.server(), self.store, run=self.run, config_json=config_json, train=rows, heldout=rows, clock=self.clock
+            hub.server(),
+            self.store,
+            run=self.run,
+            config_json=config_json,
+            train=rows,
+            heldout={"sampled": rows, "greedy": rows},
+            clock=self.clock,
         )
         self.learner, self.peer = SerialPeer(hub, "learner", self.clock), SerialPeer(hub, "generator", self.clock)
         self.engine = FakeEngine(ScriptedEngineConfig())

@@ -1,14 +1,14 @@
--- Opens an evaluation: its rows are leased before training prompts.
+-- Opens an evaluation: its answers are leased before training prompts.
 -- Keys: evaluation:<id>, group:<id>:*, evaluation_pending, run
--- Arguments: evaluation id, purpose, version, rows...
+-- Arguments: evaluation id, purpose, version, answers (row, or row.sample)...
 -- Returns: nothing
--- Atomic because an evaluation must be opened once, with all of its rows.
+-- Atomic because an evaluation must be opened once, with all of its answers.
 if not run_exists() then return NORUN end
 allow_when_full()
 local id, purpose = ARGV[2], ARGV[3]
 local evaluation = key('evaluation:' .. id)
 if redis.call('EXISTS', evaluation) == 1 then return end
-redis.call('HSET', evaluation, 'purpose', purpose, 'version', ARGV[4], 'num_prompts', #ARGV - 4,
+redis.call('HSET', evaluation, 'purpose', purpose, 'version', ARGV[4], 'num_asked', #ARGV - 4,
   'num_answered', 0, 'num_correct', 0, 'num_failed', 0)
 for i = 5, #ARGV do
   local group = id .. ':' .. ARGV[i]

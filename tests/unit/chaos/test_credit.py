@@ -19,7 +19,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Credit:
 
 
 def make_welcome(broker: str) -> Welcome:
-    return Welcome("run", "{}", "", 0, credit_messages=2, credit_bytes=100, broker_incarnation=broker, num_heldout=0)
+    return Welcome("run", "{}", "", 0, credit_messages=2, credit_bytes=100, broker_incarnation=broker, num_heldout={})
 
 
 def reports(folder: Path) -> list[str]:

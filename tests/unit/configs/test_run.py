@@ -20,6 +20,15 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
     [
         ("data.max_prompt_tokens=60", "model.max_length", "generators.sampling.max_tokens (68), got 64"),
         ("learner.tokens_per_microbatch=60", "learner.tokens_per_microbatch", "model.max_length (64), got 60"),
+        ("data.heldout=[{name:a,path:b}]", "data.heldout", "have a set named sampled with learner.stop or"),
+        ("data.heldout=[{name:a,path:b},{name:a,path:c}]", "data.heldout[].name", "be unique, and not train, got a"),
+        ("data.heldout=[{name:train,path:b}]", "data.heldout[].name", "be unique, and not train, got train"),
+        ("data.heldout=[]", "data.heldout", "name a set, got an empty list"),
+        (
+            "data.heldout=[{name:sampled,path:b},{name:greedy,path:b,max_tokens:50}]",
+            "max_tokens of greedy in data.heldout",
+            "data.max_prompt_tokens (48), got 50",
+        ),
         ("learner.num_ranks=3", "learner.num_ranks", "divide the trajectories of an optimizer update (256 = "),
         ("weights.publish_every_steps=3", "learner.checkpoint.every_steps", "weights.publish_every_steps (3), got 50"),
         ("generators.group_size=1", "generators.group_size", "a group of one has no baseline"),

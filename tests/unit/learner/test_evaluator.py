@@ -5,9 +5,16 @@ import pytest
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward
+from slipstream.configs.data import DataConfig, HeldoutSet
 from slipstream.configs.learner import EvaluationConfig
 from slipstream.learner.evaluator import Evaluator
 from tests.contract.stores import answer, lease, open_run
+
+SETS = DataConfig(train="a", heldout="b").heldout_sets
+
+
+def of_each(num_rows: int) -> dict[str, int]:
+    return {each.name: num_rows for each in SETS}
 
 
 @pytest.fixture
@@ -19,7 +26,7 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def evaluator(store: MemoryStore) -> Evaluator:
-    return Evaluator(store, EvaluationConfig(monitor_prompts=1, final_prompts=2), num_rows=3)
+    return Evaluator(store, EvaluationConfig(monitor_prompts=1, final_prompts=2), sets=SETS, num_rows=of_each(3))
 
 
 def reply(store: MemoryStore, *, status: str) -> int:
@@ -55,7 +62,7 @@ def test_a_small_file_is_shared_between_monitored_and_final_rows(num_rows: int, 
 
 
 def test_only_rows_that_exist_are_requested(store):
-    evaluator = Evaluator(store, EvaluationConfig(monitor_prompts=4, final_prompts=4), num_rows=2)
+    evaluator = Evaluator(store, EvaluationConfig(monitor_prompts=4, final_prompts=4), sets=SETS, num_rows=of_each(2))
     evaluator.open_monitor(step=1, fence=1, version=0)
     evaluator.open_final("before", version=0)
     assert [each.row for each in lease(store, 16) if each.purpose != "train"] == [0, 0, 1, 1]
@@ -83,3 +90,21 @@ def test_an_evaluation_without_a_reward_is_requested_under_another_name(store, e
     assert evaluator.open_final("before", version=0) == "before-3"
     reply(store, status="ok")
     assert evaluator.open_final("before", version=0) == "before-3"
+
+
+def test_sets_have_rows_and_samples_of_their_own(store):
+    sets = [HeldoutSet("aime", "a", samples=3), HeldoutSet("gsm8k", "b", temperature=0.5)]
+    config = EvaluationConfig(monitor_prompts=1, final_prompts=2)
+    evaluator = Evaluator(store, config, sets=sets, num_rows={"aime": 2, "gsm8k": 30})
+    evaluator.open_final("before", version=0)
+    leases = lease(store, 5)
+    assert [(each.purpose, each.row, each.indices) for each in leases] == [("aime", 1, [0])] * 3 + [
+        ("gsm8k", row, [0]) for row in (1, 2)
+    ]
+    assert len({each.group_id for each in leases}) == 5
+    right = Reward(total=1.0, is_correct=True)
+    store.insert(
+        [answer(each, reward=right if number < 2 else Reward(total=0.0)) for number, each in enumerate(leases)]
+    )
+    accuracies = {name: result.accuracy for name, result in evaluator.result("before").items()}
+    assert accuracies == {"aime": pytest.approx(2 / 3), "gsm8k": 0.0}

@@ -78,7 +78,7 @@ def train(run: RunConfig, store: MemoryStore) -> list[int]:
         publisher=publisher,
         metrics_log=MetricsLog(run, folder=folder, store=store),
         wait=lambda _num_ready, _timeout_s: time.sleep(0),
-        num_heldout=2,
+        num_heldout={"sampled": 2, "greedy": 2},
     )
     learner.run()
     return [row["step"] for row in map(msgspec.json.decode, folder.metrics.read_bytes().splitlines())]

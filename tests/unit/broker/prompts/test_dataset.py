@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.broker.prompts.dataset import Dataset, describe_shortage, open_datasets, read_train
+from slipstream.broker.prompts.dataset import Dataset, describe_shortages, open_datasets, read_heldout, read_train
 from slipstream.broker.prompts.lengths import count_tokens
 from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.codec import decode, encode
@@ -253,7 +253,7 @@ def test_the_dataset_loads_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
 
 
-def open_with(folder: Path, prompts: list[Any], **data: Any) -> tuple[Dataset, Dataset]:
+def open_with(folder: Path, prompts: list[Any], **data: Any) -> tuple[Dataset, dict[str, Dataset]]:
     make_tokenizer().save_pretrained(folder / "model")
     paths = {}
     for name in ("train", "heldout"):
@@ -272,7 +272,7 @@ def test_prompts_over_the_limit_are_refused_with_their_number_or_dropped(kind: t
         open_with(tmp_path, prompts)
     train, heldout = open_with(tmp_path, prompts, too_long="drop")
     assert [row.uid for row in train] == ["train/00000", "train/00002"]
-    assert len(heldout) == 2
+    assert {name: len(dataset) for name, dataset in heldout.items()} == {"sampled": 2, "greedy": 2}
 
 
 def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> None:
@@ -304,10 +304,26 @@ def test_the_file_is_measured_as_generators_encode_it(most: int, tmp_path: Path)
         assert len(open_with(tmp_path, [prompt], max_prompt_tokens=most)[0]) == 1
 
 
-def test_a_shortage_of_heldout_prompts_is_described() -> None:
-    run = make_run(evaluation={"monitor_prompts": 2, "final_prompts": 6})
-    assert describe_shortage(run, num_heldout=8) == ""
-    assert "ask for 8: 1 are evaluated during training, 3 before and after it" in describe_shortage(run, num_heldout=4)
+def test_a_shortage_of_heldout_prompts_is_described(tmp_path: Path) -> None:
+    path = str(write(tmp_path, [ROW] * 4))
+    run = make_run(data={"heldout": path}, evaluation={"monitor_prompts": 2, "final_prompts": 6})
+    heldout = read_heldout(run)
+    assert heldout["sampled"] is heldout["greedy"]
+    (shortage,) = describe_shortages(run, heldout)
+    assert shortage.startswith(f"{path} holds 4 prompts")
+    assert "ask for 8: 1 are evaluated during training, 3 before and after it" in shortage
+    enough = make_run(evaluation={"monitor_prompts": 2, "final_prompts": 2})
+    assert describe_shortages(enough, heldout) == []
+
+
+def test_held_out_sets_have_files_of_their_own(tmp_path: Path) -> None:
+    paths = write_two(tmp_path)
+    sets = [
+        {"name": name, "path": path} for name, path in zip(("gsm8k", "math", "easy"), [*paths, paths[0]], strict=True)
+    ]
+    heldout = read_heldout(make_run(data={"heldout": sets}))
+    assert {name: len(dataset) for name, dataset in heldout.items()} == {"gsm8k": 3, "math": 2, "easy": 3}
+    assert [heldout[name].row(1).uid for name in ("gsm8k", "math")] == ["gsm8k/train/00001", "math/train/00001"]
 
 
 def test_prompts_that_nobody_can_measure_here_are_left_to_the_generators(tmp_path: Path) -> None:

@@ -58,7 +58,14 @@ def make_pair():
 
 def make_welcome(incarnation: str = "b1") -> Welcome:
     return Welcome(
-        "run", "{}", "", 0, credit_messages=8, credit_bytes=10**6, broker_incarnation=incarnation, num_heldout=4
+        "run",
+        "{}",
+        "",
+        0,
+        credit_messages=8,
+        credit_bytes=10**6,
+        broker_incarnation=incarnation,
+        num_heldout={"sampled": 4},
     )
 
 

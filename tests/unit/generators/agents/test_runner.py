@@ -89,6 +89,20 @@ def test_the_reward_function_gets_text_and_row():
     assert (sample.prompt, sample.data_source, sample.extra_info) == ("48213=", "test", {"index": 7})
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [({}, (1.0, 0.9, 5, 6)), ({"temperature": 0.2, "top_p": 1.0, "top_k": -1, "max_tokens": 3}, (0.2, 1.0, -1, 3))],
+)
+def test_a_held_out_set_has_sampling_of_its_own(settings: dict[str, float], expected: tuple[float, ...]):
+    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 6}
+    heldout = [{"name": "aime", "path": "a.parquet", **settings}, {"name": "other", "path": "b.parquet"}]
+    run = {"generators": {"sampling": sampling}, "data": {"heldout": heldout}}
+    used = answer(make_prompt(purpose="aime"), **run)[0].sampling
+    assert (used.temperature, used.top_p, used.top_k, used.max_tokens) == expected
+    used = answer(make_prompt(), **run)[0].sampling
+    assert (used.temperature, used.top_p, used.top_k, used.max_tokens) == (0.7, 0.9, 5, 6)
+
+
 @pytest.mark.parametrize(("purpose", "temperature"), [("train", 0.7), ("sampled", 1.0), ("greedy", 0.0)])
 def test_the_purpose_sets_the_temperature(purpose: str, temperature: float):
     run = {"generators": {"sampling": {"temperature": 0.7, "top_p": 0.9, "max_tokens": 6}}}

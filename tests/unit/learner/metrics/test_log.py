@@ -6,13 +6,14 @@ import pytest
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.store import EvaluationResult
 from slipstream.configs.load import load
+from slipstream.launch.run import verdict
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import FakeClock
 
 
 def evaluated(accuracy: float) -> dict:
-    counts = {"version": 1, "num_prompts": 100, "num_answered": 100, "num_correct": round(100 * accuracy)}
+    counts = {"version": 1, "num_asked": 100, "num_answered": 100, "num_correct": round(100 * accuracy)}
     return {p: EvaluationResult(id=p, purpose=p, **counts) for p in ("sampled", "greedy")}
 
 
@@ -128,3 +129,26 @@ def test_the_rate_of_a_row_is_that_of_the_living_generators(folder: RunFolder):
     scene.clock.now += 8.0
     scene.report(stays=2.0)
     assert scene.step(3) == 100.0
+
+
+def test_every_held_out_set_has_its_accuracies_in_rows_and_summary(folder: RunFolder):
+    sets = "data.heldout=[{name: aime, path: a, samples: 4}, {name: sampled, path: b}]"
+    run = load(["experiment=digits_cpu", sets, "learner.stop=null", "evaluation.goal_greedy=null"])
+    counts = {"version": 3, "num_asked": 4, "num_answered": 4}
+    found = {
+        name: EvaluationResult(id=name, purpose=name, num_correct=right, **counts)
+        for name, right in (("aime", 1), ("sampled", 3))
+    }
+    store = MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=1, seed=0)
+    log = MetricsLog(run, folder=folder, store=store, clock=FakeClock(0.0))
+    log.record_before(found)
+    log.start_training(step=0)
+    metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
+    row = log.add_step(step=1, version=1, metrics=metrics, published=None, evaluated=found, times={})
+    assert (row["eval/accuracy_aime"], row["eval/accuracy_sampled"], row["eval/version"]) == (0.25, 0.75, 3)
+    log.end_training()
+    log.write_summary(step=1, after=found)
+    summary = json.loads((folder.path / "summary.json").read_text())
+    assert (summary["accuracy_aime"], summary["accuracy_before_aime"], summary["accuracy_before"]) == (0.25, 0.25, 0.75)
+    assert "0.250 aime, 0.750 sampled" in verdict(run, summary)

@@ -35,6 +35,12 @@ def test_a_run_becomes_a_picture_beside_its_metrics(tmp_path: Path) -> None:
     assert (tmp_path / "curve.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_every_held_out_set_has_a_curve() -> None:
+    rows = [make_row(10) | {"eval/accuracy_aime": 0.1}, make_row(20) | {"eval/accuracy_aime": 0.2}]
+    labels = [str(line.get_label()) for line in draw(rows, title="a run").axes[0].get_lines()]
+    assert labels == ["sampled, 0.400 at the end", "greedy, 0.500 at the end", "aime, 0.200 at the end"]
+
+
 def test_only_evaluated_steps_carry_accuracy() -> None:
     accuracy = draw([make_row(step) for step in range(1, 31)], title="a run").axes[0]
     assert [list(line.get_xdata()) for line in accuracy.get_lines()] == [[10, 20, 30], [10, 20, 30]]
