@@ -55,7 +55,7 @@ DEFAULT_LIMITS = Limits()
 
 
 class Execution(msgspec.Struct, frozen=True):
-    """What a run did.
+    """Result of a run.
 
     Example: Execution("ok", stdout="3\\n")
     """
