@@ -1,0 +1,12 @@
+"""Agent loops for whole runs of the digits task."""
+
+from slipstream.generators.agents.episode import Episode
+
+
+async def ask_twice(episode: Episode) -> None:
+    """Four tokens at most, then `=`, then the rest; the first turn earns a tenth of a reward."""
+    await episode.generate(max_tokens=4)
+    episode.turn_rewards.append(0.1)
+    episode.observe("=")
+    if (await episode.generate()).token_ids:
+        episode.turn_rewards.append(0.0)

@@ -1,0 +1,59 @@
+"""Answers of two turns in whole runs: what the learner computes is what the engine sampled."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import runs
+
+pytestmark = pytest.mark.slow
+
+AGENT = (
+    "generators/agent=custom",
+    "generators.agent.function=tests.e2e.agents:ask_twice",
+    "learner.groups_per_step=4",
+    "learner.optimizer.learning_rate=3e-4",
+    "evaluation.monitor_prompts=4",
+    "evaluation.final_prompts=8",
+    "evaluation.every_steps=0",
+)
+ANSWERS = "learner/by_source/digits/reverse/"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make_task(tmp_path_factory.mktemp("agents"), warm=True)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path, advantage: str):
+    runs.train(
+        folder,
+        "experiment=digits_serial",
+        "prepare=[]",
+        f"algorithm/advantage={advantage}",
+        "algorithm.masks=[]",
+        "buffer.staleness.max_lag=0",
+        "learner.max_steps=3",
+        f"name={advantage}",
+        *AGENT,
+    )
+    for row in runs.metrics(folder, advantage):
+        assert row["lag/max"] == 0
+        assert row["learner/mismatch_max"] < 1e-4
+        assert 1 < row[ANSWERS + "turns_mean"] <= 2
+        assert row[ANSWERS + "agent_observation_tokens"] == 1
+        assert 0.09 < row[ANSWERS + "part_turns"] < 0.11
+
+
+def test_two_turns_go_through_the_whole_pipeline(folder: Path):
+    runs.train(folder, "prepare=[]", "name=whole", "learner.max_steps=8", *AGENT)
+    rows = runs.metrics(folder, "whole")
+    assert len(rows) == 8
+    assert all(row[ANSWERS + "failed_fraction"] == 0 for row in rows)
+    assert all(1 < row[ANSWERS + "turns_mean"] <= 2 for row in rows)
+    # Tokens of the newest weights: the learner's numbers and the engine's differ by rounding alone, in both turns.
+    fresh = [row["learner/by_lag/0/mismatch_max"] for row in rows if "learner/by_lag/0/mismatch_max" in row]
+    assert fresh
+    assert max(fresh) < 1e-3
+    assert runs.summary(folder, "whole")["logprob_diff_max"] < 1e-4
