@@ -22,7 +22,7 @@ TRAIN = "train.parquet"
 
 
 def make_row(
-    prompt: str | list[dict[str, str]], *, ground_truth: str, data_source: str, index: int, split: str
+    prompt: str | list[dict[str, str]], *, ground_truth: Any, data_source: str, index: int, split: str
 ) -> dict[str, Any]:
     """Build one row, in the form that verl and `slipstream.broker.prompts.dataset` read.
 
@@ -40,12 +40,13 @@ def make_row(
 def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
     """Write `train.parquet`, then `heldout.parquet`, each completely or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / TRAIN, train)
-    _write(folder / HELDOUT, heldout)
+    write_file(folder / TRAIN, train)
+    write_file(folder / HELDOUT, heldout)
     print(f"{folder}: {len(train)} prompts to train on, {len(heldout)} held out")
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows to a Parquet file, completely or not at all."""
     unfinished = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
     # Renamed when complete, so that an interrupted preparation is repeated.

@@ -1,0 +1,270 @@
+"""Makes prompt files of published tasks, from a folder on this machine or from the Hugging Face hub.
+
+    python -m slipstream.scripts.make_prompts gsm8k --out=data/gsm8k
+    python -m slipstream.scripts.make_prompts math --source=path/to/copies --out=data/math
+    python -m slipstream.scripts.make_prompts reasoning_gym:spell_backward --rows=5000 --out=data/spelling
+
+A folder holds the files as they are published, Parquet or JSON lines; `--list` shows the sources and the names of their
+files. Tasks of reasoning-gym are generated on the spot (`pip install 'slipstream[tasks]'`).
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+from slipstream.configs.base import ConfigError
+from slipstream.generators.rewards.mathematics import true_number
+from slipstream.generators.rewards.procedural import UNRELIABLE
+from slipstream.runtime.command_line import fail_cleanly
+from slipstream.scripts.make_digits_data import make_row, write_file
+
+Values = dict[str, Any]
+INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
+TAGS = "Put the final answer between <answer> and </answer>."
+_GYM = "reasoning_gym:"
+
+
+# --- one problem -----------------------------------------------------------------------------------------------------
+def final_answer(answer: str) -> str:
+    """Extract the number after `####`, without thousands separators. Raises ConfigError."""
+    _, mark, number = answer.rpartition("####")
+    try:
+        true_number(number if mark else "")
+    except ValueError:
+        raise ConfigError(f"an answer of GSM8K must end in `#### number`, got `{answer[-40:]}`.") from None
+    return number.strip().replace(",", "")
+
+
+def last_boxed(solution: str) -> str:
+    r"""Extract what the last `\boxed{...}` holds, braces within included. Raises ConfigError."""
+    _, mark, rest = solution.rpartition("\\boxed{")
+    depth = 1
+    for position, character in enumerate(rest if mark else ""):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:position]
+    raise ConfigError(f"a solution must hold its answer in \\boxed{{...}}, got `{solution[-40:]}`.")
+
+
+def _gsm8k(values: Values) -> tuple[Any, Any]:
+    return _ask(values["question"], INSTRUCTION), final_answer(values["answer"])
+
+
+def _math(values: Values) -> tuple[Any, Any]:
+    return _ask(values["problem"], INSTRUCTION), str(values.get("answer") or last_boxed(values["solution"]))
+
+
+def _verl(values: Values) -> tuple[Any, Any]:
+    return values["prompt"], values["reward_model"]["ground_truth"]
+
+
+def _question(values: Values) -> tuple[Any, Any]:
+    answers = values.get("golden_answers") or [values["answer"]]
+    return _ask(values["question"], TAGS), {"target": [str(answer) for answer in answers]}
+
+
+def _ask(question: str, instruction: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{question.strip()} {instruction}"}]
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+class Split(NamedTuple):
+    """Where a file is published: a dataset of the hub, and the beginning of the file's name (with its folder)."""
+
+    repository: str
+    file: str
+
+
+class Source(NamedTuple):
+    """A published task. Example: SOURCES["gsm8k"]."""
+
+    data_source: str
+    """Name in the rows, by which rewards are chosen."""
+    convert: Callable[[Values], tuple[Any, Any]]
+    """Function from a row as published to prompt and truth."""
+    train: Split | None
+    heldout: Split | None
+
+
+_QA = "RUC-NLPIR/FlashRAG_datasets"
+_DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
+SOURCES = {
+    "gsm8k": Source("openai/gsm8k", _gsm8k, Split("openai/gsm8k", "main/train"), Split("openai/gsm8k", "main/test")),
+    "math": Source(
+        "math",
+        _math,
+        Split("DigitalLearningGmbH/MATH-lighteval", "data/train"),
+        Split("HuggingFaceH4/MATH-500", "test"),
+    ),
+    "aime_2024": Source("aime_2024", _math, None, Split("HuggingFaceH4/aime_2024", "data/train")),
+    "aime_2025": Source("aime_2025", _math, None, Split("math-ai/aime25", "test")),
+    "dapo_math": Source("math_dapo", _verl, Split(_DAPO, "data/dapo-math-17k"), None),
+    "hotpotqa": Source("hotpotqa", _question, Split(_QA, "hotpotqa/train"), Split(_QA, "hotpotqa/dev")),
+    "nq": Source("nq", _question, Split(_QA, "nq/train"), Split(_QA, "nq/test")),
+}
+"""Rows of sources repeat a problem only by mistake (DAPO-Math a hundred times): each prompt is taken once."""
+
+
+def make_source(name: str, *, folder: Path | None, out: Path) -> None:
+    """Write the files of a source, from `folder` or the hub. Raises ConfigError."""
+    source = SOURCES[name]
+    splits = {"train": source.train, "heldout": source.heldout}
+    # All are read before any is written.
+    rows = {ours: _convert(source, _read(split, folder=folder), split=ours) for ours, split in splits.items() if split}
+    for ours, found in rows.items():
+        _make_folder(out)
+        write_file(out / f"{ours}.parquet", found)
+    _report(out, rows)
+
+
+def _convert(source: Source, problems: list[Values], *, split: str) -> list[Values]:
+    rows: dict[bytes, Values] = {}
+    for number, values in enumerate(problems):
+        try:
+            prompt, truth = source.convert(values)
+        except (KeyError, TypeError, AttributeError, ConfigError) as error:
+            problem = error if isinstance(error, ConfigError) else f"it must have the published columns: {error!r}"
+            raise ConfigError(f"row {number} of {source.data_source}, {split}: {problem}") from None
+        row = make_row(prompt, ground_truth=truth, data_source=source.data_source, index=len(rows), split=split)
+        rows.setdefault(msgspec.json.encode(prompt), row)
+    return list(rows.values())
+
+
+def _read(split: Split, *, folder: Path | None) -> list[Values]:
+    files = _find(folder, split) if folder else _download(split)
+    if not files:
+        name = Path(split.file).name
+        where = f"--source={folder}" if folder else f"{split.repository} on the Hugging Face hub"
+        raise ConfigError(f"{where} must hold {name}*.parquet or {name}*.jsonl, but has neither.")
+    return [values for file in files for values in _read_file(file)]
+
+
+def _find(folder: Path, split: Split) -> list[Path]:
+    """The files of a split: in the published place, else anywhere in the folder by name; Parquet before JSON lines."""
+    for pattern in (split.file, f"**/{split.file}", f"**/{Path(split.file).name}"):
+        for suffix in ("parquet", "jsonl"):
+            if found := sorted(folder.glob(f"{pattern}*.{suffix}")):
+                return found
+    return []
+
+
+def _download(split: Split) -> list[Path]:
+    try:
+        wanted = [f"{split.file}*.parquet", f"{split.file}*.jsonl"]
+        return _find(Path(snapshot_download(split.repository, repo_type="dataset", allow_patterns=wanted)), split)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise ConfigError(
+            f"{split.repository} must be reachable on the Hugging Face hub, but is not ({type(error).__name__}): "
+            "copy it to this machine and name its folder with --source."
+        ) from None
+
+
+def _read_file(file: Path) -> list[Values]:
+    try:
+        if file.suffix == ".parquet":
+            found: list[Values] = pq.read_table(file).to_pylist()
+            return found
+        return [msgspec.json.decode(line, type=Values) for line in file.read_bytes().splitlines() if line.strip()]
+    except (pa.ArrowException, OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{file} must be Parquet or JSON lines, but cannot be read: {error}") from None
+
+
+# --- reasoning-gym ---------------------------------------------------------------------------------------------------
+def make_gym_task(task: str, *, rows: int, heldout_rows: int, seed: int, out: Path) -> None:
+    """Write JSON lines of a task of reasoning-gym: entries that its verifier grades. Raises ConfigError."""
+    if task in UNRELIABLE:
+        raise ConfigError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}.")
+    found = list(islice(_entries(task, size=2 * (rows + heldout_rows), seed=seed), rows + heldout_rows))
+    if len(found) < rows + heldout_rows:
+        raise ConfigError(
+            f"--rows + --heldout-rows must be <= {len(found)}, the different problems of {task!r} among twice as many "
+            f"drawn, got {rows + heldout_rows}."
+        )
+    _make_folder(out)
+    made = {"train": found[:rows], "heldout": found[rows:]}
+    for split, entries in made.items():
+        lines = [
+            msgspec.json.encode(
+                make_row(
+                    _ask(str(entry["question"]), TAGS),
+                    ground_truth={"answer": entry["answer"], "metadata": entry["metadata"]},
+                    data_source=f"reasoning_gym/{task}",
+                    index=index,
+                    split=split,
+                )
+            )
+            for index, entry in enumerate(entries)
+        ]
+        unfinished = out / f"{split}.tmp"
+        unfinished.write_bytes(b"\n".join(lines) + b"\n")
+        unfinished.replace(out / f"{split}.jsonl")
+    _report(out, made)
+
+
+def _entries(task: str, *, size: int, seed: int) -> Iterator[Values]:
+    """Entries of a task, each question once."""
+    try:
+        # An optional dependency, which takes seconds to import.
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(f"{_GYM}{task} needs the library, got {error}: pip install 'slipstream[tasks]'.") from error
+    try:
+        dataset = reasoning_gym.create_dataset(task, size=size, seed=seed)
+    except ValueError as error:
+        raise ConfigError(f"{_GYM}TASK must name a task of reasoning-gym, got {task!r}: {error}") from None
+    asked = set()
+    for entry in dataset:
+        if entry["question"] not in asked:
+            asked.add(entry["question"])
+            yield entry
+
+
+def _make_folder(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _report(out: Path, rows: dict[str, list[Values]]) -> None:
+    print(f"{out}: {', '.join(f'{len(found)} prompts in {split}' for split, found in rows.items())}")
+
+
+@fail_cleanly()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and write the files."""
+    parser = argparse.ArgumentParser(
+        "python -m slipstream.scripts.make_prompts",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("task", nargs="?", default="", help=f"{', '.join(SOURCES)}, or {_GYM}TASK")
+    parser.add_argument("--list", action="store_true", help="show the sources and the beginnings of their files' names")
+    parser.add_argument("--source", type=Path, help="folder with the files; by default they come from the hub")
+    parser.add_argument("--out", type=Path, help="folder to write to (data/TASK)")
+    parser.add_argument("--rows", type=int, default=5000, help=f"prompts to train on, of {_GYM}TASK (5000)")
+    parser.add_argument("--heldout-rows", type=int, default=500, help=f"prompts to evaluate on, of {_GYM}TASK (500)")
+    parser.add_argument("--seed", type=int, default=0, help=f"of the problems, of {_GYM}TASK (0)")
+    options = parser.parse_args(arguments)
+    if options.list:
+        for name, source in SOURCES.items():
+            print(name, *(f"{split.repository}:{split.file}*" for split in (source.train, source.heldout) if split))
+        return
+    task = options.task.removeprefix(_GYM)
+    out = options.out or Path("data") / task
+    if task != options.task:
+        make_gym_task(task, rows=options.rows, heldout_rows=options.heldout_rows, seed=options.seed, out=out)
+    elif task in SOURCES:
+        make_source(task, folder=options.source, out=out)
+    else:
+        raise ConfigError(f"the task must be one of {', '.join(SOURCES)}, or {_GYM}TASK, got {task or 'nothing'!r}.")
+
+
+if __name__ == "__main__":
+    main()
