@@ -178,7 +178,7 @@ def test_tasks_of_reasoning_gym_are_graded_by_their_verifiers():
     assert "a row of reasoning_gym must have" in functions.score(make_sample(right)).detail
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_other_task_of_reasoning_gym_rewards_its_own_answer_after_json():
     gym = pytest.importorskip("reasoning_gym")
     functions = RewardFunctions(RewardConfig("reasoning_gym"))
