@@ -192,8 +192,8 @@ class ToolConfig(Config):
     """
 
     function: str
-    """Tool in the box (`calculator`), or `module:name` of a function, sync or async, with annotated parameters and a
-    docstring, or of a class whose instances are called: one for each answer, closed by its `close`, if it has that."""
+    """Built-in tool (`calculator`, `python`), or `module:name` of a function, sync or async, with annotated parameters
+    and a docstring, or of a class whose instances are called: one for each answer, closed by its `close`, if any."""
     name: str = ""
     """Name that the model calls; empty: the function's own."""
     arguments: dict[str, Any] = {}

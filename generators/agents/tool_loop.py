@@ -10,8 +10,9 @@ from slipstream.configs.generators import ToolsAgentConfig
 from slipstream.generators.agents.episode import Episode, Turn
 from slipstream.generators.errors import PromptError
 from slipstream.generators.tokenization import PromptEncoder
+from slipstream.generators.tools.built_in import ToolError
 from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
-from slipstream.generators.tools.tool import OpenTool, Tool, ToolError, load_tools
+from slipstream.generators.tools.tool import OpenTool, Tool, load_tools
 
 _PROBE = "42"
 _SHORTENED = "\n[... {left_out} characters left out ...]\n"

@@ -1,10 +1,8 @@
 """Tool: a function or class that the model may call, with its schema and its limits."""
 
-import ast
 import asyncio
 import inspect
 import json
-import operator
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,11 +13,8 @@ from transformers.utils import get_json_schema
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolConfig
+from slipstream.generators.tools.built_in import BUILT_IN, ToolError
 from slipstream.runtime.import_path import load_function
-
-
-class ToolError(Exception):
-    """A call that cannot be answered; the model reads the message."""
 
 
 class Tool:
@@ -28,11 +23,13 @@ class Tool:
     def __init__(self, config: ToolConfig, *, setting: str) -> None:
         """Import the function. Raises ConfigError."""
         self._config = config
-        self._function = _load(config, setting=setting)
+        self._function = BUILT_IN.get(config.function) or load_function(
+            config.function, setting=setting, num_values=None, arguments=config.arguments
+        )
         # Classes get their arguments at creation, and the model calls their instances.
         self._is_class = inspect.isclass(self._function)
         called: Any = vars(self._function)["__call__"] if self._is_class else self._function
-        self.name = config.name or self._function.__name__
+        self.name = config.name or (config.function if config.function in BUILT_IN else self._function.__name__)
         self.schema = _schema(called, name=self.name, bound=() if self._is_class else config.arguments, setting=setting)
         self._slots = asyncio.Semaphore(config.max_concurrency)
 
@@ -135,12 +132,6 @@ def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:
     return tools
 
 
-def _load(config: ToolConfig, *, setting: str) -> Callable[..., Any]:
-    if config.function in TOOLS:
-        return TOOLS[config.function]
-    return load_function(config.function, setting=setting, num_values=None, arguments=config.arguments)
-
-
 def _schema(function: Callable[..., Any], *, name: str, bound: Any, setting: str) -> dict[str, Any]:
     try:
         schema = get_json_schema(function)
@@ -155,57 +146,3 @@ def _schema(function: Callable[..., Any], *, name: str, bound: Any, setting: str
     parameters["properties"] = {key: value for key, value in parameters["properties"].items() if key not in bound}
     parameters["required"] = [key for key in parameters.get("required", []) if key not in bound]
     return schema
-
-
-# --- tools in the box ------------------------------------------------------------------------------------------------
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-}
-_LONGEST_EXPRESSION = 200
-_LARGEST_POWER = 1000
-_LARGEST_NUMBER = 10**300
-
-
-def calculator(expression: str) -> str:
-    """Calculate the value of an arithmetic expression.
-
-    Args:
-        expression: Numbers, parentheses and the operators + - * / // % **, such as (3 + 4) * 12.
-    """
-    if len(expression) > _LONGEST_EXPRESSION:
-        raise ToolError(f"an expression must have at most {_LONGEST_EXPRESSION} characters, got {len(expression)}")
-    try:
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, OverflowError, ZeroDivisionError, RecursionError) as error:
-        raise ToolError(f"{expression!r} cannot be calculated: {error}") from error
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
-
-
-def _value(node: ast.expr) -> int | float:
-    """Value of a syntax tree that has numbers and operators alone; nothing else is evaluated."""
-    match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return value
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            first, second = _value(left), _value(right)
-            if isinstance(op, ast.Pow) and not (abs(second) <= _LARGEST_POWER and abs(first) <= _LARGEST_POWER):
-                raise ValueError(f"bases and exponents must be at most {_LARGEST_POWER}")
-            result = _OPERATORS[type(op)](first, second)
-            if isinstance(result, complex) or abs(result) > _LARGEST_NUMBER:
-                raise ValueError("the result must be a real number of at most 300 digits")
-            return result
-    raise ValueError("only numbers, parentheses and + - * / // % ** may occur")
-
-
-TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
-"""Tools that a config names without a module."""

@@ -1,5 +1,8 @@
 """Agents with tools, token by token."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 
@@ -90,6 +93,23 @@ def test_the_model_reads_the_answer_or_the_error_of_its_call(text: str, answer: 
     limited = [{"function": f"{HERE}:{name}", "timeout_s": 0.05} for name in ("slow", "stuck")]
     weather = {"function": f"{HERE}:weather", "arguments": {"unit": "F"}}
     assert answer in observed([text, "so"], {"tools": [weather, "calculator", *limited]})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed: apt-get install bubblewrap")
+def test_python_runs_in_the_sandbox():
+    programs = ["print(sum(range(9)))", "x = 1", "1 / 0", "while True: pass", "print('a' * 10**6)"]
+    text = "".join(call("python", json.dumps({"code": program})) for program in programs)
+    agent = {"tools": [{"function": "python", "arguments": {"time_s": 2.0}}], "max_parallel_calls": 8}
+    shown = observed([text, "so"], agent, max_tokens=2000, max_length=8000)
+    results = [part.split("<|im_end|>")[0] for part in shown.split("<|im_start|>tool\n")[1:]]
+    assert results == [
+        "36",
+        "(nothing was printed)",
+        "error: ZeroDivisionError: division by zero",
+        "error: the code must end within 2 s, it did not",
+        "error: the code must print at most 65536 bytes, it printed more",
+    ]
 
 
 def test_a_long_result_loses_its_middle():
