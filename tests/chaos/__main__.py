@@ -78,7 +78,7 @@ def run(
     problems = []
     stage.build()
     try:
-        harness.start(timeout_s=_START_TIMEOUT_S)
+        harness.start(timeout_s=min(_START_TIMEOUT_S, 2 * stage.pace.max_stall_s))
         strikes: Iterable[object] = harness.strike(seed=options.seed, kills=options.kills, minutes=options.minutes)
         if stage.pace.is_light:
             strikes = harness.act(seed=options.seed, kills=options.kills)

@@ -26,6 +26,10 @@ _ZOMBIE_S = 1.5
 """Time that a continued zombie has for its mischief."""
 _FULL_S = 3.8
 """Longer than a lease and its reaping."""
+_NEWS_S = 0.5
+"""Age from which a report of leases is no news."""
+_CALM_S = 1.0
+"""Time for prompts to be handed out again after a strike."""
 _QUIET_S = 5.0
 _LATER_S = 3600.0
 
@@ -79,6 +83,7 @@ class Acts:
             Act("store away, two generators die", 3, self._lose_two_while_the_store_is_away),
             Act("store away, a generator returns", 1, self._return_while_the_store_is_away),
             Act("generator and broker die", 2, self._lose_broker_and_generator),
+            Act("generator dies amid calm", 1, self._lose_generator),
             Act("generator is late", 0, lambda: self._stop("generator-0", 1.2)),
             Act("generator is drained", 1, self._drain),
             Act("clock is set back", 0, self._set_clock_back),
@@ -146,6 +151,7 @@ class Acts:
         self._harness.journal.write("room")
 
     def _lose_two_while_the_store_is_away(self) -> None:
+        self._await_work("generator-0", "generator-1")
         self._kill("store", down_s=2.0)
         self._kill("generator-0")
         self._kill("generator-1")
@@ -159,11 +165,21 @@ class Acts:
         self._wait(3.0)
 
     def _lose_broker_and_generator(self) -> None:
+        victim = f"generator-{self._random.randrange(2)}"
+        self._await_work(victim)
         self._kill("broker")
-        self._kill(f"generator-{self._random.randrange(2)}")
+        self._kill(victim)
         self._wait(1.0)
 
+    def _lose_generator(self) -> None:
+        """A generator dies with leases, and a broker that was there all the time welcomes its successor."""
+        self._wait(_CALM_S)
+        self._await_work("generator-1")
+        self._kill("generator-1")
+        self._wait(self._harness.stage.pace.lapse_after_s + 1.0)
+
     def _drain(self) -> None:
+        self._await_work("generator-1")
         self._send("generator-1", Strike("generator-1", "terminate", False, 0.0, 0.0))
         self._wait(0.5)
 
@@ -177,6 +193,17 @@ class Acts:
     # --- parts -------------------------------------------------------------------------------------------------------
     def _wait(self, seconds: float) -> None:
         self._harness.poll_until(lambda: False, timeout_s=seconds)
+
+    def _await_work(self, *generators: str) -> None:
+        """Wait until they hold prompts: one that is idle loses nothing."""
+        are_busy = lambda: all(self._holds_leases(name) for name in generators)  # noqa: E731
+        if not self._harness.poll_until(are_busy, timeout_s=_OBEY_TIMEOUT_S):
+            self.missed.append("prompts")
+
+    def _holds_leases(self, generator: str) -> bool:
+        lives = read_journals(self._harness.stage.journals, role=generator)
+        pongs = [pong for pong in lives[-1].of("pong") if pong["t"] > time.time() - _NEWS_S] if lives else []
+        return bool(pongs) and bool(pongs[-1]["leases"])
 
     def _kill(self, role: str, *, down_s: float = 0.0) -> None:
         self._send(role, Strike(role, "kill", False, 0.0, 0.0, down_s))

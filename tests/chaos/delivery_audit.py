@@ -13,8 +13,8 @@ from tests.chaos.watched.journal import Entry, Life
 
 _MAX_NAMED = 5
 """Problems named per rule."""
-_SUCCESSOR_S = 1.5
-"""Time after its successor's welcome in which a generator's leases must be returned."""
+_SETTLED_S = 0.8
+"""Time after a return of the store in which the broker writes down what it could not; it reaps nothing for longer."""
 _END_S = 0.5
 """Last part of a run in which an answer may still be on its way."""
 
@@ -230,8 +230,9 @@ def _why_needless(evidence: Evidence, broker: Life, holder: Life, lease: str, *,
     successor = next(life for life in evidence.generators if life.role == holder.role and life.began_at == gone_at)
     welcomed = [entry["t"] for entry in successor.of("welcome")]
     was_known = any(entry["owner"] == evidence.owner(holder) for entry in broker.of("leased"))
-    is_late = bool(welcomed) and welcomed[0] + _SUCCESSOR_S < at
-    is_quiet = is_late and evidence.is_quiet(("store",), since=max(welcomed[0], at - _SUCCESSOR_S) + SLACK_S, until=at)
+    # The broker takes the leases of the process before back first, then it welcomes the next one.
+    is_late = bool(welcomed) and welcomed[0] < at
+    is_quiet = is_late and evidence.is_quiet(("store",), since=max(welcomed[0], at - _SETTLED_S) + SLACK_S, until=at)
     return "though its holder's successor had been welcomed by the same broker" if was_known and is_quiet else ""
 
 

@@ -1,5 +1,7 @@
 """The planted bugs of `make mutants` still apply to the tree, and name tests that exist."""
 
+import ast
+import re
 import tomllib
 
 from tests.mutants.mutant import KINDS, ROOT, MutantError, mutated, read_mutants
@@ -16,6 +18,28 @@ def test_every_mutant_still_applies():
             violations.append(str(error))
         violations += [f"{mutant.name}: no {test}" for test in mutant.tests if not (ROOT / test).is_file()]
     assert_none(violations)
+
+
+def test_every_mutant_is_a_program():
+    """One that does not compile is caught by anything, and shows nothing."""
+    violations = []
+    for mutant in (mutant for kind in KINDS for mutant in read_mutants(kind)):
+        changed = mutated(text(mutant.file), mutant)
+        if mutant.file.endswith(".lua"):
+            bare = re.sub(r"'[^']*'|--.*", "", changed)
+            is_sound = all(bare.count(opening) == bare.count(closing) for opening, closing in ("()", "[]", "{}"))
+        else:
+            is_sound = _parses(changed)
+        violations += [] if is_sound else [f"{mutant.name} is no program"]
+    assert_none(violations)
+
+
+def _parses(program: str) -> bool:
+    try:
+        ast.parse(program)
+    except SyntaxError:
+        return False
+    return True
 
 
 def test_there_are_thirty_mutants_of_either_kind_and_every_one_has_a_name_of_its_own():

@@ -48,8 +48,8 @@ _DELAY_S = 0.3
 _LATE_RETURN_S = 0.8
 """After this a repeated return may meet a newer lease of the same prompt."""
 _LIE_EVERY_S = 0.4
-_LIED_BEHIND, _LIED_AHEAD, _LIED_ATTEMPTS = 30, 3, 3
-"""Leases that the liar makes up: around the newest group it has seen."""
+_LIED_BEHIND, _LIED_AHEAD, _LIED_ATTEMPTS = 500, 3, 3
+"""Leases that the liar makes up: around the newest group it has seen, and so far back that one it could renew stays."""
 _LARGEST_OTHER_TOKEN, _FIRST_TOKEN = 11, 2
 
 
@@ -66,6 +66,7 @@ class WatchedChannel(ZmqClientChannel):
         self._delayed: deque[tuple[float, Frames]] = deque()
         self._packed: dict[str, tuple[TrajectoryHeader, bytes]] = {}
         self._num_sent: dict[str, int] = {}
+        self._offered: set[str] = set()
         self._own_leases: set[str] = set()
         self._newest_group = 0
         self._others: list[Member] = []
@@ -189,10 +190,13 @@ class WatchedChannel(ZmqClientChannel):
         header, payload = self._packed.pop(trajectory_id, (None, b""))
         # Of what was sent once: else the answer to the offer and that to the other copy could not be told apart.
         is_plain = header is not None and header.purpose == "train" and self._num_sent[trajectory_id] == 1
-        if not is_plain or header is None or self._random.random() > _OFFERED:
+        if not is_plain or header is None or trajectory_id in self._offered or self._random.random() > _OFFERED:
             return
-        # Another answer for the same place can only be one of an earlier attempt.
-        kind = self._random.choice(["same", "conflict", "again" if header.attempt else "same", "unknown"])
+        # Another answer for the same place can only be one of an earlier attempt, unless that was offered itself.
+        earlier = make_trajectory_id(make_lease_id(header.group_id, header.attempt - 1), header.index)
+        can_come_again = header.attempt and earlier not in self._offered
+        kind = self._random.choice(["same", "conflict", "again" if can_come_again else "same", "unknown"])
+        self._offered.add(earlier if kind == "again" else trajectory_id)
         if kind == "same":
             self._send_offer(kind, header, payload)
             return
