@@ -48,8 +48,9 @@ _DELAY_S = 0.3
 _LATE_RETURN_S = 0.8
 """After this a repeated return may meet a newer lease of the same prompt."""
 _LIE_EVERY_S = 0.4
-_LIED_BEHIND, _LIED_AHEAD, _LIED_ATTEMPTS = 500, 3, 3
-"""Leases that the liar makes up: around the newest group it has seen, and so far back that one it could renew stays."""
+_RETURNED_BEHIND, _RENEWED_BEHIND, _LIED_AHEAD, _LIED_ATTEMPTS = 30, 500, 3, 3
+"""Leases that the liar makes up, from so far behind the newest group it has seen to so far ahead: those it returns, and
+those it renews, all of the run, so that one that it could renew stays until the end."""
 _LARGEST_OTHER_TOKEN, _FIRST_TOKEN = 11, 2
 
 
@@ -93,7 +94,7 @@ class WatchedChannel(ZmqClientChannel):
         if isinstance(message, ReturnLeases):
             self._later(frames, after_s=_LATE_RETURN_S)
         if isinstance(message, Pong) and self.lies:
-            lease_ids = sorted({*message.lease_ids, *self._made_up_leases()})
+            lease_ids = sorted({*message.lease_ids, *self._made_up_leases(_RENEWED_BEHIND)})
             frames = [encode(msgspec.structs.replace(message, lease_ids=lease_ids))]
         super().send(frames)
 
@@ -221,13 +222,13 @@ class WatchedChannel(ZmqClientChannel):
         self._later(frames, after_s=self._random.choice([0.0, 2.0]))
 
     # --- lies --------------------------------------------------------------------------------------------------------
-    def _made_up_leases(self) -> set[str]:
-        groups = range(max(0, self._newest_group - _LIED_BEHIND), self._newest_group + _LIED_AHEAD)
+    def _made_up_leases(self, behind: int) -> set[str]:
+        groups = range(max(0, self._newest_group - behind), self._newest_group + _LIED_AHEAD)
         made_up = {f"{group}-{attempt}" for group in groups for attempt in range(_LIED_ATTEMPTS)}
         return made_up - self._own_leases
 
     def _lie(self, me: Member) -> None:
-        leases = sorted(self._made_up_leases())
+        leases = sorted(self._made_up_leases(_RETURNED_BEHIND))
         self.journal.write("lied", leases=leases)
         lies: list[Message] = [ReturnLeases(leases, "a lie")]
         if self._others:
