@@ -23,6 +23,8 @@ PRESETS = Path(__file__).resolve().parent / "presets"
 """Folder of the YAML presets; a sub-folder is a group."""
 _SIMILAR_KEY = 0.8
 """Smallest similarity of the last parts of two keys at which one may be a misspelling of the other."""
+_IN_LIST = 0.5
+"""Loss of similarity of a key within an entry of a list."""
 _SIMILAR_SIBLING = 0.7
 """The same within one record or one group, where fewer names compete."""
 
@@ -182,7 +184,9 @@ def _similarity(wrong: str, key: str) -> float:
         return 2.0
     similarity = max(_end_similarity(end, last), _end_similarity(end, f"{parent.rpartition('.')[2]}_{last}"))
     needed = _SIMILAR_SIBLING if wrong_parent == parent else _SIMILAR_KEY
-    return similarity + SequenceMatcher(None, wrong, key).ratio() if similarity >= needed else 0.0
+    # Entries of lists are seldom set one field at a time.
+    penalty = _IN_LIST if "[]" in key else 0.0
+    return similarity + SequenceMatcher(None, wrong, key).ratio() - penalty if similarity >= needed else 0.0
 
 
 def _end_similarity(wrong: str, name: str) -> float:

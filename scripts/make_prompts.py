@@ -77,7 +77,7 @@ def _ask(question: str, instruction: str) -> list[dict[str, str]]:
 
 # --- sources ---------------------------------------------------------------------------------------------------------
 class Split(NamedTuple):
-    """Where a file is published: a dataset of the hub, and the beginning of the file's name (with its folder)."""
+    """Source of a file: a dataset of the hub, and the beginning of the file's name (with its folder)."""
 
     repository: str
     file: str

@@ -10,6 +10,7 @@ from slipstream.broker.messages import Prompt
 from slipstream.buffer.trajectory import Record, Sampling
 from slipstream.generators.agents.agent import Transcript
 from slipstream.generators.engines.engine import Engine
+from slipstream.generators.errors import EngineError, GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 
 
@@ -91,9 +92,15 @@ class Episode:
             self.sampling, max_tokens=limit, seed=self._turn_seeds[number - 1] if number else self.sampling.seed
         )
         request_id = f"{self._request_id}-turn-{number}" if number else self._request_id
-        completion = await self._engine.generate(
-            list(self.transcript.token_ids), sampling, request_id=request_id, stop=stop
-        )
+        try:
+            completion = await self._engine.generate(
+                list(self.transcript.token_ids), sampling, request_id=request_id, stop=stop
+            )
+        except GeneratorError:
+            raise
+        except Exception as error:
+            # A fault of the engine, not of the loop that asked for a turn: it would hit every prompt.
+            raise EngineError(f"request {request_id} failed: {type(error).__name__}: {error}") from error
         self.transcript.add_completion(completion)
         turn = Turn(self._encoder.decode(completion.token_ids), completion.token_ids, completion.stop_reason)
         self.turns.append(turn)

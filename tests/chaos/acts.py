@@ -74,7 +74,7 @@ class Acts:
         """
         acts = [
             Act("zombie at a commit", 1, lambda: self._zombie("after_commit")),
-            Act("zombie at a checkpoint", 1, lambda: self._zombie("before_pointer")),
+            Act("zombie at a checkpoint", 1, lambda: self._zombie("before_pointer", is_overtaken=True)),
             Act("claim lapses in a step", 0, lambda: self._lapse("in_step")),
             Act("death before groups retire", 1, lambda: self._die("learner", "before_retire")),
             Act("death before groups are forgotten", 1, lambda: self._die("broker", "before_forget")),
@@ -107,15 +107,24 @@ class Acts:
         self._wait(self._random.uniform(0, 0.5))
         self._kill(name, down_s=self._random.choice([0.0, 0.0, 0.8]))
 
-    def _zombie(self, point: str) -> None:
-        """A learner stands still at a point, another takes over, the first goes on."""
+    def _zombie(self, point: str, *, is_overtaken: bool = False) -> None:
+        """A learner stands still at a point, another takes over, the first goes on.
+
+        `is_overtaken`: only once the other has committed the step at which it stands; before, the store need not look
+        at fences to see that a checkpoint of it is ahead.
+        """
         learner = self._harness.roles["learner"]
         if not self._stops_at(point):
             return
         pid = learner.process.pid
         learner.strikes["stop"] += 1
+        step = self._harness.store.run_state().step
         zombie = learner.replace(time.monotonic())
         self._harness.poll_until(self._has_successor(), timeout_s=_SUCCESSOR_TIMEOUT_S)
+        if is_overtaken:
+            self._harness.poll_until(
+                lambda: self._harness.store.run_state().step >= step, timeout_s=_SUCCESSOR_TIMEOUT_S
+            )
         os.kill(pid, signal.SIGCONT)
         self._harness.poll_until(lambda: zombie.exit_code is not None, timeout_s=_ZOMBIE_S)
         if zombie.exit_code is None:

@@ -107,11 +107,11 @@ class InlineRewards:
 class LightEngine(ScriptedEngine):
     """A ScriptedEngine of which some responses fail and some take long; an update takes a moment."""
 
-    async def generate(self, prompt_token_ids: list[int], sampling: Any, *, request_id: str) -> Any:
+    async def generate(self, prompt_token_ids: list[int], sampling: Any, *, request_id: str, stop: Any = ()) -> Any:
         chance = random.Random(f"{sampling.seed} fails")
         if sampling.temperature > 0 and chance.random() < _FAILING:
             raise PromptError(f"{request_id} fails on purpose")
-        return await super().generate(prompt_token_ids, sampling, request_id=request_id)
+        return await super().generate(prompt_token_ids, sampling, request_id=request_id, stop=stop)
 
     async def update(self, update: Any, fetched: Any = None) -> float:
         await asyncio.sleep(_UPDATE_S)

@@ -4,9 +4,9 @@ import pytest
 
 from slipstream.buffer.codec import encode, unpack
 from slipstream.configs.base import ConfigError
-from slipstream.generators.errors import PromptError
+from slipstream.generators.errors import EngineError, PromptError
 from tests.builders import make_prompt
-from tests.unit.generators.agents.scene import QUESTION, play
+from tests.unit.generators.agents.scene import QUESTION, WritingEngine, play
 
 HERE = "tests.unit.generators.agents.tools"
 
@@ -37,6 +37,15 @@ def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, de
     assert (trajectory.reward.status, trajectory.stop_reason) == (status, stop_reason)
     assert trajectory.reward.detail.startswith(detail)
     unpack(encode(trajectory))
+
+
+def test_a_fault_of_the_engine_is_not_the_agents(monkeypatch: pytest.MonkeyPatch):
+    async def broken(*arguments: object, **settings: object) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(WritingEngine, "generate", broken)
+    with pytest.raises(EngineError, match="request 0-0-1 failed: TypeError: no such argument"):
+        play(custom("broken"), ["it is 42"])
 
 
 def test_an_agent_that_lets_the_model_say_nothing_is_an_error():
