@@ -1,5 +1,6 @@
 """Answers of two turns in whole runs: what the learner computes is what the engine sampled."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 AGENT = (
     "generators/agent=custom",
-    "generators.agent.function=tests.e2e.agents:ask_twice",
+    "generators.agent.function=my_agents:ask_twice",
     "learner.groups_per_step=4",
     "learner.optimizer.learning_rate=3e-4",
     "evaluation.monitor_prompts=4",
@@ -22,7 +23,10 @@ ANSWERS = "learner/by_source/digits/reverse/"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return runs.make_task(tmp_path_factory.mktemp("agents"), warm=True)
+    folder = runs.make_task(tmp_path_factory.mktemp("agents"), warm=True)
+    # As a user's module: beside the run.
+    shutil.copy(Path(__file__).parent / "agents.py", folder / "my_agents.py")
+    return folder
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
@@ -47,7 +51,9 @@ def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path, ad
 
 
 def test_two_turns_go_through_the_whole_pipeline(folder: Path):
-    runs.train(folder, "prepare=[]", "name=whole", "learner.max_steps=8", *AGENT)
+    # With the cache kept, a turn that an update interrupts goes on with keys of the version before.
+    exact = "generators.engine.kv_on_update=recompute"
+    runs.train(folder, "prepare=[]", "name=whole", "learner.max_steps=8", exact, *AGENT)
     rows = runs.metrics(folder, "whole")
     assert len(rows) == 8
     assert all(row[ANSWERS + "failed_fraction"] == 0 for row in rows)

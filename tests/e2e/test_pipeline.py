@@ -50,7 +50,7 @@ def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, 
 def test_the_final_model_measures_as_the_run_reported_it(folder: Path):
     model = "runs/learns/final_model"
     output = runs.train(folder, "evaluate", model, "generators/engine=hf", *SMALL)
-    greedy = re.search(r"greedy +accuracy ([0-9.]+), .* 64 prompts", output)
+    greedy = re.search(r"greedy +accuracy ([0-9.]+), .* 64 answers", output)
     # Engines that round differently may decide a tie differently: one answer of 64.
     assert float(greedy[1]) == pytest.approx(runs.summary(folder, "learns")["accuracy_greedy"], abs=1.5 / 64)
 
