@@ -263,6 +263,14 @@ class GeneratorsConfig(Config):
         return any(agent.reads_text for agent in (self.agent, *self.agents.values()))
 
     @property
+    def agent_functions(self) -> set[str]:
+        """Functions that agent loops name: loops of the user's own, and tools."""
+        agents = (self.agent, *self.agents.values())
+        tools = [tool for agent in agents if isinstance(agent, ToolsAgentConfig) for tool in agent.tools]
+        loops = {agent.function for agent in agents if isinstance(agent, CustomAgentConfig)}
+        return loops | {tool if isinstance(tool, str) else tool.function for tool in tools}
+
+    @property
     def has_baseline(self) -> bool:
         """Whether each group has a greedy member, its last."""
         return self.baseline == "greedy"

@@ -66,8 +66,13 @@ _OWN_SETTINGS = (
     "model.trust_remote_code=",
     "generators.reward.function=",
     "generators.reward.functions=",
+    "generators/agent=",
+    "generators.agent.",
+    "generators.agents",
 )
 """Settings that concern this machine. The code to execute is among them: it never comes from the broker."""
+_HARMLESS_TOOL = "calculator"
+"""The built-in tool that neither runs what a model wrote nor talks to an address."""
 
 log = structlog.get_logger(__name__)
 
@@ -215,6 +220,12 @@ def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[
         raise ConfigError(
             f"a reward function of the user's own must be named on the generator's machine, got {function!r} from the "
             f"broker alone: add generators.reward.function={function} if that code may run here."
+        )
+    known = {function for o in own for function in o.generators.agent_functions} | {_HARMLESS_TOOL}
+    for function in sorted(run.generators.agent_functions - known):
+        raise ConfigError(
+            f"code of agents and tools must be named on the generator's machine, got {function!r} from the broker "
+            "alone: add the run's generators.agent and generators.agents if that code may run here."
         )
     if "model.path" in _keys(overrides):
         path = load(overrides).model.path

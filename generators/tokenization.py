@@ -56,9 +56,7 @@ class PromptEncoder:
         """Encode a text that the model did not write, without special tokens around it."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def encode_between_turns(
-        self, messages: list[dict[str, Any]], *, last_token_id: int | None, tools: list[dict[str, Any]] | None = None
-    ) -> list[int]:
+    def encode_between_turns(self, messages: list[dict[str, Any]], *, last_token_id: int | None) -> list[int]:
         """Encode what stands between two turns of the model: the end of its own, `messages`, the header of the next.
 
         `last_token_id` is the last one that the model wrote: where it is the end token of the template, it is not
@@ -68,8 +66,9 @@ class PromptEncoder:
         # The template renders a conversation in which the model wrote a mark; what follows the mark is independent of
         # what the model really wrote, so that its tokens need not be touched.
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        text = self._render([*opening, *messages], tools=tools, subject="the messages of an agent")
-        _, mark, rest = text.rpartition(_MARK)
+        text = self._render([*opening, *messages], tools=None, subject="the messages of an agent")
+        # The first one: a message may hold the mark, too.
+        _, mark, rest = text.partition(_MARK)
         if not mark:
             raise PromptError("the chat template must render the text of assistant messages, but it left it out")
         token_ids = self.encode_text(rest)

@@ -1,7 +1,7 @@
 """Episode: what an agent loop works with while it answers one prompt."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -45,9 +45,9 @@ class Episode:
         engine: Engine,
         encoder: PromptEncoder,
         request_id: str,
-        turn_seeds: Sequence[int],
+        seed_of: Callable[[int], int],
     ) -> None:
-        """`max_length`: most tokens of prompt and answer; `turn_seeds`: seeds of the second turn and of later ones."""
+        """`max_length`: most tokens of prompt and answer. `seed_of`: turn, from 0 -> seed of its request."""
         self.prompt = prompt
         """Row that is answered: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
         self.sampling = sampling
@@ -68,7 +68,7 @@ class Episode:
         self._engine = engine
         self._encoder = encoder
         self._request_id = request_id
-        self._turn_seeds = turn_seeds
+        self._seed_of = seed_of
 
     @property
     def room(self) -> int:
@@ -88,9 +88,7 @@ class Episode:
             return Turn("", [], self.stop_reason)
         limit = self.room if max_tokens is None else min(max_tokens, self.room)
         number = len(self.turns)
-        sampling = msgspec.structs.replace(
-            self.sampling, max_tokens=limit, seed=self._turn_seeds[number - 1] if number else self.sampling.seed
-        )
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=limit, seed=self._seed_of(number))
         request_id = f"{self._request_id}-turn-{number}" if number else self._request_id
         try:
             completion = await self._engine.generate(
@@ -108,19 +106,18 @@ class Episode:
         self.stop_reason = turn.stop_reason
         return turn
 
-    def observe(self, text: str, *, max_tokens: int | None = None) -> None:
+    def observe(self, text: str) -> None:
         """Append a text that the model did not write, without any template."""
-        self._append(self._encoder.encode_text(text), max_tokens=max_tokens)
+        self._append(self._encoder.encode_text(text))
         self.messages.append({"role": "user", "content": text})
 
-    def observe_messages(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None = None) -> None:
+    def observe_messages(self, messages: list[dict[str, Any]]) -> None:
         """Append chat messages through the tokenizer's template: the end of the model's turn, the messages, the
         beginning of its next turn. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
-        self._append(self._encoder.encode_between_turns(messages, last_token_id=last, tools=tools), max_tokens=None)
+        self._append(self._encoder.encode_between_turns(messages, last_token_id=last))
         self.messages += messages
 
-    def _append(self, token_ids: list[int], *, max_tokens: int | None) -> None:
-        token_ids = token_ids if max_tokens is None else token_ids[:max_tokens]
+    def _append(self, token_ids: list[int]) -> None:
         self.transcript.add_observation(token_ids)
         self.metrics["observation_tokens"] += len(token_ids)

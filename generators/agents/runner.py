@@ -41,21 +41,6 @@ def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
 
 
-class TurnSeeds:
-    """Seeds of the requests after the first of an answer, made when they are asked for."""
-
-    def __init__(self, run_seed: int, lease: Lease, index: int) -> None:
-        self._run_seed = run_seed
-        self._lease = lease
-        self._index = index
-
-    def __getitem__(self, number: int) -> int:
-        lease = self._lease
-        return request_seed(
-            self._run_seed, group_id=lease.group_id, attempt=lease.attempt, index=self._index, turn=number + 1
-        )
-
-
 class SingleTurn:
     """Agent loop of one response."""
 
@@ -150,7 +135,7 @@ class AgentRunner:
             engine=self._engine,
             encoder=self._encoder,
             request_id=make_trajectory_id(prompt.lease.id, index),
-            turn_seeds=TurnSeeds(self._run.seed, prompt.lease, index),  # type: ignore[arg-type]
+            seed_of=partial(self._seed, prompt.lease, index),
         )
 
     def _trajectory(self, episode: Episode, index: int, *, reward: Reward, started_at: float) -> Trajectory:
@@ -188,8 +173,11 @@ class AgentRunner:
             top_p=1.0 if is_baseline else training.top_p if config.top_p is None else config.top_p,
             top_k=-1 if is_baseline else training.top_k if config.top_k is None else config.top_k,
             max_tokens=config.max_tokens or training.max_tokens,
-            seed=request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index),
+            seed=self._seed(lease, index),
         )
+
+    def _seed(self, lease: Lease, index: int, turn: int = 0) -> int:
+        return request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index, turn=turn)
 
     async def _score(self, episode: Episode) -> Reward:
         prompt, last = episode.prompt, episode.turns[-1]
@@ -226,13 +214,15 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
 
 
 def _with_turns(reward: Reward, episode: Episode) -> Reward:
-    """Add the rewards that the loop gave to its turns."""
-    earned = episode.turn_rewards
+    """Add the rewards that the loop gave to its turns; there must be as many as turns, whoever gave them."""
+    earned, num_turns = episode.turn_rewards, episode.transcript.num_turns
+    for giver, turns in (("agent", earned), ("reward function", reward.turns)):
+        if reward.status == "ok" and turns and len(turns) != num_turns:
+            return failed_reward(
+                "error", f"the {giver} must reward each of {num_turns} turns, got {len(turns)} rewards"
+            )
     if not earned or reward.status != "ok":
         return reward
-    if len(earned) != episode.transcript.num_turns:
-        return failed_reward(
-            "error", f"the agent must reward each of {episode.transcript.num_turns} turns, got {len(earned)} rewards"
-        )
+    turns = [own + given for own, given in zip(earned, reward.turns or [0.0] * num_turns, strict=True)]
     parts = reward.parts | {"turns": sum(earned)}
-    return msgspec.structs.replace(reward, total=reward.total + sum(earned), turns=[*earned], parts=parts)
+    return msgspec.structs.replace(reward, total=reward.total + sum(earned), turns=turns, parts=parts)

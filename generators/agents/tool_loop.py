@@ -30,6 +30,7 @@ class ToolLoop:
         self._config = config
         self._tools = load_tools(config.tools, setting=setting)
         self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
+        self._decode = encoder.tokenizer.decode
         self._role = "" if self._format.is_text else _result_role(encoder, setting=setting)
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]]:
@@ -60,8 +61,10 @@ class ToolLoop:
             self._observe(episode, await self._answer(episode, calls, tools))
 
     def _calls(self, turn: Turn) -> list[ToolCall | ToolError]:
+        # With special tokens, some of which mark calls, but without the one that ended the turn.
+        own = turn.token_ids[:-1] if turn.stop_reason == "stop" else turn.token_ids
         try:
-            return [*self._format.parse(turn.text)]
+            return [*self._format.parse(self._decode(own, skip_special_tokens=False))]
         except ToolError as error:
             return [error]
 

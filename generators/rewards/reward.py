@@ -40,7 +40,7 @@ class RewardInput(Record):
     data_source: str = ""
     """Kind of task, as named by the dataset."""
     stop_reason: str = "stop"
-    """`stop` (the model wrote its end token) | `length` | `aborted`."""
+    """`stop` (the model wrote its end token), `length`, or another reason why the answer ended."""
     response_token_ids: list[int] = []
     """Token ids of that text, including its end token."""
     extra_info: dict[str, Any] = {}

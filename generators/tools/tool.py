@@ -14,7 +14,7 @@ from transformers.utils import get_json_schema
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolConfig
 from slipstream.generators.tools.built_in import BUILT_IN, ToolError
-from slipstream.runtime.import_path import load_function
+from slipstream.runtime.import_path import find_function
 
 
 class Tool:
@@ -23,12 +23,19 @@ class Tool:
     def __init__(self, config: ToolConfig, *, setting: str) -> None:
         """Import the function. Raises ConfigError."""
         self._config = config
-        self._function = BUILT_IN.get(config.function) or load_function(
-            config.function, setting=setting, num_values=None, arguments=config.arguments
-        )
+        self._function = BUILT_IN.get(config.function) or find_function(config.function, setting=setting)
         # Classes get their arguments at creation, and the model calls their instances.
         self._is_class = inspect.isclass(self._function)
-        called: Any = vars(self._function)["__call__"] if self._is_class else self._function
+        called = _called(self._function, setting=setting) if self._is_class else self._function
+        try:
+            inspect.signature(self._function).bind_partial(**config.arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"{setting}.arguments must fit {config.function!r}, got {config.arguments}: {error}."
+            ) from error
+        if self._is_class and config.function in BUILT_IN:
+            # What it needs must be there at the start, not at the first call.
+            self._function(**config.arguments)
         self.name = config.name or (config.function if config.function in BUILT_IN else self._function.__name__)
         self.schema = _schema(called, name=self.name, bound=() if self._is_class else config.arguments, setting=setting)
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -130,6 +137,16 @@ def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:
             f"{setting}.tools must have different names, got {', '.join(twice)} more than once: set `name`."
         )
     return tools
+
+
+def _called(cls: Any, *, setting: str) -> Callable[..., Any]:
+    bases = (base for base in cls.__mro__ if "__call__" in vars(base))
+    found: Callable[..., Any] | None = next((vars(base)["__call__"] for base in bases), None)
+    if found is None:
+        raise ConfigError(
+            f"{setting}.function must name a class whose instances can be called, got {cls.__qualname__}."
+        )
+    return found
 
 
 def _schema(function: Callable[..., Any], *, name: str, bound: Any, setting: str) -> dict[str, Any]:

@@ -13,17 +13,14 @@ from typing import Any
 from slipstream.configs.base import ConfigError
 
 
-def load_function(path: str, *, setting: str, num_values: int | None, arguments: dict[str, Any]) -> Callable[..., Any]:
+def load_function(path: str, *, setting: str, num_values: int, arguments: dict[str, Any]) -> Callable[..., Any]:
     """Import the function at `path`; it must take `num_values` positional arguments and `arguments` by keyword.
-
-    With `num_values=None`, its other arguments are not known yet.
 
     `setting`: key of the config that names it, for messages. Raises ConfigError.
     """
     function = find_function(path, setting=setting)
     try:
-        signature = inspect.signature(function)
-        signature.bind_partial(**arguments) if num_values is None else signature.bind(*[None] * num_values, **arguments)
+        inspect.signature(function).bind(*[None] * num_values, **arguments)
     except TypeError as error:
         raise ConfigError(f"{setting}.arguments must fit {path!r}, got {arguments}: {error}.") from error
     return function

@@ -87,6 +87,28 @@ def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> No
         accepted(received(generators={"reward": {"function": function}}), [make_run()], [])
 
 
+@pytest.mark.parametrize(
+    ("agent", "code"),
+    [
+        ({"kind": "custom", "function": "os:system"}, "os:system"),
+        ({"kind": "tools", "tools": ["calculator", "os:system"]}, "os:system"),
+        ({"kind": "tools", "tools": [{"function": "os:system"}]}, "os:system"),
+        ({"kind": "tools", "tools": ["python"]}, "python"),
+    ],
+)
+@pytest.mark.parametrize("is_named", [False, True])
+def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(
+    agent: dict[str, Any], code: str, is_named: bool
+) -> None:
+    generators = {"agents": {"mine": agent}} if is_named else {"agent": agent}
+    run = received(generators=generators)
+    with pytest.raises(ConfigError, match=f"got '{code}' from the broker alone: .*generators.agents"):
+        accepted(run, [make_run()], [])
+    assert accepted(run, [make_run(generators=generators)], []) == run
+    calculating = received(generators={"agent": {"kind": "tools", "tools": ["calculator"]}})
+    assert accepted(calculating, [make_run()], []) == calculating
+
+
 @pytest.mark.parametrize("own", [{}, {"path": PATH}, {"path": "another", "trust_remote_code": True}])
 def test_code_in_a_checkpoint_is_trusted_here_or_not_at_all(own: dict[str, Any]) -> None:
     run = received(model={"path": PATH, "trust_remote_code": True})

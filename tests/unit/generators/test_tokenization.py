@@ -142,6 +142,13 @@ def test_a_turn_without_its_end_token_is_ended():
     assert tokenizer.decode(between) == "<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_a_message_may_say_what_marks_the_turn_of_the_model():
+    encoder = PromptEncoder(make_chat_tokenizer("chatml"), max_prompt_tokens=1000)
+    said = "a SLIPSTREAM.TURN.OF.THE.MODEL b"
+    between = encoder.encode_between_turns([{"role": "tool", "content": said}], last_token_id=None)
+    assert said in encoder.decode(between)
+
+
 def test_a_template_without_the_text_of_the_assistant_is_an_error():
     tokenizer = make_chat_tokenizer("chatml")
     tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"

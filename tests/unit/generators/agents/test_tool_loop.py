@@ -1,6 +1,7 @@
 """Agents with tools, token by token."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import VersionSpan
 from slipstream.configs.base import ConfigError
+from slipstream.generators.tools import call_format
+from slipstream.generators.tools.call_format import CallFormat, ToolCall
 from tests.builders import make_prompt
 from tests.unit.generators.agents import tools
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
@@ -134,6 +137,19 @@ def test_a_row_chooses_its_tools():
     agent = {"tools": ["calculator", {"function": f"{HERE}:weather"}]}
     shown = observed([call("weather", '{"city": "Bonn"}'), "so"], agent, prompt=prompt)
     assert "there is no tool 'weather', only calculator" in shown
+
+
+def test_calls_may_be_marked_by_special_tokens():
+    # The tokenizer of this family has [RESULT] among its special tokens, which the text of a turn leaves out.
+    def parse(text: str) -> list[ToolCall]:
+        return [ToolCall("calculator", {"expression": found}) for found in re.findall(r"\[RESULT\](.*)$", text)]
+
+    loop_formats = {"hermes": CallFormat(parse)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call_format, "_FORMATS", loop_formats)
+        trajectory = play({"kind": "tools", "tools": ["calculator"]}, ["[RESULT]12 + 30", "42"], family="mistral")
+    assert trajectory.metrics["tool_failures"] == 0
+    assert make_chat_tokenizer("mistral").decode(trajectory.token_ids).endswith("[RESULT]42[/RESULT]42</s>")
 
 
 def test_limits_of_calls_and_turns():

@@ -58,6 +58,10 @@ class Counter:
         closed.append(f"at {self.count}")
 
 
+class Uncalled:
+    """A class whose instances are no functions."""
+
+
 async def corrected(episode: Episode, *, hint: str) -> None:
     """Two turns, the second after a hint; both have a reward of their own."""
     first = await episode.generate()
