@@ -17,6 +17,8 @@ _SETTLED_S = 0.8
 """Time after a return of the store in which the broker writes down what it could not; it reaps nothing for longer."""
 _END_S = 0.5
 """Last part of a run in which an answer may still be on its way."""
+_UNREAD_S = 0.25
+"""Longest time from the receipt of prompts to the loop that reads them; its end leaves them to the Bye."""
 
 
 def find_delivery_problems(evidence: Evidence) -> list[str]:
@@ -253,12 +255,14 @@ def _returned_are_not_departed(evidence: Evidence) -> Iterator[str]:
 
 def _drained_has_returned_all(evidence: Evidence) -> Iterator[str]:
     for life in evidence.generators:
-        byes = [entry["t"] for entry in life.of("bye") if not entry["reason"]]
-        if not byes:
+        if not any(not entry["reason"] for entry in life.of("bye")):
             continue
+        left_at = min((entry["t"] for entry in life.of("left")), default=float("inf"))
         answers = Counter(entry["lease"] for entry in life.of("put"))
         returned = {lease for entry in life.of("returned") for lease in entry["leases"]}
         for entry in life.of("prompts"):
+            if entry["t"] > left_at - _UNREAD_S:
+                continue
             for lease, members in entry["leases"]:
                 if answers[lease] < members and lease not in returned:
                     yield f"{life.role} was drained with {lease} neither answered nor returned"

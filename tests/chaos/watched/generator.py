@@ -22,6 +22,7 @@ from slipstream.generators import build, tokenization
 from slipstream.generators.engines import scripted_engine
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import PromptError
+from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.reward import RewardInput
 from tests.chaos.stage import ANSWER_TIMEOUT_S, JOURNALS
 from tests.chaos.watched.channel import WatchedChannel
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str]) -> None:
     WatchedChannel.misbehaves, WatchedChannel.lies = "--misbehaves" in flags, "--lies" in flags
     session.ZmqClientChannel = WatchedChannel  # type: ignore[misc]
     watch_client(is_light="--light" in flags)
+    watch_end()
     if "--light" in flags:
         lighten()
     role.main(rest)
@@ -73,6 +75,19 @@ def watch_client(*, is_light: bool) -> None:
         put(client, header, payload)
 
     BrokerClient.put = watched  # type: ignore[method-assign]
+
+
+def watch_end() -> None:
+    """Record the end of the serving loop: prompts that arrive after it are taken back by the broker, at the Bye."""
+    run = Generator.run
+
+    async def watched(generator: Generator) -> None:
+        try:
+            await run(generator)
+        finally:
+            WatchedChannel.journal.write("left")
+
+    Generator.run = watched  # type: ignore[method-assign]
 
 
 # --- the light form --------------------------------------------------------------------------------------------------

@@ -233,6 +233,12 @@ def test_a_liar_that_names_its_own_lease_has_returned_it_though_it_does_so_again
     assert [problem[:3] for problem in found] == ["0-1"] * is_found
 
 
+@pytest.mark.parametrize(("received_at", "is_found"), [(4.0, True), (4.9, False), (5.2, False)])
+def test_prompts_that_nobody_could_read_any_more_are_taken_back_by_the_bye(received_at, is_found):
+    more = [entry(received_at, "prompts", leases=[["5-0", 2]]), entry(5.0, "left"), entry(6.0, "bye", reason="")]
+    assert ["neither answered" in problem for problem in problems(more=more)] == [True] * is_found
+
+
 @pytest.mark.parametrize(("acked_at", "is_found"), [(4.5, True), (6.0, False)])
 def test_an_offered_copy_of_what_arrived_damaged_may_be_acknowledged(acked_at, is_found):
     offer = entry(5.0, "offered", what="again", id="0-0-1", group="0", content="content of 0-0-1")
