@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -85,7 +86,7 @@ def _preset_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
         path = default.config_path
         if path is None or path.startswith("hydra/"):
             continue
-        file = PRESETS / f"{path}.yaml"
+        file = _file(path)
         if file.exists():
             values: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
             values.pop("defaults", None)
@@ -100,8 +101,15 @@ def _preset_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
         yield origin, _nest(default.package or "", values)
 
 
+def _file(path: str) -> Path:
+    """File of a preset, or of the user's own (`preset_of_file`)."""
+    group, _, option = path.rpartition("/")
+    return Path(option.replace("|", "/")) if option.endswith(".yaml") else PRESETS / group / f"{option}.yaml"
+
+
 def _preset_file(path: str) -> str:
-    return f"configs/presets/{path}.yaml"
+    file = _file(path)
+    return f"configs/presets/{file.relative_to(PRESETS)}" if file.is_relative_to(PRESETS) else str(file)
 
 
 def _command_line_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,11 +1,13 @@
 """Overrides of the command line, checked and turned into Hydra's arguments."""
 
+from pathlib import Path
+
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.schema import groups, nearest_key, settings, unknown_key, unknown_option
+from slipstream.configs.schema import groups, nearest_key, preset_of_file, settings, unknown_key, unknown_option
 
 
 def hydra_arguments(overrides: list[str]) -> list[str]:
@@ -71,8 +73,11 @@ def _hydra_argument(text: str, override: Override) -> str:
     if override.type is OverrideType.DEL or key.startswith("hydra."):
         return text
     if key in groups():
-        if override.value() not in groups()[key]:
-            raise ConfigError(unknown_option(key, override.value()))
+        option = str(override.value())
+        if option.endswith(".yaml"):
+            return f"{key}={preset_of_file(key, Path(option))}"
+        if option not in groups()[key]:
+            raise ConfigError(unknown_option(key, option))
         return bare
     _refuse_whole_record(text, key, override.value())
     if "/" in key or ("." not in key and not any(setting.key == key for setting in settings())):

@@ -14,9 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
 from hydra.core.config_store import ConfigStore
 from msgspec.inspect import Field, ListType, StructType, Type, UnionType, type_info
+from omegaconf import DictConfig, OmegaConf
 
+from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 
 PRESETS = Path(__file__).resolve().parent / "presets"
@@ -134,6 +137,25 @@ def groups() -> dict[str, list[str]]:
     for file in PRESETS.rglob("*/*.yaml"):
         options.setdefault(file.parent.relative_to(PRESETS).as_posix(), set()).add(file.stem)
     return {group: sorted(names) for group, names in sorted(options.items())}
+
+
+def preset_of_file(group: str, file: Path) -> str:
+    """Register a YAML file of the user's own as an option of the group, and return the option's name.
+
+    It is written as the presets are: settings, and `defaults` if any. Raises ConfigError.
+    """
+    try:
+        node = OmegaConf.load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{group}={file} must be a readable YAML file: {' '.join(str(error).split())}.") from None
+    if not isinstance(node, DictConfig):
+        raise ConfigError(f"{group}={file} must hold settings, as key: value, got a list.")
+    is_record = any(setting.group == group for setting in settings())
+    name = file.as_posix().replace("/", "|")
+    ConfigStore.instance().store(
+        group=group, name=name, node=node, package=None if is_record else "_global_", provider="slipstream"
+    )
+    return name
 
 
 def unknown_key(key: str) -> str:

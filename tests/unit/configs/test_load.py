@@ -1,11 +1,14 @@
 """Loading a config: what wins over what, where each value comes from, and what the hash covers."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
+from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig, MemoryStoreConfig, RedisConfig
 from slipstream.configs.convert import convert
-from slipstream.configs.generators import HfEngineConfig, VllmEngineConfig
+from slipstream.configs.generators import HfEngineConfig, ToolsAgentConfig, VllmEngineConfig
 from slipstream.configs.learner import TorchEngineConfig
 from slipstream.configs.load import config_hash, load, provenance, to_yaml
 from slipstream.configs.run import RunConfig
@@ -71,6 +74,35 @@ def test_the_hash_covers_what_is_computed_and_not_where() -> None:
     first = config_hash(load([]))
     assert first == config_hash(load(["resume=true", "runs_dir=elsewhere"]))
     assert first != config_hash(load(["seed=1"]))
+
+
+MINE = """
+defaults: [digits_serial, override /generators/agent: tools]
+generators: {agent: {tools: [calculator]}}
+learner: {max_steps: 7}
+"""
+
+
+def test_an_experiment_may_be_a_file_of_the_users_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(MINE)
+    overrides = [f"experiment={file}", "seed=3"]
+    run = load(overrides)
+    assert (run.mode, run.learner.max_steps, run.seed) == ("serial", 7, 3)
+    assert run.generators.agent == ToolsAgentConfig(tools=["calculator"])
+    origins = provenance(overrides)
+    assert origins["learner.max_steps"] == origins["generators.agent.kind"] == str(file)
+    assert origins["mode"] == "configs/presets/experiment/digits_serial.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("nmae: x", "unknown key nmae"), ("a: [", "readable YAML"), ("- a", "settings, as key: value")]
+)
+def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        load([f"experiment={file}"])
 
 
 def test_provenance_names_the_preset_the_argument_or_the_default() -> None:
