@@ -69,6 +69,7 @@ def _advantage_inputs(rewards: Tensor, groups: Tensor) -> AdvantageInputs:
         is_correct=rewards > 0.5,
         greedy_rewards=torch.full_like(rewards, 0.5),
         parts={"total": rewards},
+        sources=["check"] * count,
         sequences=sequences,
         turns=torch.zeros_like(sequences),
         positions=positions,

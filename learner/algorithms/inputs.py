@@ -44,6 +44,8 @@ class AdvantageInputs:
     """float64, reward of the greedy answer to the same prompt; NaN where there is none."""
     parts: dict[str, Tensor]
     """Named addends of the reward, float64[B]; NaN where a trajectory lacks one."""
+    sources: list[str]
+    """Data source of each trajectory, B of them."""
 
     sequences: Int[Tensor, "N"]
     """Trajectory of each token, 0 <= trajectory < B."""

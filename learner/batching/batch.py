@@ -62,6 +62,8 @@ class Trajectories(_Columns):
     """Tokens that are trained on."""
     draw_weights: Float[Tensor, "B"]
     """The sampler's factor of the loss of its group."""
+    sources: Int[Tensor, "B"]
+    """Its data source, an index into `Batch.source_names`."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,8 @@ class Batch:
     tokens: Tokens
     part_names: tuple[str, ...] = ()
     """The K names of reward parts, sorted."""
+    source_names: tuple[str, ...] = ()
+    """Names of the data sources, sorted."""
 
     @property
     def num_trajectories(self) -> int:

@@ -72,12 +72,13 @@ def build_batch(
     members = []
     for index, group in enumerate(groups):
         for trajectory in group:
-            _check(trajectory, vocab_size=vocab_size, has_baseline=has_baseline)
+            _check_sampling(trajectory, has_baseline=has_baseline)
             stale = _stale(trajectory, learner_version=learner_version, max_lag=max_lags[index])
             trained = _trained_tokens(trajectory, stale, masks_truncated=masks_truncated)
-            lags = np.maximum(0, learner_version - trajectory.token_versions()[trained])
+            lags = _lags(trajectory, trained, learner_version=learner_version)
             lags = lags if index < num_own else np.full_like(lags, _UNKNOWN_LAG)
             members.append(_Member(trajectory, index, trained, lags, 0 if stale is None else int(stale.sum())))
+    _check_vocabulary(members, vocab_size=vocab_size)
     # In turn, so that no update gets all the reused and mixed groups, which come last.
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights)
@@ -93,7 +94,7 @@ def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_t
     if trajectory.reward.status != "ok" or trajectory.is_greedy or is_masked:
         return _NO_TOKENS
     mask = trajectory.model_mask if stale is None else trajectory.model_mask & ~stale
-    trained = np.flatnonzero(mask[1:]) + 1
+    trained = mask[1:].nonzero()[0] + 1
     return trained if not trajectory.context_starts else np.setdiff1d(trained, trajectory.context_starts)
 
 
@@ -104,13 +105,30 @@ def _stale(trajectory: Trajectory, *, learner_version: int, max_lag: int | None)
     return stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
 
 
-def _check(trajectory: Trajectory, *, vocab_size: int, has_baseline: bool) -> None:
-    largest = int(trajectory.token_ids.max())
-    if largest >= vocab_size:
-        raise BatchError(
-            f"token ids must be < {vocab_size}, the learner's vocabulary, got {largest} in {trajectory.id} of "
-            f"{trajectory.generator_id}: generator and learner must load the same model."
-        )
+def _lags(trajectory: Trajectory, trained: np.ndarray, *, learner_version: int) -> np.ndarray:
+    """int64[W]: lag of each trained token; one version sampled all of them in most trajectories."""
+    spans = trajectory.version_spans
+    if len(spans) == 1:
+        return np.full(len(trained), max(0, learner_version - spans[0].version), dtype=np.int64)
+    return np.maximum(0, learner_version - trajectory.token_versions()[trained])
+
+
+def _check_vocabulary(members: Sequence[_Member], *, vocab_size: int) -> None:
+    # All at once: a maximum for each trajectory costs as much as the rest of its checks.
+    if not members or np.concatenate([member.trajectory.token_ids for member in members]).max() < vocab_size:
+        return
+    largest, trajectory = next(
+        (largest, member.trajectory)
+        for member in members
+        if (largest := int(member.trajectory.token_ids.max())) >= vocab_size
+    )
+    raise BatchError(
+        f"token ids must be < {vocab_size}, the learner's vocabulary, got {largest} in {trajectory.id} of "
+        f"{trajectory.generator_id}: generator and learner must load the same model."
+    )
+
+
+def _check_sampling(trajectory: Trajectory, *, has_baseline: bool) -> None:
     if trajectory.sampling.temperature <= 0 and not (has_baseline and trajectory.is_greedy):
         raise BatchError(
             f"a trajectory to train on must be sampled at a temperature > 0, got {trajectory.sampling.temperature} in "
@@ -128,7 +146,8 @@ def _samples(members: Sequence[_Member]) -> list[list[Sample]]:
 def _samples_of(member: _Member, first_index: int) -> Iterator[Sample]:
     trajectory = member.trajectory
     bounds = trajectory.context_bounds()
-    cuts = np.searchsorted(member.trained, bounds).tolist()
+    # Most trajectories have one context, with all of their tokens.
+    cuts = np.searchsorted(member.trained, bounds).tolist() if len(bounds) > 2 else [0, len(member.trained)]
     for (start, end), (first, last) in zip(pairwise(bounds), pairwise(cuts), strict=True):
         yield Sample(
             trajectory.token_ids[start:end],
@@ -143,6 +162,8 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
     trajectories = [member.trajectory for member in members]
     groups = np.array([member.group for member in members], dtype=np.int64)
     names = tuple(sorted({name for trajectory in trajectories for name in trajectory.reward.parts}))
+    sources = tuple(sorted({trajectory.data_source for trajectory in trajectories}))
+    numbers = {source: number for number, source in enumerate(sources)}
     columns = Trajectories(
         groups=torch.from_numpy(groups),
         updates=torch.from_numpy(update_of[groups].astype(np.int64)),
@@ -151,11 +172,12 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
         greedy_rewards=_greedy_rewards(members),
         is_correct=torch.tensor([t.reward.is_correct for t in trajectories], dtype=torch.bool),
         is_member=torch.tensor([t.reward.status == "ok" and not t.is_greedy for t in trajectories], dtype=torch.bool),
-        lengths=torch.tensor([int(t.model_mask.sum()) for t in trajectories], dtype=torch.int64),
+        lengths=torch.tensor([np.count_nonzero(t.model_mask) for t in trajectories], dtype=torch.int64),
         num_trained=torch.tensor([len(member.trained) for member in members], dtype=torch.int64),
         draw_weights=_wide([weights[index] for index in groups]),
+        sources=torch.tensor([numbers[t.data_source] for t in trajectories], dtype=torch.int64),
     )
-    return Batch(columns, _tokens(members), names)
+    return Batch(columns, _tokens(members), names, sources)
 
 
 def _greedy_rewards(members: Sequence[_Member]) -> Tensor:

@@ -72,6 +72,7 @@ def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageIn
         is_correct=trajectories.is_correct,
         greedy_rewards=trajectories.greedy_rewards,
         parts=dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
+        sources=[members.source_names[number] for number in trajectories.sources.tolist()],
         sequences=tokens.sequences,
         turns=tokens.turns,
         positions=tokens.positions,

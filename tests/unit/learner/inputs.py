@@ -43,6 +43,7 @@ def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **co
         "is_correct": rewards > 0.5,
         "greedy_rewards": torch.full_like(rewards, math.nan),
         "parts": {},
+        "sources": ["test"] * len(rewards),
         "turns": zeros,
         "positions": zeros,
         "positions_in_turn": zeros,

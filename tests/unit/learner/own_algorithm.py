@@ -13,6 +13,13 @@ def squashed(inputs, *, sharpness):
     return -inputs.advantages * torch.tanh(sharpness * inputs.log_ratio) / sharpness
 
 
+def of_turns_parts_and_sources(inputs):
+    """Turns of each trajectory, 10 for one of code, 100 times a part of its reward."""
+    turns = torch.stack([inputs.turns[inputs.sequences == index].max() + 1 for index in range(inputs.num_sequences)])
+    is_code = torch.tensor([source == "code" for source in inputs.sources])
+    return turns + 10.0 * is_code + 100 * inputs.parts["a"]
+
+
 def minus_group_means(inputs):
     """Relies on groups that are numbered without gaps."""
     groups = range(int(inputs.groups.max()) + 1)

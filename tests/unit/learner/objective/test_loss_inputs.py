@@ -1,9 +1,16 @@
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.advantages import DrGrpoConfig, GdpoConfig, OptimalTokenBaselineConfig
+from slipstream.configs.advantages import (
+    CustomAdvantageConfig,
+    DrGrpoConfig,
+    GaeConfig,
+    GdpoConfig,
+    OptimalTokenBaselineConfig,
+)
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.correction import CorrectionConfig, RejectionConfig
 from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
@@ -40,6 +47,37 @@ def test_advantages_are_those_of_the_own_group():
         [make_response(1, 0, reward=70.0), make_response(1, 1, reward=80.0)],
     ]
     assert of_trajectories(prepared(groups), "advantages") == [-1, 1, -5, 5]
+
+
+TWO_TURNS = {
+    "response": (5, 6, 9, 9, 9, 7, 1),
+    "model_mask": np.array([0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=np.bool_),
+    "num_turns": 2,
+}
+"""Two tokens of the model, three of a tool, two of the model."""
+
+
+def test_a_users_advantage_sees_turns_parts_and_sources():
+    own = CustomAdvantageConfig("tests.unit.learner.own_algorithm:of_turns_parts_and_sources")
+    of_code = make_response(0, 0, reward=1.0, data_source="code", **TWO_TURNS)
+    # Without a reward it does not count, and leaves no gap.
+    failed = msgspec.structs.replace(of_code, id="0-0-1", index=1, reward=Reward(0.0, status="error"))
+    answers = [of_code, failed, make_response(0, 2, reward=0.25, data_source="maths")]
+    found = prepared([answers], advantage=own).tokens
+    assert [found.advantages[found.sequences == index].tolist() for index in (0, 2)] == [[112] * 4, [26] * 4]
+
+
+def test_gae_steps_over_the_tokens_of_a_tool():
+    batch = batch_of([[make_response(0, 0, reward=3.0, **TWO_TURNS)]])
+    values = [0.5, 1.0, 2.0, 1.5]
+    batch = batch.with_tokens(values=torch.tensor(values))
+    settings = {"gamma": 0.5, "lam": 0.5, "epsilon": None}
+    found = Objective(AlgorithmConfig(advantage=GaeConfig(**settings)), max_tokens=8).prepare(batch)
+    # From the end: r - V; then gamma * V of the model's next token - V, plus gamma * lambda * the advantage after it.
+    expected = [3.0 - 1.5]
+    for value, following in ((2.0, 1.5), (1.0, 2.0), (0.5, 1.0)):
+        expected.insert(0, 0.5 * following - value + 0.25 * expected[0])
+    assert found.tokens.advantages.tolist() == pytest.approx(expected)
 
 
 def test_token_weights_count_over_the_whole_update():
