@@ -3,6 +3,7 @@
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from slipstream.configs.base import Config, ConfigError
@@ -165,6 +166,11 @@ class RewardConfig(Config):
             )
 
 
+def with_arguments(function: str, arguments: dict[str, Any]) -> str:
+    """Describe a call, for comparisons and messages: `search {"index":"data/index"}`."""
+    return f"{function} {msgspec.json.encode(arguments, order='deterministic').decode()}" if arguments else function
+
+
 class AgentConfig(Config, tag_field="kind"):
     """Agent loop: from a prompt to an answer of one turn or several."""
 
@@ -175,6 +181,11 @@ class AgentConfig(Config, tag_field="kind"):
     def reads_text(self) -> bool:
         """Whether the engine may have to end a turn at a text."""
         return True
+
+    @property
+    def executed(self) -> set[str]:
+        """Code that it runs and addresses that it talks to, with their arguments."""
+        return set()
 
 
 class SingleTurnConfig(AgentConfig, tag="single_turn"):
@@ -192,8 +203,8 @@ class ToolConfig(Config):
     """
 
     function: str
-    """Built-in tool (`calculator`, `python`), or `module:name` of a function, sync or async, with annotated parameters
-    and a docstring, or of a class whose instances are called: one for each answer, closed by its `close`, if any."""
+    """Built-in tool (docs/agents.md), or `module:name` of a function, sync or async, with annotated parameters and a
+    docstring, or of a class whose instances are called: one for each answer, closed by its `close`, if any."""
     name: str = ""
     """Name that the model calls; empty: the function's own."""
     arguments: dict[str, Any] = {}
@@ -204,6 +215,11 @@ class ToolConfig(Config):
     """Most calls in one answer; null = no limit."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 64
     """Most calls at the same time, over all answers of a generator."""
+
+    @property
+    def executed(self) -> str:
+        """As that of an agent."""
+        return with_arguments(self.function, self.arguments)
 
 
 class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
@@ -221,6 +237,40 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
     max_result_characters: Annotated[int, Meta(ge=1)] = 2000
     """Longest result of a call, characters; the middle of a longer one is left out."""
 
+    @property
+    def executed(self) -> set[str]:
+        return {tool if isinstance(tool, str) else tool.executed for tool in self.tools}
+
+
+class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
+    """Turns of the model and of a search, in the form of Search-R1."""
+
+    index: str
+    """Folder that `python -m slipstream.scripts.make_search_index` wrote, or address of a service with the API of
+    Search-R1's retrieval server, such as http://127.0.0.1:8000/retrieve."""
+    topk: Annotated[int, Meta(ge=1)] = 3
+    """Passages of a search."""
+    max_turns: Annotated[int, Meta(ge=1)] = 5
+    """Most turns of the model, the last one for its answer."""
+    max_turn_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Most tokens of a turn; null = what is left of `sampling.max_tokens`."""
+    max_observation_tokens: Annotated[int, Meta(ge=1)] = 500
+    """Most tokens of the passages of a search; the end of longer ones is left out."""
+    invalid_action: str = (
+        "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
+        "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try "
+        "again.\n"
+    )
+    """Text after a turn that neither searches nor answers; empty = the answer ends there."""
+    search_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Longest search, seconds; then the model reads that it took too long."""
+    max_concurrency: Annotated[int, Meta(ge=1)] = 64
+    """Most searches at the same time, over all answers of a generator."""
+
+    @property
+    def executed(self) -> set[str]:
+        return {with_arguments("search", {"index": self.index})}
+
 
 class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     """An agent loop of the user's own."""
@@ -230,8 +280,12 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
+    @property
+    def executed(self) -> set[str]:
+        return {with_arguments(self.function, self.arguments)}
 
-AgentKind = SingleTurnConfig | ToolsAgentConfig | CustomAgentConfig
+
+AgentKind = SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig | CustomAgentConfig
 
 
 class GeneratorsConfig(Config):
@@ -263,12 +317,9 @@ class GeneratorsConfig(Config):
         return any(agent.reads_text for agent in (self.agent, *self.agents.values()))
 
     @property
-    def agent_functions(self) -> set[str]:
-        """Functions that agent loops name: loops of the user's own, and tools."""
-        agents = (self.agent, *self.agents.values())
-        tools = [tool for agent in agents if isinstance(agent, ToolsAgentConfig) for tool in agent.tools]
-        loops = {agent.function for agent in agents if isinstance(agent, CustomAgentConfig)}
-        return loops | {tool if isinstance(tool, str) else tool.function for tool in tools}
+    def executed(self) -> set[str]:
+        """Code that agents and tools run and addresses that they talk to, with their arguments."""
+        return {each for agent in (self.agent, *self.agents.values()) for each in agent.executed}
 
     @property
     def has_baseline(self) -> bool:

@@ -221,11 +221,11 @@ def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[
             f"a reward function of the user's own must be named on the generator's machine, got {function!r} from the "
             f"broker alone: add generators.reward.function={function} if that code may run here."
         )
-    known = {function for o in own for function in o.generators.agent_functions} | {_HARMLESS_TOOL}
-    for function in sorted(run.generators.agent_functions - known):
+    known = {each for o in own for each in o.generators.executed} | {_HARMLESS_TOOL}
+    for each in sorted(run.generators.executed - known):
         raise ConfigError(
-            f"code of agents and tools must be named on the generator's machine, got {function!r} from the broker "
-            "alone: add the run's generators.agent and generators.agents if that code may run here."
+            f"code and addresses of agents and tools must be named on the generator's machine, got {each!r} from the "
+            "broker alone: add the run's generators.agent and generators.agents if they may be used here."
         )
     if "model.path" in _keys(overrides):
         path = load(overrides).model.path

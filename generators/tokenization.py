@@ -1,5 +1,7 @@
 """PromptEncoder: encodes prompts and observations to token ids, and decodes responses to text."""
 
+import re
+from functools import cached_property
 from typing import Any
 
 from transformers import AutoTokenizer
@@ -23,6 +25,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 _MARK = "SLIPSTREAM.TURN.OF.THE.MODEL"
+_HIDDEN = "\ue000{}\ue001"
+_HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
 
 
 class PromptEncoder:
@@ -52,27 +56,58 @@ class PromptEncoder:
         """Decode a response for the reward function, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    def encode_text(self, text: str) -> list[int]:
-        """Encode a text that the model did not write, without special tokens around it."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Encode a text that the model did not write, without special tokens around it.
+
+        `special_tokens`: whether names of special tokens in it are those tokens; else they are text like any other.
+        """
+        return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
+
+    def shortened(self, text: str, max_tokens: int) -> str:
+        """Return the text, or its beginning of at most so many tokens."""
+        token_ids = self.encode_text(text)
+        # A character may be cut in two.
+        return text if len(token_ids) <= max_tokens else self.decode(token_ids[:max_tokens]).rstrip("\ufffd")
 
     def encode_between_turns(self, messages: list[dict[str, Any]], *, last_token_id: int | None) -> list[int]:
         """Encode what stands between two turns of the model: the end of its own, `messages`, the header of the next.
 
-        `last_token_id` is the last one that the model wrote: where it is the end token of the template, it is not
-        repeated. Raises PromptError.
+        Special tokens are the template's alone: their names in the messages are text, so that no result of a tool can
+        end a turn or begin another one. `last_token_id` is the last one that the model wrote: where it is the end token
+        of the template, it is not repeated. Raises PromptError.
         """
         self._require_template("an agent answers with chat messages")
         # The template renders a conversation in which the model wrote a mark; what follows the mark is independent of
         # what the model really wrote, so that its tokens need not be touched.
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        text = self._render([*opening, *messages], tools=None, subject="the messages of an agent")
+        hidden = self._hide_names(messages)
+        text = self._render([*opening, *hidden], tools=None, subject="the messages of an agent")
         # The first one: a message may hold the mark, too.
         _, mark, rest = text.partition(_MARK)
         if not mark:
             raise PromptError("the chat template must render the text of assistant messages, but it left it out")
-        token_ids = self.encode_text(rest)
+        token_ids = []
+        for number, part in enumerate(_HIDDEN_NUMBER.split(rest)):
+            if number % 2 == 0:
+                token_ids += self.encode_text(part, special_tokens=True)
+            elif int(part) < len(self._special_names):
+                token_ids += self.encode_text(self._special_names[int(part)])
         return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
+
+    @cached_property
+    def _special_names(self) -> list[str]:
+        names = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        return sorted(names, key=len, reverse=True)
+
+    def _hide_names(self, value: Any) -> Any:
+        """Replace the names of special tokens in all texts of a value by others that no tokenizer knows."""
+        if isinstance(value, str):
+            for number, name in enumerate(self._special_names):
+                value = value.replace(name, _HIDDEN.format(number))
+            return value
+        if isinstance(value, list):
+            return [self._hide_names(item) for item in value]
+        return {key: self._hide_names(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def _encode_prompt_text(self, prompt: Prompt) -> list[int]:
         try:
@@ -86,7 +121,8 @@ class PromptEncoder:
         self._require_template(f"prompt {prompt.uid} is a list of chat messages")
         assert not isinstance(prompt.prompt, str)
         # The template has already written the special tokens.
-        return self.encode_text(self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}"))
+        text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
+        return self.encode_text(text, special_tokens=True)
 
     def _require_template(self, reason: str) -> None:
         if not self.tokenizer.chat_template:

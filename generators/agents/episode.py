@@ -106,9 +106,13 @@ class Episode:
         self.stop_reason = turn.stop_reason
         return turn
 
-    def observe(self, text: str) -> None:
-        """Append a text that the model did not write, without any template."""
-        self._append(self._encoder.encode_text(text))
+    def observe(self, text: str, *, special_tokens: bool = False) -> None:
+        """Append a text that the model did not write, without any template.
+
+        `special_tokens`: whether names of special tokens in it, such as `<|im_end|>`, are those tokens; else they are
+        text, whoever wrote it.
+        """
+        self._append(self._encoder.encode_text(text, special_tokens=special_tokens))
         self.messages.append({"role": "user", "content": text})
 
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:

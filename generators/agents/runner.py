@@ -16,10 +16,17 @@ from slipstream.broker.messages import Prompt
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.base import ConfigError
-from slipstream.configs.generators import AgentKind, CustomAgentConfig, SingleTurnConfig, ToolsAgentConfig
+from slipstream.configs.generators import (
+    AgentKind,
+    CustomAgentConfig,
+    SearchAgentConfig,
+    SingleTurnConfig,
+    ToolsAgentConfig,
+)
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.agent import AgentLoop, Scorer
 from slipstream.generators.agents.episode import Episode
+from slipstream.generators.agents.search_loop import SearchLoop
 from slipstream.generators.agents.tool_loop import ToolLoop
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import GeneratorError, PromptError
@@ -75,6 +82,8 @@ def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str) -> Ag
             return SingleTurn()
         case ToolsAgentConfig():
             return ToolLoop(config, encoder=encoder, setting=setting)
+        case SearchAgentConfig():
+            return SearchLoop(config, encoder=encoder, setting=setting)
         case CustomAgentConfig():
             return CustomLoop(config, setting=setting)
 

@@ -1,4 +1,4 @@
-"""Built-in tools: arithmetic, and code in a sandbox."""
+"""Built-in tools: arithmetic, code in a sandbox, and the table of all."""
 
 import ast
 import operator
@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox, SandboxError
+from slipstream.generators.tools.search import Search
 
 
 class ToolError(Exception):
@@ -97,5 +98,5 @@ class Python:
         return found.stdout.strip() or "(nothing was printed)"
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": Python}
+BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": Python, "search": Search}
 """Tools that a config names without a module."""

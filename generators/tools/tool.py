@@ -41,7 +41,12 @@ class Tool:
         self._slots = asyncio.Semaphore(config.max_concurrency)
 
     def open(self, arguments: dict[str, Any]) -> "OpenTool":
-        """The tool of one answer; `arguments` come from its row and precede the configured ones."""
+        """The tool of one answer; `arguments` come from its row and precede the configured ones.
+
+        Raises ToolError for those of a built-in tool: a row must not choose an address.
+        """
+        if arguments and self._config.function in BUILT_IN:
+            raise ToolError(f"{self.name} takes its arguments from the settings alone, got {arguments} from the row")
         if not self._is_class:
             return OpenTool(self.name, partial(self._function, **self._config.arguments), self._config, self._slots)
         instance = self._function(**(self._config.arguments | arguments))

@@ -33,6 +33,7 @@ BENCHMARKS = [
         "generators.long_answers",
         ["--pacing-lags=4", "--seconds=1.5", "--step-s=0.1", "--token-s=0.0005", "--sigma=0.5"],
     ),
+    ("generators.search", ["--passages=300", "--queries=50"]),
     ("generators.elastic", ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"]),
     ("overhead", ["--parts=together", "--steps=6", "--", *RUN]),
     pytest.param("overhead", ["--parts=learner", "--seconds=0.1", "--rounds=1", "--", *TINY], marks=REAL),

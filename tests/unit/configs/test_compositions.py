@@ -21,6 +21,7 @@ NEEDED = {
     "algorithm/policy_loss=custom": ["algorithm.policy_loss.function=my_module:my_loss"],
     "algorithm/policy_loss=sppo": ["recipe=sppo"],
     "generators/agent=tools": ["generators.agent.tools=[calculator]"],
+    "generators/agent=search": ["generators.agent.index=data/index"],
     "generators/agent=custom": ["generators.agent.function=my_module:my_agent"],
     "model": ["experiment=gsm8k_1gpu", "model.max_length=2048"],
     "data": ["experiment=gsm8k_1gpu", "model.max_length=2048"],

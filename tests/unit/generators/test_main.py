@@ -94,6 +94,7 @@ def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> No
         ({"kind": "tools", "tools": ["calculator", "os:system"]}, "os:system"),
         ({"kind": "tools", "tools": [{"function": "os:system"}]}, "os:system"),
         ({"kind": "tools", "tools": ["python"]}, "python"),
+        ({"kind": "search", "index": "http://evil"}, 'search {"index":"http://evil"}'),
     ],
 )
 @pytest.mark.parametrize("is_named", [False, True])
@@ -107,6 +108,15 @@ def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(
     assert accepted(run, [make_run(generators=generators)], []) == run
     calculating = received(generators={"agent": {"kind": "tools", "tools": ["calculator"]}})
     assert accepted(calculating, [make_run()], []) == calculating
+
+
+def test_addresses_in_the_arguments_of_a_tool_never_come_from_the_broker_alone() -> None:
+    def tool(address: str) -> dict[str, Any]:
+        tools = [{"function": "python", "arguments": {"address": address}}]
+        return {"agent": {"kind": "tools", "tools": tools}}
+
+    with pytest.raises(ConfigError, match=r"got 'python {.address.:.http://evil.}' from the broker alone"):
+        accepted(received(generators=tool("http://evil")), [make_run(generators=tool("http://sandbox"))], [])
 
 
 @pytest.mark.parametrize("own", [{}, {"path": PATH}, {"path": "another", "trust_remote_code": True}])

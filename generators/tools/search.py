@@ -1,0 +1,216 @@
+"""Search: passages of a corpus that match a query, from an index on this machine or from a retrieval service."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from slipstream.configs.base import ConfigError
+
+
+class Passage(NamedTuple):
+    """A passage of a corpus. Example: Passage("Bonn", "A city on the Rhine.")."""
+
+    title: str
+    text: str
+
+
+class Retriever(Protocol):
+    """Finds passages. Calls may run at the same time."""
+
+    async def find(self, query: str, topk: int) -> list[Passage]:
+        """Return at most `topk` passages, the best one first."""
+        ...
+
+
+# --- an index on this machine ----------------------------------------------------------------------------------------
+_ANALYZER = "passages"
+_NUM_THREADS = min(4, os.cpu_count() or 1)
+_MAX_WORDS = 64
+"""Words of a query that are looked up; the time of a search grows with them."""
+_WRITER_BYTES = 256 * 2**20
+_CACHED_QUERIES = 4096
+"""The answers of a group often ask the same."""
+
+
+def _tantivy() -> Any:
+    try:
+        import tantivy
+    except ImportError as error:
+        raise ConfigError("a search index needs tantivy: pip install 'slipstream[search]'.") from error
+    return tantivy
+
+
+def _analyzer(language: str) -> Any:
+    from tantivy import Filter, TextAnalyzerBuilder, Tokenizer
+
+    steps = [Filter.lowercase(), Filter.remove_long(64), Filter.ascii_fold()]
+    if language:
+        steps += [Filter.stopword(language), Filter.stemmer(language)]
+    builder = TextAnalyzerBuilder(Tokenizer.simple())
+    for step in steps:
+        builder = builder.filter(step)
+    return builder.build()
+
+
+def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int:
+    """Index the passages of a file, completely or not at all; return their number. Raises ConfigError.
+
+    `language`: of stop words and word stems; empty = whole words as they are.
+    """
+    tantivy = _tantivy()
+    builder = tantivy.SchemaBuilder()
+    for field in Passage._fields:
+        builder.add_text_field(field, stored=True, tokenizer_name=_ANALYZER)
+    unfinished = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    index = tantivy.Index(builder.build(), path=str(unfinished))
+    try:
+        index.register_tokenizer(_ANALYZER, _analyzer(language))
+    except ValueError as error:
+        raise ConfigError(f"--language must be one that tantivy knows, such as english, got {language!r}.") from error
+    # One thread, so that the same corpus makes the same index, equal scores in the same order.
+    writer = index.writer(_WRITER_BYTES, num_threads=1)
+    count = 0
+    for passage in read_corpus(corpus):
+        writer.add_document(tantivy.Document(**passage._asdict()))
+        count += 1
+    if not count:
+        raise ConfigError(f"{corpus} must hold at least one passage, but is empty.")
+    writer.commit()
+    writer.wait_merging_threads()
+    (unfinished / "language").write_text(language)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+    return count
+
+
+def read_corpus(path: Path) -> Iterator[Passage]:
+    """Read the passages of a file of JSON lines or of a Parquet file. Raises ConfigError naming file and row.
+
+    A row has `contents`, of which the first line is the title, as in Search-R1's corpora, or `text` and, perhaps,
+    `title`.
+    """
+    try:
+        for number, values in enumerate(_parquet(path) if path.suffix == ".parquet" else _json_lines(path)):
+            row = values if isinstance(values, dict) else {}
+            title, text = row.get("title") or "", row.get("text")
+            if isinstance(contents := row.get("contents"), str):
+                title, _, text = contents.partition("\n")
+            if not isinstance(title, str) or not isinstance(text, str):
+                raise ConfigError(
+                    f"{path}, row {number}: it must have a text `contents`, or texts `text` and `title`, got "
+                    f"{str(values)[:80]}."
+                )
+            yield Passage(title, text)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise ConfigError(f"{path} must be JSON lines or a Parquet file, but cannot be read: {error}.") from error
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    for batch in pq.ParquetFile(path).iter_batches():
+        yield from batch.to_pylist()
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file if line.strip())
+
+
+class LocalIndex:
+    """A tantivy index, ranked by BM25. Its files are mapped read-only: the generators of a machine share its memory."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the index. Raises ConfigError."""
+        try:
+            index = _tantivy().Index.open(str(folder))
+            index.register_tokenizer(_ANALYZER, _analyzer((folder / "language").read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"index must be a folder that `python -m slipstream.scripts.make_search_index` wrote, or an address "
+                f"such as http://127.0.0.1:8000/retrieve, got {str(folder)!r}: {error}."
+            ) from error
+        self._index, self._searcher = index, index.searcher()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="search")
+        self._find = lru_cache(_CACHED_QUERIES)(self._search)
+
+    async def find(self, query: str, topk: int) -> list[Passage]:
+        """Return the best passages. In a thread, because a search in a large index takes longer than a token."""
+        # Words alone: signs would be operators of the query language.
+        words = " ".join(re.findall(r"\w+", query.lower())[:_MAX_WORDS])
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, words, topk)
+
+    def _search(self, words: str, topk: int) -> list[Passage]:
+        try:
+            query = self._index.parse_query(words, list(Passage._fields))
+        except ValueError:
+            return []  # stop words alone
+        hits = self._searcher.search(query, topk, count=False).hits
+        found = (self._searcher.doc(address) for _, address in hits)
+        return [Passage(document["title"][0], document["text"][0]) for document in found]
+
+
+# --- a service -------------------------------------------------------------------------------------------------------
+class RemoteIndex:
+    """A service with the API of Search-R1's retrieval server: POST {queries, topk, return_scores}.
+
+    Source: https://github.com/PeterGriffinJin/Search-R1, search_r1/search/retrieval_server.py
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._client: httpx.AsyncClient | None = None
+
+    async def find(self, query: str, topk: int) -> list[Passage]:
+        """Return the best passages. Raises RuntimeError if the service is not there or fails."""
+        if self._client is None:
+            # Made here, where the loop runs that it belongs to. The tool limits calls, in number and time.
+            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        try:
+            body = {"queries": [query], "topk": topk, "return_scores": True}
+            answer = await self._client.post(self._address, json=body)
+            answer.raise_for_status()
+            found = (item.get("document", item)["contents"] for item in answer.json()["result"][0])
+            return [Passage(*contents.partition("\n")[::2]) for contents in found][:topk]
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise RuntimeError(
+                f"the search at {self._address} must answer in the form of Search-R1's server, got "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+@cache
+def open_index(index: str) -> Retriever:
+    """Open the index at an address or in a folder, once for all answers of a generator. Raises ConfigError."""
+    return RemoteIndex(index) if index.startswith(("http://", "https://")) else LocalIndex(Path(index))
+
+
+class Search:
+    """A search as a tool."""
+
+    def __init__(self, *, index: str, topk: int = 3) -> None:
+        """`index`: folder, or address of a service. Raises ConfigError."""
+        self._index = open_index(index)
+        self._topk = topk
+
+    async def __call__(self, query: str) -> str:
+        """Search a corpus and read the passages that match best.
+
+        Args:
+            query: Words to look for.
+        """
+        passages = await self._index.find(query, self._topk)
+        # In Search-R1's form.
+        shown = (f"Doc {number}(Title: {title}) {text}\n" for number, (title, text) in enumerate(passages, start=1))
+        return "".join(shown) or "(nothing was found)"

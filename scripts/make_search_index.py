@@ -1,0 +1,38 @@
+"""Makes a search index of a corpus, for the tool and the agent `search`.
+
+    python -m slipstream.scripts.make_search_index corpus.jsonl --out=data/index
+
+The corpus is a file of JSON lines or a Parquet file. A row has `contents`, of which the first line is the title, or
+`text` and, perhaps, `title`.
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+from slipstream.generators.tools.search import write_index
+from slipstream.runtime.command_line import fail_cleanly
+
+
+@fail_cleanly()
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and write the index."""
+    parser = argparse.ArgumentParser(
+        "python -m slipstream.scripts.make_search_index",
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("corpus", type=Path, help="file with the passages")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to; replaced if it exists")
+    parser.add_argument(
+        "--language", default="english", help="of stop words and stems; empty: whole words as they are (english)"
+    )
+    options = parser.parse_args(arguments)
+    started = time.monotonic()
+    number = write_index(options.corpus, options.out, language=options.language)
+    print(f"{options.out}: {number} passages in {time.monotonic() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
