@@ -187,6 +187,11 @@ class AgentConfig(Config, tag_field="kind"):
         """Code that it runs and addresses that it talks to, with their arguments."""
         return set()
 
+    @property
+    def calls(self) -> str:
+        """Form of calls in the model's text for agents that talk to it through the door; empty for others."""
+        return ""
+
 
 class SingleTurnConfig(AgentConfig, tag="single_turn"):
     """One response to one prompt."""
@@ -279,6 +284,14 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     """`module:function` of `async def function(episode, **arguments)`; docs/agents.md describes the episode."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
+    door: bool = False
+    """Whether the loop talks to the model by HTTP: then `episode.door` has an OpenAI-compatible address and a key."""
+    format: str = "hermes"
+    """Form of a call in the model's text, at the door: `hermes`, `json`, or `vllm:NAME`."""
+
+    @property
+    def calls(self) -> str:
+        return self.format if self.door else ""
 
     @property
     def executed(self) -> set[str]:

@@ -107,9 +107,11 @@ class Generator:
         """
         await self._rewards.start()
         try:
+            await self._agent.start()
             if await self._start_engine():
                 await self._serve()
         finally:
+            await self._agent.close()
             self._rewards.close()
 
     async def _start_engine(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from slipstream.broker.messages import Prompt
+from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.generators.errors import EngineError, PromptError
 from slipstream.runtime.model_files import read_chat_template
@@ -24,6 +25,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
+_PROBE = "42"
 _MARK = "SLIPSTREAM.TURN.OF.THE.MODEL"
 _HIDDEN = "\ue000{}\ue001"
 _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
@@ -41,8 +43,13 @@ class PromptEncoder:
 
         `tools`: JSON schemas of the functions that the model may call, for the template.
         """
-        is_text = isinstance(prompt.prompt, str)
-        token_ids = self._encode_prompt_text(prompt) if is_text else self._encode_chat(prompt, tools)
+        if isinstance(prompt.prompt, str):
+            token_ids = self._encode_prompt_text(prompt)
+        else:
+            self._require_template(f"prompt {prompt.uid} is a list of chat messages")
+            # The template has already written the special tokens; a row may name further ones.
+            text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
+            token_ids = self.encode_text(text, special_tokens=True)
         if not token_ids:
             raise PromptError(f"prompt {prompt.uid} must hold at least one token, got none: drop the row")
         if len(token_ids) > self._max_prompt_tokens:
@@ -86,13 +93,24 @@ class PromptEncoder:
         _, mark, rest = text.partition(_MARK)
         if not mark:
             raise PromptError("the chat template must render the text of assistant messages, but it left it out")
+        token_ids = self._encode_hidden(rest)
+        return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
+
+    def encode_messages(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None) -> list[int]:
+        """Encode an agent's conversation up to the header of the model's next turn, with names of special tokens as
+        between turns. Raises PromptError."""
+        self._require_template("an agent sends chat messages")
+        hidden = self._hide_names(messages)
+        return self._encode_hidden(self._render(hidden, tools=tools, subject="the messages of an agent"))
+
+    def _encode_hidden(self, text: str) -> list[int]:
         token_ids = []
-        for number, part in enumerate(_HIDDEN_NUMBER.split(rest)):
+        for number, part in enumerate(_HIDDEN_NUMBER.split(text)):
             if number % 2 == 0:
                 token_ids += self.encode_text(part, special_tokens=True)
             elif int(part) < len(self._special_names):
                 token_ids += self.encode_text(self._special_names[int(part)])
-        return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
+        return token_ids
 
     @cached_property
     def _special_names(self) -> list[str]:
@@ -109,6 +127,21 @@ class PromptEncoder:
             return [self._hide_names(item) for item in value]
         return {key: self._hide_names(item) for key, item in value.items()} if isinstance(value, dict) else value
 
+    def result_role(self, *, setting: str) -> str:
+        """Role in which the template shows results: `tool`, or `user` where it knows no tools. Raises ConfigError."""
+        for role in ("tool", "user"):
+            try:
+                shown = self.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)
+            except PromptError as error:
+                reason = str(error)
+            else:
+                if _PROBE in self.decode(shown):
+                    return role
+                reason = f"the template leaves messages of the role {role} out"
+        raise ConfigError(
+            f"{setting}.format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
+        )
+
     def _encode_prompt_text(self, prompt: Prompt) -> list[int]:
         try:
             return self.tokenizer.encode(prompt.prompt, add_special_tokens=False)
@@ -116,13 +149,6 @@ class PromptEncoder:
             raise PromptError(
                 f"prompt {prompt.uid} must be encodable by the tokenizer, got {prompt.prompt[:60]!r}: {error}"
             ) from error
-
-    def _encode_chat(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> list[int]:
-        self._require_template(f"prompt {prompt.uid} is a list of chat messages")
-        assert not isinstance(prompt.prompt, str)
-        # The template has already written the special tokens.
-        text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
-        return self.encode_text(text, special_tokens=True)
 
     def _require_template(self, reason: str) -> None:
         if not self.tokenizer.chat_template:

@@ -17,6 +17,14 @@ class Agent(Protocol):
         """Generate member `index` of the prompt's group. Raises PromptError, EngineError. Cancelling aborts it."""
         ...
 
+    async def start(self) -> None:
+        """Start what its loops need beside the engine. Raises GeneratorError."""
+        ...
+
+    async def close(self) -> None:
+        """End it, within bounded time."""
+        ...
+
 
 class AgentLoop(Protocol):
     """Has the model write turns, and observes what others answer. One object serves all answers of a generator."""
@@ -77,6 +85,17 @@ class Transcript:
         length = len(self._model_mask) - self._model_mask[::-1].index(True)
         for column in (self.token_ids, self._model_mask, self._logprobs):
             del column[length:]
+
+    def append(self, other: "Transcript") -> None:
+        """Append another context."""
+        offset = len(self.token_ids)
+        for span in other.version_spans:
+            if not self.version_spans or self.version_spans[-1].version != span.version:
+                self.version_spans.append(VersionSpan(offset + span.first_token, span.version))
+        self.num_turns += other.num_turns
+        self.token_ids += other.token_ids
+        self._logprobs += other._logprobs
+        self._model_mask += other._model_mask
 
     @property
     def model_mask(self) -> np.ndarray:

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from slipstream.broker.messages import Prompt
-from slipstream.buffer.trajectory import Record, Sampling
+from slipstream.buffer.trajectory import Record, Reward, Sampling
 from slipstream.generators.agents.agent import Transcript
-from slipstream.generators.engines.engine import Engine
+from slipstream.generators.engines.engine import Completion, Engine
 from slipstream.generators.errors import EngineError, GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 
@@ -26,6 +26,15 @@ class Turn(Record):
     """As sampled, end token included."""
     stop_reason: str
     """`stop` (end token) | `stop_string` | `length` | `context_overflow`."""
+
+
+class DoorKey(NamedTuple):
+    """Access of one answer's agent to the model, valid until the answer is over."""
+
+    base_url: str
+    """Address of an OpenAI-compatible API."""
+    api_key: str
+    model: str
 
 
 class Episode:
@@ -52,8 +61,17 @@ class Episode:
         """Row that is answered: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
         self.sampling = sampling
         """Sampling of the first turn; later ones have what is left of `max_tokens`, and another seed."""
-        self.transcript = Transcript(prompt_token_ids)
+        self.contexts = [Transcript(prompt_token_ids)]
+        """Sequences of the answer: that of `generate`, then those of requests at the door. Those in which the model
+        wrote nothing are left out."""
+        self.door: DoorKey | None = None
+        """Address and key at which the agent can talk to the model by HTTP, for loops with `door: true`."""
+        self.fault: GeneratorError | None = None
+        """Failure of the engine, whoever made the request."""
         self.turns: list[Turn] = []
+        """Turns of the model in all contexts, in the order of their ends."""
+        self.reward: Reward | None = None
+        """Set by a loop that scores the answer itself; the reward function is not called then."""
         self.messages: list[dict[str, Any]] = []
         """Chat messages after the prompt, for the reward function."""
         self.turn_rewards: list[float] = []
@@ -69,12 +87,26 @@ class Episode:
         self._encoder = encoder
         self._request_id = request_id
         self._seed_of = seed_of
+        self._num_requests = 0
+
+    @property
+    def transcript(self) -> Transcript:
+        """The context that `generate` continues."""
+        return self.contexts[0]
 
     @property
     def room(self) -> int:
         """Tokens that the model may still write."""
+        return self.room_after(self.transcript.token_ids)
+
+    def room_after(self, token_ids: list[int]) -> int:
+        """Tokens that the model may still write after these."""
         written = sum(len(turn.token_ids) for turn in self.turns)
-        return min(self.sampling.max_tokens - written, self._max_length - len(self.transcript.token_ids))
+        return min(self.sampling.max_tokens - written, self._max_length - len(token_ids))
+
+    def reason_of_no_room(self, token_ids: list[int]) -> str:
+        """`length` where `max_tokens` are written, `context_overflow` where the model's context is full."""
+        return "length" if len(token_ids) < self._max_length else "context_overflow"
 
     async def generate(self, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         """Let the model write a turn, up to its end token, to one of the texts in `stop`, or to a limit.
@@ -82,27 +114,35 @@ class Episode:
         Without room it returns an empty turn, which is not recorded; the answer then ends with `length` where
         `max_tokens` are written, with `context_overflow` where the model's context is full. Raises EngineError.
         """
+        transcript = self.transcript
         if self.room <= 0:
-            is_written = len(self.transcript.token_ids) < self._max_length
-            self.stop_reason = "length" if is_written else "context_overflow"
+            self.stop_reason = self.reason_of_no_room(transcript.token_ids)
             return Turn("", [], self.stop_reason)
         limit = self.room if max_tokens is None else min(max_tokens, self.room)
-        number = len(self.turns)
-        sampling = msgspec.structs.replace(self.sampling, max_tokens=limit, seed=self._seed_of(number))
+        turn = self.record(transcript, await self.sample(list(transcript.token_ids), max_tokens=limit, stop=stop))
+        self.messages.append({"role": "assistant", "content": turn.text})
+        return turn
+
+    async def sample(self, token_ids: list[int], *, max_tokens: int, stop: Sequence[str]) -> Completion:
+        """Request a turn of the engine, without recording it. Raises EngineError."""
+        number, self._num_requests = self._num_requests, self._num_requests + 1
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self._seed_of(number))
         request_id = f"{self._request_id}-turn-{number}" if number else self._request_id
         try:
-            completion = await self._engine.generate(
-                list(self.transcript.token_ids), sampling, request_id=request_id, stop=stop
-            )
-        except GeneratorError:
+            return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=stop)
+        except GeneratorError as error:
+            self.fault = error
             raise
         except Exception as error:
             # A fault of the engine, not of the loop that asked for a turn: it would hit every prompt.
-            raise EngineError(f"request {request_id} failed: {type(error).__name__}: {error}") from error
-        self.transcript.add_completion(completion)
+            self.fault = EngineError(f"request {request_id} failed: {type(error).__name__}: {error}")
+            raise self.fault from error
+
+    def record(self, transcript: Transcript, completion: Completion) -> Turn:
+        """Append a turn to a context."""
+        transcript.add_completion(completion)
         turn = Turn(self._encoder.decode(completion.token_ids), completion.token_ids, completion.stop_reason)
         self.turns.append(turn)
-        self.messages.append({"role": "assistant", "content": turn.text})
         self.stop_reason = turn.stop_reason
         return turn
 

@@ -4,8 +4,10 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,9 +26,11 @@ from slipstream.configs.generators import (
     ToolsAgentConfig,
 )
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.agent import AgentLoop, Scorer
+from slipstream.generators.agents.agent import AgentLoop, Scorer, Transcript
+from slipstream.generators.agents.door import Door
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.agents.search_loop import SearchLoop
+from slipstream.generators.agents.session import ChatForm
 from slipstream.generators.agents.tool_loop import ToolLoop
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import GeneratorError, PromptError
@@ -88,6 +92,13 @@ def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str) -> Ag
             return CustomLoop(config, setting=setting)
 
 
+class _ReadyLoop(NamedTuple):
+    loop: AgentLoop
+    timeout_s: float
+    form: ChatForm | None
+    """Form of its conversations at the door; None for a loop without one."""
+
+
 class AgentRunner:
     """Implements Agent for every loop. Invariant: the trajectory holds the engine's token ids unchanged."""
 
@@ -112,11 +123,25 @@ class AgentRunner:
         agents = {"": (config.agent, "generators.agent")}
         agents |= {name: (agent, f"generators.agents.{name}") for name, agent in config.agents.items()}
         self._loops = {
-            name: (build_loop(agent, encoder=encoder, setting=setting), agent.timeout_s)
+            name: _ReadyLoop(
+                build_loop(agent, encoder=encoder, setting=setting),
+                agent.timeout_s,
+                ChatForm(agent.calls, encoder=encoder, setting=setting) if agent.calls else None,
+            )
             for name, (agent, setting) in agents.items()
         }
         for name in _SINGLE_TURN:
-            self._loops.setdefault(name, (SingleTurn(), SingleTurnConfig().timeout_s))
+            self._loops.setdefault(name, _ReadyLoop(SingleTurn(), SingleTurnConfig().timeout_s, None))
+        has_door = any(ready.form for ready in self._loops.values())
+        self._door = Door(model=Path(run.model.path).name, max_length=run.model.max_length) if has_door else None
+
+    async def start(self) -> None:
+        if self._door:
+            await self._door.start()
+
+    async def close(self) -> None:
+        if self._door:
+            await self._door.close()
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError."""
@@ -126,14 +151,17 @@ class AgentRunner:
                 f"prompt {prompt.uid} names the agent {prompt.agent_name!r}, so generators.agents must have it, got "
                 f"{', '.join(self._run.generators.agents) or 'none'}: add it, or remove the column agent_name"
             )
-        loop, timeout_s = self._loops[prompt.agent_name]
+        loop, timeout_s, form = self._loops[prompt.agent_name]
         episode = self._episode(prompt, index, tools=loop.tools(prompt))
-        failure = await _run_loop(loop, episode, timeout_s=timeout_s)
-        if not episode.turns:
+        async with self._door.open(episode, form) if self._door and form else nullcontext():
+            failure = await _run_loop(loop, episode, timeout_s=timeout_s)
+        episode.contexts = [context for context in episode.contexts if context.num_turns]
+        if not episode.contexts:
             raise PromptError(f"prompt {prompt.uid} must get an answer, but the agent ended without one: {failure}")
-        episode.transcript.trim()
-        reward = failure or await self._score(episode)
-        return self._trajectory(episode, index, reward=_with_turns(reward, episode), started_at=started_at)
+        for context in episode.contexts:
+            context.trim()
+        reward = failure or episode.reward or await self._score(episode)
+        return self._trajectory(episode, index, reward=reward, started_at=started_at)
 
     def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
         return Episode(
@@ -148,7 +176,10 @@ class AgentRunner:
         )
 
     def _trajectory(self, episode: Episode, index: int, *, reward: Reward, started_at: float) -> Trajectory:
-        prompt, transcript = episode.prompt, episode.transcript
+        prompt, transcript, starts = episode.prompt, Transcript([]), []
+        for context in episode.contexts:
+            starts.append(len(transcript.token_ids))
+            transcript.append(context)
         return Trajectory(
             id=make_trajectory_id(prompt.lease.id, index),
             group_id=prompt.lease.group_id,
@@ -159,7 +190,7 @@ class AgentRunner:
             model_mask=transcript.model_mask,
             generator_logprobs=transcript.generator_logprobs,
             version_spans=transcript.version_spans,
-            reward=reward,
+            reward=_with_turns(reward, episode, num_turns=transcript.num_turns),
             stop_reason=episode.stop_reason,
             sampling=episode.sampling,
             generator_id=self._generator_id,
@@ -168,6 +199,7 @@ class AgentRunner:
             data_source=prompt.data_source,
             num_turns=transcript.num_turns,
             extras=episode.extras,
+            context_starts=starts[1:],
             metrics={name: float(number) for name, number in episode.metrics.items()},
         )
 
@@ -209,22 +241,33 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
     try:
         async with asyncio.timeout(timeout_s):
             await loop.run(episode)
-    except TimeoutError:
-        episode.stop_reason = "timeout"
-        return failed_reward("timeout", f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)")
-    except GeneratorError:
-        raise
     except Exception as error:
-        # A fault of the user's loop costs this answer: it is masked and counted, and the others go on.
-        log.warning("agent_failed", prompt=episode.prompt.uid, error=f"{type(error).__name__}: {error}")
-        episode.stop_reason = "tool_failure"
-        return failed_reward("error", f"the agent failed: {type(error).__name__}: {error}")
+        # A fault of the engine that reached the loop as an answer to its request, and ended it in its own way.
+        if episode.fault and episode.fault is not error:
+            raise episode.fault from error
+        return _failure(error, episode, timeout_s=timeout_s)
+    if episode.fault:
+        raise episode.fault
     return None
 
 
-def _with_turns(reward: Reward, episode: Episode) -> Reward:
+def _failure(error: Exception, episode: Episode, *, timeout_s: float) -> Reward:
+    """The reward of a loop that failed; raises what is not the loop's own failure."""
+    match error:
+        case TimeoutError():
+            episode.stop_reason = "timeout"
+            return failed_reward("timeout", f"an answer must be over within {timeout_s:g} s (timeout_s of the agent)")
+        case GeneratorError():
+            raise error
+    # A fault of the user's loop costs this answer: it is masked and counted, and the others go on.
+    log.warning("agent_failed", prompt=episode.prompt.uid, error=f"{type(error).__name__}: {error}")
+    episode.stop_reason = "tool_failure"
+    return failed_reward("error", f"the agent failed: {type(error).__name__}: {error}")
+
+
+def _with_turns(reward: Reward, episode: Episode, *, num_turns: int) -> Reward:
     """Add the rewards that the loop gave to its turns; there must be as many as turns, whoever gave them."""
-    earned, num_turns = episode.turn_rewards, episode.transcript.num_turns
+    earned = episode.turn_rewards
     for giver, turns in (("agent", earned), ("reward function", reward.turns)):
         if reward.status == "ok" and turns and len(turns) != num_turns:
             return failed_reward(

@@ -5,16 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.broker.messages import Prompt
-from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolsAgentConfig
 from slipstream.generators.agents.episode import Episode, Turn
-from slipstream.generators.errors import PromptError
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.generators.tools.built_in import ToolError
 from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
 from slipstream.generators.tools.tool import OpenTool, Tool, load_tools
 
-_PROBE = "42"
 _SHORTENED = "\n[... {left_out} characters left out ...]\n"
 
 
@@ -31,7 +28,7 @@ class ToolLoop:
         self._tools = load_tools(config.tools, setting=setting)
         self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
         self._decode = encoder.tokenizer.decode
-        self._role = "" if self._format.is_text else _result_role(encoder, setting=setting)
+        self._role = "" if self._format.is_text else encoder.result_role(setting=setting)
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]]:
         """Schemas of the tools that this row may call."""
@@ -116,19 +113,3 @@ class ToolLoop:
     def _chosen(self, prompt: Prompt) -> list[Tool]:
         selection = prompt.extra_info.get("tool_selection")
         return [tool for tool in self._tools if selection is None or tool.name in selection]
-
-
-def _result_role(encoder: PromptEncoder, *, setting: str) -> str:
-    """Role in which the chat template shows results: `tool`, or `user` where it knows no tools. Raises ConfigError."""
-    for role in ("tool", "user"):
-        try:
-            shown = encoder.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)
-        except PromptError as error:
-            reason = str(error)
-        else:
-            if _PROBE in encoder.decode(shown):
-                return role
-            reason = f"the template leaves messages of the role {role} out"
-    raise ConfigError(
-        f"{setting}.format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
-    )

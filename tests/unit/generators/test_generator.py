@@ -50,6 +50,10 @@ class FakeAgent:
     def __init__(self, outcome: Exception | Trajectory) -> None:
         self.outcome = outcome
 
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         if isinstance(self.outcome, Exception):
             raise self.outcome

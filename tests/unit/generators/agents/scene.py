@@ -20,7 +20,7 @@ QUESTION = [{"role": "user", "content": "what is 12 + 30?"}]
 class WritingEngine(ScriptedEngine):
     """Writes one text after the other, token by token; version 2 begins within the second."""
 
-    def __init__(self, texts: Sequence[str], *, family: str = "chatml") -> None:
+    def __init__(self, texts: Sequence[str | list[int]], *, family: str = "chatml") -> None:
         self.tokenizer = make_chat_tokenizer(family)
         self._end = TEMPLATES[family][1]
         self._texts = list(texts)
@@ -35,11 +35,17 @@ class WritingEngine(ScriptedEngine):
         self.stops.append(stop)
         text = self._texts[number]
         is_stopped = any(each in text for each in stop)
-        token_ids = self.tokenizer.encode(text + ("" if is_stopped else self._end), add_special_tokens=False)
+        ending = self.tokenizer.encode("" if is_stopped else self._end, add_special_tokens=False)
+        own = text if isinstance(text, list) else self.tokenizer.encode(text, add_special_tokens=False)
+        token_ids = [*own, *ending]
         reason = "stop_string" if is_stopped else "stop"
         if len(token_ids) > sampling.max_tokens:
             token_ids, reason = token_ids[: sampling.max_tokens], "length"
-        spans = [VersionSpan(0, 1), VersionSpan(2, 2)] if number == 1 else [VersionSpan(0, min(number + 1, 2))]
+        spans = (
+            [VersionSpan(0, 1), VersionSpan(2, 2)]
+            if number == 1 and len(token_ids) > 2
+            else [VersionSpan(0, min(number + 1, 2))]
+        )
         return Completion(token_ids, [-0.5 - number - i / 100 for i in range(len(token_ids))], spans, reason)
 
 
@@ -56,7 +62,7 @@ class RecordingScorer:
 
 def play(
     agent: dict[str, Any],
-    texts: Sequence[str],
+    texts: Sequence[str | list[int]],
     *,
     prompt: Prompt | None = None,
     family: str = "chatml",
@@ -78,7 +84,15 @@ def play(
         encoder=PromptEncoder(engine.tokenizer, max_prompt_tokens=1000),
         generator_id="generator-0",
     )
-    trajectory = asyncio.run(runner.answer(prompt or make_prompt(QUESTION), 1))
+
+    async def run() -> Trajectory:
+        await runner.start()
+        try:
+            return await runner.answer(prompt or make_prompt(QUESTION), 1)
+        finally:
+            await runner.close()
+
+    trajectory = asyncio.run(run())
     if inspect:
         inspect(engine, scorer)
     return trajectory

@@ -1,0 +1,379 @@
+"""Door: an HTTP server in the generator, through which agents talk to the model in OpenAI's form.
+
+It listens on the loopback interface, at a port of the system's choice, and answers nobody without the key of an answer
+that is under way. What the model writes is recorded as the engine sampled it; sampling is the run's, not the client's.
+
+    GET  /v1/models
+    POST /v1/chat/completions                          messages in, a message out; tools, stop, logprobs, stream
+    POST /v1/generate, /inference/v1/generate          token ids in; ids, log-probabilities and version spans out
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+import msgspec
+import structlog
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from slipstream.generators.agents.episode import DoorKey, Episode
+from slipstream.generators.agents.session import ChatForm, NoRoomError, Session, Written
+from slipstream.generators.errors import GeneratorError, PromptError
+
+KEY_HEADER = "x-slipstream-key"
+"""Holds the key where a client's own Authorization is taken."""
+_MAX_BODY_BYTES = 32 * 2**20
+_STOP_TIMEOUT_S = 5.0
+_FINISH = {"stop_string": "stop"}
+_UNSUPPORTED = {
+    "n": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+}
+"""Fields that would change what the model writes, with the values that do not."""
+
+log = structlog.get_logger(__name__)
+
+
+class DoorError(Exception):
+    """An answer in the form of OpenAI's errors."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Visitor:
+    """An answer whose agent may talk to the model; its key ends with it."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.name = secrets.token_hex(8)
+        self.secret = secrets.token_urlsafe(32)
+        self.seen_at = time.monotonic()
+        """Time of its last request."""
+        self.answers: dict[bytes, asyncio.Task[Any]] = {}
+        """Request -> its answer, for a client that asks again."""
+
+    async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Do the work of a request, or return what it was answered, where the client says that it repeats it.
+
+        A repetition is marked by the SDK's count of retries, or by an Idempotency-Key. Any other request with the
+        same content is a further sample.
+        """
+        mark = request.headers.get("idempotency-key", "")
+        digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()
+        is_repeated = bool(mark) or request.headers.get("x-stainless-retry-count", "0") != "0"
+        known = self.answers.get(digest)
+        if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
+            known = self.answers[digest] = asyncio.ensure_future(work())
+        # Shielded: a client that hangs up may ask again, and what the model has written stays written.
+        return await asyncio.shield(known)
+
+    async def leave(self) -> None:
+        """End the requests that are open."""
+        for task in self.answers.values():
+            task.cancel()
+        await asyncio.gather(*self.answers.values(), return_exceptions=True)
+
+
+class Door:
+    """The server. Life: start -> open* -> close."""
+
+    def __init__(self, *, model: str, max_length: int, routes: list[Route] | None = None) -> None:
+        """`model`: name that clients read and write; `routes`: further ones."""
+        self._model = model
+        self._max_length = max_length
+        self._visitors: dict[str, Visitor] = {}
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self.address = ""
+        """`http://127.0.0.1:PORT`, once started."""
+        generate = self._route(self._generate)
+        self._app = Starlette(
+            routes=[
+                Route("/v1/models", self._route(self._models), methods=["GET"]),
+                Route("/v1/chat/completions", self._route(self._chat), methods=["POST"]),
+                Route("/v1/generate", generate, methods=["POST"]),
+                Route("/inference/v1/generate", generate, methods=["POST"]),
+                *(routes or []),
+            ],
+            exception_handlers={DoorError: _error_response, 404: _not_found, 405: _not_found},
+        )
+
+    async def start(self) -> None:
+        """Listen. Does nothing if it does already."""
+        if self._serving:
+            return
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", 0))
+        self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config = uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
+        self._server = _Server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        log.info("door_open", address=self.address)
+
+    async def close(self) -> None:
+        """End all requests and stop listening."""
+        if self._server is None or self._serving is None:
+            return
+        await asyncio.gather(*(visitor.leave() for visitor in self._visitors.values()))
+        self._visitors.clear()
+        self._server.should_exit = self._server.force_exit = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(self._serving, return_exceptions=True), _STOP_TIMEOUT_S)
+
+    @asynccontextmanager
+    async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[Visitor]:
+        """Let the agent of this answer in, as long as the context lasts; `episode.door` has its key."""
+        visitor = Visitor(Session(episode, form))
+        self._visitors[visitor.name] = visitor
+        episode.door = DoorKey(f"{self.address}/v1", f"{visitor.name}.{visitor.secret}", self._model)
+        try:
+            yield visitor
+        finally:
+            self._visitors.pop(visitor.name, None)
+            await visitor.leave()
+
+    def visitor(self, request: Request) -> Visitor:
+        """The answer that the request's key belongs to. Raises DoorError."""
+        key = bearer_of(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
+        name, _, secret = key.partition(".")
+        visitor = self._visitors.get(name)
+        # Compared in constant time, and also where there is nothing to compare with.
+        is_right = hmac.compare_digest(secret.encode(), visitor.secret.encode() if visitor else b"")
+        if visitor is None or not is_right:
+            raise DoorError(
+                401, "the key must be that of an answer under way, or its answer is over", code="invalid_api_key"
+            )
+        visitor.seen_at = time.monotonic()
+        return visitor
+
+    def _route(
+        self, handler: Callable[[Request, Visitor], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            return await handler(request, self.visitor(request))
+
+        return handle
+
+    # --- routes --------------------------------------------------------------------------------------------------
+    async def _models(self, request: Request, visitor: Visitor) -> Response:
+        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "slipstream"}
+        return JSONResponse({"object": "list", "data": [{**card, "max_model_len": self._max_length}]})
+
+    async def _chat(self, request: Request, visitor: Visitor) -> Response:
+        body = await read_body(request)
+        asked = decode_json(body, _ChatRequest)
+        _refuse_unsupported(body)
+        most = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        tools = None if asked.tool_choice == "none" else asked.tools or None
+        written = await self._write(
+            visitor, request, body,
+            lambda: visitor.session.chat(asked.messages, tools=tools, max_tokens=most, stop=stop),
+        )  # fmt: skip
+        answer = self._chat_answer(asked, written, visitor)
+        if not asked.stream:
+            return JSONResponse(answer)
+        has_usage = bool(asked.stream_options and asked.stream_options.get("include_usage"))
+        return Response("".join(_chunks(answer, has_usage=has_usage)), media_type="text/event-stream")
+
+    def _chat_answer(self, asked: "_ChatRequest", written: Written, visitor: Visitor) -> dict[str, Any]:
+        turn, message = written.turn, written.message
+        reason = "tool_calls" if "tool_calls" in message else _FINISH.get(turn.stop_reason, turn.stop_reason)
+        choice = {"index": 0, "message": {**message, "refusal": None}, "finish_reason": reason, "logprobs": None}
+        if asked.logprobs:
+            decode = visitor.session.decode
+            texts = [decode([token_id]) for token_id in turn.token_ids]
+            choice["logprobs"] = {"content": _logprobs(texts, written.completion.logprobs), "refusal": None}
+        num_prompt, num_written = written.num_prompt_tokens, len(turn.token_ids)
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(12)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": [choice],
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_written,
+                "total_tokens": num_prompt + num_written,
+            },
+        }
+
+    async def _generate(self, request: Request, visitor: Visitor) -> Response:
+        body = await read_body(request)
+        asked = decode_json(body, _GenerateRequest)
+        if not asked.token_ids:
+            raise DoorError(400, "token_ids must hold at least one token, got none", param="token_ids")
+        params = asked.sampling_params
+        if params.n != 1:
+            raise DoorError(400, f"n must be 1, got {params.n}: ask several times", param="n")
+        stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        written = await self._write(
+            visitor, request, body,
+            lambda: visitor.session.complete(asked.token_ids, max_tokens=params.max_tokens, stop=stop),
+        )  # fmt: skip
+        completion = written.completion
+        names = [f"token_id:{token_id}" for token_id in completion.token_ids]
+        choice = {
+            "index": 0,
+            "token_ids": completion.token_ids,
+            "logprobs": {"content": _logprobs(names, completion.logprobs)},
+            "finish_reason": _FINISH.get(completion.stop_reason, completion.stop_reason),
+            "version_spans": msgspec.to_builtins(completion.version_spans),
+        }
+        return JSONResponse({"request_id": secrets.token_hex(12), "model": self._model, "choices": [choice]})
+
+    async def _write(
+        self, visitor: Visitor, request: Request, body: bytes, work: Callable[[], Awaitable[Written]]
+    ) -> Written:
+        try:
+            written: Written = await visitor.answer(request, body, work)
+            return written
+        except NoRoomError as error:
+            # The form by which clients know that they must shorten their context, or end.
+            what = (
+                f"This model's maximum context length is {self._max_length} tokens, which your messages fill"
+                if str(error) == "context_overflow"
+                else "All tokens that this answer may have (generators.sampling.max_tokens) are written"
+            )
+            raise DoorError(
+                400, f"{what}. Please reduce the length of the messages.", code="context_length_exceeded",
+                param="messages",
+            ) from error  # fmt: skip
+        except PromptError as error:
+            raise DoorError(400, str(error)) from error
+        except GeneratorError as error:
+            raise DoorError(503, f"the engine has failed: {error}", code="engine_failed") from error
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) and task.cancelling():
+                raise
+            raise DoorError(401, "this answer is over", code="invalid_api_key") from None
+        finally:
+            visitor.seen_at = time.monotonic()
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+class _ChatRequest(msgspec.Struct):
+    """A request for a chat completion; fields that are not here have no effect."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = False
+
+
+class _SamplingParams(msgspec.Struct):
+    max_tokens: int | None = None
+    stop: str | list[str] | None = None
+    n: int = 1
+
+
+class _GenerateRequest(msgspec.Struct):
+    token_ids: list[int]
+    sampling_params: _SamplingParams = msgspec.field(default_factory=_SamplingParams)
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the body of a request. Raises DoorError for one that is too large."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY_BYTES:
+            raise DoorError(413, f"a request must have at most {_MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def decode_json(body: bytes, kind: Any) -> Any:
+    """Decode a request. Raises DoorError."""
+    try:
+        found = msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise DoorError(400, f"the request must be JSON of the documented form: {error}") from None
+    for message in getattr(found, "messages", ()):
+        if not isinstance(message.get("role"), str):
+            raise DoorError(400, "each of the messages must have a text `role`", param="messages")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (most := getattr(found, name, None)) is not None and most < 1:
+            raise DoorError(400, f"{name} must be >= 1, got {most}", param=name)
+    return found
+
+
+def bearer_of(request: Request) -> str:
+    """The key in the Authorization header; empty without any."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _refuse_unsupported(body: bytes) -> None:
+    given = msgspec.json.decode(body)
+    for name, harmless in _UNSUPPORTED.items():
+        if given.get(name) not in harmless:
+            raise DoorError(
+                400, f"{name} must be {json.dumps(harmless[1])} or left out, got {json.dumps(given[name])[:80]}: the "
+                "run's sampling is what is trained on", code="unsupported_value", param=name,
+            )  # fmt: skip
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+def _logprobs(texts: list[str], logprobs: list[float]) -> list[dict[str, Any]]:
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, logprobs, strict=True)
+    ]
+
+
+def _chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
+    """An answer as events of a stream: the message in one, the reason of its end in the last."""
+    usage, (choice,) = answer.pop("usage"), answer.pop("choices")
+    base = {**answer, "object": "chat.completion.chunk"}
+    delta = choice["message"]
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+    first = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+    last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    events = [{**base, "choices": [first]}, {**base, "choices": [last]}]
+    if has_usage:
+        events.append({**base, "choices": [], "usage": usage})
+    yield from (f"data: {json.dumps(event)}\n\n" for event in events)
+    yield "data: [DONE]\n\n"
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, DoorError)
+    return JSONResponse(error.body, status_code=error.status)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return JSONResponse(DoorError(404, f"there is no {request.method} {request.url.path}").body, status_code=404)
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the process's signals alone: they are the generator's."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,223 @@
+"""Session: the conversations of an agent that talks to the model by requests, as contexts of one episode."""
+
+import json
+import secrets
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from slipstream.configs.base import ConfigError
+from slipstream.generators.agents.agent import Transcript
+from slipstream.generators.agents.episode import Episode, Turn
+from slipstream.generators.engines.engine import Completion
+from slipstream.generators.errors import PromptError
+from slipstream.generators.tokenization import PromptEncoder
+from slipstream.generators.tools.built_in import ToolError
+from slipstream.generators.tools.call_format import ToolCall, load_format
+
+Message = dict[str, Any]
+
+
+class ChatForm:
+    """Translates between messages with tool calls and the model's text; one for all sessions of an agent."""
+
+    def __init__(self, format_name: str, *, encoder: PromptEncoder, setting: str) -> None:
+        """Raises ConfigError."""
+        self.encoder = encoder
+        self._setting = setting
+        self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
+        if self._format.is_text:
+            raise ConfigError(f"{setting}.format must be one of calls in messages, got {format_name!r}: take hermes.")
+
+    def rendered(self, message: Message) -> Message:
+        """A message as chat templates take it. Raises PromptError."""
+        role = {"developer": "system"}.get(message["role"], message["role"])
+        shown = {**message, "role": self._result_role if role == "tool" else role, "content": text_of(message)}
+        if calls := message.get("tool_calls"):
+            shown["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": _decoded(call["function"].get("arguments"))}}
+                for call in calls
+            ]
+        return shown
+
+    def answer(self, turn: Turn, *, has_tools: bool, stop: Sequence[str]) -> Message:
+        """The message that the model wrote. A call that cannot be read stays text."""
+        # As other servers do: without the text that ended the turn, although the model has it in its context.
+        text = turn.text[: min((at for each in stop if (at := turn.text.find(each)) >= 0), default=len(turn.text))]
+        calls = self._calls(turn) if has_tools else []
+        if not calls:
+            return {"role": "assistant", "content": text}
+        before, mark, _ = text.partition("<tool_call>")
+        called = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
+        return {
+            "role": "assistant",
+            "content": (before.strip() if mark else "") or None,
+            "tool_calls": [
+                {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function} for function in called
+            ],
+        }
+
+    def _calls(self, turn: Turn) -> list[ToolCall]:
+        # Of a turn that was cut off no call is whole.
+        if turn.stop_reason == "length":
+            return []
+        # With special tokens, some of which mark calls, but without the one that ended the turn.
+        own = turn.token_ids[:-1] if turn.stop_reason == "stop" else turn.token_ids
+        try:
+            return self._format.parse(self.encoder.tokenizer.decode(own, skip_special_tokens=False))
+        except ToolError:
+            return []
+
+    @cached_property
+    def _result_role(self) -> str:
+        return self.encoder.result_role(setting=self._setting)
+
+
+class Written(NamedTuple):
+    """A turn of the model, as it is returned to the agent."""
+
+    turn: Turn
+    completion: Completion
+    message: Message
+    num_prompt_tokens: int
+
+
+class NoRoomError(Exception):
+    """The context, or what the model may write in all, is full."""
+
+
+class Context:
+    """One conversation: its messages as the agent knows them, and its tokens as the engine knows them."""
+
+    def __init__(self, transcript: Transcript, tools: list[Message] | None, num_given: int) -> None:
+        """`num_given`: messages that the agent opened it with."""
+        self.transcript = transcript
+        self.tools = tools
+        self.num_given = num_given
+        self.messages: list[Message] = []
+        self.ends: list[tuple[int, int]] = []
+        """(messages, tokens) at the end of each turn of the model."""
+        self.is_busy = False
+
+    def shared_end(self, messages: list[Message], tools: list[Message] | None) -> tuple[int, int]:
+        """The latest end of a turn up to which `messages` are those of this context; (0, 0) without any."""
+        if tools != self.tools:
+            return (0, 0)
+        known = [compared(message) for message in self.messages]
+        asked = [compared(message) for message in messages]
+        return next((end for end in reversed(self.ends) if known[: end[0]] == asked[: end[0]]), (0, 0))
+
+
+class Session:
+    """Maps requests to contexts.
+
+    A request continues the context whose messages it repeats, the model's own as they were returned: tokens of the
+    model are never encoded again. One that leaves a context before its end (a fork), or while another request is in
+    flight there, opens a new context with the tokens up to that point, which carry no loss there: no token is trained
+    on twice. One that repeats nothing the model wrote (a sub-agent, a compaction) opens one of its own text.
+    """
+
+    def __init__(self, episode: Episode, form: ChatForm) -> None:
+        self.episode = episode
+        self._form = form
+        self._contexts: list[Context] = []
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of tokens, special ones included."""
+        text: str = self._form.encoder.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    async def chat(
+        self, messages: list[Message], *, tools: list[Message] | None, max_tokens: int | None, stop: Sequence[str]
+    ) -> Written:
+        """Let the model answer messages. Raises NoRoomError, PromptError, EngineError."""
+        context, observed = self._continued(messages, tools)
+        return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
+
+    async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
+        """Let the model go on after these tokens. Raises NoRoomError, EngineError."""
+        known = [
+            context
+            for context in self._contexts
+            if not context.is_busy and token_ids[: len(context.transcript.token_ids)] == context.transcript.token_ids
+        ]
+        context = max(known, key=lambda one: len(one.transcript.token_ids), default=Context(Transcript([]), None, 0))
+        observed = token_ids[len(context.transcript.token_ids) :]
+        return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
+
+    def _continued(self, messages: list[Message], tools: list[Message] | None) -> tuple[Context, list[int]]:
+        """The context that a request continues, or a new one, and the tokens that it adds."""
+        shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
+        (num_messages, num_tokens), found = max(shared, key=lambda each: each[0], default=((0, 0), None))
+        rendered = [self._form.rendered(message) for message in messages[num_messages:]]
+        encoder = self._form.encoder
+        if found is None or not num_messages:
+            return Context(Transcript([]), tools, len(messages)), encoder.encode_messages(rendered, tools=tools)
+        tokens = found.transcript.token_ids[:num_tokens]
+        between = encoder.encode_between_turns(rendered, last_token_id=tokens[-1])
+        if found.is_busy or found.ends[-1][1] != num_tokens:
+            return Context(Transcript([]), tools, found.num_given), [*tokens, *between]
+        return found, between
+
+    async def _write(
+        self,
+        context: Context,
+        observed: list[int],
+        *,
+        messages: list[Message],
+        max_tokens: int | None,
+        stop: Sequence[str],
+    ) -> Written:
+        episode, transcript = self.episode, context.transcript
+        prompt = [*transcript.token_ids, *observed]
+        if (room := episode.room_after(prompt)) <= 0:
+            episode.stop_reason = episode.reason_of_no_room(prompt)
+            raise NoRoomError(episode.stop_reason)
+        context.is_busy = True
+        try:
+            limit = room if max_tokens is None else min(max_tokens, room)
+            completion = await episode.sample(prompt, max_tokens=limit, stop=stop)
+        finally:
+            context.is_busy = False
+        is_new = not transcript.token_ids
+        if is_new:
+            self._contexts.append(context)
+            episode.contexts.append(transcript)
+        else:
+            episode.metrics["observation_tokens"] += len(observed)
+        transcript.add_observation(observed)
+        turn = episode.record(transcript, completion)
+        message = self._form.answer(turn, has_tools=bool(context.tools), stop=stop)
+        context.messages = [*messages, message]
+        context.ends.append((len(context.messages), len(transcript.token_ids)))
+        # The reward function sees the conversation that was continued last.
+        episode.messages = context.messages[context.num_given :]
+        return Written(turn, completion, message, len(prompt))
+
+
+def text_of(message: Message) -> str:
+    """Text of a message, whose content may be a list of parts. Raises PromptError."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    kinds = [part.get("type") if isinstance(part, dict) else part for part in content]
+    if any(kind != "text" for kind in kinds):
+        raise PromptError(f"messages must be made of text, got parts of the kinds {kinds}")
+    return "".join(part["text"] for part in content)
+
+
+def compared(message: Message) -> tuple[Any, ...]:
+    """The parts of a message that tell whether it is another one: clients drop or add fields, and strip texts."""
+    calls = [
+        (call.get("function", {}).get("name"), _decoded(call.get("function", {}).get("arguments")))
+        for call in message.get("tool_calls") or []
+    ]
+    text = text_of(message)
+    return (message["role"], text.strip() if message["role"] == "assistant" else text, calls)
+
+
+def _decoded(arguments: Any) -> Any:
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        return arguments

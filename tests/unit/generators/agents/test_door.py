@@ -1,0 +1,359 @@
+"""The door: agents that talk to the model in OpenAI's form, with the client of OpenAI, token by token."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from slipstream.buffer.codec import encode, unpack
+from slipstream.buffer.trajectory import Trajectory, VersionSpan
+from slipstream.generators.agents.episode import Episode
+from slipstream.generators.errors import EngineError
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.chat import make_chat_tokenizer
+
+openai = pytest.importorskip("openai")
+
+TOKENIZER = make_chat_tokenizer("chatml")
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 12}}</tool_call>'
+Loop = Callable[..., Awaitable[None]]
+
+
+class Scene:
+    """Plays one loop of the test, with whatever it and the engine saw."""
+
+    loop: Loop
+    requests: list[tuple[Any, ...]]
+    scorer: RecordingScorer
+
+
+async def visit(episode: Episode) -> None:
+    """The agent of the run: the loop of the test, with a client of OpenAI's."""
+    assert episode.door
+    address, key, model = episode.door
+    async with openai.AsyncOpenAI(base_url=address, api_key=key, max_retries=0) as client:
+
+        async def ask(messages: list[dict[str, Any]], **fields: Any) -> Any:
+            return await client.chat.completions.create(model=model, messages=messages, **fields)
+
+        await Scene.loop(ask, client, episode)
+
+
+def talk(loop: Loop, texts: list[str], **settings: Any) -> Trajectory:
+    def inspect(engine: WritingEngine, scorer: RecordingScorer) -> None:
+        Scene.requests, Scene.scorer = engine.requests, scorer
+
+    Scene.loop = staticmethod(loop)
+    agent = {"kind": "custom", "function": f"{__name__}:visit", "door": True}
+    trajectory = unpack(encode(play(agent, texts, inspect=inspect, **settings)))
+    return trajectory
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def opened(text: str) -> str:
+    return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def contexts(trajectory: Trajectory) -> list[tuple[str, list[str]]]:
+    """Text of each context, and what in it is trained on."""
+    found = []
+    bounds = trajectory.context_bounds()
+    for start, end in itertools.pairwise(bounds):
+        mask, own = trajectory.model_mask[start:end], trajectory.token_ids[start:end]
+        runs = np.split(np.arange(end - start), np.flatnonzero(np.diff(mask)) + 1)
+        found.append((TOKENIZER.decode(own), [TOKENIZER.decode(own[run]) for run in runs if mask[run[0]]]))
+    return found
+
+
+# --- one conversation ------------------------------------------------------------------------------------------------
+def test_two_turns_token_by_token():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        messages = [*QUESTION]
+        first = await ask(messages, logprobs=True)
+        messages += [first.choices[0].message.to_dict(), user("are you sure?")]
+        second = await ask(messages)
+        answers.extend([first, second])
+
+    answers: list[Any] = []
+    trajectory = talk(loop, ["it is 42", "42 it is"])
+    one, two = ids("it is 42<|im_end|>"), ids("42 it is<|im_end|>")
+    prompt = TOKENIZER.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    between = ids("\n" + opened("are you sure?"))
+    parts = [(prompt, False), (one, True), (between, False), (two, True)]
+    assert trajectory.token_ids.tolist() == [token for part, _ in parts for token in part]
+    assert trajectory.model_mask.tolist() == [is_own for part, is_own in parts for _ in part]
+    logprobs = [[start - i / 100 for i in range(len(part))] for start, part in ((-0.5, one), (-1.5, two))]
+    expected = [*[0.0] * len(prompt), *logprobs[0], *[0.0] * len(between), *logprobs[1]]
+    assert trajectory.generator_logprobs == pytest.approx(expected, abs=1e-6)
+    start = len(prompt) + len(one) + len(between)
+    assert trajectory.version_spans == [VersionSpan(len(prompt), 1), VersionSpan(start + 2, 2)]
+    assert (trajectory.context_starts, trajectory.num_turns, trajectory.stop_reason) == ([], 2, "stop")
+    first, second = answers
+    assert [entry.logprob for entry in first.choices[0].logprobs.content] == pytest.approx(logprobs[0])
+    assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("it is 42", "stop")
+    assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (start, len(two))
+    (sample,) = Scene.scorer.samples
+    assert (sample.response, [message["role"] for message in sample.messages]) == (
+        "42 it is",
+        ["assistant", "user", "assistant"],
+    )
+
+
+def test_tokens_that_no_text_is_encoded_to_stay_as_they_were_sampled():
+    # "it is 42", letter by letter: encoding the message again would give other ids.
+    odd = [token for letter in "it is 42" for token in ids(letter)]
+    assert odd != ids("it is 42")
+
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        first = await ask(QUESTION)
+        await ask([*QUESTION, {"role": "assistant", "content": first.choices[0].message.content}, user("so?")])
+
+    trajectory = talk(loop, [odd, "yes"])
+    assert [*odd, *ids("<|im_end|>")] == trajectory.token_ids[trajectory.model_mask][: len(odd) + 1].tolist()
+    assert trajectory.context_starts == []
+
+
+def test_calls_go_out_as_tool_calls_and_their_results_come_back():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        choice = (await ask(QUESTION, tools=TOOLS)).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "so:")
+        (call,) = choice.message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 12})
+        # As clients write it again: other fields, other blanks.
+        again = {"role": "assistant", "content": "so: ", "tool_calls": [call.to_dict()]}
+        again["tool_calls"][0]["function"]["arguments"] = '{ "a":12 }'
+        result = {"role": "tool", "tool_call_id": call.id, "content": [{"type": "text", "text": "42"}]}
+        assert (await ask([*QUESTION, again, result], tools=TOOLS)).choices[0].finish_reason == "stop"
+
+    trajectory = talk(loop, [f"so: {CALL}", "it is 42"])
+    ((text, own),) = contexts(trajectory)
+    assert own == [f"so: {CALL}<|im_end|>", "it is 42<|im_end|>"]
+    assert "<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n" in text
+
+
+def test_without_tools_a_call_is_text():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        assert (await ask(QUESTION, tools=TOOLS, tool_choice="none")).choices[0].message.content == CALL
+
+    talk(loop, [CALL])
+
+
+def test_a_stop_text_is_not_shown_but_stays_in_the_context():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        first = (await ask(QUESTION, stop=["</search>"])).choices[0]
+        assert (first.message.content, first.finish_reason) == ("<search>x", "stop")
+        await ask([*QUESTION, first.message.to_dict(), user("found")], stop="</search>")
+
+    trajectory = talk(loop, ["<search>x</search>", "42"])
+    assert contexts(trajectory)[0][1] == ["<search>x</search>", "42<|im_end|>"]
+    assert len(trajectory.context_starts) == 0
+
+
+def test_a_stream_has_the_message_and_its_end():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        stream = await ask(QUESTION, tools=TOOLS, stream=True, stream_options={"include_usage": True})
+        chunks = [chunk async for chunk in stream]
+        assert [bool(chunk.choices) for chunk in chunks] == [True, True, False]
+        assert chunks[0].choices[0].delta.tool_calls[0].function.name == "add"
+        assert chunks[1].choices[0].finish_reason == "tool_calls"
+        assert chunks[2].usage.total_tokens > 0
+
+    talk(loop, [CALL])
+
+
+# --- several contexts ------------------------------------------------------------------------------------------------
+def test_a_fork_is_a_context_in_which_earlier_turns_carry_no_loss():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        start = [*QUESTION, (await ask(QUESTION)).choices[0].message.to_dict()]
+        await ask([*start, user("one?")])
+        await ask([*start, user("two?")])
+
+    trajectory = talk(loop, ["it is 42", "1", "2"])
+    first, second = contexts(trajectory)
+    assert first[1] == ["it is 42<|im_end|>", "1<|im_end|>"]
+    assert second[1] == ["2<|im_end|>"]
+    assert second[0] == first[0].replace("one?", "two?").replace("1<|im_end|>", "2<|im_end|>")
+    assert trajectory.num_turns == 3
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        # A sub-agent, or a context that was compacted.
+        ([user("sum up: 42")], opened("sum up: 42")),
+        # An answer that the client has edited.
+        ([*QUESTION, {"role": "assistant", "content": "43"}, user("sure?")], "43<|im_end|>\n" + opened("sure?")),
+    ],
+)
+def test_what_the_model_has_not_written_opens_a_context(messages: list[dict[str, Any]], shown: str):
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        await ask(QUESTION)
+        await ask(messages)
+
+    trajectory = talk(loop, ["it is 42", "yes"])
+    first, second = contexts(trajectory)
+    assert first[1] == ["it is 42<|im_end|>"]
+    assert second[1] == ["yes<|im_end|>"]
+    assert second[0].endswith(shown + "yes<|im_end|>")
+
+
+def test_requests_at_the_same_time_are_contexts_of_their_own():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        await asyncio.gather(ask(QUESTION), ask(QUESTION), ask([user("and you?")]))
+
+    trajectory = talk(loop, ["1", "2", "3"])
+    assert sorted(own for _, own in contexts(trajectory)) == [["1<|im_end|>"], ["2<|im_end|>"], ["3<|im_end|>"]]
+
+
+@pytest.mark.parametrize("repeated", [{"x-stainless-retry-count": "1"}, {"Idempotency-Key": "a"}])
+def test_a_request_that_is_sent_again_has_one_answer(repeated: dict[str, str]):
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        first = dict(repeated) if "Idempotency-Key" in repeated else {}
+        both = [await ask(QUESTION, extra_headers=headers) for headers in (first, repeated)]
+        assert [answer.choices[0].message.content for answer in both] == ["it is 42", "it is 42"]
+
+    trajectory = talk(loop, ["it is 42", "another"])
+    assert contexts(trajectory)[0][1] == ["it is 42<|im_end|>"]
+    assert trajectory.num_turns == 1
+
+
+def test_the_same_request_without_a_mark_is_another_sample():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        assert [(await ask(QUESTION)).choices[0].message.content for _ in range(2)] == ["one", "two"]
+
+    assert len(contexts(talk(loop, ["one", "two"]))) == 2
+
+
+# --- token ids -------------------------------------------------------------------------------------------------------
+def test_ids_go_in_and_ids_logprobs_and_versions_come_out():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        token_ids = ids(opened("12 + 30?"))
+        for _ in range(2):
+            answer = await client.post(
+                "/generate", cast_to=object, body={"token_ids": token_ids, "sampling_params": {"max_tokens": 300}}
+            )
+            choice = answer["choices"][0]
+            assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+                f"token_id:{token_id}" for token_id in choice["token_ids"]
+            ]
+            written.append(choice)
+            token_ids += choice["token_ids"] + ids("\n" + opened("sure?"))
+
+    written: list[dict[str, Any]] = []
+    trajectory = talk(loop, ["it is 42", "yes indeed"])
+    assert trajectory.token_ids[trajectory.model_mask].tolist() == written[0]["token_ids"] + written[1]["token_ids"]
+    own = [entry["logprob"] for choice in written for entry in choice["logprobs"]["content"]]
+    assert trajectory.generator_logprobs[trajectory.model_mask] == pytest.approx(own)
+    assert [choice["version_spans"] for choice in written] == [[[0, 1]], [[0, 1], [2, 2]]]
+    assert (len(contexts(trajectory)), trajectory.num_turns) == (1, 2)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("limits", "reason"), [({"max_tokens": 28, "max_length": 60}, "context_overflow"), ({"max_tokens": 5}, "length")]
+)
+def test_without_room_the_client_reads_the_error_that_it_knows(limits: dict[str, int], reason: str):
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        first = await ask(QUESTION)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await ask([*QUESTION, first.choices[0].message.to_dict(), user("abc" * 40)])
+        assert caught.value.code == "context_length_exceeded"
+
+    trajectory = talk(loop, ["it is 42"], **limits)
+    assert trajectory.stop_reason == reason
+    assert trajectory.model_mask[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 2}, "n must be 1 or left out, got 2"),
+        ({"tool_choice": "required"}, 'tool_choice must be "auto" or left out'),
+        ({"messages": [{"content": "x"}]}, "each of the messages must have a text `role`"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages must be made of text"),
+        ({"max_tokens": 0}, "max_tokens must be >= 1, got 0"),
+        ({"messages": 3}, "the request must be JSON of the documented form"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_an_error(fields: dict[str, Any], message: str):
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        with pytest.raises(openai.BadRequestError, match=message):
+            await client.post("/chat/completions", cast_to=object, body={"messages": QUESTION} | fields)
+        await ask(QUESTION)
+
+    assert talk(loop, ["it is 42"]).num_turns == 1
+
+
+def test_nobody_is_let_in_without_the_key_or_after_the_answer():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        await ask(QUESTION)
+        assert episode.door
+        address, key, _ = episode.door
+        doors.append(episode.door)
+        name = key.partition(".")[0]
+        async with httpx.AsyncClient(base_url=address) as stranger:
+            for wrong in ("", "Bearer ", f"Bearer {name}.", f"Bearer {key}x", f"Bearer {name}.ä", f"Basic {key}"):
+                answer = await stranger.get("/models", headers={"Authorization": wrong.encode()})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+            assert (await stranger.get("/models", headers={"x-slipstream-key": key})).status_code == 200
+            assert (await stranger.get("/other")).status_code == 404
+
+    doors: list[Any] = []
+
+    async def late(ask: Any, client: Any, episode: Episode) -> None:
+        await ask(QUESTION)
+        async with httpx.AsyncClient(base_url=episode.door.base_url) as stranger:
+            headers = {"Authorization": f"Bearer {doors[0].api_key}"}
+            assert (await stranger.get("/models", headers=headers)).status_code == 401
+
+    talk(loop, ["it is 42"])
+    talk(late, ["it is 42"])
+
+
+def test_a_fault_of_the_engine_is_the_engines_whatever_the_agent_makes_of_it(monkeypatch: pytest.MonkeyPatch):
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        with pytest.raises(openai.InternalServerError):
+            await ask(QUESTION)
+
+    async def broken(*arguments: object, **settings: object) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(WritingEngine, "generate", broken)
+    with pytest.raises(EngineError, match="request 0-0-1 failed: TypeError: no such argument"):
+        talk(loop, [])
+
+
+def test_requests_that_are_open_at_the_end_of_the_answer_are_ended():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        await ask(QUESTION)
+        waiting.append(asyncio.create_task(ask([user("wait")])))
+        await asyncio.wait_for(Waiting.begun.wait(), 5)
+
+    class Waiting:
+        begun = asyncio.Event()
+
+    waiting: list[Any] = []
+    original = WritingEngine.generate
+
+    async def generate(self: WritingEngine, *arguments: Any, **settings: Any) -> Any:
+        if self.requests:
+            Waiting.begun.set()
+            await asyncio.Event().wait()
+        return await original(self, *arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WritingEngine, "generate", generate)
+        assert talk(loop, ["it is 42"]).num_turns == 1
