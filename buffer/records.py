@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from slipstream.buffer.codec import decode
-from slipstream.buffer.trajectory import Purpose, Record
+from slipstream.buffer.trajectory import Purpose, Record, Trajectory
 
 # --- limits of what is stored for people only ------------------------------------------------------------------------
 METRICS_KEPT = 1000
@@ -24,9 +24,9 @@ FRAME_BYTES_KEPT = 4096
 
 Addressee = Literal["launcher", "broker"]
 """Roles that take requests through the store."""
-Outcome = Literal["retired", "rejected", "expired", "quarantined"]
+Outcome = Literal["retired", "rejected", "expired", "quarantined", "evaluated"]
 """End of a group: covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried too
-often."""
+often | an answer to an evaluation, never trained on."""
 GroupState = Literal["open", "ready", "claimed", "used"] | Outcome
 """State of a stored group, or its end."""
 
@@ -275,6 +275,48 @@ class EvaluationResult(Record):
     def accuracy(self) -> float:
         """Share of answers entirely right; 0 before the first."""
         return self.num_correct / self.num_answered if self.num_answered else 0.0
+
+
+class EvaluationAnswer(Record):
+    """One answer to a held-out prompt, without its tokens: the input of scores.
+
+    Example: EvaluationAnswer(row=17, reward=1.0, is_correct=True, status="ok", data_source="openai/gsm8k",
+        stop_reason="stop", num_tokens=212, version=40, answer="42")
+    """
+
+    row: int
+    """Row of the set's file."""
+    reward: float
+    is_correct: bool
+    """Whether it is entirely right; never with a status that is not ok."""
+    status: str
+    """Status of its reward."""
+    data_source: str
+    stop_reason: str
+    num_tokens: int
+    """Tokens that the model wrote."""
+    version: int
+    """Policy version that sampled its last token."""
+    answer: str = ""
+    """Answer that counts as one vote of a majority: what the reward function extracted, else another name of the whole
+    response, such as its text; empty = it has no vote."""
+
+
+def make_answer(row: int, trajectory: Trajectory, *, text: str = "") -> EvaluationAnswer:
+    """Build the answer of a trajectory; `text` names the response where the reward function extracted nothing."""
+    reward = trajectory.reward
+    is_ok = reward.status == "ok"
+    return EvaluationAnswer(
+        row=row,
+        reward=reward.total,
+        is_correct=is_ok and reward.is_correct,
+        status=reward.status,
+        data_source=trajectory.data_source,
+        stop_reason=trajectory.stop_reason,
+        num_tokens=int(trajectory.model_mask.sum()),
+        version=trajectory.version_spans[-1].version,
+        answer=(reward.detail or text) if is_ok else "",
+    )
 
 
 # --- monitoring ------------------------------------------------------------------------------------------------------

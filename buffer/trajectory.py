@@ -71,7 +71,8 @@ class Reward(Record):
     is_correct: bool = False
     """Whether the response is entirely right; counted by `accuracy`."""
     detail: str = ""
-    """Reason of a status that is not ok; empty otherwise."""
+    """Reason of a status that is not ok; else the answer that the function extracted, if it tells: equal answers are
+    one vote in an evaluation's majority."""
     turns: list[float] = []
     """Share of `total` that each turn earned, in order; the rest belongs to the whole. Empty: all of it does."""
 

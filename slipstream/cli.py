@@ -15,6 +15,7 @@ import typer
 from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
 from slipstream.runtime.command_line import fail_cleanly, run_app
@@ -213,32 +214,73 @@ def explain(
     explain_part(kind, which, run or [])
 
 
+Words = Annotated[
+    list[str],
+    typer.Argument(metavar="MODEL... [KEY=VALUE...]", help="Folders in transformers format, or names on the hub."),
+]
+
+
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder in transformers format, or name on the hub.")],
-    overrides: Overrides = None,
+    words: Words,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Keep every answer there; repeated, it makes those it lacks.")
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; docs/evaluation.md has its keys.")
+    ] = False,
+    whole: Annotated[bool, typer.Option("--all", help="Every row of the held-out files.")] = False,
 ) -> None:
-    """Measure a model on the held-out prompts of an experiment.
+    """Measure models on the held-out sets of an experiment.
 
     \b
     slipstream evaluate runs/digits_cpu/final_model
-    slipstream evaluate models/mine experiment=gsm8k_1gpu evaluation.final_prompts=1000
+    slipstream evaluate models/base runs/mine/final_model         with the difference between them
+    slipstream evaluate models/mine --all 'data.heldout=[{name: aime, path: aime.parquet, samples: 16}]'
     slipstream evaluate runs/mine/final_model generators/engine=hf    without vLLM
 
-    The prompts are those on which a run reports its final accuracy: evaluation.final_prompts rows of
-    data.heldout, after the first evaluation.monitor_prompts; of a shorter file, its share.
+    Prints mean reward, accuracy, pass@k, maj@k, best@k and worst@k with 95 % intervals. The prompts are those on which
+    a run reports its final accuracy: evaluation.final_prompts rows of data.heldout, after the first
+    evaluation.monitor_prompts; of a shorter file, its share.
     """
-    from slipstream.configs.load import load
     from slipstream.launch.evaluate import evaluate as measure
+    from slipstream.launch.evaluate import tables
+    from slipstream.runtime.console import make_console
 
-    settings = load(overrides or [])
-    settings = msgspec.structs.replace(settings, model=msgspec.structs.replace(settings.model, path=model))
-    for purpose, score in measure(settings).items():
-        failed = f", {score.num_failed} without a reward" if score.num_failed else ""
-        print(
-            f"{purpose:<8} accuracy {score.accuracy:.3f}, mean reward {score.reward_mean:.3f}, "
-            f"{score.num_answers} answers{failed}"
-        )
+    models, settings = _split_models(words)
+    found = measure(settings, models, out=out, is_whole=whole)
+    if json:
+        print(msgspec.json.encode({"evaluations": found}).decode())
+        return
+    console = make_console()
+    for table in tables(found):
+        console.print(table, "")
+
+
+@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+def generate(
+    words: Words,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the answers; repeated, it makes the rest.")],
+    samples: Annotated[int, typer.Option(min=1, help="Answers to each prompt.")] = 1,
+    prompts: Annotated[int | None, typer.Option(min=1, help="The first so many; by default all.")] = None,
+    unscored: Annotated[bool, typer.Option("--unscored", help="Ask for no rewards.")] = False,
+) -> None:
+    """Answer the prompts of data.train with a model, without training.
+
+    \b
+    slipstream generate models/mine --out answers --samples 8
+    slipstream generate models/mine --out answers data.train=prompts.jsonl generators.sampling.temperature=0.7
+    slipstream data ls answers -t      slipstream data export answers right.parquet --min-reward 1
+
+    The folder holds Parquet files in the form of an archive. One that was killed goes on where it stopped.
+    """
+    from slipstream.launch.generate import generate as make_answers
+
+    models, settings = _split_models(words)
+    if len(models) != 1:
+        raise ConfigError(f"generate must have one model, got {', '.join(models)}.")
+    stored, made = make_answers(settings, out, samples=samples, num_prompts=prompts, is_scored=not unscored)
+    print(f"{made} answers made, {len(stored)} were there: {out}")
 
 
 @app.command()
@@ -308,6 +350,18 @@ def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> 
     # As `python -m` does for the roles: a reward function may be in the current folder.
     sys.path.insert(0, str(Path.cwd()))
     run_app(app, _with_command(sys.argv[1:] if arguments is None else arguments), program=program)
+
+
+def _split_models(words: list[str]) -> tuple[list[str], RunConfig]:
+    """Return the models named beside overrides, and the settings with the first of them. Raises ConfigError."""
+    from slipstream.configs.load import load
+
+    models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
+    if not models:
+        raise ConfigError("MODEL must be a folder in transformers format or a name on the hub, got none.")
+    settings = load([word for word in words if word not in models])
+    model = msgspec.structs.replace(settings.model, path=models[0])
+    return models, msgspec.structs.replace(settings, model=model)
 
 
 def _with_command(arguments: list[str]) -> list[str]:

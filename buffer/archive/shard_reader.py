@@ -14,8 +14,8 @@ from slipstream.buffer.archive.manifest import ShardEntry
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.errors import ShardError
 
-TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected"])
-"""Groups that may be trained on: neither quarantined nor rejected."""
+TRAINABLE = ~pc.field("outcome").isin(["quarantined", "rejected", "evaluated"])
+"""Groups that may be trained on: neither quarantined nor rejected, and no answers to evaluations."""
 _BATCH_ROWS = 256
 """Bounds the rows in memory at once."""
 

@@ -157,6 +157,8 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
     yield "reward", f"{reward.total:g}{parts}, {'right' if reward.is_correct else 'not entirely right'}"
     if reward.status != "ok":
         yield "reward status", f"{reward.status}: {reward.detail}"
+    elif reward.detail:
+        yield "answer", reward.detail
     yield "tokens", f"{trajectory.num_tokens}, of which the model wrote {stored.response_tokens}"
     yield "ended by", f"{trajectory.stop_reason} after {trajectory.num_turns} turn(s)"
     yield "versions", ", ".join(map(str, stored.versions))

@@ -87,7 +87,9 @@ class ArchiveSource:
         self.archive = Archive(folder)
         self.num_unreadable = 0
         """Shards that could not be read; each is reported on stderr."""
-        self._run_folder = folder.resolve().parent
+        # Answers of `slipstream evaluate` and `generate` lie beside their settings.
+        has_settings = (folder / "config.yaml").is_file()
+        self._run_folder = folder.resolve() if has_settings else folder.resolve().parent
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         return self.archive.read(selected, decode=decode, on_refused=self._warn)

@@ -155,6 +155,7 @@ class RewardFunctions:
                 parts=parts,
                 is_correct=correct,
                 turns=[sum(shares) for shares in zip_longest(*turns, fillvalue=0.0)],
+                detail=deciding[0].detail,
             )
         )
 

@@ -43,7 +43,8 @@ def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
     answer, has_format = final_number(sample.response)
     is_correct = answer == truth and sample.stop_reason == "stop"
     parts = {"answer": float(answer == truth), "format": format_reward * has_format}
-    return Reward(total=sum(parts.values()), parts=parts, is_correct=is_correct)
+    detail = "" if answer is None else str(answer)
+    return Reward(total=sum(parts.values()), parts=parts, is_correct=is_correct, detail=detail)
 
 
 def true_number(text: str) -> Fraction:
@@ -133,7 +134,8 @@ def gsm8k(
         if answer is None and not _SEVERAL.search(line):
             answer = _number_at(line, 0)
     is_correct = answer == truth
-    return Reward(total=1.0 if is_correct else format_score * (answer is not None), is_correct=is_correct)
+    total = 1.0 if is_correct else format_score * (answer is not None)
+    return Reward(total=total, is_correct=is_correct, detail="" if answer is None else str(answer))
 
 
 # --- DAPO ------------------------------------------------------------------------------------------------------------
@@ -198,9 +200,9 @@ def dapo_math(sample: RewardInput) -> Reward:
     Source: DAPO, arXiv:2503.14476, section 3.4 and its prompt; normalisation of Minerva, arXiv:2206.14858, appendix D.
     """
     found = _last(_ANSWER_LINE, sample.response[-_TAIL:])
-    truth = normalised(truth_text(sample, grader="dapo_math"))
-    is_correct = found is not None and normalised(found.group(1)) == truth
-    return Reward(total=1.0 if is_correct else -1.0, is_correct=is_correct)
+    answer = normalised(found.group(1)) if found else None
+    is_correct = answer == normalised(truth_text(sample, grader="dapo_math"))
+    return Reward(total=1.0 if is_correct else -1.0, is_correct=is_correct, detail=answer or "")
 
 
 def normalised(answer: str) -> str:
@@ -242,4 +244,4 @@ class MathVerify:
             raise ValueError(f"a ground truth of math must be a formula that math-verify can read, got {truth[:60]!r}")
         answer = self._parse(sample.response, parsing_timeout=None)
         is_correct = self._verify(known, answer, float_rounding=self._float_rounding, timeout_seconds=None)
-        return Reward(total=float(is_correct), is_correct=is_correct)
+        return Reward(total=float(is_correct), is_correct=is_correct, detail=str(answer[0]) if answer else "")

@@ -39,9 +39,9 @@ def _grade(sample: RewardInput, matches: Callable[[str, str], bool], *, format_s
         return Reward(total=0.0)
     answer = normalised(answers[-1])
     if not any(matches(answer, text) for text in golden):
-        return Reward(total=format_score)
+        return Reward(total=format_score, detail=answer)
     is_guess = max(sample.response.count("<answer>"), sample.response.count("</answer>")) > _MAX_TAGS
-    return Reward(total=0.25 if is_guess else 1.0, is_correct=not is_guess)
+    return Reward(total=0.25 if is_guess else 1.0, is_correct=not is_guess, detail=answer)
 
 
 def normalised(text: str) -> str:

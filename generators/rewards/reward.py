@@ -188,14 +188,17 @@ def _verl_batch_keywords(sample: RewardInput) -> dict[str, Any]:
 
 
 def _verl_reward(value: Any) -> Reward:
-    """A number, or a dict with `score`, whose other numbers become parts; `acc` says whether it is correct."""
+    """A number, or a dict with `score`, whose other numbers become parts; `acc` says whether it is correct, `pred` is
+    the answer that it extracted."""
     if not isinstance(value, dict):
         return _as_reward(value)
     numbers = {name: float(number) for name, number in value.items() if isinstance(number, Real)}
     if "score" not in numbers:
         raise TypeError(f"a dict of compute_score must have a number `score`, got {', '.join(map(str, value))}")
     score = numbers.pop("score")
-    return Reward(total=score, parts=numbers, is_correct=numbers.get("acc", score) >= 1)
+    answer = value.get("pred")
+    detail = "" if answer is None else str(answer)
+    return Reward(total=score, parts=numbers, is_correct=numbers.get("acc", score) >= 1, detail=detail)
 
 
 def _trl_keywords(sample: RewardInput) -> dict[str, Any]:

@@ -1,96 +1,151 @@
-"""Evaluates a model folder on held-out prompts, with the engine, agent and reward of a run but no run."""
+"""Evaluation of model folders on held-out sets: scores with intervals, by set and data source, beside each other."""
 
-import asyncio
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.table import Table
 
 from slipstream.broker.lease_scheduler import make_prompt
-from slipstream.broker.messages import Prompt
 from slipstream.broker.prompts.dataset import Dataset, open_datasets
-from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
-from slipstream.buffer.trajectory import Purpose, Record, Reward
+from slipstream.buffer.records import EvaluationAnswer, make_answer
+from slipstream.buffer.trajectory import Record, Trajectory
 from slipstream.buffer.transitions import asked_answers, evaluation_group_id, make_lease
 from slipstream.configs.data import HeldoutSet
 from slipstream.configs.run import RunConfig
-from slipstream.generators.agents.runner import AgentRunner
-from slipstream.generators.build import build_engine
-from slipstream.generators.engines.vllm.environment import vllm_environment
-from slipstream.generators.rewards.pool import RewardPool
-from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
-from slipstream.runtime.model_files import check_model_path
+from slipstream.generators.tokenization import load_tokenizer
+from slipstream.launch.generate import AnswerFolder, Job, answer
+from slipstream.learner.metrics.scores import Estimate, Score, by_source, differences, metric_sums, score
+from slipstream.runtime.console import add_row, make_table
+
+Answers = dict[str, list[EvaluationAnswer]]
+"""Answers of a model by set."""
 
 
-class Score(Record):
-    """Result on all prompts. Example: Score(accuracy=0.912, reward_mean=0.974, num_failed=0, num_answers=512)."""
+class Evaluation(Record):
+    """Scores of one model on one set.
 
-    accuracy: float
-    """Share of responses that are entirely right."""
-    reward_mean: float
-    """Mean over the responses whose reward function answered; 0 without any."""
-    num_failed: int
-    """Responses whose reward function failed; not right."""
-    num_answers: int
-    """Answers: prompts times samples of each."""
-
-
-def evaluate(run: RunConfig) -> dict[Purpose, Score]:
-    """Answer the held-out prompts that a run reports its final accuracy on, set by set.
-
-    Blocks until all are answered. Raises ConfigError, GeneratorError.
+    Example: Evaluation(model="runs/mine/final_model", set="greedy", path="data/heldout.parquet", temperature=0.0,
+        score=Score(...), by_source={"openai/gsm8k": Score(...), ...}, difference={"accuracy": Estimate(...), ...})
     """
-    check_model_path(run.model.path)
+
+    model: str
+    set: str
+    path: str
+    temperature: float
+    score: Score
+    by_source: dict[str, Score] = {}
+    """Scores of each data source; empty unless there are several."""
+    difference: dict[str, Estimate] = {}
+    """Excess over the first model on the same prompts, with the interval of the paired difference; empty for the
+    first."""
+
+
+def evaluate(
+    run: RunConfig, models: Sequence[str], *, out: Path | None = None, is_whole: bool = False
+) -> list[Evaluation]:
+    """Answer the held-out prompts that a run reports its final accuracy on, or all of them, with each model in turn.
+
+    `out` keeps every answer, in a folder per model if there are several. Blocks until all are answered. Raises
+    ConfigError, GeneratorError, RunConflictError, ArchiveError.
+    """
+    found: list[Evaluation] = []
+    base: Answers = {}
+    for number, model in enumerate(models, start=1):
+        own = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, path=model))
+        folder = out / f"model-{number}" if out and len(models) > 1 else out
+        answers = _answers(own, folder, is_whole=is_whole)
+        base = base or answers
+        found += [_evaluation(own, each, answers[each.name], base[each.name]) for each in run.data.heldout_sets]
+    return found
+
+
+def _evaluation(
+    run: RunConfig, heldout: HeldoutSet, answers: list[EvaluationAnswer], base: list[EvaluationAnswer]
+) -> Evaluation:
+    difference = {} if answers is base else differences(metric_sums(answers), metric_sums(base))
+    sources = {source: score(part) for source, part in by_source(answers).items()}
+    where = (run.model.path, heldout.name, heldout.path, heldout.temperature)
+    return Evaluation(*where, score=score(answers), by_source=sources, difference=difference)
+
+
+def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
     _, heldout = open_datasets(run)
-    for each in run.data.heldout_sets:
-        prompts = f"{len(_rows(run, heldout[each.name]))} prompts of {each.path}"
-        print(f"{run.model.path}: {each.name}: {prompts}" + f" x {each.samples}" * (each.samples > 1), flush=True)
-    os.environ.update(vllm_environment(run))
-    return asyncio.run(_evaluate(run, heldout))
+    jobs = {each.name: _jobs(each, heldout[each.name], is_whole, run=run) for each in run.data.heldout_sets}
+    answers: Answers = {name: [] for name in jobs}
+    tokenizer = load_tokenizer(run.model)
 
+    def record(trajectory: Trajectory) -> None:
+        name, _, asked = trajectory.group_id.rpartition(":")
+        text = tokenizer.decode(trajectory.token_ids[trajectory.model_mask].tolist(), skip_special_tokens=True).strip()
+        answers[name].append(make_answer(int(asked.partition(".")[0]), trajectory, text=text))
 
-def _rows(run: RunConfig, dataset: Dataset) -> range:
-    return run.evaluation.rows(len(dataset))[1]
+    folder = AnswerFolder(out, run=run, outcome="evaluated", is_whole=is_whole) if out else None
 
+    def keep(job: Job, trajectory: Trajectory) -> None:
+        record(trajectory)
+        if folder:
+            folder.add(job, trajectory)
 
-async def _evaluate(run: RunConfig, heldout: Mapping[str, Dataset]) -> dict[Purpose, Score]:
-    # The receiver is never used: the engine samples from the weights of the folder.
-    engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
-    pool = RewardPool(run.generators.reward)
-    encoder = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
-    agent = AgentRunner(run=run, engine=engine, rewards=pool, encoder=encoder, generator_id="evaluate")
-    slots = asyncio.Semaphore(run.generators.max_concurrency)
-
-    async def answer(prompt: Prompt) -> Reward:
-        async with slots:
-            return (await agent.answer(prompt, index=0)).reward
-
-    await engine.start()
-    scores = {}
     try:
-        for each in run.data.heldout_sets:
-            dataset = heldout[each.name]
-            prompts = _prompts(each, dataset, list(_rows(run, dataset)))
-            scores[each.name] = _score(await asyncio.gather(*map(answer, prompts)))
-        return scores
+        for trajectory in folder.stored if folder else ():
+            record(trajectory)
+        missing = [job for each in jobs.values() for job in each if not folder or folder.lacks(job)]
+        answer(run, missing, on_answer=keep, title=run.model.path)
     finally:
-        pool.close()
-        await engine.stop()
+        if folder:
+            folder.close()
+    return answers
 
 
-def _prompts(heldout: HeldoutSet, dataset: Dataset, rows: list[int]) -> list[Prompt]:
-    """Prompts of a set, one for each answer, as a run leases them."""
-    group_ids = [evaluation_group_id(heldout.name, answer) for answer in asked_answers(rows, samples=heldout.samples)]
+def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
+    """Answers of a set, each a group of its own, as a run leases them."""
+    rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
     leases = [
-        make_lease(group_id, attempt=0, purpose=heldout.name, indices=[0], num_rows=len(dataset), seed=0)
-        for group_id in group_ids
+        make_lease(
+            evaluation_group_id(heldout.name, asked),
+            attempt=0,
+            purpose=heldout.name,
+            indices=[0],
+            num_rows=len(dataset),
+            seed=0,
+        )
+        for asked in asked_answers(list(rows), samples=heldout.samples)
     ]
-    return [make_prompt(lease, dataset.row(lease.row)) for lease in leases]
+    return [Job(make_prompt(lease, dataset.row(lease.row)), 0, 1) for lease in leases]
 
 
-def _score(rewards: Sequence[Reward]) -> Score:
-    answered = [reward for reward in rewards if reward.status == "ok"]
-    return Score(
-        accuracy=sum(reward.is_correct for reward in answered) / len(rewards),
-        reward_mean=sum(reward.total for reward in answered) / max(1, len(answered)),
-        num_failed=len(rewards) - len(answered),
-        num_answers=len(rewards),
-    )
+# --- the tables ------------------------------------------------------------------------------------------------------
+def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
+    """Return a table for each set, with a column for each model and each difference to the first."""
+    sets: dict[str, list[Evaluation]] = {}
+    for each in evaluations:
+        sets.setdefault(each.set, []).append(each)
+    return [_table(each) for each in sets.values()]
+
+
+def _table(evaluations: Sequence[Evaluation]) -> Table:
+    first, others = evaluations[0], evaluations[1:]
+    title = f"{first.set}: {first.score.num_prompts} prompts of {first.path}, temperature {first.temperature:g}"
+    names = [each.model for each in evaluations]
+    table = make_table("", *names, *(f"{each.model} minus the first" for each in others))
+    table.title, table.title_justify = title, "left"
+    for name in first.score.metrics:
+        cells = [_cell(each.score.metrics, name) for each in evaluations]
+        add_row(table, name, *cells, *(_cell(each.difference, name, sign="+") for each in others))
+    for source in first.by_source:
+        for name in ("accuracy", "reward"):
+            cells = [_cell(each.by_source[source].metrics, name) for each in evaluations]
+            add_row(table, f"{name} of {source}", *cells)
+    scores = [each.score for each in evaluations]
+    add_row(table, "answers", *(each.num_answers for each in scores))
+    add_row(table, "without a reward", *(each.num_failed for each in scores))
+    add_row(table, "tokens", *(f"{each.mean_tokens:.1f}, at most {each.max_tokens}" for each in scores))
+    add_row(table, "ended by", *(", ".join(f"{why} {n}" for why, n in each.stop_reasons.items()) for each in scores))
+    return table
+
+
+def _cell(metrics: Mapping[str, Estimate], name: str, *, sign: str = "") -> str:
+    if (each := metrics.get(name)) is None:
+        return "-"
+    return f"{each.mean:{sign}.3f} [{each.low:{sign}.3f}, {each.high:{sign}.3f}]"

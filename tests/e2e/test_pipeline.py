@@ -1,6 +1,6 @@
 """The whole pipeline with real vLLM, DeepSpeed and Redis on a CPU."""
 
-import re
+import json
 import signal
 import subprocess
 import time
@@ -49,10 +49,13 @@ def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, 
 @pytest.mark.usefixtures("printed")
 def test_the_final_model_measures_as_the_run_reported_it(folder: Path):
     model = "runs/learns/final_model"
-    output = runs.train(folder, "evaluate", model, "generators/engine=hf", *SMALL)
-    greedy = re.search(r"greedy +accuracy ([0-9.]+), .* 64 answers", output)
+    output = runs.train(folder, "evaluate", model, "--json", "generators/engine=hf", *SMALL)
+    found = {each["set"]: each["score"] for each in json.loads(output)["evaluations"]}
+    assert found["greedy"]["num_answers"] == 64
     # Engines that round differently may decide a tie differently: one answer of 64.
-    assert float(greedy[1]) == pytest.approx(runs.summary(folder, "learns")["accuracy_greedy"], abs=1.5 / 64)
+    assert found["greedy"]["metrics"]["accuracy"]["mean"] == pytest.approx(
+        runs.summary(folder, "learns")["accuracy_greedy"], abs=1.5 / 64
+    )
 
 
 def test_a_used_name_is_refused(folder: Path):

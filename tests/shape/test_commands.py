@@ -49,6 +49,7 @@ TRIED_BY = {
     "slipstream config": "tests/unit/slipstream/test_cli.py",
     "slipstream check": "tests/unit/scripts/test_check_algorithm.py",
     "slipstream evaluate": "tests/e2e/test_pipeline.py",
+    "slipstream generate": "tests/unit/slipstream/launch/test_generate.py",
     "slipstream compare": "tests/unit/slipstream/launch/test_compare.py",
     "slipstream drain": "tests/integration/test_scaling.py",
     "slipstream data ls": "tests/integration/test_data_commands.py",

@@ -22,6 +22,7 @@ COMMANDS = [
     "data",
     "explain",
     "evaluate",
+    "generate",
     "check",
     "plot",
     "compare",

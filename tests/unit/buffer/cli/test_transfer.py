@@ -129,7 +129,7 @@ def test_a_rollout_from_elsewhere_needs_six_fields(archive):
         ({"index": 2**80}, "serialize ints"),
         ({"group_id": "seventeen"}, "group_id must be a whole number"),
         ({"id": "17-1-0"}, "id must be <group_id>-<attempt>-<index>"),
-        ({"outcome": "ready"}, "outcome must be one of retired, rejected, expired, quarantined, got 'ready'"),
+        ({"outcome": "ready"}, "outcome must be one of retired, rejected, expired, quarantined, evaluated, got"),
         ({"schema_version": 99}, "schema_version must be <= "),
         ({"version_spans": [[0, -1]]}, "version_spans"),
         ({"stop_reason": "tired" * 20}, "stop_reason"),

@@ -118,7 +118,7 @@ def test_a_function_may_lie_in_a_file(tmp_path: Path):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        ("as_verl", Reward(total=0.5, parts={"acc": 1.0, "length": 5.0}, is_correct=True)),
+        ("as_verl", Reward(total=0.5, parts={"acc": 1.0, "length": 5.0}, is_correct=True, detail="31284")),
         ("as_verl_number", Reward(total=1.0, is_correct=True)),
         ("as_verl_async", Reward(total=0.5, parts={}, is_correct=False)),
         ("as_verl_batch", Reward(total=1.0, is_correct=True)),

@@ -7,7 +7,7 @@ import pytest
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.composition import RewardFunctions
-from slipstream.generators.rewards.mathematics import MathVerify, dapo_math, gsm8k
+from slipstream.generators.rewards.mathematics import MathVerify, dapo_math, gsm8k, normalised
 from slipstream.generators.rewards.procedural import UNRELIABLE
 from slipstream.generators.rewards.question_answering import qa_exact_match, qa_sub_match
 from slipstream.generators.rewards.reward import RewardInput
@@ -45,7 +45,8 @@ def make_sample(response: str = "", *, truth: Any = "7", num_tokens: int = 0, **
 )
 def test_gsm8k(response: str, method: Any, total: float):
     reward = gsm8k(make_sample(response), method=method, format_score=0.1)
-    assert reward == Reward(total=pytest.approx(total), is_correct=total == 1.0)
+    assert reward == Reward(total=pytest.approx(total), is_correct=total == 1.0, detail=reward.detail)
+    assert (reward.detail == "7") == (total == 1.0)
 
 
 @pytest.mark.parametrize("truth", [7, 7.0, "#### 7", "7"])
@@ -69,7 +70,9 @@ def test_gsm8k_takes_truths_of_several_forms(truth: object):
     ],
 )
 def test_dapo_math(response: str, truth: object, total: float):
-    assert dapo_math(make_sample(response, truth=truth)) == Reward(total=total, is_correct=total > 0)
+    reward = dapo_math(make_sample(response, truth=truth))
+    assert (reward.total, reward.is_correct) == (total, total > 0)
+    assert (reward.detail == normalised(str(truth))) == reward.is_correct, "the answer that it extracted"
 
 
 def test_math_verify_compares_formulas_and_refuses_truths_that_it_cannot_read():

@@ -1,0 +1,201 @@
+"""Answers of a model folder to prompts, with the engine, agent and reward of a run but no run, kept as an archive."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from slipstream.broker.lease_scheduler import make_prompt
+from slipstream.broker.messages import Prompt
+from slipstream.broker.prompts.dataset import open_datasets
+from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.shard_writer import ShardWriter
+from slipstream.buffer.codec import encode
+from slipstream.buffer.durable_files import write_durably
+from slipstream.buffer.records import FinishedGroup, Lease, Outcome
+from slipstream.buffer.trajectory import Reward, Trajectory, VersionSpan, make_lease_id
+from slipstream.buffer.transitions import check_same_run
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
+from slipstream.generators.agents.runner import AgentRunner
+from slipstream.generators.build import build_engine
+from slipstream.generators.engines.vllm.environment import vllm_environment
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput, failed_reward
+from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
+from slipstream.runtime.model_files import check_model_path
+
+_SETTINGS = "settings.json"
+_SHARD_ANSWERS = 4096
+_FLUSH_S = 10.0
+"""Age of the oldest answer of a group that is complete and not written yet: what a kill loses at most."""
+
+
+class Job(NamedTuple):
+    """One answer to make."""
+
+    prompt: Prompt
+    member: int
+    """Its index in the prompt's group."""
+    num_members: int
+    """Answers of that group."""
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+class AnswerFolder:
+    """An archive of answers, written while they come; opened again, it goes on with those that it lacks.
+
+    Life: (lacks | add)* -> close. Invariant: an answer is stored once, with all of its group.
+    """
+
+    def __init__(self, folder: Path, *, run: RunConfig, outcome: Outcome, **settings: Any) -> None:
+        """`settings`: those beside the run's. Raises RunConflictError if they changed, ConfigError, ArchiveError."""
+        self._outcome: Outcome = outcome
+        self._members: dict[str, dict[int, bytes]] = {}
+        self._complete: list[FinishedGroup] = []
+        self._written_at = time.monotonic()
+        opened = msgspec.json.encode(settings | {"outcome": outcome} | msgspec.to_builtins(run)).decode()
+        if (path := folder / _SETTINGS).is_file():
+            check_same_run(str(folder), stored=(path.read_text(), 0, 0), opened=(opened, 0, 0))
+        elif folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"--out must be a new folder, or one that this command made, got {folder}: name another.")
+        folder.mkdir(parents=True, exist_ok=True)
+        # First: commands that show the answers find the model's tokenizer by it.
+        write_durably(folder / "config.yaml", msgspec.yaml.encode(run))
+        write_durably(path, opened.encode())
+        self._writer = ShardWriter(folder)
+        self.stored: list[Trajectory] = []
+        """Answers that an earlier call has made."""
+        if (folder / MANIFEST).is_file():
+            self.stored = [each.trajectory for each in Archive(folder).read()]
+        self._group_ids = {trajectory.group_id for trajectory in self.stored}
+
+    def lacks(self, job: Job) -> bool:
+        """Whether the answer is still to be made."""
+        return job.prompt.lease.group_id not in self._group_ids
+
+    def add(self, job: Job, trajectory: Trajectory) -> None:
+        """Keep an answer; it is written soon after the last of its group."""
+        members = self._members.setdefault(trajectory.group_id, {})
+        members[job.member] = encode(trajectory)
+        if len(members) == job.num_members:
+            payloads = [members[index] for index in sorted(self._members.pop(trajectory.group_id))]
+            self._complete.append(FinishedGroup(trajectory.group_id, self._outcome, "", [], payloads))
+        is_old = time.monotonic() - self._written_at > _FLUSH_S
+        if self._complete and (is_old or sum(len(group.payloads) for group in self._complete) >= _SHARD_ANSWERS):
+            self._flush()
+
+    def close(self) -> None:
+        """Write the groups that are complete."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._complete:
+            self._writer.write(self._complete)
+        self._complete = []
+        self._written_at = time.monotonic()
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+class Unscored:
+    """Scorer of answers that nobody asked a reward for: they count as failed, so that none is trained on as a zero."""
+
+    async def score(self, sample: RewardInput) -> Reward:
+        return failed_reward("error", "no reward was asked for")
+
+
+def answer(
+    run: RunConfig,
+    jobs: Sequence[Job],
+    *,
+    on_answer: Callable[[Job, Trajectory], None],
+    title: str = "",
+    is_scored: bool = True,
+) -> None:
+    """Make all answers, in the order in which they end. Blocks; shows its progress on a terminal.
+
+    Raises ConfigError, GeneratorError.
+    """
+    check_model_path(run.model.path)
+    if not jobs:
+        return
+    os.environ.update(vllm_environment(run))
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), *Progress.get_default_columns()[1:3], MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(title, total=len(jobs))
+
+        def record(job: Job, trajectory: Trajectory) -> None:
+            on_answer(job, trajectory)
+            progress.advance(bar)
+
+        asyncio.run(_answer(run, jobs, record, is_scored=is_scored))
+
+
+async def _answer(
+    run: RunConfig, jobs: Iterable[Job], on_answer: Callable[[Job, Trajectory], None], *, is_scored: bool
+) -> None:
+    # The receiver is never used: the engine samples from the weights of the folder.
+    engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
+    pool = RewardPool(run.generators.reward) if is_scored else None
+    encoder = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
+    agent = AgentRunner(run=run, engine=engine, rewards=pool or Unscored(), encoder=encoder, generator_id="generate")
+    waiting = iter(jobs)
+
+    async def work() -> None:
+        for job in waiting:
+            trajectory = await agent.answer(job.prompt, job.member)
+            # An engine that was sent no weights counts them as version -1; these are a model's own, version 0.
+            spans = [VersionSpan(span.first_token, max(0, span.version)) for span in trajectory.version_spans]
+            on_answer(job, msgspec.structs.replace(trajectory, version_spans=spans))
+
+    workers: list[asyncio.Task[None]] = []
+    try:
+        if pool:
+            await pool.start()
+        await engine.start()
+        workers = [asyncio.create_task(work()) for _ in range(run.generators.max_concurrency)]
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*workers, return_exceptions=True)
+        if pool:
+            pool.close()
+        await engine.stop()
+
+
+# --- generate --------------------------------------------------------------------------------------------------------
+def generate(
+    run: RunConfig, out: Path, *, samples: int, num_prompts: int | None, is_scored: bool
+) -> tuple[list[Trajectory], int]:
+    """Answer the prompts to train on, each once, `samples` times; returns (answers there were before, answers made).
+
+    `num_prompts`: the first so many; None = all. Raises ConfigError, RunConflictError, ArchiveError, GeneratorError.
+    """
+    train, _ = open_datasets(run)
+    rows = range(len(train))[:num_prompts]
+    jobs = []
+    for row in rows:
+        # Not `train`: the group size of training would make the last member a greedy baseline.
+        lease = Lease(make_lease_id(str(row), 0), str(row), "generate", row, row, 0, list(range(samples)))
+        prompt = make_prompt(lease, train.row(row))
+        jobs += [Job(prompt, index, samples) for index in lease.indices]
+    folder = AnswerFolder(out, run=run, outcome="retired", samples=samples, is_scored=is_scored)
+    try:
+        missing = [job for job in jobs if folder.lacks(job)]
+        answer(run, missing, on_answer=folder.add, title="generate", is_scored=is_scored)
+    finally:
+        folder.close()
+    return folder.stored, len(missing)
