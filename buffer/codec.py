@@ -56,7 +56,7 @@ _LARGEST_REWARD = 1e12
 _MOST_NAMES = 64
 """Limit of the named arrays, and of the named metrics, of a trajectory."""
 _INT64 = 2**63
-_PLAIN = (bool, int, float, str, bytes, type(None))
+_PLAIN = (float, str, bytes, type(None))
 
 
 class _Array(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -201,6 +201,15 @@ def unpack(payload: bytes) -> Trajectory:
     if trajectory.arrays or trajectory.media or trajectory.metrics:
         _check_additions(trajectory)
     return trajectory
+
+
+def check_additions(trajectory: Trajectory) -> None:
+    """Check what an agent loop adds to its tokens, as `unpack` does. Raises RecordRefusedError."""
+    _check_reward(trajectory)
+    _check_plain(trajectory)
+    _check_additions(trajectory)
+    if not _is_short_name(trajectory.stop_reason):
+        raise RecordRefusedError("names", f"a stop reason has 1 to 64 characters, got {trajectory.stop_reason!r:.80}")
 
 
 def _decode_trajectory(payload: bytes) -> Trajectory:
@@ -351,4 +360,6 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list):
         return all(map(_is_plain, value))
+    if isinstance(value, int):
+        return -_INT64 <= value < _INT64
     return isinstance(value, _PLAIN)

@@ -247,6 +247,36 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
         return {tool if isinstance(tool, str) else tool.executed for tool in self.tools}
 
 
+class InteractionConfig(Config):
+    """A simulated user.
+
+    Example: InteractionConfig(function="my_users:Teacher", name="teacher", arguments={"patience": 3})
+    """
+
+    function: str
+    """`module:name` of a class with verl's methods `start_interaction`, `generate_response` and `finalize_interaction`,
+    sync or async; docs/agents.md describes them."""
+    name: str = ""
+    """Name that a row gives in `interaction_kwargs`; empty: the class's own."""
+    arguments: dict[str, Any] = {}
+    """Record that the class is made with."""
+
+
+class InteractionAgentConfig(ToolsAgentConfig, tag="interaction", kw_only=True):
+    """Turns of the model and of a simulated user, who answers and scores each of them; with tools, if any."""
+
+    interactions: list[InteractionConfig | str]
+    """Simulated users; a text stands for the `function` of one. A row without `interaction_kwargs.name` gets the first.
+    """
+    tools: list[ToolConfig | str] = []
+    """Tools, as of the agent `tools`; the user reads a turn without calls."""
+
+    @property
+    def executed(self) -> set[str]:
+        users = [InteractionConfig(function=each) if isinstance(each, str) else each for each in self.interactions]
+        return super().executed | {with_arguments(each.function, each.arguments) for each in users}
+
+
 class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
     """Turns of the model and of a search, in the form of Search-R1."""
 
@@ -298,7 +328,7 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
         return {with_arguments(self.function, self.arguments)}
 
 
-AgentKind = SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig | CustomAgentConfig
+AgentKind = SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig | InteractionAgentConfig | CustomAgentConfig
 
 
 class GeneratorsConfig(Config):

@@ -57,6 +57,8 @@ class Episode:
         seed_of: Callable[[int], int],
     ) -> None:
         """`max_length`: most tokens of prompt and answer. `seed_of`: turn, from 0 -> seed of its request."""
+        self.id = request_id
+        """Unlike that of any other answer of the run."""
         self.prompt = prompt
         """Row that is answered: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
         self.sampling = sampling
@@ -85,7 +87,6 @@ class Episode:
         self._max_length = max_length
         self._engine = engine
         self._encoder = encoder
-        self._request_id = request_id
         self._seed_of = seed_of
         self._num_requests = 0
 
@@ -127,7 +128,7 @@ class Episode:
         """Request a turn of the engine, without recording it. Raises EngineError."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self._seed_of(number))
-        request_id = f"{self._request_id}-turn-{number}" if number else self._request_id
+        request_id = f"{self.id}-turn-{number}" if number else self.id
         try:
             return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=stop)
         except GeneratorError as error:

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -15,12 +16,14 @@ import structlog
 import xxhash
 
 from slipstream.broker.messages import Prompt
+from slipstream.buffer.codec import check_additions
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import (
     AgentKind,
     CustomAgentConfig,
+    InteractionAgentConfig,
     SearchAgentConfig,
     SingleTurnConfig,
     ToolsAgentConfig,
@@ -29,6 +32,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.agent import AgentLoop, Scorer, Transcript
 from slipstream.generators.agents.door import Door
 from slipstream.generators.agents.episode import Episode
+from slipstream.generators.agents.interaction_loop import InteractionLoop
 from slipstream.generators.agents.search_loop import SearchLoop
 from slipstream.generators.agents.session import ChatForm
 from slipstream.generators.agents.tool_loop import ToolLoop
@@ -84,6 +88,8 @@ def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str) -> Ag
     match config:
         case SingleTurnConfig():
             return SingleTurn()
+        case InteractionAgentConfig():
+            return InteractionLoop(config, encoder=encoder, setting=setting)
         case ToolsAgentConfig():
             return ToolLoop(config, encoder=encoder, setting=setting)
         case SearchAgentConfig():
@@ -161,7 +167,17 @@ class AgentRunner:
         for context in episode.contexts:
             context.trim()
         reward = failure or episode.reward or await self._score(episode)
-        return self._trajectory(episode, index, reward=reward, started_at=started_at)
+        build = partial(self._trajectory, episode, index, started_at=started_at)
+        try:
+            trajectory = build(reward=reward)
+            check_additions(trajectory)
+        except (TypeError, ValueError) as error:
+            # Here, where the loop runs, rather than by the broker, which would refuse the whole answer.
+            log.warning("agent_refused", prompt=prompt.uid, error=str(error))
+            episode.extras, episode.metrics, episode.stop_reason = {}, Counter(), "tool_failure"
+            detail = f"the agent must leave plain extras, finite metrics and rewards of turns: {error}"
+            trajectory = build(reward=failed_reward("error", detail))
+        return trajectory
 
     def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
         return Episode(

@@ -1,7 +1,7 @@
 """ToolLoop: the model calls tools, reads their results, and goes on until it answers without a call."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from slipstream.broker.messages import Prompt
@@ -28,34 +28,49 @@ class ToolLoop:
         self._tools = load_tools(config.tools, setting=setting)
         self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
         self._decode = encoder.tokenizer.decode
-        self._role = "" if self._format.is_text else encoder.result_role(setting=setting)
+        is_text = self._format.is_text or not self._tools
+        self._role = "" if is_text else encoder.result_role(setting=setting)
 
-    def tools(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """Schemas of the tools that this row may call."""
-        return [tool.schema for tool in self._chosen(prompt)]
+    def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
+        """Schemas of the tools that this row may call, if any."""
+        return [tool.schema for tool in self._chosen(prompt)] or None
 
     async def run(self, episode: Episode) -> None:
+        await self.converse(episode, _silence)
+
+    async def converse(self, episode: Episode, answer: Callable[[Episode], Awaitable[str | None]]) -> None:
+        """Run the loop; `answer` reads a turn without calls, and returns a text, or None for the end."""
         arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
         opened = {
             tool.name: tool.open((arguments.get(tool.name) or {}).get("create_kwargs") or {})
             for tool in self._chosen(episode.prompt)
         }
         try:
-            await self._converse(episode, opened)
+            await self._converse(episode, opened, answer)
         finally:
             await asyncio.gather(*(tool.close() for tool in opened.values()))
 
-    async def _converse(self, episode: Episode, tools: dict[str, OpenTool]) -> None:
+    async def _converse(
+        self, episode: Episode, tools: dict[str, OpenTool], answer: Callable[[Episode], Awaitable[str | None]]
+    ) -> None:
         for number in range(1, self._config.max_turns + 1):
             turn = await episode.generate(stop=self._format.stop)
-            # Of a turn that was cut off no call is whole.
-            calls = [] if turn.stop_reason in ("length", "context_overflow") else self._calls(turn)
-            if not calls:
+            # Of a turn that was cut off no call is whole, and nobody answers it.
+            if turn.stop_reason in ("length", "context_overflow"):
+                return
+            calls = self._calls(turn) if self._tools else []
+            text = None if calls else await answer(episode)
+            if not calls and text is None:
                 return
             if number == self._config.max_turns:
                 episode.stop_reason = "turn_limit"
                 return
-            self._observe(episode, await self._answer(episode, calls, tools))
+            if text is None:
+                self._observe(episode, await self._answer(episode, calls, tools))
+            elif isinstance(episode.prompt.prompt, str):
+                episode.observe(text)
+            else:
+                episode.observe_messages([{"role": "user", "content": text}])
 
     def _calls(self, turn: Turn) -> list[ToolCall | ToolError]:
         # With special tokens, some of which mark calls, but without the one that ended the turn.
@@ -113,3 +128,7 @@ class ToolLoop:
     def _chosen(self, prompt: Prompt) -> list[Tool]:
         selection = prompt.extra_info.get("tool_selection")
         return [tool for tool in self._tools if selection is None or tool.name in selection]
+
+
+async def _silence(episode: Episode) -> None:
+    """Nobody answers a turn without calls."""

@@ -16,6 +16,8 @@ from slipstream.configs.generators import ToolConfig
 from slipstream.generators.tools.built_in import BUILT_IN, ToolError
 from slipstream.runtime.import_path import find_function
 
+_CLOSE_S = 5.0
+
 
 class Tool:
     """A tool as it is configured, shared by all answers of a generator."""
@@ -71,7 +73,7 @@ class OpenTool:
         async with self._slots:
             try:
                 async with asyncio.timeout(self._config.timeout_s):
-                    result = await self._result(arguments)
+                    result = await call_either(self._function, **arguments)
             except TimeoutError as error:
                 raise ToolError(f"{self._name} must answer within {self._config.timeout_s:g} s, it did not") from error
             except ToolError:
@@ -85,16 +87,16 @@ class OpenTool:
         close = getattr(self._function, "close", None)
         if close is not None:
             with suppress(Exception):
-                result = close()
-                if inspect.isawaitable(result):
-                    await result
+                async with asyncio.timeout(_CLOSE_S):
+                    await call_either(close)
 
-    async def _result(self, arguments: dict[str, Any]) -> Any:
-        function = self._function
-        called = function.func if isinstance(function, partial) else function
-        if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__):
-            return await function(**arguments)
-        return await _in_thread(partial(function, **arguments))
+
+async def call_either(function: Callable[..., Any], *values: Any, **arguments: Any) -> Any:
+    """Call a function of the user's, a coroutine function or another one."""
+    called = function.func if isinstance(function, partial) else function
+    if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__):
+        return await function(*values, **arguments)
+    return await _in_thread(partial(function, *values, **arguments))
 
 
 async def _in_thread(function: Callable[[], Any]) -> Any:

@@ -94,6 +94,7 @@ def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> No
         ({"kind": "tools", "tools": ["calculator", "os:system"]}, "os:system"),
         ({"kind": "tools", "tools": [{"function": "os:system"}]}, "os:system"),
         ({"kind": "tools", "tools": ["python"]}, "python"),
+        ({"kind": "interaction", "interactions": [{"function": "my:User", "name": "a"}]}, "my:User"),
         ({"kind": "search", "index": "http://evil"}, 'search {"index":"http://evil"}'),
     ],
 )

@@ -1,5 +1,7 @@
 """Agent loops of users: what they earn, and what becomes of their failures."""
 
+from typing import Any
+
 import pytest
 
 from slipstream.buffer.codec import encode, unpack
@@ -36,6 +38,26 @@ def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, de
     trajectory = play(custom(name, timeout_s=0.1), ["it is 42"])
     assert (trajectory.reward.status, trajectory.stop_reason) == (status, stop_reason)
     assert trajectory.reward.detail.startswith(detail)
+    unpack(encode(trajectory))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("extras", {"found": {1, 2}}, "extras: extras must be made of numbers, text"),
+        ("extras", {"found": 2**64}, "extras: extras must be made of numbers, text"),
+        ("metrics", {"score": float("nan")}, "nonfinite_number: metrics must be finite"),
+        ("metrics", {"score": "high"}, "could not convert string to float: 'high'"),
+        ("metrics", {"a" * 65: 1.0}, "names: there may be 64 arrays and metrics with names of 1 to 64 characters"),
+        ("turn_rewards", [float("inf")], "nonfinite_reward: rewards must be finite"),
+        ("stop_reason", "", "names: a stop reason has 1 to 64 characters, got ''"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_where_the_loop_runs(field: str, value: Any, complaint: str):
+    trajectory = play(custom("careless", arguments={"field": field, "value": value}), ["it is 42"])
+    assert (trajectory.reward.status, trajectory.stop_reason, trajectory.extras) == ("error", "tool_failure", {})
+    assert "the agent must leave plain extras, finite metrics and rewards of turns" in trajectory.reward.detail
+    assert complaint in trajectory.reward.detail
     unpack(encode(trajectory))
 
 

@@ -77,6 +77,11 @@ async def broken(episode: Episode) -> None:
     raise ValueError("no connection")
 
 
+async def careless(episode: Episode, *, field: str, value: Any) -> None:
+    await episode.generate()
+    setattr(episode, field, value)
+
+
 async def endless(episode: Episode) -> None:
     await episode.generate()
     await asyncio.sleep(60)
@@ -99,3 +104,39 @@ async def silent(episode: Episode) -> None:
 
 def not_async(episode: Episode) -> None:
     """No coroutine function."""
+
+
+class Teacher:
+    """A simulated user in verl's form: says `wrong` until the answer is right, and counts its conversations."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.word = config.get("word", "wrong")
+        self.open: dict[str, Any] = {}
+        self.read: list[list[dict[str, Any]]] = []
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> str:
+        self.open[instance_id] = kwargs["ground_truth"]
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        self.read.append(messages)
+        is_right = self.open[instance_id] in messages[-1]["content"]
+        return is_right, self.word, 1.0 if is_right else -0.25, {"corrections": int(not is_right)}
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        closed.append(self.open.pop(instance_id))
+
+
+class Pupil(Teacher):
+    """The same, but not async, and with an answer that is none."""
+
+    def start_interaction(self, instance_id: str, **kwargs: Any) -> None:  # type: ignore[override]
+        self.open[instance_id] = kwargs["ground_truth"]
+
+    def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        return kwargs.get("answer") or (True, "", 0.5, {})
+
+    def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:  # type: ignore[override]
+        closed.append("at the end")
