@@ -40,6 +40,8 @@ class ToolLoop:
 
     async def converse(self, episode: Episode, answer: Callable[[Episode], Awaitable[str | None]]) -> None:
         """Run the loop; `answer` reads a turn without calls, and returns a text, or None for the end."""
+        # Also of an answer without a call, so that means are over all answers.
+        episode.metrics.update(tool_calls=0, tool_failures=0)
         arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
         opened = {
             tool.name: tool.open((arguments.get(tool.name) or {}).get("create_kwargs") or {})
