@@ -90,8 +90,8 @@ def run(
         problems = [str(error)]
     try:
         outcome = harness.outcome()
-    except ReplayBufferError as error:
-        return None, [*problems, str(error)]
+    except (ReplayBufferError, FileNotFoundError) as error:
+        return None, [*problems, f"the store and the newest checkpoint must be there at the end: {error}"]
     expected = stage.expected(rejected=outcome.num_rejected)
     problems += [*harness.crashes, *find_problems(outcome, steps=stage.steps, expected=expected)]
     return outcome, problems + harness.delivery_problems(outcome)

@@ -143,7 +143,10 @@ class Harness:
         self.journal.write("end")
 
     def outcome(self) -> Outcome:
-        """Everything that the run has left. Raises ReplayBufferError when the store does not answer."""
+        """Everything that the run has left. Raises ReplayBufferError when the store does not answer.
+
+        Raises FileNotFoundError when the checkpoint that the store points at is gone.
+        """
         state = self.store.run_state()
         newest = state.checkpoint
         trained = read_lineage(self.stage.run_folder / "checkpoints" / newest.name) if newest else []

@@ -20,7 +20,7 @@ MAX_README_BYTES, MAX_TREE_LINES = 8 * 1024, 25
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.])((?:[a-z_0-9]+/)+[\w-]+\.(?:py|md|lua|yaml|sh))\b")
 SETTING = re.compile(r"(?<![\w./-])([a-z_]+\.[a-z_.]+)(?==)|`([a-z_]+\.[a-z_.]+)`")
-OPTION = re.compile(r"(?<![\w./-])([a-z_]+(?:/[a-z_]+)*)=(\w+)")
+OPTION = re.compile(r"(?<![\w./-])([a-z_]+(?:/[a-z_]+)*)=(\w+)(?![\w/]|\.yaml)")
 COMMAND = re.compile(r"(?:(?<![\w./-])slipstream|run_async\.py) ([a-z_]+)(?![\w=./])(?: ([a-z_]+)(?![\w=./]))?")
 MODULE = re.compile(r"-m ([a-z_]+(?:\.[a-z_]+)*)")
 TARGET = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
