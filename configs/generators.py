@@ -95,7 +95,7 @@ class RewardFunctionConfig(Config):
     name: str = ""
     """Part of the reward that holds its weighted value; empty = the function's own name."""
     weight: float = 1.0
-    """Factor of its value in the sum."""
+    """Factor of its value in the sum; 0 = it is measured only, and its part holds its value."""
     data_sources: list[str] = []
     """Rows that it scores: values of `data_source`, or patterns such as `math*`; empty = every row."""
     decides: bool = False
@@ -129,6 +129,8 @@ class RewardConfig(Config):
     timeout_s: Annotated[float, Meta(gt=0)] = 5.0
     """Wall-clock limit of one call, seconds; then it is cancelled, or the worker and all that the function started are
     killed, and `reward_status` is `timeout`."""
+    start_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Longest start of a worker, seconds: importing the functions, loading a reward model."""
     retries: Annotated[int, Meta(ge=0)] = 0
     """Further tries after an error or a timeout, before the trajectory is masked."""
     max_cpu_s: Annotated[int, Meta(ge=1)] | None = None

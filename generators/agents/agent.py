@@ -45,6 +45,14 @@ class Scorer(Protocol):
         """Return the reward; failures are a Reward with another status, never an exception."""
         ...
 
+    def compares(self, data_source: str) -> bool:
+        """Return whether answers of this source are compared with each other: then `score_group` must be called."""
+        ...
+
+    async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
+        """Return the rewards of answers to one prompt, in their order."""
+        ...
+
 
 class Transcript:
     """Token ids, mask, log-probabilities and versions accumulated over the turns of one trajectory.

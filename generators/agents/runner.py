@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -105,6 +105,55 @@ class _ReadyLoop(NamedTuple):
     """Form of its conversations at the door; None for a loop without one."""
 
 
+class Comparison:
+    """Answers to one lease that are scored together when the last of them has ended.
+
+    An answer that fails leaves: the others are compared with each other. So are those that a lease lacks because an
+    earlier one delivered them, as long as there are two.
+
+    Life: (score | leave)*, for each of `indices`.
+    """
+
+    def __init__(self, indices: Sequence[int], scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._awaited = set(indices)
+        self._samples: dict[int, RewardInput] = {}
+        self._rewards: asyncio.Task[dict[int, Reward]] | None = None
+        self._is_over = asyncio.Event()
+
+    @property
+    def size(self) -> int:
+        """Answers that are compared; final once one has its reward."""
+        return len(self._samples)
+
+    async def score(self, index: int, sample: RewardInput) -> Reward:
+        """Return the reward of this answer as soon as all are there."""
+        self._samples[index] = sample
+        self._drop(index)
+        await self._is_over.wait()
+        assert self._rewards is not None
+        # Shielded: an answer that is cancelled takes its own reward alone.
+        return (await asyncio.shield(self._rewards))[index]
+
+    def leave(self, index: int) -> bool:
+        """Go on without this answer; return whether none is awaited any more. Repeated calls change nothing."""
+        if not self._is_over.is_set():
+            self._samples.pop(index, None)
+            self._drop(index)
+        return self._is_over.is_set()
+
+    def _drop(self, index: int) -> None:
+        self._awaited.discard(index)
+        if not self._awaited:
+            self._rewards = asyncio.create_task(self._score_all())
+            self._is_over.set()
+
+    async def _score_all(self) -> dict[int, Reward]:
+        samples = dict(sorted(self._samples.items()))
+        rewards = await self._scorer.score_group(list(samples.values()))
+        return dict(zip(samples, rewards, strict=True))
+
+
 class AgentRunner:
     """Implements Agent for every loop. Invariant: the trajectory holds the engine's token ids unchanged."""
 
@@ -136,6 +185,7 @@ class AgentRunner:
             )
             for name, (agent, setting) in agents.items()
         }
+        self._comparisons: dict[str, Comparison] = {}
         for name in _SINGLE_TURN:
             self._loops.setdefault(name, _ReadyLoop(SingleTurn(), SingleTurnConfig().timeout_s, None))
         has_door = any(ready.form for ready in self._loops.values())
@@ -150,7 +200,21 @@ class AgentRunner:
             await self._door.close()
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError."""
+        """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError.
+
+        Where rewards compare answers, it must be called for all members of the lease, and waits for the last of them.
+        """
+        if prompt.lease.purpose != "train" or not self._rewards.compares(prompt.data_source):
+            return await self._answer(prompt, index, None)
+        lease = prompt.lease
+        comparison = self._comparisons.setdefault(lease.id, Comparison(lease.indices, self._rewards))
+        try:
+            return await self._answer(prompt, index, comparison)
+        finally:
+            if comparison.leave(index):
+                self._comparisons.pop(lease.id, None)
+
+    async def _answer(self, prompt: Prompt, index: int, comparison: Comparison | None) -> Trajectory:
         started_at = self._clock()
         if prompt.agent_name not in self._loops:
             raise PromptError(
@@ -166,7 +230,7 @@ class AgentRunner:
             raise PromptError(f"prompt {prompt.uid} must get an answer, but the agent ended without one: {failure}")
         for context in episode.contexts:
             context.trim()
-        reward = failure or episode.reward or await self._score(episode)
+        reward = failure or episode.reward or await self._score(episode, index, comparison)
         build = partial(self._trajectory, episode, index, started_at=started_at)
         try:
             trajectory = build(reward=reward)
@@ -236,20 +300,23 @@ class AgentRunner:
     def _seed(self, lease: Lease, index: int, turn: int = 0) -> int:
         return request_seed(self._run.seed, group_id=lease.group_id, attempt=lease.attempt, index=index, turn=turn)
 
-    async def _score(self, episode: Episode) -> Reward:
+    async def _score(self, episode: Episode, index: int, comparison: Comparison | None) -> Reward:
         prompt, last = episode.prompt, episode.turns[-1]
-        return await self._rewards.score(
-            RewardInput(
-                prompt=prompt.prompt,
-                response=last.text,
-                ground_truth=prompt.ground_truth,
-                data_source=prompt.data_source,
-                stop_reason=episode.stop_reason,
-                response_token_ids=last.token_ids,
-                extra_info=prompt.extra_info,
-                messages=episode.messages,
-            )
+        sample = RewardInput(
+            prompt=prompt.prompt,
+            response=last.text,
+            ground_truth=prompt.ground_truth,
+            data_source=prompt.data_source,
+            stop_reason=episode.stop_reason,
+            response_token_ids=last.token_ids,
+            extra_info=prompt.extra_info,
+            messages=episode.messages,
         )
+        if comparison is None:
+            return await self._rewards.score(sample)
+        reward = await comparison.score(index, sample)
+        episode.metrics["compared_answers"] = comparison.size
+        return reward
 
 
 async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> Reward | None:

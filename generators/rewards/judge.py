@@ -1,4 +1,4 @@
-"""Grader that asks a language model at an address with OpenAI's chat API."""
+"""Graders that ask a language model at an address with OpenAI's chat API: for a score, or which of two is better."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import httpx
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
-from slipstream.generators.rewards.reward import RewardInput
+from slipstream.generators.rewards.reward import RewardInput, failed_reward
 
 _TEMPLATE = """\
 Grade an answer to a question.
@@ -26,8 +26,70 @@ Answer to grade:
 {response}
 
 Does the answer agree with the reference? Explain in one sentence, then write `Score: 1` if it does, else `Score: 0`."""
-_PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth)\}")
+_PAIR_TEMPLATE = """\
+Compare two answers to a question.
+
+Question:
+{prompt}
+
+Answer A:
+{a}
+
+Answer B:
+{b}
+
+Which answer is better? Explain in one sentence, then write `Verdict: A`, `Verdict: B`, or `Verdict: tie`."""
+_PLACEHOLDER = re.compile(r"\{(prompt|response|ground_truth|a|b)\}")
 _MAX_SHOWN = 80
+_BRADLEY_TERRY_ROUNDS = 200
+
+
+class ChatClient:
+    """Asks a model at an address, at a rate; many questions are in flight."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        model: str,
+        max_tokens: int,
+        temperature: float,
+        requests_per_minute: float | None,
+        api_key_variable: str,
+        system: str = "",
+    ) -> None:
+        self.address = f"{address.rstrip('/')}/chat/completions"
+        self._system = system
+        self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        self._interval_s = 60 / requests_per_minute if requests_per_minute else 0.0
+        self._next_at = 0.0
+        key = os.environ.get(api_key_variable, "")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client: httpx.AsyncClient | None = None
+
+    async def ask(self, template: str, texts: dict[str, str]) -> str:
+        """Return the answer to a question: a template with `{name}` for each text. Raises RuntimeError."""
+        # In one pass: an answer that contains {ground_truth} must not be told it.
+        question = _PLACEHOLDER.sub(lambda found: texts.get(found.group(1), found.group()), template)
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        messages.append({"role": "user", "content": question})
+        if self._interval_s:
+            now = asyncio.get_running_loop().time()
+            self._next_at = max(now, self._next_at) + self._interval_s
+            await asyncio.sleep(self._next_at - self._interval_s - now)
+        if self._client is None:
+            # Made here, where the loop runs that it belongs to. The pool limits calls, in number and time.
+            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        try:
+            answer = await self._client.post(
+                self.address, json=self._options | {"messages": messages}, headers=self._headers
+            )
+            answer.raise_for_status()
+            return str(answer.json()["choices"][0]["message"]["content"])
+        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise RuntimeError(
+                f"the judge at {self.address} must answer in OpenAI's form, got {type(error).__name__}: {error}"
+            ) from error
 
 
 class Judge:
@@ -62,15 +124,16 @@ class Judge:
             raise ConfigError(f"pattern of judge must be a regular expression, got {pattern!r}: {error}.") from error
         if self._pattern.groups < 1 or "{response}" not in template:
             raise ConfigError("judge must have a pattern with a group for the score, and a template with {response}.")
-        self._address = f"{address.rstrip('/')}/chat/completions"
-        self._template, self._system = template, system
-        self._scale, self._correct_from = scale, correct_from
-        self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
-        self._interval_s = 60 / requests_per_minute if requests_per_minute else 0.0
-        self._next_at = 0.0
-        key = os.environ.get(api_key_variable, "")
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client: httpx.AsyncClient | None = None
+        self._template, self._scale, self._correct_from = template, scale, correct_from
+        self._client = ChatClient(
+            address=address,
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            requests_per_minute=requests_per_minute,
+            api_key_variable=api_key_variable,
+            system=system,
+        )
 
     async def __call__(self, sample: RewardInput) -> Reward:
         texts = {
@@ -78,34 +141,116 @@ class Judge:
             "response": sample.response,
             "ground_truth": _as_text(sample.ground_truth),
         }
-        # In one pass: an answer that contains {ground_truth} must not be told it.
-        question = _PLACEHOLDER.sub(lambda found: texts[found.group(1)], self._template)
-        messages = [{"role": "system", "content": self._system}] if self._system else []
-        verdict = await self._ask([*messages, {"role": "user", "content": question}])
+        verdict = await self._client.ask(self._template, texts)
         found = next(iter(deque(self._pattern.finditer(verdict), maxlen=1)), None)
         if found is None:
             raise ValueError(f"the judge must write a score that the pattern finds, got {verdict[-_MAX_SHOWN:]!r}")
         score = float(found.group(1)) / self._scale
         return Reward(total=score, is_correct=score >= self._correct_from)
 
-    async def _ask(self, messages: list[dict[str, str]]) -> str:
-        if self._interval_s:
-            now = asyncio.get_running_loop().time()
-            self._next_at = max(now, self._next_at) + self._interval_s
-            await asyncio.sleep(self._next_at - self._interval_s - now)
-        if self._client is None:
-            # Made here, where the loop runs that it belongs to. The pool limits calls, in number and time.
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-        try:
-            answer = await self._client.post(
-                self._address, json=self._options | {"messages": messages}, headers=self._headers
+
+class PairwiseJudge:
+    """Reward by comparisons of the answers to a prompt in pairs, each judged in both orders.
+
+    `method`: `win_rate`, the share of its comparisons that an answer wins, ties counting half; or `bradley_terry`, its
+    chance to win against an answer of average strength, which weighs who was beaten. A judge's taste for one place
+    cancels only with both orders, so a pair without both verdicts is left out; an answer without a pair
+    is an error: masked, never a zero.
+    """
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        model: str,
+        method: str = "win_rate",
+        opponents: int | None = None,
+        template: str = _PAIR_TEMPLATE,
+        system: str = "",
+        max_tokens: int = 512,
+        temperature: float = 0.0,
+        requests_per_minute: float | None = None,
+        api_key_variable: str = "OPENAI_API_KEY",
+    ) -> None:
+        """`opponents`: each answer meets that many of the answers after it; None = all. `template`: with {prompt}, {a},
+        {b}, perhaps {ground_truth}; the judge's last `Verdict: A`, `B` or `tie` counts. The rest is as for `judge`.
+        """
+        if method not in ("win_rate", "bradley_terry") or "{a}" not in template or "{b}" not in template:
+            raise ConfigError(
+                "pairwise_judge must have method=win_rate or bradley_terry, and a template with {a} and {b}, got "
+                f"method={method!r}."
             )
-            answer.raise_for_status()
-            return str(answer.json()["choices"][0]["message"]["content"])
-        except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise RuntimeError(
-                f"the judge at {self._address} must answer in OpenAI's form, got {type(error).__name__}: {error}"
-            ) from error
+        self._method, self._opponents, self._template = method, opponents, template
+        self._client = ChatClient(
+            address=address,
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            requests_per_minute=requests_per_minute,
+            api_key_variable=api_key_variable,
+            system=system,
+        )
+
+    async def __call__(self, samples: list[RewardInput]) -> list[Reward]:
+        count = len(samples)
+        if count < 2:
+            raise ValueError(f"pairwise_judge must have at least two answers to a prompt, got {count}")
+        reach = count - 1 if self._opponents is None else min(self._opponents, count - 1)
+        pairs = sorted({tuple(sorted((i, (i + step) % count))) for i in range(count) for step in range(1, reach + 1)})
+        orders = [order for first, second in pairs for order in ((first, second), (second, first))]
+        verdicts = await asyncio.gather(
+            *(self._verdict(samples[a], samples[b]) for a, b in orders), return_exceptions=True
+        )
+        wins = [[0.0] * count for _ in range(count)]
+        errors = [error for error in verdicts if isinstance(error, BaseException)]
+        for (first, second), there, back in zip(pairs, verdicts[::2], verdicts[1::2], strict=True):
+            if isinstance(there, float) and isinstance(back, float):
+                share = (there + 1 - back) / 2
+                wins[first][second], wins[second][first] = share, 1 - share
+        met = [sum(wins[own][other] + wins[other][own] for other in range(count)) for own in range(count)]
+        if not any(met) and errors:
+            raise errors[0]
+        strengths = [sum(row) / max(1.0, number) for row, number in zip(wins, met, strict=True)]
+        if self._method == "bradley_terry":
+            strengths = bradley_terry(wins)
+        return [
+            Reward(total=strength, parts={"pairs": number})
+            if number
+            else failed_reward("error", f"pairwise_judge: every comparison failed, as with {errors[0]}")
+            for strength, number in zip(strengths, met, strict=True)
+        ]
+
+    async def _verdict(self, a: RewardInput, b: RewardInput) -> float:
+        """1 if `a` is better, 0 if `b` is, 0.5 for a tie."""
+        truth = _as_text(a.ground_truth)
+        texts = {"prompt": _as_text(a.prompt), "a": a.response, "b": b.response, "ground_truth": truth}
+        answer = await self._client.ask(self._template, texts)
+        found = re.findall(r"verdict:\W*(a|b|tie)\b", answer, re.IGNORECASE)
+        if not found:
+            raise ValueError(f"the judge must write `Verdict: A`, `B` or `tie`, got {answer[-_MAX_SHOWN:]!r}")
+        return {"a": 1.0, "b": 0.0, "tie": 0.5}[found[-1].lower()]
+
+
+def bradley_terry(wins: list[list[float]]) -> list[float]:
+    """Return the chance of each to beat one of average strength, from the wins of each (row) against each (column).
+
+    P(i beats j) = p_i / (p_i + p_j), by the iteration p_i = W_i / sum_j n_ij / (p_i + p_j); chance = p_i / (p_i + 1).
+    Each also ties once with one of strength 1: the scale is fixed, and an answer that won everything has a finite p.
+
+    Source: Hunter, MM algorithms for generalized Bradley-Terry models, Annals of Statistics 32, 2004, eq. 3.
+    """
+    count = len(wins)
+    strengths = [1.0] * count
+    for _ in range(_BRADLEY_TERRY_ROUNDS):
+        strengths = [
+            (sum(wins[i]) + 0.5)
+            / (
+                1 / (strengths[i] + 1)
+                + sum((wins[i][j] + wins[j][i]) / (strengths[i] + strengths[j]) for j in range(count) if j != i)
+            )
+            for i in range(count)
+        ]
+    return [strength / (strength + 1) for strength in strengths]
 
 
 def _as_text(value: Any) -> str:

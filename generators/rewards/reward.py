@@ -2,6 +2,8 @@
 
     def my_reward(sample: RewardInput, *, strictness: float = 1.0) -> Reward | float | dict: ...
 
+    def my_comparison(samples: list[RewardInput]) -> list[Reward | float | dict]: ...    # all answers to one prompt
+
 in a module, or a file, that `generators.reward.function=my_module:my_reward` names; keyword arguments come from
 `generators.reward.arguments`. It may be `async def`. A class is instantiated once with these arguments, and its
 instance is called. It runs in a worker process that is killed at the wall-clock limit, with every process that it
@@ -47,6 +49,8 @@ class RewardInput(Record):
     """Further columns of the dataset's row."""
     messages: list[dict[str, Any]] = []
     """Chat messages after the prompt: turns of the model, and those that it read between them."""
+    reward: Reward | None = None
+    """For functions that compare answers: what those that score it by itself gave; None without any."""
 
 
 # --- ground truths ---------------------------------------------------------------------------------------------------
@@ -122,6 +126,8 @@ class Form(NamedTuple):
     """Keyword arguments of a call, of which it gets those that it has; None = the sample itself."""
     result: Callable[[Any], Reward | None]
     """Its value as a reward; None where it has no opinion of this sample."""
+    compares: bool = False
+    """Whether it takes all answers to a prompt at once and returns a value for each."""
 
 
 def bind(
@@ -132,7 +138,7 @@ def bind(
     try:
         if inspect.isclass(function):
             inspect.signature(function).bind(**arguments)
-        elif form is _OURS:
+        elif form.keywords is None:
             inspect.signature(function).bind(None, **arguments)
         else:
             inspect.signature(function).bind_partial(**arguments)
@@ -149,9 +155,9 @@ def bind(
     return instance, _form(instance)
 
 
-def call(function: RewardFunction, form: Form, sample: RewardInput) -> Any:
+def call(function: RewardFunction, form: Form, sample: RewardInput | list[RewardInput]) -> Any:
     """Call the function with what it takes. The value is a coroutine if it is `async def`."""
-    if form.keywords is None:
+    if form.keywords is None or isinstance(sample, list):
         return function(sample)
     keywords, parameters = form.keywords(sample), inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -233,5 +239,7 @@ _FORMS = {
     "solution_str": Form(_verl_keywords, _verl_reward),
     "solution_strs": Form(_verl_batch_keywords, lambda value: _verl_reward(_only(value))),
     "completions": Form(_trl_keywords, _trl_reward),
+    "samples": Form(None, _as_reward, compares=True),
 }
-"""Parameter that gives a form away -> verl's compute_score, the same batched, TRL's batched functions."""
+"""Parameter that gives a form away -> verl's compute_score, the same batched, TRL's batched functions, and our own that
+compare answers."""

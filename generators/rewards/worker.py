@@ -40,18 +40,20 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Request(msgspec.Struct, array_like=True):
-    """A sample to score. Example: Request(17, RewardInput(...))"""
+    """Samples to score. Example: Request(17, [RewardInput(...)])"""
 
     id: int
     """Counts from 1."""
-    sample: RewardInput
+    samples: list[RewardInput]
+    """One, or all answers to a prompt that are compared."""
+    compares: bool = False
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """The reward of a request. Example: Reply(17, Reward(...))"""
+    """The rewards of a request. Example: Reply(17, [Reward(...)])"""
 
     id: int
-    reward: Reward
+    rewards: list[Reward]
 
 
 decode_config = msgspec.msgpack.Decoder(RewardConfig).decode
@@ -110,6 +112,7 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
         _limit_memory(config.max_memory_mib)
         # What a function holds that ran out of memory would fail the next calls, too.
         functions = RewardFunctions(config, on_memory_error=_end_without_memory)
+        functions.start()
         pid = os.getpid()
         # Ready: the import above may have taken long, and the time limit of samples must not include it.
         pool.sendall(frame(pid))
@@ -119,11 +122,11 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
         for body in bodies:
             _limit_cpu(config.max_cpu_s)
             request = decode_request(body)
-            reward = functions.score(request.sample)
+            reward = functions.score(request.samples[0])
             # A copy of this process that the function forked and let return must not answer in its place.
             if os.getpid() != pid:
                 os._exit(0)
-            pool.sendall(frame(Reply(request.id, reward)))
+            pool.sendall(frame(Reply(request.id, [reward])))
 
 
 def _receive(pool: socket.socket) -> Iterator[bytes]:
@@ -203,17 +206,23 @@ class _ConcurrentServer:
         os._exit(0)
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        call = asyncio.create_task(self._functions.score_async(request.sample))
+        call = asyncio.create_task(self._score(request))
         done, _ = await asyncio.wait({call}, timeout=self._config.timeout_s)
         if not done:
             call.cancel()
-        writer.write(frame(Reply(request.id, call.result() if done else timeout_reward(self._config))))
+        rewards = call.result() if done else [timeout_reward(self._config)] * len(request.samples)
+        writer.write(frame(Reply(request.id, rewards)))
         if done:
             return
         done, _ = await asyncio.wait({call}, timeout=_CANCEL_S)
         if not done:
             await writer.drain()
             os._exit(STUCK_EXIT)
+
+    async def _score(self, request: Request) -> list[Reward]:
+        if request.compares:
+            return await self._functions.compare(request.samples)
+        return [await self._functions.score_async(request.samples[0])]
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         # Tasks that a function starts inherit its context, and so the id of its request.
@@ -252,7 +261,8 @@ def timeout_reward(config: RewardConfig) -> Reward:
     """Build the reward of a call that took too long."""
     return failed_reward(
         "timeout",
-        f"the reward function must answer within generators.reward.timeout_s ({config.timeout_s:g} s), it did not",
+        f"the reward function ({config.summary}) must answer within generators.reward.timeout_s "
+        f"({config.timeout_s:g} s), it did not",
     )
 
 

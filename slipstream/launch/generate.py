@@ -113,6 +113,12 @@ class Unscored:
     async def score(self, sample: RewardInput) -> Reward:
         return failed_reward("error", "no reward was asked for")
 
+    def compares(self, data_source: str) -> bool:
+        return False
+
+    async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
+        return [await self.score(sample) for sample in samples]
+
 
 def answer(
     run: RunConfig,

@@ -156,8 +156,9 @@ async def _rescore(
         # In chunks, because decoded texts are several times the size of their tokens.
         for chunk in _chunks(groups):
             members = [[unpack(payload) for payload in group.payloads] for group in chunk]
-            inputs = [_reward_input(member, rows, prompting) for group in members for member in group]
-            rewards = iter(await asyncio.gather(*map(pool.score, inputs)))
+            inputs = [[_reward_input(member, rows, prompting) for member in group] for group in members]
+            found = await asyncio.gather(*(_score_group(pool, group) for group in inputs))
+            rewards = iter([reward for group in found for reward in group])
             for group, trajectories in zip(chunk, members, strict=True):
                 pairs = [(trajectory, next(rewards)) for trajectory in trajectories]
                 statuses.update(new.status for _, new in pairs)
@@ -166,6 +167,12 @@ async def _rescore(
         pool.close()
     log.info("rescored", function=reward.summary, **statuses)
     return rescored
+
+
+async def _score_group(pool: RewardPool, group: list[RewardInput]) -> list[Reward]:
+    if group and pool.compares(group[0].data_source):
+        return await pool.score_group(group)
+    return [*await asyncio.gather(*map(pool.score, group))]
 
 
 def _chunks(groups: list[FinishedGroup]) -> Iterator[list[FinishedGroup]]:

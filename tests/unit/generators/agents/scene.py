@@ -59,6 +59,9 @@ class RecordingScorer:
         self.samples.append(sample)
         return Reward(total=1.0, parts={"answer": 1.0})
 
+    def compares(self, data_source: str) -> bool:
+        return False
+
 
 def play(
     agent: dict[str, Any],

@@ -2,6 +2,7 @@ import asyncio
 from collections.abc import Sequence
 from itertools import count
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from slipstream.generators.agents.agent import Transcript
 from slipstream.generators.agents.runner import AgentRunner, request_seed
 from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.errors import EngineError
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
@@ -40,6 +42,9 @@ class RecordingScorer:
     async def score(self, sample: RewardInput) -> Reward:
         self.samples.append(sample)
         return Reward(total=0.8)
+
+    def compares(self, data_source: str) -> bool:
+        return False
 
 
 SPANS = [VersionSpan(0, 2), VersionSpan(3, 3)]
@@ -161,3 +166,84 @@ def test_a_transcript_of_two_turns():
 def test_a_token_without_a_log_probability_is_refused():
     with pytest.raises(ValueError, match="2 tokens, 1 given"):
         Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))
+
+
+# --- answers that are compared ---------------------------------------------------------------------------------------
+class Comparing(RecordingScorer):
+    """Rewards the number of answers that are compared; records each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: list[list[RewardInput]] = []
+
+    def compares(self, data_source: str) -> bool:
+        return data_source == "test"
+
+    async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
+        self.groups.append(samples)
+        return [Reward(total=len(samples) + index / 10) for index, _ in enumerate(samples)]
+
+
+class Gated(RecordingEngine):
+    """Member 1 waits until it is let go; member 2 fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+    ) -> Completion:
+        if request_id.endswith("-1"):
+            await self.gate.wait()
+        if request_id.endswith("-2"):
+            raise EngineError("no answer")
+        return await super().generate(prompt_token_ids, sampling, request_id=request_id, stop=stop)
+
+
+def compare(indices: list[int], *, purpose: str = "train", cancelled: int | None = None):
+    """The outcome of each member of a lease, and the scorer."""
+    prompt = make_prompt(purpose=purpose)
+    prompt = msgspec.structs.replace(prompt, lease=msgspec.structs.replace(prompt.lease, indices=indices))
+
+    async def session():
+        engine, scorer = Gated(), Comparing()
+        agent = make_agent(engine, scorer, data={"heldout": [{"name": "greedy", "path": "b"}]})
+        tasks = [asyncio.create_task(agent.answer(prompt, index)) for index in indices]
+        await asyncio.sleep(0.01)
+        waiting = [task for task in tasks if not task.done()]
+        if cancelled is not None:
+            tasks[cancelled].cancel()
+        engine.gate.set()
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert agent._comparisons == {}
+        return found, scorer, len(waiting)
+
+    return asyncio.run(session())
+
+
+def test_answers_to_a_lease_are_compared_when_the_last_of_them_has_ended():
+    found, scorer, num_waiting = compare([0, 1, 3])
+    assert num_waiting == 3
+    assert [member.reward.total for member in found] == [3.0, 3.1, 3.2]
+    assert [member.metrics["compared_answers"] for member in found] == [3.0] * 3
+    assert (len(scorer.groups), scorer.samples) == (1, [])
+
+
+def test_an_answer_that_fails_or_is_cancelled_leaves_the_others_to_be_compared():
+    found, _, _ = compare([0, 1, 2, 3])
+    assert isinstance(found[2], EngineError)
+    assert [member.reward.total for member in (found[0], found[1], found[3])] == [3.0, 3.1, 3.2]
+    found, _, _ = compare([0, 1, 3], cancelled=0)
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert [member.reward.total for member in found[1:]] == [2.0, 2.1]
+
+
+def test_the_rest_of_a_group_is_compared_within_its_own_lease():
+    found, _, _ = compare([3])
+    assert (found[0].reward.total, found[0].metrics["compared_answers"]) == (1.0, 1.0)
+
+
+def test_answers_of_an_evaluation_are_scored_by_themselves():
+    found, scorer, _ = compare([0], purpose="greedy")
+    assert (found[0].reward.total, scorer.groups) == (0.8, [])

@@ -139,6 +139,16 @@ class Lengths:
         return len(sample.response) * self.factor
 
 
+def too_few(samples: list[RewardInput]) -> list[float]:
+    """One value, however many answers."""
+    return [1.0]
+
+
+def first_only(samples: list[RewardInput]) -> list[float | None]:
+    """No opinion of the others."""
+    return [1.0, *[None] * (len(samples) - 1)]
+
+
 # --- forms of other libraries ----------------------------------------------------------------------------------------
 def as_verl(data_source, solution_str, ground_truth, extra_info=None):
     """A dict with further numbers, and a text, which is no part."""

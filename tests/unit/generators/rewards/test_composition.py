@@ -35,9 +35,15 @@ def score(config: RewardConfig, sample: RewardInput) -> Reward:
 def test_functions_are_added_with_weights_and_each_has_a_part():
     config = several({"function": "exact_match", "weight": 2}, {"function": "position_match", "weight": -0.5})
     right, half = score(config, make_input()), score(config, make_input("31000"))
-    assert right == Reward(total=1.5, parts={"exact_match": 2.0, "position_match": -0.5}, is_correct=True)
-    assert half.parts == {"exact_match": 0.0, "position_match": pytest.approx(-0.5 * 3 / 6)}
-    assert half.total == pytest.approx(sum(half.parts.values()))
+    parts = {"exact_match": 2.0, "position_match": -0.5, "position_match/positions": 1.0}
+    assert right == Reward(total=1.5, parts=parts, is_correct=True)
+    assert half.parts == {
+        "exact_match": 0.0,
+        "position_match": pytest.approx(-0.5 * 3 / 6),
+        # A function's own parts stay as it gave them.
+        "position_match/positions": pytest.approx(3 / 6),
+    }
+    assert half.total == pytest.approx(-0.5 * 3 / 6)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +118,71 @@ def test_a_function_may_lie_in_a_file(tmp_path: Path):
     assert score(config, make_input()).total == 10
     with pytest.raises(ConfigError, match=r"json\.py' has no 'lengthy'. Did you mean 'length'\?"):
         RewardFunctions(RewardConfig(f"{tmp_path}/json.py:lengthy"))
+
+
+# --- answers that are compared ---------------------------------------------------------------------------------------
+def score_group(config: RewardConfig, *responses: str) -> list[Reward]:
+    async def session() -> list[Reward]:
+        pool = RewardPool(config)
+        try:
+            return await pool.score_group([make_input(response) for response in responses])
+        finally:
+            pool.close()
+
+    return asyncio.run(session())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_answers_are_ranked_by_the_part_of_a_function_that_is_measured_only(num_workers: int):
+    config = several(
+        {"function": "position_match", "weight": 0, "name": "score"},
+        {"function": "exact_match", "weight": 2},
+        {"function": "rank", "weight": 10, "arguments": {"by": "score"}},
+        num_workers=num_workers,
+    )
+    best, tied, also, worst = score_group(config, "31284", "31000", "31200"[:2] + "000", "x")
+    assert best.parts["score"] == 1.0
+    assert (best.total, best.is_correct, best.parts["rank"]) == (12.0, True, 10.0)
+    assert tied.total == also.total == pytest.approx(10 * 1.5 / 3)
+    assert (worst.total, worst.parts["score"] < tied.parts["score"], worst.is_correct) == (0.0, True, False)
+
+
+def test_an_answer_without_a_reward_of_its_own_is_not_compared():
+    config = several({"function": f"{SAMPLES}:by_response", "name": "score"}, {"function": "rank"}, num_workers=0)
+    first, failed, last = score_group(config, "", "raise x", "")
+    assert (failed.status, failed.detail) == ("error", "score: ValueError: no good: x")
+    assert first == last == Reward(total=1.0, parts={"score": 0.5, "rank": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("functions", "responses", "words"),
+    [
+        (["exact_match", "rank"], ["a"], "rank: ValueError: rank must have at least two answers"),
+        (
+            [f"{SAMPLES}:too_few"],
+            ["a", "b"],
+            "too_few: ValueError: it must return one value for each of 2 answers, got 1",
+        ),
+        ([f"{SAMPLES}:first_only"], ["a", "b"], ""),
+    ],
+)
+def test_an_answer_that_cannot_be_compared_is_an_error_and_no_zero(
+    functions: list[str], responses: list[str], words: str
+):
+    config = several(*({"function": function} for function in functions), num_workers=0)
+    rewards = score_group(config, *responses)
+    if words:
+        assert [(reward.status, words in reward.detail) for reward in rewards] == [("error", True)] * len(responses)
+    else:
+        assert [(reward.status, reward.total) for reward in rewards] == [("ok", 1.0), ("error", 0.0)]
+
+
+def test_an_answer_by_itself_is_scored_by_the_functions_that_do_not_compare():
+    both = several({"function": "exact_match"}, {"function": "rank"})
+    assert score(both, make_input()) == Reward(total=1.0, parts={"exact_match": 1.0}, is_correct=True)
+    alone = score(several({"function": f"{SAMPLES}:first_only"}), make_input())
+    assert alone.status == "error"
+    assert "must have a function that scores it alone" in alone.detail
 
 
 # --- forms of other libraries ----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.judge import bradley_terry
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 
@@ -36,6 +37,9 @@ class _Judge(BaseHTTPRequestHandler):
         time.sleep(0.2)
         _Judge.now -= 1
         answer = body["messages"][-1]["content"].rpartition("ANSWER ")[2]
+        if answer.startswith("PAIR "):
+            first, second = map(float, answer.split()[1:])
+            answer = f"Not verdict: tie, but Verdict: **{'A' if first > second else 'B' if second > first else 'tie'}**"
         self.send_response(500 if answer == "crash" else 200)
         self.end_headers()
         message: Any = {"choices": [{"message": {"content": answer}}]}
@@ -110,12 +114,81 @@ def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: s
     assert words in reward.detail
 
 
-def test_a_dead_judge_is_an_error_and_no_zero():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}/v1"
-    rewards = judge(address, [make_input("score: 1")] * 3)
-    assert [reward.status for reward in rewards] == ["error"] * 3
-    assert "RuntimeError: the judge at http://127.0.0.1:" in rewards[0].detail
+# --- pairs -----------------------------------------------------------------------------------------------------------
+def compare(
+    address: str, answers: list[str], *, template: str = "ANSWER PAIR {a} {b}", **arguments: Any
+) -> list[Reward]:
+    arguments = {"address": address, "model": "m", "template": template, **arguments}
+
+    async def session() -> list[Reward]:
+        pool = RewardPool(RewardConfig("pairwise_judge", arguments=arguments, num_workers=0))
+        return await pool.score_group([make_input(answer) for answer in answers])
+
+    return asyncio.run(session())
+
+
+def test_every_pair_is_judged_in_both_orders_and_an_answer_gets_the_share_that_it_wins(address: str):
+    rewards = compare(address, ["1", "3", "2", "3"])
+    assert [reward.total for reward in rewards] == pytest.approx([0, 2.5 / 3, 1 / 3, 2.5 / 3])
+    assert len(_Judge.seen) == 4 * 3
+    assert rewards[0].parts == {"pairs": 3}
+
+
+def test_a_judge_that_prefers_the_first_place_gives_all_the_same(address: str):
+    assert [reward.total for reward in compare(address, ["1", "2", "3"], template="{a}{b}ANSWER Verdict: A")] == [
+        0.5
+    ] * 3
+
+
+def test_with_fewer_opponents_bradley_terry_weighs_who_was_beaten(address: str):
+    # Round a ring: 4 beats 1 and 3, which beats 2, which beats 1. By wins alone 3 and 2 are equal.
+    rewards = compare(address, ["4", "3", "2", "1"], opponents=1, method="bradley_terry")
+    assert [reward.parts["pairs"] for reward in rewards] == [2] * 4
+    totals = [reward.total for reward in rewards]
+    assert totals == sorted(totals, reverse=True)
+    assert totals[1] > totals[2]
+    # Two answers, one win: p = 1.5 / (1/(p + 1) + 1/(p + q)), q = 0.5 / (1/(q + 1) + 1/(p + q)), solved by p = 1 / q.
+    p, q = (chance / (1 - chance) for chance in bradley_terry([[0.0, 1.0], [0.0, 0.0]]))
+    assert p * q == pytest.approx(1)
+    assert p * (1 / (p + 1) + 1 / (p + q)) == pytest.approx(1.5)
+
+
+def test_a_pair_without_both_verdicts_is_left_out_and_an_answer_without_a_pair_is_an_error(address: str):
+    rewards = compare(address, ["1", "2", "odd"])
+    assert [(reward.status, reward.total) for reward in rewards] == [("ok", 0.0), ("ok", 1.0), ("error", 0.0)]
+    assert rewards[2].detail.startswith("pairwise_judge: every comparison failed, as with the judge")
+
+
+@pytest.mark.parametrize("function", ["judge", "pairwise_judge"])
+def test_a_dead_judge_is_masked_and_named_and_recovers(function: str):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        place = held.getsockname()[:2]
+    template = "{response}ANSWER score: 1" if function == "judge" else "ANSWER PAIR {a} {b}"
+    arguments = {"address": f"http://{place[0]}:{place[1]}/v1", "model": "m", "template": template}
+    samples = [make_input("1"), make_input("2")]
+
+    async def session() -> tuple[list[Reward], list[Reward]]:
+        pool = RewardPool(RewardConfig(function, arguments=arguments, num_workers=1, timeout_s=20))
+
+        async def scored() -> list[Reward]:
+            if pool.compares(""):
+                return await pool.score_group(samples)
+            return await asyncio.gather(*map(pool.score, samples))
+
+        try:
+            dead = await scored()
+            with _Server(place, _Judge) as server:
+                threading.Thread(target=server.serve_forever, daemon=True).start()
+                alive = await scored()
+                server.shutdown()
+            return dead, alive
+        finally:
+            pool.close()
+
+    dead, alive = asyncio.run(session())
+    named = f"RuntimeError: the judge at http://{place[0]}:{place[1]}/v1/chat/completions must answer"
+    assert [(reward.status, named in reward.detail) for reward in dead] == [("error", True)] * 2
+    assert [reward.total for reward in alive] == ([1.0, 1.0] if function == "judge" else [0.0, 1.0])
 
 
 @pytest.mark.parametrize(
