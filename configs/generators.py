@@ -56,8 +56,9 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """KV cache of running requests at a weight update. `keep`: they continue on it. `recompute`: a prefill of all
     running requests, after which every token is what its version alone would have sampled."""
-    enable_prefix_caching: bool = False
-    """Compute equal beginnings of prompts once; cached prefixes of one version are never used for another."""
+    enable_prefix_caching: bool | None = None
+    """Compute equal beginnings of prompts once; cached prefixes of one version are never used for another. null = where
+    an agent may have several turns, each of which begins with those before."""
     start_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
     """Longest start of the engine, seconds."""
     stall_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
@@ -249,6 +250,13 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
         return {tool if isinstance(tool, str) else tool.executed for tool in self.tools}
 
 
+class ReactAgentConfig(ToolsAgentConfig, tag="react", kw_only=True):
+    """As `tools`, in the form of ReAct: thoughts, `Action:` and `Action Input:`, then `Observation:`, as plain text."""
+
+    format: str = "react"
+    """Form of a call in the model's text, as of the agent `tools`."""
+
+
 class InteractionConfig(Config):
     """A simulated user.
 
@@ -330,7 +338,14 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
         return {with_arguments(self.function, self.arguments)}
 
 
-AgentKind = SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig | InteractionAgentConfig | CustomAgentConfig
+AgentKind = (
+    SingleTurnConfig
+    | ToolsAgentConfig
+    | ReactAgentConfig
+    | SearchAgentConfig
+    | InteractionAgentConfig
+    | CustomAgentConfig
+)
 
 
 class GeneratorsConfig(Config):

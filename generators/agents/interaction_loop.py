@@ -44,13 +44,13 @@ class InteractionLoop(ToolLoop):
                 f"{', '.join(self._users)}: add it, or change interaction_kwargs.name"
             )
         user = self._users[name]
-        found = await call_either(user.start_interaction, episode.id, **given)
+        found = await call_either(partial(user.start_interaction, episode.id, **given))
         own_id = found if isinstance(found, str) else episode.id
         try:
             await self.converse(episode, partial(_answer, user, own_id, given))
         finally:
             async with asyncio.timeout(_END_S):
-                await call_either(user.finalize_interaction, own_id, **given)
+                await call_either(partial(user.finalize_interaction, own_id, **given))
         _pay(episode, 0.0)
 
 
@@ -58,7 +58,7 @@ async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episod
     """Have the user answer and score the last turn; None if the conversation is over."""
     prompt = episode.prompt.prompt
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    found = await call_either(user.generate_response, own_id, [*asked, *episode.messages], **given)
+    found = await call_either(partial(user.generate_response, own_id, [*asked, *episode.messages], **given))
     match found:
         case (bool() as is_over, str() as text, bool() | int() | float() as score, dict() as info):
             _pay(episode, float(score))

@@ -1,4 +1,4 @@
-"""Built-in tools: arithmetic, code in a sandbox, and the table of all."""
+"""Built-in tools: arithmetic, and code in a sandbox."""
 
 import ast
 import operator
@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox, SandboxError
-from slipstream.generators.tools.search import Search
 
 
 class ToolError(Exception):
@@ -96,7 +95,3 @@ class Python:
         if found.status == "error":
             raise ToolError(found.stderr.strip().rpartition("\n")[2] or f"exit code {found.exit_code}")
         return found.stdout.strip() or "(nothing was printed)"
-
-
-BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": Python, "search": Search}
-"""Tools that a config names without a module."""

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.configs.base import ConfigError
+from slipstream.generators.tools.built_in import ToolError
 
 
 class Passage(NamedTuple):
@@ -173,7 +174,7 @@ class RemoteIndex:
         self._client: httpx.AsyncClient | None = None
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Return the best passages. Raises RuntimeError if the service is not there or fails."""
+        """Return the best passages. Raises ToolError if the service is not there or fails."""
         if self._client is None:
             # Made here, where the loop runs that it belongs to. The tool limits calls, in number and time.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
@@ -184,7 +185,7 @@ class RemoteIndex:
             found = (item.get("document", item)["contents"] for item in answer.json()["result"][0])
             return [Passage(*contents.partition("\n")[::2]) for contents in found][:topk]
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise RuntimeError(
+            raise ToolError(
                 f"the search at {self._address} must answer in the form of Search-R1's server, got "
                 f"{type(error).__name__}: {error}"
             ) from error

@@ -9,50 +9,68 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
+import structlog
 from transformers.utils import get_json_schema
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import ToolConfig
-from slipstream.generators.tools.built_in import BUILT_IN, ToolError
+from slipstream.generators.tools.built_in import Python, ToolError, calculator
+from slipstream.generators.tools.http_tool import HttpTool
+from slipstream.generators.tools.search import Search
 from slipstream.runtime.import_path import find_function
 
 _CLOSE_S = 5.0
+_MOST_THREADS = 2
+"""Most threads of a tool, in multiples of its `max_concurrency`: nothing ends a call that does not return."""
+log = structlog.get_logger(__name__)
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "calculator": calculator,
+    "python": Python,
+    "search": Search,
+    "http": HttpTool,
+}
+"""Tools that a config names without a module, beside `mcp`, which stands for all tools of a server."""
 
 
 class Tool:
     """A tool as it is configured, shared by all answers of a generator."""
 
-    def __init__(self, config: ToolConfig, *, setting: str) -> None:
-        """Import the function. Raises ConfigError."""
+    def __init__(self, config: ToolConfig, *, setting: str, shared: Any = None) -> None:
+        """Import the function, unless `shared` is there, which has a schema. Raises ConfigError."""
         self._config = config
-        self._function = BUILT_IN.get(config.function) or find_function(config.function, setting=setting)
-        # Classes get their arguments at creation, and the model calls their instances.
-        self._is_class = inspect.isclass(self._function)
-        called = _called(self._function, setting=setting) if self._is_class else self._function
-        try:
-            inspect.signature(self._function).bind_partial(**config.arguments)
-        except TypeError as error:
-            raise ConfigError(
-                f"{setting}.arguments must fit {config.function!r}, got {config.arguments}: {error}."
-            ) from error
-        if self._is_class and config.function in BUILT_IN:
-            # What it needs must be there at the start, not at the first call.
-            self._function(**config.arguments)
-        self.name = config.name or (config.function if config.function in BUILT_IN else self._function.__name__)
-        self.schema = _schema(called, name=self.name, bound=() if self._is_class else config.arguments, setting=setting)
+        self._is_built_in = shared is not None or config.function in BUILT_IN
         self._slots = asyncio.Semaphore(config.max_concurrency)
+        function = shared or BUILT_IN.get(config.function) or find_function(config.function, setting=setting)
+        # Classes get their arguments at creation, and the model calls their instances; one of ours serves all answers,
+        # and what it needs must be there at the start.
+        is_class, called = inspect.isclass(function), function
+        if is_class:
+            called = _called(function, setting=setting)
+        if shared is None:
+            check_arguments(function, config, setting=setting)
+            if is_class and self._is_built_in:
+                shared = function(**config.arguments)
+        self._shared = shared or (None if is_class else partial(function, **config.arguments))
+        self._class = function
+        self.name = config.name or (config.function if self._is_built_in else function.__name__)
+        self.schema: dict[str, Any]
+        if described := getattr(shared, "schema", None):
+            self.schema = {"type": "function", "function": {"name": self.name, **described}}
+        else:
+            self.schema = _schema(called, name=self.name, bound=() if is_class else config.arguments, setting=setting)
 
     def open(self, arguments: dict[str, Any]) -> "OpenTool":
         """The tool of one answer; `arguments` come from its row and precede the configured ones.
 
         Raises ToolError for those of a built-in tool: a row must not choose an address.
         """
-        if arguments and self._config.function in BUILT_IN:
+        if arguments and self._is_built_in:
             raise ToolError(f"{self.name} takes its arguments from the settings alone, got {arguments} from the row")
-        if not self._is_class:
-            return OpenTool(self.name, partial(self._function, **self._config.arguments), self._config, self._slots)
-        instance = self._function(**(self._config.arguments | arguments))
-        return OpenTool(self.name, instance, self._config, self._slots)
+        called = self._shared or self._class(**(self._config.arguments | arguments))
+        return OpenTool(self.name, called, self._config, self._slots)
 
 
 class OpenTool:
@@ -64,17 +82,24 @@ class OpenTool:
         self._config = config
         self._slots = slots
         self._num_calls = 0
+        self._thread = f"tool {name}"
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Return the result as text. Raises ToolError, within the tool's time limit."""
         self._num_calls += 1
         if self._config.max_calls is not None and self._num_calls > self._config.max_calls:
             raise ToolError(f"{self._name} may be called {self._config.max_calls} times, this is one more")
+        if isinstance(self._function, partial) and (bound := set(arguments) & set(self._function.keywords)):
+            raise ToolError(f"{self._name} has no parameter {', '.join(sorted(bound))}")
         async with self._slots:
+            if _count_threads(self._thread) >= _MOST_THREADS * self._config.max_concurrency:
+                raise ToolError(f"{self._name} takes no more calls: too many of those before have not returned")
             try:
                 async with asyncio.timeout(self._config.timeout_s):
-                    result = await call_either(self._function, **arguments)
+                    result = await call_either(partial(self._function, **arguments), thread=self._thread)
             except TimeoutError as error:
+                if threads := _count_threads(self._thread):
+                    log.warning("tool_still_runs", tool=self._name, threads=threads)
                 raise ToolError(f"{self._name} must answer within {self._config.timeout_s:g} s, it did not") from error
             except ToolError:
                 raise
@@ -91,15 +116,21 @@ class OpenTool:
                     await call_either(close)
 
 
-async def call_either(function: Callable[..., Any], *values: Any, **arguments: Any) -> Any:
-    """Call a function of the user's, a coroutine function or another one."""
-    called = function.func if isinstance(function, partial) else function
+async def call_either(function: Callable[[], Any], *, thread: str = "user") -> Any:
+    """Call a function of the user's, a coroutine function, or another one in a thread of this name."""
+    called: Any = function
+    while isinstance(called, partial):
+        called = called.func
     if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__):
-        return await function(*values, **arguments)
-    return await _in_thread(partial(function, *values, **arguments))
+        return await function()
+    return await _in_thread(function, name=thread)
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
+def _count_threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+async def _in_thread(function: Callable[[], Any], *, name: str) -> Any:
     """Call a function that may wait, without holding up the engine and the other answers.
 
     A thread of its own, not of a pool: one that never returns must not keep others waiting, nor the process from
@@ -128,22 +159,53 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve, result, failure)
 
-    threading.Thread(target=call, name="tool", daemon=True).start()
+    threading.Thread(target=call, name=name, daemon=True).start()
     return await answer
 
 
 def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:
-    """Import the tools. Raises ConfigError for one that cannot be imported, and for two of one name."""
-    tools = [
-        Tool(ToolConfig(function=config) if isinstance(config, str) else config, setting=f"{setting}.tools[{number}]")
-        for number, config in enumerate(configs)
-    ]
+    """Import the tools, and start the servers that have some.
+
+    Raises ConfigError for one that cannot be imported or started, and for two of one name.
+    """
+    tools: list[Tool] = []
+    for number, each in enumerate(configs):
+        config, key = ToolConfig(function=each) if isinstance(each, str) else each, f"{setting}.tools[{number}]"
+        tools += _tools_of_a_server(config, setting=key) if config.function == "mcp" else [Tool(config, setting=key)]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(
             f"{setting}.tools must have different names, got {', '.join(twice)} more than once: set `name`."
         )
     return tools
+
+
+def _tools_of_a_server(config: ToolConfig, *, setting: str) -> list[Tool]:
+    # Only now: the import takes a second.
+    try:
+        from slipstream.generators.tools.mcp_server import McpServer
+    except ImportError as error:
+        raise ConfigError(f"{setting} needs MCP's package: pip install 'mcp>=2,<3' ({error}).") from error
+
+    check_arguments(McpServer, config, setting=setting)
+    prefix = f"{config.name}_" if config.name else ""
+    return [
+        Tool(msgspec.structs.replace(config, name=prefix + tool.name), setting=setting, shared=tool)
+        for tool in McpServer(**config.arguments).tools
+    ]
+
+
+def check_arguments(function: Callable[..., Any], config: ToolConfig, *, setting: str) -> None:
+    """Raise ConfigError unless the function takes the configured arguments."""
+    try:
+        signature = inspect.signature(function)
+        # Functions get the others from the model, classes of the user's from the row.
+        is_whole = inspect.isclass(function) and ":" not in config.function
+        (signature.bind if is_whole else signature.bind_partial)(**config.arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting}.arguments must fit {config.function!r}, got {', '.join(config.arguments) or 'none'}: {error}."
+        ) from error
 
 
 def _called(cls: Any, *, setting: str) -> Callable[..., Any]:

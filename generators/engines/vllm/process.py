@@ -43,7 +43,8 @@ def engine_arguments(
         distributed_executor_backend="uni" if engine.tensor_parallel_size == 1 else "mp",
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager,
-        enable_prefix_caching=engine.enable_prefix_caching,
+        # Answers of one turn share only their prompt, and long ones of many turns everything before the next.
+        enable_prefix_caching=reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching,
         # On a CPU a seeded request whose prompt is prefilled in chunks kills vLLM's engine process: vLLM rewinds the
         # request's random generator after each chunk but the last, which torch does not support for CPU generators.
         enable_chunked_prefill=False if current_platform.is_cpu() else None,

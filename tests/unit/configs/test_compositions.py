@@ -22,6 +22,7 @@ NEEDED = {
     "algorithm/policy_loss=sppo": ["recipe=sppo"],
     "generators/agent=tools": ["generators.agent.tools=[calculator]"],
     "generators/agent=search": ["generators.agent.index=data/index"],
+    "generators/agent=react": ["generators.agent.tools=[calculator]"],
     "generators/agent=interaction": ["generators.agent.interactions=[my_users:Teacher]"],
     "generators/agent=custom": ["generators.agent.function=my_module:my_agent"],
     "model": ["experiment=gsm8k_1gpu", "model.max_length=2048"],

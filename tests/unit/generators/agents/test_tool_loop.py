@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+import structlog
 
 from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import VersionSpan
@@ -115,6 +116,22 @@ def test_python_runs_in_the_sandbox():
     ]
 
 
+def test_calls_that_never_return_are_counted_named_and_bounded():
+    stuck = {"function": f"{HERE}:stuck", "name": "mine", "timeout_s": 0.05, "max_concurrency": 2}
+    texts = [call("mine", "{}") * 2] * 3 + ["so"]
+    with structlog.testing.capture_logs() as logged:
+        shown = observed(texts, {"tools": [stuck]}, max_tokens=2000, max_length=8000)
+    assert shown.count("error: mine must answer within 0.05 s, it did not") == 4
+    assert shown.count("error: mine takes no more calls: too many of those before have not returned") == 2
+    assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
+
+
+def test_the_model_does_not_reach_what_the_settings_bind():
+    weather = {"function": f"{HERE}:weather", "arguments": {"unit": "F"}}
+    shown = observed([call("weather", '{"city": "Bonn", "unit": "C"}'), "so"], {"tools": [weather]})
+    assert "error: weather has no parameter unit" in shown
+
+
 def test_a_long_result_loses_its_middle():
     agent = {"tools": ["calculator"], "max_result_characters": 10}
     shown = observed([call("calculator", '{"expression": "10 ** 40"}'), "so"], agent)
@@ -168,7 +185,7 @@ def test_react_needs_no_template():
     texts = ["I calculate.\nAction: calculator\nAction Input: 12 + 30\nObservation:", "Answer: 42"]
     seen = []
     trajectory = play(
-        {"kind": "tools", "tools": ["calculator"], "format": "react"},
+        {"kind": "react", "tools": ["calculator"]},
         texts,
         prompt=make_prompt("what is 12 + 30?\n"),
         inspect=lambda engine, _: seen.append(engine),

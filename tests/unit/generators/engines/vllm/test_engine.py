@@ -7,6 +7,7 @@ import pytest
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.generators import VllmEngineConfig
 from slipstream.generators.engines.vllm.engine import VllmEngine
+from slipstream.generators.engines.vllm.process import engine_arguments
 from slipstream.generators.errors import EngineError
 
 
@@ -33,3 +34,12 @@ def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeyp
             await engine._call(never(), timeout_s=0.5)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reads_text", "is_on"), [(None, True, True), (None, False, False), (False, True, False)]
+)
+def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool | None, reads_text: bool, is_on: bool):
+    config = VllmEngineConfig(enable_prefix_caching=chosen)
+    arguments = engine_arguments(ModelConfig(path="none"), config, seed=0, max_positions=64, reads_text=reads_text)
+    assert arguments.enable_prefix_caching is is_on

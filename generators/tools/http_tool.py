@@ -1,0 +1,117 @@
+"""HttpTool: an address as a tool, and the values that settings take from the environment."""
+
+import asyncio
+import os
+import re
+from string import Template
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import httpx
+
+from slipstream.configs.base import ConfigError
+from slipstream.generators.tools.built_in import ToolError
+
+_PLACE = re.compile(r"\{(\w+)\}")
+_PASSING = (429, 502, 503, 504)
+"""Statuses of a server that may answer the next time."""
+_REPEATABLE = ("GET", "HEAD", "PUT", "DELETE")
+_FIRST_PAUSE_S = 0.2
+_MAX_SHOWN = 200
+
+
+def from_environment(values: dict[str, str], *, found_in: str) -> dict[str, str]:
+    """Replace $NAME in values by the environment variable, so that no settings hold a secret. Raises ConfigError."""
+    try:
+        return {key: Template(value).substitute(os.environ) for key, value in values.items()}
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{found_in} may have $NAME for a variable of the generator's environment, which must be set, and $$ for a "
+            f"dollar sign: {type(error).__name__}: {error}."
+        ) from None
+
+
+class HttpTool:
+    """A tool that sends its arguments to an address and reads the answer as text. Redirections are not followed."""
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        description: str,
+        method: str = "GET",
+        parameters: dict[str, dict[str, Any]] | None = None,
+        required: list[str] | None = None,
+        headers: dict[str, str] | None = None,
+        retries: int = 1,
+        max_bytes: int = 2**16,
+    ) -> None:
+        """`url`: may have {name} for parameters in its path or query. `parameters`: JSON schema of each; those that are
+        not in the address are sent as its query, or as a JSON record with POST, PUT and PATCH. `required`: by default
+        all. `headers`: may have $NAME for environment variables. Raises ConfigError.
+        """
+        self._url, self._method = url, method.upper()
+        self._parameters = parameters or {}
+        self._required = list(self._parameters) if required is None else required
+        parts = urlsplit(url)
+        in_url = set(_PLACE.findall(url))
+        if parts.scheme not in ("http", "https") or not parts.netloc or "{" in parts.netloc or "@" in parts.netloc:
+            raise ConfigError(f"an http tool must have a url http(s)://host/..., without user and {{}}, got {url!r}.")
+        if missing := (in_url | set(self._required)) - set(self._parameters) | (in_url - set(self._required)):
+            raise ConfigError(
+                f"an http tool must describe all required parameters, and those in its url are, got {url!r} without "
+                f"{', '.join(sorted(missing))}."
+            )
+        self._headers = from_environment(headers or {}, found_in="headers of an http tool")
+        self._retries, self._max_bytes = retries, max_bytes
+        self._client: httpx.AsyncClient | None = None
+        shape = {"type": "object", "properties": self._parameters, "required": self._required}
+        self.schema = {"description": description, "parameters": shape}
+
+    async def __call__(self, **arguments: Any) -> str:
+        """Send a request. Raises ToolError if it fails."""
+        if unknown := set(arguments) - set(self._parameters):
+            raise ToolError(f"there is no parameter {', '.join(sorted(unknown))}, only {list(self._parameters)}")
+        if missing := [name for name in self._required if name not in arguments]:
+            raise ToolError(f"the parameter {missing[0]} is required")
+        if self._client is None:
+            # Made here, where the loop runs that it belongs to. The tool limits calls, in number and time.
+            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        for number in range(self._retries + 1):
+            is_last = number == self._retries or self._method not in _REPEATABLE
+            try:
+                return await self._send(self._client, arguments)
+            except httpx.HTTPStatusError as error:
+                if is_last or error.response.status_code not in _PASSING:
+                    text = error.response.text[:_MAX_SHOWN].strip()
+                    raise ToolError(f"the server answered {error.response.status_code}: {text}") from None
+            except httpx.HTTPError as error:
+                if is_last:
+                    raise ToolError(f"the server did not answer: {type(error).__name__}: {error}") from None
+            await asyncio.sleep(_FIRST_PAUSE_S * 2**number)
+        raise AssertionError("the last try returns or raises")
+
+    async def _send(self, client: httpx.AsyncClient, arguments: dict[str, Any]) -> str:
+        rest = dict(arguments)
+        url = _PLACE.sub(lambda found: _quoted(rest.pop(found.group(1), "")), self._url)
+        has_body = self._method in ("POST", "PUT", "PATCH")
+        given: dict[str, Any] = {"json": rest} if has_body else {"params": rest} if rest else {}
+        async with client.stream(self._method, url, headers=self._headers, **given) as answer:
+            body = bytearray()
+            async for data in answer.aiter_bytes():
+                body += data
+                if len(body) > self._max_bytes:
+                    raise ToolError(f"the server must answer with at most {self._max_bytes} bytes, it sent more")
+            text = body.decode(answer.encoding or "utf-8", errors="replace")
+            if not answer.is_success:
+                shown = httpx.Response(answer.status_code, text=text, request=answer.request)
+                raise httpx.HTTPStatusError("", request=answer.request, response=shown)
+            return text
+
+
+def _quoted(value: Any) -> str:
+    """A part of an address: no value leads to another path."""
+    text = str(value)
+    if text in (".", "..", ""):
+        raise ToolError(f"a parameter in the address must be a name, got {text!r}")
+    return quote(text, safe="")
