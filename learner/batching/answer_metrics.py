@@ -44,7 +44,7 @@ def _describe(answers: Sequence[Trajectory]) -> dict[str, float]:
     found = {
         "trajectories": float(len(answers)),
         "failed_fraction": 1 - len(rewards) / len(answers),
-        "length_mean": _mean(np.count_nonzero(answer.model_mask) for answer in answers),
+        "length_mean": _mean(int(np.count_nonzero(answer.model_mask)) for answer in answers),
         "turns_mean": _mean(answer.num_turns for answer in answers),
     }
     if rewards:

@@ -130,6 +130,11 @@ def test_a_failed_reward_leaves_the_loss_and_the_baseline():
     assert result.metrics["learner/reward_mean"] == 3.0
 
 
+def test_metrics_are_plain_numbers_which_the_store_can_hold():
+    metrics = built([[fresh(0, reward=4.0), fresh(1, reward=2.0)]]).metrics
+    assert {type(value) for value in metrics.values()} == {float}
+
+
 def test_stale_tokens_leave_the_loss_and_stay_in_the_baseline():
     old = fresh(0, reward=4.0, version_spans=[VersionSpan(4, 2), VersionSpan(6, 3)])
     result = built([[old, fresh(1, reward=2.0)]])
