@@ -144,7 +144,8 @@ class SftConfig(Config):
     """Supervised fine-tuning, `mode=sft`.
 
     A Parquet file has one of three forms, tried in this order: `token_ids` with `model_mask`; `messages`, through the
-    tokenizer's chat template; `prompt` (text or messages) with `response` (text).
+    tokenizer's chat template; `prompt` (text or messages) with `response` (text). One of pairs has `prompt`, `chosen`
+    and `rejected`.
     """
 
     train_path: str = ""
@@ -165,3 +166,6 @@ class SftConfig(Config):
     """Steps between two measurements of the held-out loss; 0 = only before and after training."""
     heldout_rows: Annotated[int, Meta(ge=1)] | None = None
     """Number of first rows of the held-out file that are measured; null = all."""
+    objective: Literal["demonstrations", "pairs"] = "demonstrations"
+    """`demonstrations`: the policy learns to write the responses. `pairs`: a reward model learns to score the chosen
+    answer above the rejected one."""

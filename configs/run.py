@@ -60,6 +60,11 @@ class RunConfig(Config):
         return self.mode in ("serial", "replay")
 
     @property
+    def trains_reward_model(self) -> bool:
+        """Whether the trained model scores answers instead of writing them."""
+        return self.mode == "sft" and self.sft.objective == "pairs"
+
+    @property
     def mixed_groups_per_step(self) -> int:
         """Groups of a step that come from the archive of another run."""
         mix = self.buffer.mix

@@ -53,7 +53,12 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     """Load the model and build engine and trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
     # First, because a user's function that is not there must be reported before anything is waited for.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
-    policy = load_policy(run.model, device=device, gradient_checkpointing=_recomputes_activations(run))
+    policy = load_policy(
+        run.model,
+        device=device,
+        gradient_checkpointing=_recomputes_activations(run),
+        is_reward_model=run.trains_reward_model,
+    )
     # Each model is probed before an engine shards it, when ranks need not compute together.
     chooser = LayoutChooser(run, policy, ranks=ranks, device=device)
     engine = _build_engine(

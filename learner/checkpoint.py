@@ -303,7 +303,8 @@ class Checkpoints:
 
     def _read_policy(self, folder: Path) -> Policy:
         config = msgspec.structs.replace(self._run.model, path=str(folder))
-        return load_policy(config, device=self._trainer.engine.device)
+        is_reward_model = self._run.trains_reward_model
+        return load_policy(config, device=self._trainer.engine.device, is_reward_model=is_reward_model)
 
 
 def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) -> None:

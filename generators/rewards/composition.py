@@ -32,9 +32,10 @@ BUILT_IN = {
     "judge": f"{_FOLDER}.judge:Judge",
     "pairwise_judge": f"{_FOLDER}.judge:PairwiseJudge",
     "rank": f"{_FOLDER}.functions:rank",
+    "reward_model": f"{_FOLDER}.reward_model:RewardModel",
 }
 """Short name -> import path of the functions that come with Slipstream."""
-REACHING_OUT = {"code", "judge", "pairwise_judge"}
+REACHING_OUT = {"code", "judge", "pairwise_judge", "reward_model"}
 """Those that run what a model wrote, or talk to an address: only a generator's own settings may name them."""
 
 
@@ -219,14 +220,15 @@ class RewardFunctions:
             parts |= {f"{config.part}/{name}": number for name, number in reward.parts.items()}
         deciding = [reward for config, reward in known if config.decides]
         if own is not None and (own_decides or not deciding):
-            deciding.append(own)
+            deciding.insert(0, own)
+        deciding = deciding or [known[0][1]]
         turns = [[config.weight * share for share in reward.turns] for config, reward in known]
         turns += [] if own is None else [own.turns]
         return checked(
             Reward(
                 total=sum(config.weight * reward.total for config, reward in known) + (own.total if own else 0.0),
                 parts=parts,
-                is_correct=all(reward.is_correct for reward in deciding or [known[0][1]]),
+                is_correct=all(reward.is_correct for reward in deciding),
                 turns=[sum(shares) for shares in zip_longest(*turns, fillvalue=0.0)],
                 detail=deciding[0].detail,
             )

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoTokenizer
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.run import RunConfig
-from slipstream.learner.sft.demonstration import Demonstration, Piece, chat_pieces, tokenize
+from slipstream.learner.sft.demonstration import Demonstration, Pair, Piece, chat_pieces, tokenize
+from slipstream.runtime.answer_tokens import answer_token_ids
 from slipstream.runtime.model_files import read_chat_template
 
 _ROWS_AT_ONCE = 1024
@@ -28,8 +29,8 @@ Row = dict[str, Any]
 class SftFile:
     """Content of a file. Every rank reads it and gets the same."""
 
-    demonstrations: list[Demonstration] = field(default_factory=list)
-    """In the order of the file."""
+    demonstrations: list[Any] = field(default_factory=list)
+    """Demonstrations, or pairs, in the order of the file."""
     num_empty: int = 0
     """Skipped rows with nothing to learn."""
     num_too_long: int = 0
@@ -64,7 +65,7 @@ def _read(path: Path, *, run: RunConfig, max_rows: int | None) -> SftFile:
     return file
 
 
-def _add(demonstration: Demonstration | None, *, file: SftFile, run: RunConfig, vocab_size: int) -> None:
+def _add(demonstration: Demonstration | Pair | None, *, file: SftFile, run: RunConfig, vocab_size: int) -> None:
     max_length, is_strict = run.model.max_length, run.sft.unfit == "refuse"
     skip = "drop the row, or leave such rows out with sft.unfit=skip."
     if demonstration is None or not len(demonstration.trained):
@@ -115,13 +116,15 @@ def _rows(file: pq.ParquetFile, *, columns: list[str]) -> Iterator[Row]:
 class _Form(NamedTuple):
     columns: list[str]
     """Columns read from the file."""
-    read: Callable[[Row], Demonstration | None]
+    read: Callable[[Row], Demonstration | Pair | None]
     """None when the row has nothing to learn. Raises ConfigError."""
 
 
 def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     """The first form whose columns the file has. Raises ConfigError."""
     prompt, response = run.sft.prompt, run.sft.response
+    if run.sft.objective == "pairs":
+        return _find_pairs(schema, run=run)
     # Also the columns of a run's archive and of exported trajectories. These need no tokenizer.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
@@ -139,6 +142,28 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     _check_type(schema, response, _is_text, "text")
     tokenizer = _load_tokenizer(run, is_chat=_is_chat(_type(schema, prompt)))
     return _Form([prompt, response], partial(_from_response, tokenizer=tokenizer, prompt=prompt, response=response))
+
+
+def _find_pairs(schema: pa.Schema, *, run: RunConfig) -> _Form:
+    prompt = run.sft.prompt
+    has_prompt = _type(schema, prompt) is not None
+    columns = [*([prompt] if has_prompt else []), "chosen", "rejected"]
+    for column in columns:
+        _check_type(schema, column, lambda kind: _is_text(kind) or _is_chat(kind), "text or lists of messages")
+    is_chat = not has_prompt or any(_is_chat(_type(schema, column)) for column in columns)
+    tokenizer = _load_tokenizer(run, is_chat=is_chat)
+    return _Form(
+        [column.split(".")[0] for column in columns],
+        partial(_from_pair, tokenizer=tokenizer, prompt=prompt if has_prompt else ""),
+    )
+
+
+def _from_pair(row: Row, *, tokenizer: Any, prompt: str) -> Pair | None:
+    question = (_value(row, prompt) or "") if prompt else []
+    if not row["chosen"] or not row["rejected"]:
+        return None
+    sides = [answer_token_ids(tokenizer, question, row[side]) for side in ("chosen", "rejected")]
+    return Pair(*(np.array(side, dtype=np.int32) for side in sides))
 
 
 def _from_tokens(row: Row) -> Demonstration:

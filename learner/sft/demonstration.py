@@ -31,6 +31,32 @@ class Demonstration:
         return np.flatnonzero(self.model_mask[1:]) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt, each with the prompt; a reward model learns to score the chosen one higher.
+
+    Example: Pair(chosen=[4, 8, 2, 9, 2, 8, 4, 1], rejected=[4, 8, 2, 9, 2, 2, 4, 1]); int32[T]
+    """
+
+    chosen: np.ndarray
+    rejected: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the longer one."""
+        return max(len(self.chosen), len(self.rejected))
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Tokens of both."""
+        return np.concatenate([self.chosen, self.rejected])
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Index of the last token of each, which is scored."""
+        return np.array([len(self.chosen) - 1, len(self.rejected) - 1])
+
+
 class Piece(NamedTuple):
     """Text that is tokenised by itself. Example: Piece("31284", is_model=True)."""
 

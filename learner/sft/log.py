@@ -14,18 +14,18 @@ from slipstream.runtime.run_folder import RunFolder
 SFT_ROW_KEYS = (
     "step", "epoch", "time_s", "learner/loss", "learner/grad_norm", "learner/grad_cosine", "learner/learning_rate",
     "learner/tokens", "learner/computed_tokens", "learner/trajectories", "learner/nonfinite_fraction",
-    "learner/train_s", "learner/tokens_per_s", "eval/loss",
+    "learner/train_s", "learner/tokens_per_s", "eval/loss", "learner/pair_accuracy", "eval/pair_accuracy",
 )  # fmt: skip
 """Keys of a row; documented in docs/sft.md."""
 
 SFT_SUMMARY_KEYS = (
-    "heldout_loss", "heldout_loss_before", "train_loss", "steps", "epochs", "train_seconds", "learner_tokens_per_s",
-    "train_rows", "train_rows_empty", "train_rows_too_long", "heldout_rows", "heldout_rows_empty",
-    "heldout_rows_too_long", "seed", "mode",
+    "heldout_loss", "heldout_loss_before", "heldout_pair_accuracy", "train_loss", "steps", "epochs", "train_seconds",
+    "learner_tokens_per_s", "train_rows", "train_rows_empty", "train_rows_too_long", "heldout_rows",
+    "heldout_rows_empty", "heldout_rows_too_long", "seed", "mode",
 )  # fmt: skip
 """Keys of `summary.json`; documented in docs/sft.md."""
 
-_SHOWN = ("step", "epoch", "learner/loss", "eval/loss")
+_SHOWN = ("step", "epoch", "learner/loss", "eval/loss", "eval/pair_accuracy")
 
 log = structlog.get_logger(__name__)
 
@@ -49,11 +49,9 @@ class SftLog:
         kept = self._keep(up_to_step=step if step else -1)
         self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
 
-    def add(self, *, step: int, epoch: float, metrics: dict[str, float], heldout_loss: float | None) -> None:
+    def add(self, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
         """Write a row; that of step 0 holds only the held-out loss before training."""
         row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
-        if heldout_loss is not None:
-            row["eval/loss"] = heldout_loss
         self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
@@ -66,6 +64,7 @@ class SftLog:
         summary = {
             "heldout_loss": losses.get(step),
             "heldout_loss_before": losses.get(0),
+            "heldout_pair_accuracy": rows[-1].get("eval/pair_accuracy") if rows else None,
             "train_loss": trained[-1]["learner/loss"] if trained else None,
             "steps": step,
             "epochs": epoch,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
@@ -26,9 +27,8 @@ from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, gather_to_first
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.sft.dataset import read_heldout, read_train
-from slipstream.learner.sft.demonstration import Demonstration
 from slipstream.learner.sft.log import SftLog
-from slipstream.learner.sft.trainer import SftTrainer
+from slipstream.learner.sft.trainer import PairTrainer, SftTrainer
 from slipstream.learner.training.model import save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
@@ -45,8 +45,8 @@ class SftRun:
         self,
         run: RunConfig,
         *,
-        train: Sequence[Demonstration],
-        heldout: Sequence[Demonstration],
+        train: Sequence[Any],
+        heldout: Sequence[Any],
         trainer: Trainer,
         checkpoints: Checkpoints,
         ranks: Ranks,
@@ -54,7 +54,7 @@ class SftRun:
         sft_log: SftLog | None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`heldout` may be empty. `sft_log` is None on all ranks but 0."""
+        """`train` and `heldout`: demonstrations, or pairs; `heldout` may be empty. `sft_log`: None but on rank 0."""
         self._run = run
         self._train = train
         self._heldout = heldout
@@ -65,7 +65,8 @@ class SftRun:
         self._log = sft_log
         self._clock = clock
         self._num_steps = count_steps(run, num_rows=len(train))
-        self._sft = SftTrainer(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
+        kind = PairTrainer if run.trains_reward_model else SftTrainer
+        self._sft = kind(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
         self._saved_step = 0
         self._disk = DiskWait()
@@ -87,7 +88,7 @@ class SftRun:
         if self._log:
             self._log.start(step=self._step)
         if self._step == 0 and self._heldout:
-            self._add_row({}, heldout_loss=self._sft.loss(self._heldout))
+            self._add_row(self._sft.measure(self._heldout))
 
     def _train_one_step(self) -> None:
         started_at = self._clock()
@@ -96,7 +97,7 @@ class SftRun:
         self._step = step
         seconds = self._clock() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
-        self._add_row(metrics | times, heldout_loss=self._sft.loss(self._heldout) if self._is_heldout_due else None)
+        self._add_row(metrics | times | (self._sft.measure(self._heldout) if self._is_heldout_due else {}))
         # The last step's checkpoint is written by `_finish`.
         if step % self._run.learner.checkpoint.every_steps == 0 and step < self._num_steps:
             self._checkpoint()
@@ -107,9 +108,9 @@ class SftRun:
         is_last = self._step == self._num_steps
         return bool(self._heldout) and (is_last or (every > 0 and self._step % every == 0))
 
-    def _add_row(self, metrics: dict[str, float], *, heldout_loss: float | None) -> None:
+    def _add_row(self, metrics: dict[str, float]) -> None:
         if self._log:
-            self._log.add(step=self._step, epoch=self._epoch, metrics=metrics, heldout_loss=heldout_loss)
+            self._log.add(step=self._step, epoch=self._epoch, metrics=metrics)
 
     @property
     def _epoch(self) -> float:
@@ -156,7 +157,7 @@ def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
     return min(seen, run.sft.epochs * num_rows) if run.sft.epochs else seen
 
 
-def choose_rows(run: RunConfig, train: Sequence[Demonstration], *, step: int) -> list[Demonstration]:
+def choose_rows(run: RunConfig, train: Sequence[Any], *, step: int) -> list[Any]:
     """Demonstrations of step `step`, from 1 on: every row once per pass, in an order drawn from the seed."""
     first, end = (count_seen(run, num_rows=len(train), step=at) for at in (step - 1, step))
     return [train[row_of(ordinal, num_rows=len(train), seed=run.seed)] for ordinal in range(first, end)]

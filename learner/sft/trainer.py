@@ -4,21 +4,27 @@
 
 A token that the model finds impossible (-inf) has no loss.
 
+and of a reward model from pairs
+
+    loss = - mean over pairs of log sigmoid(score(chosen) - score(rejected))
+
 Invariant: the denominator counts the whole step, so its split into microbatches and ranks changes no gradient.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.microbatch import Microbatch, Sample
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.sft.demonstration import Demonstration
+from slipstream.learner.sft.demonstration import Demonstration, Pair
 from slipstream.learner.training.trainer import Trainer
 
 log = structlog.get_logger(__name__)
@@ -49,18 +55,27 @@ class SftTrainer:
             self._trainer.engine.backward(loss)
             losses.append(loss.detach())
             num_impossible.append(impossible)
-        rate = learning_rate(self._trainer.num_updates, config=self._optimizer, total_updates=self._num_steps)
-        norm = self._trainer.finish_update(losses, learning_rate=rate, step=step)
         return {
             "learner/loss": self._sum(losses),
-            "learner/grad_norm": norm,
-            **self._trainer.gradients.report(self._ranks),
-            "learner/learning_rate": rate,
+            **self._finish(losses, microbatches, step=step),
             "learner/tokens": float(num_tokens),
-            "learner/computed_tokens": self._sum([torch.tensor(float(m.num_tokens)) for m in microbatches]),
             "learner/trajectories": float(len(demonstrations)),
             "learner/nonfinite_fraction": self._sum(num_impossible) / num_tokens,
         }
+
+    def _finish(self, losses: Sequence[Tensor], microbatches: Sequence[Microbatch], *, step: int) -> dict[str, float]:
+        """Move the parameters; return the metrics of every objective."""
+        rate = learning_rate(self._trainer.num_updates, config=self._optimizer, total_updates=self._num_steps)
+        return {
+            "learner/grad_norm": self._trainer.finish_update(losses, learning_rate=rate, step=step),
+            **self._trainer.gradients.report(self._ranks),
+            "learner/learning_rate": rate,
+            "learner/computed_tokens": self._sum([torch.tensor(float(m.num_tokens)) for m in microbatches]),
+        }
+
+    def measure(self, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
+        """`eval/...` of held-out demonstrations."""
+        return {"eval/loss": self.loss(demonstrations)}
 
     @torch.no_grad()
     def loss(self, demonstrations: Sequence[Demonstration]) -> float:
@@ -83,6 +98,61 @@ class SftTrainer:
     def _sum(self, values: Sequence[Tensor]) -> float:
         """Sum over microbatches and ranks."""
         return float(self._ranks.sum(torch.stack(list(values)).double().sum().cpu().reshape(1)))
+
+
+class PairTrainer(SftTrainer):
+    """Trains a reward model on pairs. Life and methods as of SftTrainer.
+
+    Source: Bradley and Terry 1952; InstructGPT, arXiv:2203.02155, eq. 1.
+    """
+
+    def step(self, pairs: Sequence[Pair], *, step: int) -> dict[str, float]:  # type: ignore[override]
+        microbatches = self._trainer.collate(_pair_samples(pairs))
+        loss, accuracy, slopes = self._compare(microbatches, num_pairs=len(pairs))
+        for microbatch in microbatches:
+            # The two of a pair may be in different microbatches, on different ranks: each is moved by the slope of the
+            # whole step's loss, which is known from a pass without gradient.
+            scores = self._trainer.engine.forward(microbatch)["scores"]
+            self._trainer.engine.backward((scores * slopes[microbatch.indices]).sum())
+        return {
+            "learner/loss": float(loss),
+            "learner/pair_accuracy": accuracy,
+            **self._finish([loss], microbatches, step=step),
+            "learner/tokens": float(sum(len(pair.token_ids) for pair in pairs)),
+            "learner/trajectories": float(len(pairs)),
+        }
+
+    def measure(self, pairs: Sequence[Pair]) -> dict[str, float]:  # type: ignore[override]
+        parts = [pairs[i : i + self._batch_size] for i in range(0, len(pairs), self._batch_size)]
+        found = [self._compare(self._trainer.collate(_pair_samples(part)), num_pairs=len(part)) for part in parts]
+        weights = [len(part) / len(pairs) for part in parts]
+        return {
+            "eval/loss": sum(weight * float(loss) for weight, (loss, _, _) in zip(weights, found, strict=True)),
+            "eval/pair_accuracy": sum(weight * right for weight, (_, right, _) in zip(weights, found, strict=True)),
+        }
+
+    @torch.no_grad()
+    def _compare(self, microbatches: Sequence[Microbatch], *, num_pairs: int) -> tuple[Tensor, float, Tensor]:
+        """Loss of the pairs, share whose chosen one has the higher score, and d loss / d score, float32[2 pairs]."""
+        scores = torch.zeros(2 * num_pairs, device=self._trainer.engine.device)
+        for microbatch in microbatches:
+            scores[microbatch.indices] = self._trainer.engine.forward(microbatch)["scores"].float()
+        margins = self._ranks.sum(scores).reshape(-1, 2) @ torch.tensor([1.0, -1.0], device=scores.device)
+        slopes = -torch.sigmoid(-margins) / num_pairs
+        return (
+            -logsigmoid(margins).mean(),
+            float((margins > 0).float().mean()),
+            torch.stack([slopes, -slopes], 1).flatten(),
+        )
+
+
+def _pair_samples(pairs: Sequence[Pair]) -> list[Sample]:
+    """Chosen and rejected in turn; a pair's prompt is computed once. The token after the last is never read."""
+    return [
+        Sample(np.append(answer, 0), np.array([len(answer)]), 2 * index + place, group_id=str(index))
+        for index, pair in enumerate(pairs)
+        for place, answer in enumerate((pair.chosen, pair.rejected))
+    ]
 
 
 def count_tokens(demonstrations: Sequence[Demonstration]) -> int:

@@ -8,7 +8,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import is_flash_attn_2_available, logging
 
 from slipstream.configs.data import ModelConfig
@@ -87,6 +94,23 @@ class Policy(nn.Module):
         return named_parameters(self.causal_lm)
 
 
+class RewardModel(Policy):
+    """A sequence classifier with one label in place of the language model: the score of what was read."""
+
+    def forward(self, microbatch: Microbatch, **_: Any) -> dict[str, Tensor]:
+        """`scores`, float32[N], of the tokens up to, and without, each trained one."""
+        return {"scores": self.causal_lm.score(self._states(microbatch)).squeeze(-1)}
+
+    def probe(self, microbatch: Microbatch) -> Tensor:
+        """Hidden states, scaled to about 1, [N, D]: a new head's scores are too small to tell layouts apart."""
+        states = self._states(microbatch)
+        return states / states.square().mean(-1, keepdim=True).sqrt()
+
+    def _states(self, microbatch: Microbatch) -> Tensor:
+        output = forward_pass(self.causal_lm.base_model, microbatch, compute_dtype=self.compute_dtype)
+        return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
+
+
 def forward_pass(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **arguments: Any) -> Any:
     """Forward pass of a transformers model over all tokens of a microbatch; `arguments` go to its forward method."""
     is_mixed = compute_dtype != torch.float32
@@ -126,12 +150,19 @@ def _additive(visible: Tensor) -> Tensor:
     return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo(torch.float32).min)
 
 
-def load_policy(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> Policy:
-    """Load the checkpoint with float32 weights and without dropout. Raises ModelError."""
-    causal_lm, _ = load_module(AutoModelForCausalLM, config, device=device, setting="model.path")
+def load_policy(
+    config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False, is_reward_model: bool = False
+) -> Policy:
+    """Load the checkpoint with float32 weights and without dropout; for a reward model a language model's will do, too.
+
+    Raises ModelError.
+    """
+    kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+    module, _ = load_module(kind, config, device=device, setting="model.path")
     if gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return Policy(causal_lm.train(), compute_dtype=COMPUTE_DTYPES[config.dtype])
+        module.gradient_checkpointing_enable({"use_reentrant": False})
+    wrap = RewardModel if is_reward_model else Policy
+    return wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype])
 
 
 def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig) -> None:
@@ -157,6 +188,8 @@ def load_module(
     try:
         settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
         _disable_dropout(settings)
+        if kind is AutoModelForSequenceClassification:
+            settings.num_labels = 1
         module, found = kind.from_pretrained(
             config.path,
             config=settings,

@@ -16,6 +16,7 @@ from slipstream.learner.sft.run import build_sft, check_sft, choose_rows, count_
 from tests.unit.learner.builders import CPU, make_model, make_run
 from tests.unit.learner.sft.test_dataset import make_file
 
+OF_PAIRS = {"learner/pair_accuracy", "eval/pair_accuracy"}
 DOCUMENTED = (Path(__file__).parents[4] / "docs" / "sft.md").read_text()
 
 
@@ -69,7 +70,7 @@ def test_the_held_out_loss_goes_down_and_everything_is_written_down(tmp_path):
     assert summary["heldout_loss"] < 0.9 * summary["heldout_loss_before"]
     assert summary["heldout_loss_before"] == rows[0]["eval/loss"]
     assert (summary["steps"], summary["epochs"], summary["train_rows"], summary["mode"]) == (30, 6.0, 40, "sft")
-    assert {key for row in rows for key in row} == set(SFT_ROW_KEYS) == documented("Metrics")
+    assert {key for row in rows for key in row} | OF_PAIRS == set(SFT_ROW_KEYS) == documented("Metrics")
     assert set(summary) == set(SFT_SUMMARY_KEYS) == documented("Summary")
 
 

@@ -1,0 +1,119 @@
+"""Reward by a model that scores answers: transformers' sequence classification with one label.
+
+The worker process of the RewardPool is the model's process: the socket pair to it is a door without a port or a file,
+and the pool's rules for a worker that dies or hangs are those for the model. It has one copy for each worker.
+"""
+
+import asyncio
+from typing import Any
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.generators.rewards.reward import RewardInput
+from slipstream.runtime.answer_tokens import answer_token_ids
+from slipstream.runtime.model_files import check_model_path
+
+
+class RewardModel:
+    """Reward the model's score of prompt and answer; calls that arrive while it computes make up its next batch.
+
+    A call that is given up while the model computes does not end before it: a model that hangs then takes its worker
+    with it, and another one starts.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        device: str = "auto",
+        dtype: str = "float32",
+        batch_size: int = 32,
+        max_tokens: int = 4096,
+        correct_from: float | None = None,
+    ) -> None:
+        """`path`: checkpoint, such as the final model of `experiment=reward_model`. `device`: as torch names it, or
+        `auto`. `max_tokens`: of prompt and answer. `correct_from`: score from which an answer is correct; None: never.
+        """
+        check_model_path(path)
+        self._path, self._device, self._dtype = path, device, dtype
+        self._batch_size, self._max_tokens, self._correct_from = batch_size, max_tokens, correct_from
+        self._tokenizer: Any = None
+        self._model: Any = None
+        self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
+        self._computing: list[asyncio.Future[float]] = []
+        self._runner: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Load the model, which takes longer than a call may."""
+        # Here, because only workers need them: the generator builds this object, too, to check its arguments.
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        has_gpu = torch.cuda.is_available()
+        device = ("cuda" if has_gpu else "cpu") if self._device == "auto" else self._device
+        self._tokenizer = AutoTokenizer.from_pretrained(self._path)
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            self._path, num_labels=1, dtype=getattr(torch, self._dtype), output_loading_info=True
+        )
+        if found["missing_keys"] or not hasattr(model, "score"):
+            raise ConfigError(
+                f"path of reward_model must hold a causal model with one score, got {self._path!r}, which lacks "
+                f"{', '.join(sorted(found['missing_keys'])) or 'a layer `score`'}: train one with "
+                "experiment=reward_model."
+            )
+        self._model = model.eval().to(device)
+
+    async def __call__(self, sample: RewardInput) -> Reward:
+        if self._model is None:
+            self.start()
+        is_chat = isinstance(sample.prompt, list)
+        token_ids = answer_token_ids(
+            self._tokenizer, sample.prompt, sample.messages if is_chat and sample.messages else sample.response
+        )
+        if len(token_ids) > self._max_tokens:
+            raise ValueError(f"an answer must have at most max_tokens ({self._max_tokens}), got {len(token_ids)}")
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((token_ids, future))
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run())
+        try:
+            score = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if future in self._computing:
+                await asyncio.wait([future])
+            raise
+        return Reward(total=score, is_correct=self._correct_from is not None and score >= self._correct_from)
+
+    async def _run(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
+            self._computing = [future for _, future in batch]
+            try:
+                scores = await asyncio.to_thread(self.scores, [token_ids for token_ids, _ in batch])
+                for future, score in zip(self._computing, scores, strict=True):
+                    future.set_result(score)
+            except Exception as error:
+                for future in self._computing:
+                    future.set_exception(
+                        RuntimeError(f"the reward model {self._path}: {type(error).__name__}: {error}")
+                    )
+            self._computing = []
+
+    def scores(self, batch: list[list[int]]) -> list[float]:
+        """Return the score at the last token of each sequence."""
+        import torch
+
+        longest = max(map(len, batch))
+        token_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        for row, own in enumerate(batch):
+            token_ids[row, : len(own)] = torch.tensor(own)
+        last = torch.tensor([len(own) - 1 for own in batch])
+        with torch.inference_mode():
+            # Not the class's own forward pass: it looks for the last token that is no padding, which an end token that
+            # doubles as padding hides. To the right of its end a causal model may read anything.
+            model = self._model
+            states = model.base_model(input_ids=token_ids.to(model.device), use_cache=False).last_hidden_state
+            found = model.score(states[torch.arange(len(batch)), last.to(model.device)])
+        return [float(score) for score in found.squeeze(-1).float().tolist()]
