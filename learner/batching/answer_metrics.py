@@ -64,4 +64,4 @@ def _means(records: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _mean(values: Iterable[float]) -> float:
     known = [*values]
-    return sum(known) / len(known)
+    return float(sum(known) / len(known))
