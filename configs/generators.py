@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 
 
 class AutoscaleConfig(Config):
@@ -38,49 +39,6 @@ class SamplingConfig(Config):
     """Most likely tokens that may be sampled; -1 = all."""
     max_tokens: Annotated[int, Meta(ge=1)] = 16
     """Most tokens that the model writes in an answer, over all of its turns."""
-
-
-class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
-    """vLLM's AsyncLLM, on GPUs or on the CPU build."""
-
-    max_num_seqs: Annotated[int, Meta(ge=1)] = 256
-    """Largest number of sequences decoded together."""
-    tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
-    """GPUs over which one engine spreads."""
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
-    """Share of each GPU's memory that the engine takes; unused on a CPU."""
-    cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
-    """Memory of the KV cache on a CPU, GiB."""
-    enforce_eager: bool = True
-    """Run without compiled graphs: starts in seconds, decodes more slowly on GPUs."""
-    kv_on_update: Literal["keep", "recompute"] = "keep"
-    """KV cache of running requests at a weight update. `keep`: they continue on it. `recompute`: a prefill of all
-    running requests, after which every token is what its version alone would have sampled."""
-    enable_prefix_caching: bool | None = None
-    """Compute equal beginnings of prompts once; cached prefixes of one version are never used for another. null = where
-    an agent may have several turns, each of which begins with those before."""
-    start_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
-    """Longest start of the engine, seconds."""
-    stall_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
-    """Longest time without a step while requests are open, seconds; then the generator exits and is started again."""
-
-
-class HfEngineConfig(Config, tag="hf", tag_field="kind"):
-    """transformers in this process: one batch at a time, deterministic; the engine of the serial mode."""
-
-    max_num_seqs: Annotated[int, Meta(ge=1)] = 256
-    """Largest number of sequences decoded together."""
-
-
-class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):
-    """Fixed tokens at fixed times without a model, for protocol and chaos tests."""
-
-    tokens_per_response: Annotated[int, Meta(ge=1)] = 6
-    """Length of every response, or their median, tokens."""
-    length_sigma: Annotated[float, Meta(ge=0)] = 0.0
-    """Standard deviation of the logarithm of the lengths, which are lognormal; 0 = all are equal."""
-    seconds_per_token: Annotated[float, Meta(ge=0)] = 0.0
-    """Simulated decoding time per token, seconds."""
 
 
 class RewardFunctionConfig(Config):
@@ -338,6 +296,20 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
         return {with_arguments(self.function, self.arguments)}
 
 
+class ExternalAgentConfig(AgentConfig, tag="external"):
+    """Agents outside of the generator, which take answers by HTTP."""
+
+    silence_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Longest time between two requests of an agent, seconds. Then another agent gets the answer, or, once the model
+    has written something, it is masked in training and counted."""
+    format: str = "hermes"
+    """Form of a call in the model's text: `hermes`, `json`, or `vllm:NAME`."""
+
+    @property
+    def calls(self) -> str:
+        return self.format
+
+
 AgentKind = (
     SingleTurnConfig
     | ToolsAgentConfig
@@ -345,6 +317,7 @@ AgentKind = (
     | SearchAgentConfig
     | InteractionAgentConfig
     | CustomAgentConfig
+    | ExternalAgentConfig
 )
 
 

@@ -35,14 +35,14 @@ from typing import Any
 import msgspec
 import structlog
 
-from slipstream.broker.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token, given_token
+from slipstream.broker.credentials import TOKEN_REMEDY, derive_keys, find_token, given_token
 from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.broker.messages import PEER_ID_PATTERN
 from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.configs.base import ConfigError
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.generators.engines.vllm.environment import vllm_environment
@@ -111,11 +111,11 @@ def main(arguments: list[str]) -> None:
         run = accept_settings(session.welcome.config_json, own, overrides)
         log.info("joined", run=run.name)
         loading.join()
-        asyncio.run(_generate(session, board, run=run, keys=keys))
+        asyncio.run(_generate(session, board, run=run, token=token))
     log.info("stopped")
 
 
-async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, keys: Keys) -> None:
+async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, token: str) -> None:
     os.environ.update(vllm_environment(run))
     check_model_path(run.model.path)
     check_same_model(run.model.path, session.welcome.model)
@@ -130,7 +130,8 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, key
         client=session.client,
         tokenizer=load_tokenizer(run.model),
         receiver=CollectiveReceiver(device="cpu"),
-        keys=keys,
+        keys=derive_keys(token),
+        token=token,
     )
     board.set_source(generator.status)
     loop = asyncio.get_running_loop()

@@ -7,7 +7,7 @@ from slipstream.broker.credentials import Keys
 from slipstream.broker.messages import Member
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.transport import WeightReceiver
-from slipstream.configs.generators import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
+from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.engine import Engine
@@ -43,6 +43,7 @@ def assemble(
     tokenizer: Any,
     receiver: WeightReceiver,
     keys: Keys | None = None,
+    token: str = "",
     clock: Clock = time.monotonic,
 ) -> Generator:
     """Build a Generator and its parts. Nothing runs until `Generator.run`."""
@@ -54,6 +55,7 @@ def assemble(
         rewards=pool,
         encoder=PromptEncoder(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens),
         generator_id=member.peer_id,
+        token=token,
     )
     return Generator(
         run=run, member=member, client=client, engine=engine, agent=agent, rewards=pool, keys=keys, clock=clock

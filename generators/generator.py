@@ -237,7 +237,7 @@ class Generator:
         # `list` copies in one step: this may run on the client's thread while the loop changes the dict. A lease is
         # held until its last trajectory is acknowledged, not only until it is generated.
         held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
-        reason = self._prompt_error or self._reason
+        reason = self._prompt_error or self._agent.waiting or self._reason
         if outbox.deferral_reason:
             reason = f"trajectories are deferred: {outbox.deferral_reason}"
         return PeerStatus(self._state, self._weight_updates.version, reason, gauges, lease_ids=sorted(held))
@@ -248,6 +248,8 @@ class Generator:
             return "store"
         if self._state == "unsynced":
             return "transfer" if self._weight_updates.is_fetching else "weights"
+        if self._agent.waiting:
+            return "agents"
         return "prompts" if self._state in _SERVING and self._reason else ""
 
     def _log_idle(self) -> None:

@@ -5,7 +5,7 @@ python -m slipstream.scripts.print_config experiment=gsm8k_8gpu --arithmetic
 
 import argparse
 
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.load import config_hash, leaves, load, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.command_line import fail_cleanly

@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.generators.slow_generator import FleetRun
 from benchmarks.harness import make_parser, write_result
 from slipstream.buffer.trajectory import stale_mask
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.load import load
 from slipstream.launch.preflight import prepare
 from slipstream.runtime.logs import configure_logs

@@ -30,7 +30,7 @@ from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.runner import AgentRunner

@@ -26,7 +26,7 @@ from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.buffer.trajectory import Sampling
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.build import assemble

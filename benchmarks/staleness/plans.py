@@ -9,8 +9,7 @@ import msgspec
 
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import ConfigError
-from slipstream.configs.convert import convert
-from slipstream.configs.load import load
+from slipstream.configs.load import convert, load
 from slipstream.configs.run import RunConfig
 
 LAGS = (0, 4, 8, 16)

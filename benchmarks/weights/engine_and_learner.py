@@ -15,7 +15,7 @@ from slipstream.broker.messages import Member, OpenEpoch, Update
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.scripts.init_random_model import make_model, make_tokenizer, save_model
 

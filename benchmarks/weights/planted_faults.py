@@ -34,7 +34,7 @@ from benchmarks.weights.engine_and_learner import (
     tensors_of,
 )
 from slipstream.broker.messages import TensorSlot, Update, UpdateApplied
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.weight_updates import WeightUpdates
 
 _BUCKET_BYTES = 40_000

@@ -8,12 +8,14 @@ from slipstream.buffer.trajectory import Record
 
 _ALL = "all roles"
 _GENERATORS, _LEARNER, _BROKER, _STORE, _DISK = "the generators", "the learner", "the broker", "the store", "the disk"
+_AGENTS = "the agents"
 _BLOCKED_ON: dict[str, str] = {
     "groups": _GENERATORS,
     "evaluation": _GENERATORS,
     "weights": _LEARNER,
     "transfer": _LEARNER,
     "prompts": _LEARNER,
+    "agents": _AGENTS,
     "store": _STORE,
     "disk": _DISK,
 }

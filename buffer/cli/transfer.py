@@ -127,9 +127,7 @@ def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Importe
     _check_no_run(where, runs_dir)
     into = Path(where)
     _check_target(into)
-    found = chain.from_iterable(map(read_rollouts, files))
-    # Nothing is trained on answers to evaluations.
-    groups = _grouped(each for each in found if each.stored.state != "evaluated")
+    groups = _grouped(chain.from_iterable(map(read_rollouts, files)))
     # Beside the target, so that the rename stays within one file system.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
     try:

@@ -12,7 +12,6 @@ from slipstream.buffer.records import (
     FRAMES_KEPT,
     METRICS_KEPT,
     CheckpointPointer,
-    EvaluationAnswer,
     Event,
     Outcome,
     StepEntry,
@@ -157,7 +156,7 @@ class OpenEvaluation:
     purpose: Purpose
     version: int
     num_asked: int
-    answered: dict[str, EvaluationAnswer] = field(default_factory=dict)
+    answered: set[str] = field(default_factory=set)
     num_correct: int = 0
     num_failed: int = 0
 

@@ -25,6 +25,11 @@ class Agent(Protocol):
         """End it, within bounded time."""
         ...
 
+    @property
+    def waiting(self) -> str:
+        """Reason for which answers wait for somebody outside; empty if they do not. May be read from any thread."""
+        ...
+
 
 class AgentLoop(Protocol):
     """Has the model write turns, and observes what others answer. One object serves all answers of a generator."""

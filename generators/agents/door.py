@@ -11,12 +11,11 @@ that is under way. What the model writes is recorded as the engine sampled it; s
 import asyncio
 import hashlib
 import hmac
-import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
@@ -27,49 +26,59 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from slipstream.generators.agents.episode import DoorKey, Episode
+from slipstream.generators.agents.episode import Episode
+from slipstream.generators.agents.openai_api import (
+    ChatRequest,
+    DoorError,
+    GenerateRequest,
+    bearer_of,
+    decode_json,
+    logprob_entries,
+    read_body,
+    refuse_unsupported,
+    stream_chunks,
+)
 from slipstream.generators.agents.session import ChatForm, NoRoomError, Session, Written
 from slipstream.generators.errors import GeneratorError, PromptError
 
 KEY_HEADER = "x-slipstream-key"
 """Holds the key where a client's own Authorization is taken."""
-_MAX_BODY_BYTES = 32 * 2**20
-_STOP_TIMEOUT_S = 5.0
+_STOP_TIMEOUT_S = 2.0
 _FINISH = {"stop_string": "stop"}
-_UNSUPPORTED = {
-    "n": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-}
-"""Fields that would change what the model writes, with the values that do not."""
-
 log = structlog.get_logger(__name__)
-
-
-class DoorError(Exception):
-    """An answer in the form of OpenAI's errors."""
-
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Visitor:
     """An answer whose agent may talk to the model; its key ends with it."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, base_url: str, model: str) -> None:
         self.session = session
+        self.base_url = base_url
+        self.model = model
         self.name = secrets.token_hex(8)
-        self.secret = secrets.token_urlsafe(32)
-        self.seen_at = time.monotonic()
-        """Time of its last request."""
-        self.answers: dict[bytes, asyncio.Task[Any]] = {}
+        self._secret = ""
+        self._seen_at = time.monotonic()
+        self._answers: dict[bytes, asyncio.Task[Any]] = {}
         """Request -> its answer, for a client that asks again."""
+        self.renew()
+
+    @property
+    def api_key(self) -> str:
+        return f"{self.name}.{self._secret}"
+
+    def renew(self) -> None:
+        """Replace the key, and forget what was asked with the old one."""
+        self._secret = secrets.token_urlsafe(32)
+        self._answers.clear()
+        self.see()
+
+    def see(self) -> None:
+        """Note that the agent is there."""
+        self._seen_at = time.monotonic()
+
+    def idle_s(self) -> float:
+        is_open = any(not task.done() for task in self._answers.values())
+        return 0.0 if is_open else time.monotonic() - self._seen_at
 
     async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
         """Do the work of a request, or return what it was answered, where the client says that it repeats it.
@@ -80,24 +89,30 @@ class Visitor:
         mark = request.headers.get("idempotency-key", "")
         digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()
         is_repeated = bool(mark) or request.headers.get("x-stainless-retry-count", "0") != "0"
-        known = self.answers.get(digest)
+        known = self._answers.get(digest)
         if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
-            known = self.answers[digest] = asyncio.ensure_future(work())
+            known = self._answers[digest] = asyncio.ensure_future(work())
         # Shielded: a client that hangs up may ask again, and what the model has written stays written.
         return await asyncio.shield(known)
 
     async def leave(self) -> None:
         """End the requests that are open."""
-        for task in self.answers.values():
+        for task in self._answers.values():
             task.cancel()
-        await asyncio.gather(*self.answers.values(), return_exceptions=True)
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+
+
+Visit = Callable[[Request, Visitor], Awaitable[Response]]
+"""Handler of a request whose key is right."""
 
 
 class Door:
     """The server. Life: start -> open* -> close."""
 
-    def __init__(self, *, model: str, max_length: int, routes: list[Route] | None = None) -> None:
-        """`model`: name that clients read and write; `routes`: further ones."""
+    def __init__(
+        self, *, model: str, max_length: int, routes: Sequence[Route] = (), visits: Mapping[str, Visit]
+    ) -> None:
+        """`model`: name that clients read and write; `routes`: further ones, and `visits` those that need a key."""
         self._model = model
         self._max_length = max_length
         self._visitors: dict[str, Visitor] = {}
@@ -112,7 +127,8 @@ class Door:
                 Route("/v1/chat/completions", self._route(self._chat), methods=["POST"]),
                 Route("/v1/generate", generate, methods=["POST"]),
                 Route("/inference/v1/generate", generate, methods=["POST"]),
-                *(routes or []),
+                *routes,
+                *(Route(path, self._route(visit), methods=["POST"]) for path, visit in visits.items()),
             ],
             exception_handlers={DoorError: _error_response, 404: _not_found, 405: _not_found},
         )
@@ -136,16 +152,16 @@ class Door:
             return
         await asyncio.gather(*(visitor.leave() for visitor in self._visitors.values()))
         self._visitors.clear()
-        self._server.should_exit = self._server.force_exit = True
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(self._serving, return_exceptions=True), _STOP_TIMEOUT_S)
+        self._server.should_exit = True
+        # Requests that are open end with their answers; a client that does not read its own is not waited for.
+        await asyncio.wait([self._serving], timeout=_STOP_TIMEOUT_S)
+        self._serving.cancel()
 
     @asynccontextmanager
     async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[Visitor]:
         """Let the agent of this answer in, as long as the context lasts; `episode.door` has its key."""
-        visitor = Visitor(Session(episode, form))
-        self._visitors[visitor.name] = visitor
-        episode.door = DoorKey(f"{self.address}/v1", f"{visitor.name}.{visitor.secret}", self._model)
+        visitor = Visitor(Session(episode, form), base_url=f"{self.address}/v1", model=self._model)
+        episode.door = self._visitors[visitor.name] = visitor
         try:
             yield visitor
         finally:
@@ -155,20 +171,18 @@ class Door:
     def visitor(self, request: Request) -> Visitor:
         """The answer that the request's key belongs to. Raises DoorError."""
         key = bearer_of(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
-        name, _, secret = key.partition(".")
-        visitor = self._visitors.get(name)
+        visitor = self._visitors.get(key.partition(".")[0])
         # Compared in constant time, and also where there is nothing to compare with.
-        is_right = hmac.compare_digest(secret.encode(), visitor.secret.encode() if visitor else b"")
+        is_right = hmac.compare_digest(key.encode(), visitor.api_key.encode() if visitor else b"")
         if visitor is None or not is_right:
             raise DoorError(
-                401, "the key must be that of an answer under way, or its answer is over", code="invalid_api_key"
-            )
-        visitor.seen_at = time.monotonic()
+                401, "the key must be that of an answer under way, got another one, or its answer is over",
+                code="invalid_api_key",
+            )  # fmt: skip
+        visitor.see()
         return visitor
 
-    def _route(
-        self, handler: Callable[[Request, Visitor], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _route(self, handler: Visit) -> Callable[[Request], Awaitable[Response]]:
         async def handle(request: Request) -> Response:
             return await handler(request, self.visitor(request))
 
@@ -181,8 +195,8 @@ class Door:
 
     async def _chat(self, request: Request, visitor: Visitor) -> Response:
         body = await read_body(request)
-        asked = decode_json(body, _ChatRequest)
-        _refuse_unsupported(body)
+        asked = decode_json(body, ChatRequest)
+        refuse_unsupported(body)
         most = asked.max_completion_tokens if asked.max_tokens is None else asked.max_tokens
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         tools = None if asked.tool_choice == "none" else asked.tools or None
@@ -194,16 +208,16 @@ class Door:
         if not asked.stream:
             return JSONResponse(answer)
         has_usage = bool(asked.stream_options and asked.stream_options.get("include_usage"))
-        return Response("".join(_chunks(answer, has_usage=has_usage)), media_type="text/event-stream")
+        return Response("".join(stream_chunks(answer, has_usage=has_usage)), media_type="text/event-stream")
 
-    def _chat_answer(self, asked: "_ChatRequest", written: Written, visitor: Visitor) -> dict[str, Any]:
+    def _chat_answer(self, asked: ChatRequest, written: Written, visitor: Visitor) -> dict[str, Any]:
         turn, message = written.turn, written.message
         reason = "tool_calls" if "tool_calls" in message else _FINISH.get(turn.stop_reason, turn.stop_reason)
         choice = {"index": 0, "message": {**message, "refusal": None}, "finish_reason": reason, "logprobs": None}
         if asked.logprobs:
             decode = visitor.session.decode
             texts = [decode([token_id]) for token_id in turn.token_ids]
-            choice["logprobs"] = {"content": _logprobs(texts, written.completion.logprobs), "refusal": None}
+            choice["logprobs"] = {"content": logprob_entries(texts, written.completion.logprobs), "refusal": None}
         num_prompt, num_written = written.num_prompt_tokens, len(turn.token_ids)
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -220,7 +234,7 @@ class Door:
 
     async def _generate(self, request: Request, visitor: Visitor) -> Response:
         body = await read_body(request)
-        asked = decode_json(body, _GenerateRequest)
+        asked = decode_json(body, GenerateRequest)
         if not asked.token_ids:
             raise DoorError(400, "token_ids must hold at least one token, got none", param="token_ids")
         params = asked.sampling_params
@@ -236,7 +250,7 @@ class Door:
         choice = {
             "index": 0,
             "token_ids": completion.token_ids,
-            "logprobs": {"content": _logprobs(names, completion.logprobs)},
+            "logprobs": {"content": logprob_entries(names, completion.logprobs)},
             "finish_reason": _FINISH.get(completion.stop_reason, completion.stop_reason),
             "version_spans": msgspec.to_builtins(completion.version_spans),
         }
@@ -268,98 +282,7 @@ class Door:
                 raise
             raise DoorError(401, "this answer is over", code="invalid_api_key") from None
         finally:
-            visitor.seen_at = time.monotonic()
-
-
-# --- requests --------------------------------------------------------------------------------------------------------
-class _ChatRequest(msgspec.Struct):
-    """A request for a chat completion; fields that are not here have no effect."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool = False
-    stream_options: dict[str, Any] | None = None
-    logprobs: bool | None = False
-
-
-class _SamplingParams(msgspec.Struct):
-    max_tokens: int | None = None
-    stop: str | list[str] | None = None
-    n: int = 1
-
-
-class _GenerateRequest(msgspec.Struct):
-    token_ids: list[int]
-    sampling_params: _SamplingParams = msgspec.field(default_factory=_SamplingParams)
-
-
-async def read_body(request: Request) -> bytes:
-    """Return the body of a request. Raises DoorError for one that is too large."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BODY_BYTES:
-            raise DoorError(413, f"a request must have at most {_MAX_BODY_BYTES} bytes")
-    return bytes(body)
-
-
-def decode_json(body: bytes, kind: Any) -> Any:
-    """Decode a request. Raises DoorError."""
-    try:
-        found = msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise DoorError(400, f"the request must be JSON of the documented form: {error}") from None
-    for message in getattr(found, "messages", ()):
-        if not isinstance(message.get("role"), str):
-            raise DoorError(400, "each of the messages must have a text `role`", param="messages")
-    for name in ("max_tokens", "max_completion_tokens"):
-        if (most := getattr(found, name, None)) is not None and most < 1:
-            raise DoorError(400, f"{name} must be >= 1, got {most}", param=name)
-    return found
-
-
-def bearer_of(request: Request) -> str:
-    """The key in the Authorization header; empty without any."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
-
-
-def _refuse_unsupported(body: bytes) -> None:
-    given = msgspec.json.decode(body)
-    for name, harmless in _UNSUPPORTED.items():
-        if given.get(name) not in harmless:
-            raise DoorError(
-                400, f"{name} must be {json.dumps(harmless[1])} or left out, got {json.dumps(given[name])[:80]}: the "
-                "run's sampling is what is trained on", code="unsupported_value", param=name,
-            )  # fmt: skip
-
-
-# --- answers ---------------------------------------------------------------------------------------------------------
-def _logprobs(texts: list[str], logprobs: list[float]) -> list[dict[str, Any]]:
-    return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(texts, logprobs, strict=True)
-    ]
-
-
-def _chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
-    """An answer as events of a stream: the message in one, the reason of its end in the last."""
-    usage, (choice,) = answer.pop("usage"), answer.pop("choices")
-    base = {**answer, "object": "chat.completion.chunk"}
-    delta = choice["message"]
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
-    first = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
-    last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
-    events = [{**base, "choices": [first]}, {**base, "choices": [last]}]
-    if has_usage:
-        events.append({**base, "choices": [], "usage": usage})
-    yield from (f"data: {json.dumps(event)}\n\n" for event in events)
-    yield "data: [DONE]\n\n"
+            visitor.see()
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

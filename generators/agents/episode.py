@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,13 +28,23 @@ class Turn(Record):
     """`stop` (end token) | `stop_string` | `length` | `context_overflow`."""
 
 
-class DoorKey(NamedTuple):
+class Access(Protocol):
     """Access of one answer's agent to the model, valid until the answer is over."""
 
     base_url: str
     """Address of an OpenAI-compatible API."""
-    api_key: str
     model: str
+
+    @property
+    def api_key(self) -> str: ...
+
+    def idle_s(self) -> float:
+        """Seconds since the agent's last request; 0 while one is open."""
+        ...
+
+    def renew(self) -> None:
+        """Replace the key: whoever has the old one is let in no more."""
+        ...
 
 
 class Episode:
@@ -66,7 +76,7 @@ class Episode:
         self.contexts = [Transcript(prompt_token_ids)]
         """Sequences of the answer: that of `generate`, then those of requests at the door. Those in which the model
         wrote nothing are left out."""
-        self.door: DoorKey | None = None
+        self.door: Access | None = None
         """Address and key at which the agent can talk to the model by HTTP, for loops with `door: true`."""
         self.fault: GeneratorError | None = None
         """Failure of the engine, whoever made the request."""

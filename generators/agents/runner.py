@@ -1,7 +1,6 @@
 """AgentRunner: runs the agent loop of a prompt, scores its answer and builds the trajectory."""
 
 import asyncio
-import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,28 +18,19 @@ from slipstream.broker.messages import Prompt
 from slipstream.buffer.codec import check_additions
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, make_trajectory_id
-from slipstream.configs.base import ConfigError
-from slipstream.configs.generators import (
-    AgentKind,
-    CustomAgentConfig,
-    InteractionAgentConfig,
-    SearchAgentConfig,
-    SingleTurnConfig,
-    ToolsAgentConfig,
-)
+from slipstream.configs.generators import ExternalAgentConfig, SingleTurnConfig
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.agent import AgentLoop, Scorer, Transcript
 from slipstream.generators.agents.door import Door
 from slipstream.generators.agents.episode import Episode
-from slipstream.generators.agents.interaction_loop import InteractionLoop
-from slipstream.generators.agents.search_loop import SearchLoop
+from slipstream.generators.agents.external import Desk
+from slipstream.generators.agents.loops import SingleTurn, build_loop
 from slipstream.generators.agents.session import ChatForm
-from slipstream.generators.agents.tool_loop import ToolLoop
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import GeneratorError, PromptError
 from slipstream.generators.rewards.reward import RewardInput, failed_reward
 from slipstream.generators.tokenization import PromptEncoder
-from slipstream.runtime.import_path import load_function
+from slipstream.runtime.run_folder import RunFolder
 
 log = structlog.get_logger(__name__)
 
@@ -54,48 +44,6 @@ def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn
     # fresh samples. A hash, because sums would give the same seed to different (group, attempt, index).
     key = f"{run_seed}/{group_id}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
-
-
-class SingleTurn:
-    """Agent loop of one response."""
-
-    def tools(self, prompt: Prompt) -> None:
-        """Nothing: the model answers at once."""
-
-    async def run(self, episode: Episode) -> None:
-        await episode.generate()
-
-
-class CustomLoop:
-    """Agent loop that is a coroutine function of the user's."""
-
-    def __init__(self, config: CustomAgentConfig, *, setting: str) -> None:
-        """Raises ConfigError."""
-        function = load_function(config.function, setting=setting, num_values=1, arguments=config.arguments)
-        if not inspect.iscoroutinefunction(function):
-            raise ConfigError(f"{setting}.function must be an `async def` function, got {config.function!r}.")
-        self._run = partial(function, **config.arguments)
-
-    def tools(self, prompt: Prompt) -> None:
-        """Nothing: the function renders its prompts itself."""
-
-    async def run(self, episode: Episode) -> None:
-        await self._run(episode)
-
-
-def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str) -> AgentLoop:
-    """Build the loop that a config describes; `setting` is its key, for messages. Raises ConfigError."""
-    match config:
-        case SingleTurnConfig():
-            return SingleTurn()
-        case InteractionAgentConfig():
-            return InteractionLoop(config, encoder=encoder, setting=setting)
-        case ToolsAgentConfig():
-            return ToolLoop(config, encoder=encoder, setting=setting)
-        case SearchAgentConfig():
-            return SearchLoop(config, encoder=encoder, setting=setting)
-        case CustomAgentConfig():
-            return CustomLoop(config, setting=setting)
 
 
 class _ReadyLoop(NamedTuple):
@@ -165,9 +113,10 @@ class AgentRunner:
         rewards: Scorer,
         encoder: PromptEncoder,
         generator_id: str,
+        token: str = "",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Raises ConfigError for a loop that cannot be built."""
+        """`token`: the run's, which agents outside must know. Raises ConfigError for a loop that cannot be built."""
         self._run = run
         self._engine = engine
         self._rewards = rewards
@@ -177,9 +126,11 @@ class AgentRunner:
         config = run.generators
         agents = {"": (config.agent, "generators.agent")}
         agents |= {name: (agent, f"generators.agents.{name}") for name, agent in config.agents.items()}
+        is_external = any(isinstance(agent, ExternalAgentConfig) for agent, _ in agents.values())
+        self._desk = Desk(token=token) if is_external and token else None
         self._loops = {
             name: _ReadyLoop(
-                build_loop(agent, encoder=encoder, setting=setting),
+                build_loop(agent, encoder=encoder, setting=setting, desk=self._desk),
                 agent.timeout_s,
                 ChatForm(agent.calls, encoder=encoder, setting=setting) if agent.calls else None,
             )
@@ -189,15 +140,39 @@ class AgentRunner:
         for name in _SINGLE_TURN:
             self._loops.setdefault(name, _ReadyLoop(SingleTurn(), SingleTurnConfig().timeout_s, None))
         has_door = any(ready.form for ready in self._loops.values())
-        self._door = Door(model=Path(run.model.path).name, max_length=run.model.max_length) if has_door else None
+        self._door = None
+        if has_door:
+            self._door = Door(
+                model=Path(run.model.path).name,
+                max_length=run.model.max_length,
+                routes=self._desk.routes if self._desk else (),
+                visits=self._desk.visits if self._desk else {},
+            )
 
     async def start(self) -> None:
         if self._door:
             await self._door.start()
+        if self._door and self._address_file:
+            self._address_file.parent.mkdir(mode=0o700, exist_ok=True)
+            self._address_file.write_text(self._door.address)
 
     async def close(self) -> None:
+        if self._address_file:
+            self._address_file.unlink(missing_ok=True)
+        if self._desk:
+            self._desk.close()
         if self._door:
             await self._door.close()
+
+    @property
+    def waiting(self) -> str:
+        return self._desk.waiting if self._desk else ""
+
+    @property
+    def _address_file(self) -> Path | None:
+        """File in the run folder that tells agents the door's address; None without agents, or without the folder."""
+        folder = RunFolder(self._run)
+        return folder.doors / self._generator_id if self._desk and folder.path.is_dir() else None
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         """Generate and score member `index` of the prompt's group. Raises PromptError, EngineError.

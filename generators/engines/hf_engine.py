@@ -17,7 +17,7 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.generators import HfEngineConfig
+from slipstream.configs.engines import HfEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
 from slipstream.generators.engines.weight_layout import load_into, receive_update
 from slipstream.generators.errors import EngineDiedError, EngineError

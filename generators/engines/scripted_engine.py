@@ -10,7 +10,7 @@ from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad
 from slipstream.generators.engines.weight_layout import receive_update
 

@@ -64,4 +64,5 @@ def _means(records: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def _mean(values: Iterable[float]) -> float:
     known = [*values]
+    # Numbers of numpy, which no record takes, become plain ones.
     return float(sum(known) / len(known))

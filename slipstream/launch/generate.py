@@ -169,6 +169,7 @@ async def _answer(
     try:
         if pool:
             await pool.start()
+        await agent.start()
         await engine.start()
         workers = [asyncio.create_task(work()) for _ in range(run.generators.max_concurrency)]
         await asyncio.gather(*workers)
@@ -177,6 +178,7 @@ async def _answer(
             worker.cancel()
         with suppress(asyncio.CancelledError):
             await asyncio.gather(*workers, return_exceptions=True)
+        await agent.close()
         if pool:
             pool.close()
         await engine.stop()

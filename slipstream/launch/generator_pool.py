@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.process import RoleDiedError, RoleProcess
 

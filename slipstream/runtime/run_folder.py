@@ -3,6 +3,7 @@
 runs/<name>/            for its owner alone
     run.lock            held by the launcher, or by a broker that was started by hand
     token               secret that keeps strangers off the run's sockets, unless the user gave one
+    doors/<generator>   address at which agents of the user's find a generator
     sockets/            unix sockets of the broker and of the learner
     config.yaml         the resolved configuration
     versions.json       versions of Python and of the libraries that affect results
@@ -15,7 +16,6 @@ runs/<name>/            for its owner alone
     weights/            versions that generators fetch; deleted at the end
     archive/            finished groups, in Parquet
     final_model/        transformers format
-    best_model/         likewise, of the best checkpoint, which best.json names
 """
 
 import fcntl
@@ -74,11 +74,11 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights"
         self.final_model = self.path / "final_model"
-        self.best_model = self.path / "best_model"
         self.archive = self.path / "archive"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.token = self.path / "token"
+        self.doors = self.path / "doors"
         self._lock: IO[str] | None = None
         self._is_new = False
 

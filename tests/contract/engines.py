@@ -16,7 +16,7 @@ from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.generators import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
+from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, Engine
 from slipstream.generators.engines.hf_engine import HfEngine
 from slipstream.generators.engines.scripted_engine import ScriptedEngine

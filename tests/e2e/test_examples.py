@@ -1,5 +1,9 @@
 """The examples, in a short form: every command of theirs, with fewer steps."""
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,3 +45,44 @@ def test_calculator(folder: Path):
         assert 0.05 < row[PRODUCTS + "agent_tool_calls"] < 0.6
         assert row[PRODUCTS + "turns_mean"] > 1
         assert row["learner/mismatch_max"] < 1e-4
+
+
+DIGITS = (
+    "prepare=[]",
+    "model.path=models/digits-random",
+    "generators/engine=hf",
+    "learner/engine=torch",
+    "generators.group_size=4",
+    "learner.groups_per_step=2",
+    "buffer.staleness.max_lag=0",
+    "learner.max_steps=2",
+    "evaluation.every_steps=0",
+    "evaluation.monitor_prompts=2",
+    "evaluation.final_prompts=4",
+)
+"""A random model of digits, processes for the roles, and two small steps."""
+
+
+@contextmanager
+def beside(folder: Path, *command: str) -> Iterator[None]:
+    """Run a command in the folder as long as the context lasts."""
+    process = subprocess.Popen([sys.executable, *command], cwd=folder)
+    try:
+        yield
+    finally:
+        runs.kill_tree(process)
+
+
+def test_a_black_box_agent_through_the_door(folder: Path):
+    runs.make_task(folder, warm=False)
+    with beside(folder, "examples/black_box_agent/agent.py", "runs/black_box"):
+        runs.train(folder, "experiment=examples/black_box_agent/run.yaml", "name=black_box", *DIGITS, timeout_s=100)
+    rows = runs.metrics(folder, "black_box")
+    own = "learner/by_source/digits/reverse/"
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert row[own + "failed_fraction"] == 0
+        assert row[own + "turns_mean"] == 1 + row[own + "agent_asked_again"] > 1
+        # What the agent paid, and no reward function of the run: half of a share of five digits.
+        assert 0 < row[own + "reward_mean"] < 0.5
+        assert row["learner/mismatch_max"] < 1e-3

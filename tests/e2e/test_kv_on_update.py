@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from benchmarks.weights.engine_and_learner import EngineAndLearner, make_module, prompt_logprobs
 from slipstream.broker.errors import WeightTransferError
 from slipstream.buffer.trajectory import Sampling, VersionSpan
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.engine import Completion
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
 from tests.contract.engines import VLLM_CONFIG, Rig, engine_processes, make_sampling, reference_logits

@@ -12,7 +12,8 @@ from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.generators import RewardConfig, ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
+from slipstream.configs.generators import RewardConfig
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.generator import Generator

@@ -9,7 +9,7 @@ import pytest
 from slipstream.broker.messages import OpenEpoch
 from slipstream.broker.status.role_status import role_statuses
 from slipstream.buffer.trajectory import Sampling
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad
 from tests.integration.generator_scene import CANARY, FakeEngine, GeneratorScene, make_generator, make_update, play
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.messages import Drain, EpochOpened, OpenEpoch, Refuse, UpdateApplied
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.errors import GeneratorError
 from tests.integration.generator_scene import CANARY, FakeEngine, GeneratorScene, make_generator, make_update, play
 

@@ -17,7 +17,8 @@ from slipstream.buffer.codec import unpack
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
-from slipstream.configs.generators import RewardConfig, ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
+from slipstream.configs.generators import RewardConfig
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.generator import Generator

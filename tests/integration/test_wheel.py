@@ -23,7 +23,7 @@ import asyncio, os
 import slipstream
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
 
 CONFIG = VllmEngineConfig(max_num_seqs=4)

@@ -28,7 +28,7 @@ from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.vllm.fatal_error import read_fatal_error

@@ -3,7 +3,7 @@
 from importlib import metadata
 from pathlib import Path
 
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
 
 _ALWAYS = {

@@ -16,9 +16,8 @@ from benchmarks.staleness.plans import METHODS, Plan, make_config, make_plans
 from benchmarks.staleness.report import final_cell, lowest, seconds_cell
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.convert import convert
 from slipstream.configs.data import DataConfig
-from slipstream.configs.load import load
+from slipstream.configs.load import convert, load
 from slipstream.scripts.init_random_model import make_tokenizer, save_model
 from slipstream.scripts.make_digits_data import make_files
 

@@ -14,7 +14,8 @@ from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
-from slipstream.configs.generators import RewardConfig, ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
+from slipstream.configs.generators import RewardConfig
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import EngineDiedError, EngineError, GeneratorError, PromptError
 from slipstream.generators.generator import Generator
@@ -46,6 +47,8 @@ class FakeClient:
 
 class FakeAgent:
     """Fails every prompt with one error, or answers it with this trajectory."""
+
+    waiting = ""
 
     def __init__(self, outcome: Exception | Trajectory) -> None:
         self.outcome = outcome

@@ -11,7 +11,7 @@ import pytest
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, SnapshotSource, Update, UpdateApplied
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
-from slipstream.configs.generators import ScriptedEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.generators.weight_updates import WeightUpdates

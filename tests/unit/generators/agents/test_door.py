@@ -36,11 +36,11 @@ class Scene:
 async def visit(episode: Episode) -> None:
     """The agent of the run: the loop of the test, with a client of OpenAI's."""
     assert episode.door
-    address, key, model = episode.door
-    async with openai.AsyncOpenAI(base_url=address, api_key=key, max_retries=0) as client:
+    door = episode.door
+    async with openai.AsyncOpenAI(base_url=door.base_url, api_key=door.api_key, max_retries=0) as client:
 
         async def ask(messages: list[dict[str, Any]], **fields: Any) -> Any:
-            return await client.chat.completions.create(model=model, messages=messages, **fields)
+            return await client.chat.completions.create(model=door.model, messages=messages, **fields)
 
         await Scene.loop(ask, client, episode)
 
@@ -301,8 +301,8 @@ def test_nobody_is_let_in_without_the_key_or_after_the_answer():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         await ask(QUESTION)
         assert episode.door
-        address, key, _ = episode.door
-        doors.append(episode.door)
+        address, key = episode.door.base_url, episode.door.api_key
+        keys.append(key)
         name = key.partition(".")[0]
         async with httpx.AsyncClient(base_url=address) as stranger:
             for wrong in ("", "Bearer ", f"Bearer {name}.", f"Bearer {key}x", f"Bearer {name}.ä", f"Basic {key}"):
@@ -311,12 +311,12 @@ def test_nobody_is_let_in_without_the_key_or_after_the_answer():
             assert (await stranger.get("/models", headers={"x-slipstream-key": key})).status_code == 200
             assert (await stranger.get("/other")).status_code == 404
 
-    doors: list[Any] = []
+    keys: list[str] = []
 
     async def late(ask: Any, client: Any, episode: Episode) -> None:
         await ask(QUESTION)
         async with httpx.AsyncClient(base_url=episode.door.base_url) as stranger:
-            headers = {"Authorization": f"Bearer {doors[0].api_key}"}
+            headers = {"Authorization": f"Bearer {keys[0]}"}
             assert (await stranger.get("/models", headers=headers)).status_code == 401
 
     talk(loop, ["it is 42"])

@@ -33,6 +33,8 @@ def test_every_source_has_its_own_numbers():
     }
     assert found["learner/by_source/c/failed_fraction"] == 1
     assert "learner/by_source/c/reward_mean" not in found
+    # Plain numbers: the store takes no others.
+    assert {type(value) for value in found.values()} == {float}
 
 
 def test_the_rarest_of_many_sources_are_one():

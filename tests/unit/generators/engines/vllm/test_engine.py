@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.generators import VllmEngineConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.engine import VllmEngine
 from slipstream.generators.engines.vllm.process import engine_arguments
 from slipstream.generators.errors import EngineError

@@ -1,0 +1,206 @@
+"""Desk: lends answers to agents outside of the generator, which take them by HTTP, talk to the model, and end them.
+
+POST /v1/leases    {"wait_s": 20}            with the run's token: the row and a key, or 204 if none came meanwhile
+POST /v1/reward    {"reward": 0.5, ...}      with the key: the answer is over; null = the run's function scores it
+POST /v1/return    {"reason": "..."}         with the key: the agent gives the answer back
+"""
+
+import asyncio
+import hmac
+import time
+
+import msgspec
+import structlog
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from slipstream.broker.messages import Prompt
+from slipstream.buffer.trajectory import Reward, ShortName
+from slipstream.configs.generators import ExternalAgentConfig
+from slipstream.generators.agents.door import Visitor
+from slipstream.generators.agents.episode import Access, Episode
+from slipstream.generators.agents.openai_api import DoorError, bearer_of, decode_json, read_body
+from slipstream.generators.rewards.reward import checked, failed_reward
+
+_LONGEST_WAIT_S = 60.0
+_LOOK_EVERY_S = 1.0
+"""Interval at which a waiting agent is looked for: one that has left must not be given an answer."""
+_REPORT_AFTER_S = 5.0
+"""Waits for an agent are reported from then on: between two answers an agent is away for a moment."""
+_LOG_INTERVAL_S = 30.0
+
+log = structlog.get_logger(__name__)
+
+
+class _Offer:
+    """An answer that an agent can take, or has taken."""
+
+    def __init__(self, episode: Episode, access: Access) -> None:
+        self.episode = episode
+        self.access = access
+        self.since = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self.taken: asyncio.Future[None] = loop.create_future()
+        self.ended: asyncio.Future[str] = loop.create_future()
+        """Its result tells why the agent gave the answer back; empty if it did not."""
+
+
+class Desk:
+    """The answers that are offered, and those that agents have."""
+
+    def __init__(self, *, token: str) -> None:
+        """`token`: the run's, by which agents are known."""
+        self._token = token
+        self._offered: dict[Access, _Offer] = {}
+        self._lent: dict[Access, _Offer] = {}
+        self._news = asyncio.Event()
+        self._next_log_at = 0.0
+        self._is_closed = False
+        self.routes = [Route("/v1/leases", self._lend, methods=["POST"])]
+        self.visits = {"/v1/reward": self._end, "/v1/return": self._take_back}
+
+    @property
+    def waiting(self) -> str:
+        """Reason for which answers wait; empty if none has waited for long. May be read from any thread."""
+        waits = [time.monotonic() - offer.since for offer in list(self._offered.values())]
+        if not waits or max(waits) < _REPORT_AFTER_S:
+            return ""
+        return (
+            f"{len(waits)} answers wait for agents to take them, the first for {max(waits):.0f} s; "
+            f"{len(self._lent)} are taken: start an agent (docs/agents.md)"
+        )
+
+    def close(self) -> None:
+        """Send agents that wait for an answer away."""
+        self._is_closed = True
+        self._news.set()
+
+    async def lend(self, episode: Episode, *, silence_timeout_s: float) -> None:
+        """Have an agent write the answer. It is over when the agent says so, or is silent for too long.
+
+        An agent that leaves before the model has written anything leaves the answer to another one.
+        """
+        assert episode.door is not None
+        access = episode.door
+        try:
+            while True:
+                offer = self._offered[access] = _Offer(episode, access)
+                self._news.set()
+                await self._wait_for_agent(offer)
+                problem = await self._wait_for_end(offer, silence_timeout_s=silence_timeout_s)
+                if not problem or episode.turns:
+                    return
+                log.warning("lease_offered_again", prompt=episode.prompt.uid, reason=problem)
+                access.renew()
+        finally:
+            self._offered.pop(access, None)
+            self._lent.pop(access, None)
+
+    async def _wait_for_agent(self, offer: _Offer) -> None:
+        while not offer.taken.done():
+            await asyncio.wait([offer.taken], timeout=_LOG_INTERVAL_S)
+            now = time.monotonic()
+            if self.waiting and now >= self._next_log_at:
+                self._next_log_at = now + _LOG_INTERVAL_S
+                log.warning("waiting_for_agents", reason=self.waiting)
+
+    async def _wait_for_end(self, offer: _Offer, *, silence_timeout_s: float) -> str:
+        """Return why the agent has not ended the answer; empty if it has."""
+        episode = offer.episode
+        while not offer.ended.done():
+            if (left_s := silence_timeout_s - offer.access.idle_s()) <= 0:
+                episode.reward = failed_reward("timeout", f"its agent was silent for {silence_timeout_s:g} s")
+                episode.stop_reason = "agent_lost"
+                return episode.reward.detail
+            await asyncio.wait([offer.ended], timeout=left_s)
+        if problem := offer.ended.result():
+            episode.reward = failed_reward("error", f"its agent gave it back: {problem}")
+            episode.stop_reason = "aborted"
+        return problem
+
+    # --- routes --------------------------------------------------------------------------------------------------
+    async def _lend(self, request: Request) -> Response:
+        if not hmac.compare_digest(bearer_of(request).encode(), self._token.encode()):
+            raise DoorError(401, "a lease needs the run's token (runs/NAME/token) as a bearer", code="invalid_api_key")
+        asked = decode_json(await read_body(request), _Lend)
+        give_up_at = time.monotonic() + min(max(asked.wait_s, 0.0), _LONGEST_WAIT_S)
+        while True:
+            if await request.is_disconnected():
+                return Response(status_code=204)
+            if self._offered:
+                break
+            self._news.clear()
+            if self._is_closed or (left_s := give_up_at - time.monotonic()) <= 0:
+                return Response(status_code=204)
+            news = asyncio.ensure_future(self._news.wait())
+            await asyncio.wait([news], timeout=min(left_s, _LOOK_EVERY_S))
+            news.cancel()
+        access, offer = min(self._offered.items(), key=lambda each: each[1].since)
+        self._lent[access] = self._offered.pop(access)
+        offer.taken.set_result(None)
+        access.renew()
+        row = msgspec.to_builtins(offer.episode.prompt)
+        purpose = row.pop("lease")["purpose"]
+        sampling = msgspec.to_builtins(offer.episode.sampling)
+        key = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
+        return JSONResponse({**row, **key, "purpose": purpose, "sampling": sampling})
+
+    async def _end(self, request: Request, visitor: Visitor) -> Response:
+        ending = decode_json(await read_body(request), _Ending)
+        offer, episode = self._lent_to(visitor), visitor.session.episode
+        if not episode.turns:
+            raise DoorError(
+                409, "the model must have written something before the answer is over: ask it, or return it"
+            )
+        if ending.reward is not None:
+            is_correct = ending.reward >= 1 if ending.is_correct is None else ending.is_correct
+            reward = Reward(total=ending.reward, parts=ending.parts, turns=ending.turns, is_correct=is_correct)
+            try:
+                episode.reward = checked(reward)
+            except ValueError as error:
+                raise DoorError(400, str(error), param="reward") from None
+        episode.metrics.update(ending.metrics)
+        offer.ended.set_result("")
+        return JSONResponse({"status": "over"})
+
+    async def _take_back(self, request: Request, visitor: Visitor) -> Response:
+        asked = decode_json(await read_body(request), _Return)
+        self._lent_to(visitor).ended.set_result(asked.reason or "it gave no reason")
+        return JSONResponse({"status": "returned"})
+
+    def _lent_to(self, visitor: Visitor) -> _Offer:
+        offer = self._lent.get(visitor)
+        if offer is None or offer.ended.done():
+            raise DoorError(409, "this answer is not lent to an agent, or is over")
+        return offer
+
+
+class ExternalLoop:
+    """Agent loop of agents outside of the generator."""
+
+    def __init__(self, config: ExternalAgentConfig, *, desk: Desk) -> None:
+        self._config = config
+        self._desk = desk
+
+    def tools(self, prompt: Prompt) -> None:
+        """Nothing: the agent names its tools in its requests."""
+
+    async def run(self, episode: Episode) -> None:
+        await self._desk.lend(episode, silence_timeout_s=self._config.silence_timeout_s)
+
+
+class _Lend(msgspec.Struct):
+    wait_s: float = 20.0
+
+
+class _Ending(msgspec.Struct, forbid_unknown_fields=True):
+    reward: float | None = None
+    parts: dict[str, float] = {}
+    turns: list[float] = []
+    is_correct: bool | None = None
+    metrics: dict[ShortName, float] = {}
+
+
+class _Return(msgspec.Struct, forbid_unknown_fields=True):
+    reason: str = ""

@@ -1,0 +1,201 @@
+"""Agents outside of the generator: leases by HTTP, and what becomes of answers whose agent leaves or dies."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream.buffer.codec import encode, unpack
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.base import ConfigError
+from slipstream.generators.agents import external
+from slipstream.generators.agents.runner import AgentRunner
+from slipstream.generators.tokenization import PromptEncoder
+from tests.builders import make_prompt, make_run
+from tests.fakes import TOKEN
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine
+
+Agent = Callable[["Outside"], Awaitable[None]]
+
+
+class Outside:
+    """An agent outside: it knows the door's address and the token."""
+
+    def __init__(self, address: str, runner: AgentRunner) -> None:
+        self.runner = runner
+        self._http = httpx.AsyncClient(base_url=address)
+
+    async def post(self, path: str, key: str, **body: Any) -> httpx.Response:
+        return await self._http.post(path, headers={"Authorization": f"Bearer {key}"}, json=body)
+
+    async def take(self, *, wait_s: float = 5.0) -> dict[str, Any]:
+        answer = await self.post("/v1/leases", TOKEN, wait_s=wait_s)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def ask(self, lease: dict[str, Any]) -> None:
+        answer = await self.post("/v1/chat/completions", lease["api_key"], messages=QUESTION)
+        assert answer.status_code == 200, answer.text
+
+
+def play(agent: Agent, *, silence_timeout_s: float = 5.0, texts: int = 3, **settings: Any) -> tuple[Trajectory, Any]:
+    """The trajectory that a run's generator makes while `agent` is outside, and its scorer."""
+    engine, scorer = WritingEngine(["it is 42"] * texts), RecordingScorer()
+    agents = {"kind": "external", "silence_timeout_s": silence_timeout_s}
+    run = make_run(
+        generators={"agent": agents, "sampling": {"max_tokens": 400}}, model={"max_length": 2000}, **settings
+    )
+    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
+    runner = AgentRunner(
+        run=run, engine=engine, rewards=scorer, encoder=encoder, generator_id="generator-0", token=TOKEN
+    )
+
+    async def both() -> Trajectory:
+        await runner.start()
+        try:
+            assert runner._door
+            answer = asyncio.create_task(runner.answer(make_prompt(QUESTION, extra_info={"n": 3}), 1))
+            await asyncio.wait_for(agent(Outside(runner._door.address, runner)), 20)
+            return await asyncio.wait_for(answer, 20)
+        finally:
+            await runner.close()
+
+    return unpack(encode(asyncio.run(both()))), scorer
+
+
+def test_an_agent_takes_a_row_talks_and_posts_its_reward():
+    async def agent(outside: Outside) -> None:
+        lease = await outside.take()
+        assert (lease["prompt"], lease["ground_truth"], lease["extra_info"]) == (QUESTION, "31284", {"n": 3})
+        assert (lease["purpose"], lease["model"]) == ("train", "test")
+        early = await outside.post("/v1/reward", lease["api_key"], reward=1.0)
+        assert (early.status_code, "must have written" in early.text) == (409, True)
+        await outside.ask(lease)
+        wrong = await outside.post("/v1/reward", lease["api_key"], reward=1.0, parts={"x" * 70: 1.0})
+        assert wrong.status_code == 400
+        body = {"reward": 0.5, "parts": {"style": 0.5}, "is_correct": True, "metrics": {"clicks": 2}}
+        assert (await outside.post("/v1/reward", lease["api_key"], **body)).status_code == 200
+        await asyncio.sleep(0.05)
+        # Nothing is trained on twice, or changed after its end.
+        assert (await outside.post("/v1/reward", lease["api_key"], reward=9.0)).status_code == 401
+
+    trajectory, scorer = play(agent)
+    assert (trajectory.reward.total, trajectory.reward.parts, trajectory.reward.is_correct) == (
+        0.5,
+        {"style": 0.5},
+        True,
+    )
+    assert (trajectory.metrics["clicks"], trajectory.num_turns, scorer.samples) == (2.0, 1, [])
+
+
+def test_without_a_reward_of_the_agents_the_runs_function_scores():
+    async def agent(outside: Outside) -> None:
+        lease = await outside.take()
+        await outside.ask(lease)
+        await outside.post("/v1/reward", lease["api_key"])
+
+    trajectory, scorer = play(agent)
+    assert (trajectory.reward.total, scorer.samples[0].response) == (1.0, "it is 42")
+
+
+@pytest.mark.parametrize("leaves", ["returns", "dies"])
+def test_an_answer_without_a_turn_goes_to_the_next_agent_with_another_key(leaves: str):
+    async def agent(outside: Outside) -> None:
+        first = await outside.take()
+        if leaves == "returns":
+            await outside.post("/v1/return", first["api_key"], reason="no time")
+        second = await outside.take()
+        assert second["uid"] == first["uid"]
+        late = await outside.post("/v1/chat/completions", first["api_key"], messages=QUESTION)
+        assert late.status_code == 401
+        await outside.ask(second)
+        await outside.post("/v1/reward", second["api_key"], reward=1.0)
+
+    trajectory, _ = play(agent, silence_timeout_s=0.4)
+    assert (trajectory.reward.total, trajectory.num_turns) == (1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "status", "stop_reason"), [("returns", "error", "aborted"), ("dies", "timeout", "agent_lost")]
+)
+def test_an_answer_that_was_begun_is_masked_and_counted(leaves: str, status: str, stop_reason: str):
+    async def agent(outside: Outside) -> None:
+        lease = await outside.take()
+        await outside.ask(lease)
+        if leaves == "returns":
+            await outside.post("/v1/return", lease["api_key"], reason="no time")
+        assert (await outside.post("/v1/leases", TOKEN, wait_s=0.6)).status_code == 204
+
+    trajectory, scorer = play(agent, silence_timeout_s=0.4)
+    assert (trajectory.reward.status, trajectory.stop_reason, scorer.samples) == (status, stop_reason, [])
+
+
+def test_an_agent_is_not_silent_while_the_model_writes(monkeypatch: pytest.MonkeyPatch):
+    original = WritingEngine.generate
+
+    async def slow(self: WritingEngine, *arguments: Any, **settings: Any) -> Any:
+        await asyncio.sleep(0.6)
+        return await original(self, *arguments, **settings)
+
+    async def agent(outside: Outside) -> None:
+        lease = await outside.take()
+        await outside.ask(lease)
+        await outside.post("/v1/reward", lease["api_key"], reward=1.0)
+
+    monkeypatch.setattr(WritingEngine, "generate", slow)
+    assert play(agent, silence_timeout_s=0.3)[0].reward.total == 1.0
+
+
+def test_the_wait_for_agents_is_told(monkeypatch: pytest.MonkeyPatch):
+    async def agent(outside: Outside) -> None:
+        await asyncio.sleep(0.3)
+        told.append(outside.runner.waiting)
+        lease = await outside.take()
+        told.append(outside.runner.waiting)
+        await outside.ask(lease)
+        await outside.post("/v1/reward", lease["api_key"], reward=1.0)
+
+    told: list[str] = []
+    monkeypatch.setattr(external, "_REPORT_AFTER_S", 0.2)
+    play(agent)
+    assert told[0].startswith("1 answers wait for agents to take them, the first for 0 s; 0 are taken: start an agent")
+    assert told[1] == ""
+
+
+def test_an_answer_that_no_agent_takes_goes_back():
+    async def agent(outside: Outside) -> None:
+        assert (await outside.post("/v1/leases", "another token")).status_code == 401
+        assert (await outside.post("/v1/leases", "x")).status_code == 401
+
+    with pytest.raises(Exception, match=r"the agent ended without one: .* within 0.3 s"):
+        play_untaken(agent)
+
+
+def play_untaken(agent: Agent) -> None:
+    engine = WritingEngine([])
+    run = make_run(generators={"agent": {"kind": "external", "timeout_s": 0.3}})
+    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
+    runner = AgentRunner(
+        run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g", token=TOKEN
+    )
+
+    async def both() -> None:
+        await runner.start()
+        try:
+            assert runner._door
+            await agent(Outside(runner._door.address, runner))
+            await runner.answer(make_prompt(QUESTION), 1)
+        finally:
+            await runner.close()
+
+    asyncio.run(both())
+
+
+def test_a_run_without_a_token_lets_no_agent_in():
+    engine = WritingEngine([])
+    encoder = PromptEncoder(engine.tokenizer, max_prompt_tokens=1000)
+    run = make_run(generators={"agent": {"kind": "external"}})
+    with pytest.raises(ConfigError, match="may be `external` in runs whose roles are processes"):
+        AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")
