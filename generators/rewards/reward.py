@@ -53,6 +53,12 @@ class RewardInput(Record):
     """For functions that compare answers: what those that score it by itself gave; None without any."""
 
 
+def model_text(sample: RewardInput) -> str:
+    """Return what the model wrote in all of its turns, one below the other."""
+    turns = [message.get("content") for message in sample.messages if message.get("role") == "assistant"]
+    return "\n".join(turn for turn in turns if isinstance(turn, str)) or sample.response
+
+
 # --- ground truths ---------------------------------------------------------------------------------------------------
 def truth_text(sample: RewardInput, *, grader: str) -> str:
     """Return the ground truth as one text; a number is written out. Raises TypeError for any other form."""

@@ -3,13 +3,17 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.schema import PRESETS, groups, variants
+from slipstream.generators.rewards.composition import full_path
+from slipstream.scripts.make_prompts import SOURCES
 
 NEEDED = {
     "buffer/store=redis": ["buffer.store.url=redis://localhost:6379/0"],
@@ -92,3 +96,32 @@ def test_no_experiment_sets_fields_of_a_variant() -> None:
         for experiment in groups()["experiment"]
     }
     assert {experiment: set_groups for experiment, set_groups in found.items() if set_groups} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "agent", "sources"),
+    [
+        ("gsm8k_1gpu", "single_turn", ["openai/gsm8k"]),
+        ("gsm8k_8gpu", "single_turn", ["openai/gsm8k"]),
+        ("math_1gpu", "single_turn", ["math_dapo", "math", "aime_2024"]),
+        ("retool_1gpu", "tools", ["math_dapo", "math", "aime_2024"]),
+        ("search_r1_1gpu", "search", ["nq", "hotpotqa"]),
+    ],
+)
+def test_the_presets_for_gpus_are_valid_here_and_prepare_every_file_that_they_read(
+    name: str, agent: str, sources: list[str]
+) -> None:
+    run = load([f"experiment={name}"])
+    assert run.generators.agent.__struct_config__.tag == agent
+    for source in sources:
+        run.generators.reward.check_data_source(source, found_in=name)
+    assert all(full_path(one.function) for one in run.generators.reward.chosen)
+    # A task is prepared as a whole: train.parquet and heldout.parquet beside each other.
+    prepared = {str(Path(step.creates).parent) for step in run.prepare}
+    files = [file.path for file in run.data.train_files] + [each.path for each in run.data.heldout_sets]
+    assert {str(Path(file).parent) for file in files} == prepared
+    for step in run.prepare:
+        task, out = step.args
+        assert task in SOURCES
+        assert out == f"--out={Path(step.creates).parent}"
+        assert getattr(SOURCES[task], Path(step.creates).stem) is not None

@@ -215,3 +215,23 @@ def test_a_template_without_tools_shows_results_as_the_users():
 def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         play({"kind": "tools", **agent}, [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 + 4"}}\n</tool_call>'),
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=calculator>\n<parameter=expression>\n3 + 4</parameter></function></tool_call>",
+        ),
+        ("pythonic", '[calculator(expression="3 + 4")]'),
+    ],
+)
+def test_parsers_of_vllms_read_calls(name: str, text: str):
+    vllm_format = call_format.load_format(
+        f"vllm:{name}", tokenizer=make_chat_tokenizer("chatml"), setting="generators.agent"
+    )
+    assert vllm_format.parse(text) == [ToolCall("calculator", {"expression": "3 + 4"})]
+    assert vllm_format.parse("Seven, without any call.") == []

@@ -2,6 +2,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 
 from slipstream.buffer.trajectory import Reward
@@ -120,6 +121,15 @@ def test_question_answering(response: str, exact: float, sub: float, form: Any):
     sample = make_sample(response, truth=form(["Beatles", "The Fab Four"]))
     assert qa_exact_match(sample, format_score=0.1).total == exact
     assert qa_sub_match(sample, format_score=0.1).total == sub
+
+
+def test_question_answering_reads_all_turns_of_the_model_and_nothing_else():
+    turns = [("assistant", "<answer>Paris</answer>"), ("user", "<answer>Rome</answer> " * 20), ("assistant", "done")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert qa_exact_match(msgspec.structs.replace(make_sample("done", truth=["Paris"]), messages=messages)).total == 1.0
+    messages[0]["content"] *= 11
+    guessed = qa_exact_match(msgspec.structs.replace(make_sample("done", truth=["Paris"]), messages=messages))
+    assert (guessed.total, guessed.is_correct) == (0.25, False)
 
 
 def test_a_golden_answer_of_articles_alone_is_refused():
