@@ -310,6 +310,37 @@ class ExternalAgentConfig(AgentConfig, tag="external"):
         return self.format
 
 
+class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
+    """An environment in a process of its own, which plays the agent and scores the answer."""
+
+    environment: str
+    """Id of a verifiers environment (`gsm8k-v1`), or `module:function` or `file.py:function` of
+    `async def function(row, model, **arguments)`."""
+    arguments: dict[str, Any] = {}
+    """Settings of the environment's task set, or keyword arguments of the function."""
+    python: str = ""
+    """Python of the process, such as that of a virtual environment with the environment's libraries; empty: this one's.
+    """
+    max_turns: Annotated[int, Meta(ge=1)] = 16
+    """Most turns of the model; of a verifiers environment."""
+    start_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
+    """Longest start of the process, seconds."""
+    silence_timeout_s: Annotated[float, Meta(gt=0)] = 8.0
+    """Longest time without a sign of life, seconds; then the process is named in the log and the status, killed and
+    started again. Its answers under way are masked in training and counted."""
+    format: str = "hermes"
+    """Form of a call in the model's text: `hermes`, `json`, or `vllm:NAME`."""
+
+    @property
+    def calls(self) -> str:
+        return self.format
+
+    @property
+    def executed(self) -> set[str]:
+        python = f" with {self.python}" if self.python else ""
+        return {with_arguments(self.environment, self.arguments) + python}
+
+
 AgentKind = (
     SingleTurnConfig
     | ToolsAgentConfig
@@ -318,6 +349,7 @@ AgentKind = (
     | InteractionAgentConfig
     | CustomAgentConfig
     | ExternalAgentConfig
+    | EnvironmentAgentConfig
 )
 
 

@@ -3,12 +3,16 @@
     python -m slipstream.scripts.make_prompts gsm8k --out=data/gsm8k
     python -m slipstream.scripts.make_prompts math --source=path/to/copies --out=data/math
     python -m slipstream.scripts.make_prompts reasoning_gym:spell_backward --rows=5000 --out=data/spelling
+    python -m slipstream.scripts.make_prompts environment:gsm8k_v1 --python=envs/bin/python --out=data/gsm8k
 
 A folder holds the files as they are published, Parquet or JSON lines; `--list` shows the sources and the names of their
-files. Tasks of reasoning-gym are generated on the spot (`pip install 'slipstream[tasks]'`).
+files. Tasks of reasoning-gym are generated on the spot (`pip install 'slipstream[tasks]'`). Those of a verifiers
+environment come from its own process, whose Python `--python` names.
 """
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -21,6 +25,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from slipstream.configs.base import ConfigError
+from slipstream.generators import environments
 from slipstream.generators.rewards.mathematics import true_number
 from slipstream.generators.rewards.procedural import UNRELIABLE
 from slipstream.runtime.command_line import fail_cleanly
@@ -30,6 +35,7 @@ Values = dict[str, Any]
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
 TAGS = "Put the final answer between <answer> and </answer>."
 _GYM = "reasoning_gym:"
+_ENVIRONMENT = "environment:"
 
 
 # --- one problem -----------------------------------------------------------------------------------------------------
@@ -177,6 +183,49 @@ def _read_file(file: Path) -> list[Values]:
         raise ConfigError(f"{file} must be Parquet or JSON lines, but cannot be read: {error}") from None
 
 
+# --- verifiers environments ------------------------------------------------------------------------------------------
+def make_environment_rows(
+    environment: str, *, python: str, arguments: dict[str, Any], rows: int, heldout_rows: int, out: Path
+) -> None:
+    """Write the tasks of a verifiers environment, which `generators/agent=environment` plays. Raises ConfigError."""
+    first = {"environment": environment, "arguments": arguments, "max_turns": 1}
+    asked = msgspec.json.encode(first) + b"\n" + msgspec.json.encode({"tasks": rows + heldout_rows}) + b"\n"
+    worker = str(Path(environments.__file__).with_name("worker.py"))
+    try:
+        done = subprocess.run([python, worker], input=asked, stdout=subprocess.PIPE, timeout=600, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"--python must be one that has {environment}, got {python!r}: {error}") from None
+    answers: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        answers |= msgspec.json.decode(line, type=Values)
+    found = answers.get("tasks", [])
+    if len(found) < rows + heldout_rows:
+        raise ConfigError(
+            f"--rows + --heldout-rows must be at most the tasks of {environment}, got {rows + heldout_rows} for "
+            f"{answers.get('failed', f'{len(found)} tasks')}."
+        )
+    _make_folder(out)
+    made = {"train": found[:rows], "heldout": found[rows:]}
+    for split, tasks in made.items():
+        # The task travels as text: tasks of one set may differ in their fields.
+        converted = [
+            make_row(
+                _prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, index=index,
+                split=split,
+            )
+            | {"task": msgspec.json.encode(task).decode()}
+            for index, task in enumerate(tasks)
+        ]  # fmt: skip
+        write_file(out / f"{split}.parquet", converted)
+    _report(out, made)
+
+
+def _prompt_of(task: Values) -> list[Values]:
+    prompt = task.get("prompt") or "(the environment opens the conversation)"
+    system = [{"role": "system", "content": task["system_prompt"]}] if task.get("system_prompt") else []
+    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else [*system, *prompt]
+
+
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
 def make_gym_task(task: str, *, rows: int, heldout_rows: int, seed: int, out: Path) -> None:
     """Write JSON lines of a task of reasoning-gym: entries that its verifier grades. Raises ConfigError."""
@@ -244,17 +293,26 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("task", nargs="?", default="", help=f"{', '.join(SOURCES)}, or {_GYM}TASK")
+    parser.add_argument("task", nargs="?", default="", help=f"{', '.join(SOURCES)}, {_GYM}TASK or {_ENVIRONMENT}ID")
     parser.add_argument("--list", action="store_true", help="show the sources and the beginnings of their files' names")
     parser.add_argument("--source", type=Path, help="folder with the files; by default they come from the hub")
     parser.add_argument("--out", type=Path, help="folder to write to (data/TASK)")
     parser.add_argument("--rows", type=int, default=5000, help=f"prompts to train on, of {_GYM}TASK (5000)")
     parser.add_argument("--heldout-rows", type=int, default=500, help=f"prompts to evaluate on, of {_GYM}TASK (500)")
+    parser.add_argument("--python", default=sys.executable, help=f"that has the library, of {_ENVIRONMENT}ID")
+    parser.add_argument("--arguments", default="{}", help=f"settings of the task set in JSON, of {_ENVIRONMENT}ID")
     parser.add_argument("--seed", type=int, default=0, help=f"of the problems, of {_GYM}TASK (0)")
     options = parser.parse_args(arguments)
     if options.list:
         for name, source in SOURCES.items():
             print(name, *(f"{split.repository}:{split.file}*" for split in (source.train, source.heldout) if split))
+        return
+    if options.task.startswith(_ENVIRONMENT):
+        name = options.task.removeprefix(_ENVIRONMENT)
+        make_environment_rows(
+            name, python=options.python, arguments=msgspec.json.decode(options.arguments), rows=options.rows,
+            heldout_rows=options.heldout_rows, out=options.out or Path("data") / name,
+        )  # fmt: skip
         return
     task = options.task.removeprefix(_GYM)
     out = options.out or Path("data") / task

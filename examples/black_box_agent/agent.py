@@ -34,32 +34,33 @@ async def answer(client: AsyncOpenAI, lease: dict) -> dict:
     return {"reward": reward, "is_correct": shares[0] == 1.0, "metrics": {"asked_again": len(shares) - 1}}
 
 
-async def work(address: str, token: str) -> None:
+async def work(http: httpx.AsyncClient, client: AsyncOpenAI, token: str) -> None:
     """Take one answer after the other, until the generator has gone."""
-    async with (
-        httpx.AsyncClient(base_url=address, timeout=90) as http,
-        AsyncOpenAI(base_url=f"{address}/v1", api_key="set for each answer") as client,
-    ):
-        while True:
-            taken = await http.post("/v1/leases", headers={"Authorization": f"Bearer {token}"}, json={"wait_s": 20})
-            if taken.status_code != 200:
-                taken.raise_for_status()
-                continue
-            lease = taken.json()
-            try:
-                path, body = "/v1/reward", await answer(client, lease)
-            except APIError as error:
-                path, body = "/v1/return", {"reason": str(error)}
-            ended = await http.post(path, headers={"Authorization": f"Bearer {lease['api_key']}"}, json=body)
-            ended.raise_for_status()
+    while True:
+        taken = await http.post("/v1/leases", headers={"Authorization": f"Bearer {token}"}, json={"wait_s": 20})
+        if taken.status_code != 200:
+            taken.raise_for_status()
+            continue
+        lease = taken.json()
+        try:
+            path, body = "/v1/reward", await answer(client, lease)
+        except APIError as error:
+            path, body = "/v1/return", {"reason": str(error)}
+        ended = await http.post(path, headers={"Authorization": f"Bearer {lease['api_key']}"}, json=body)
+        ended.raise_for_status()
 
 
 async def attend(door: Path, token: str) -> None:
     """Work for the generator whose address is in this file."""
     try:
-        async with asyncio.TaskGroup() as group:
+        address = door.read_text()
+        async with (
+            httpx.AsyncClient(base_url=address, timeout=90) as http,
+            AsyncOpenAI(base_url=f"{address}/v1", api_key="set for each answer") as client,
+            asyncio.TaskGroup() as group,
+        ):
             for _ in range(AT_ONCE):
-                group.create_task(work(door.read_text(), token))
+                group.create_task(work(http, client, token))
     except* (httpx.HTTPError, OSError) as errors:
         print(f"{door.name}: {errors.exceptions[0]!r}", flush=True)
 

@@ -8,6 +8,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import (
     AgentKind,
     CustomAgentConfig,
+    EnvironmentAgentConfig,
     ExternalAgentConfig,
     InteractionAgentConfig,
     SearchAgentConfig,
@@ -15,6 +16,7 @@ from slipstream.configs.generators import (
     ToolsAgentConfig,
 )
 from slipstream.generators.agents.agent import AgentLoop
+from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.agents.external import Desk, ExternalLoop
 from slipstream.generators.agents.interaction_loop import InteractionLoop
@@ -64,6 +66,8 @@ def build_loop(config: AgentKind, *, encoder: PromptEncoder, setting: str, desk:
             return SearchLoop(config, encoder=encoder, setting=setting)
         case CustomAgentConfig():
             return CustomLoop(config, setting=setting)
+        case EnvironmentAgentConfig():
+            return EnvironmentLoop(config, setting=setting)
         case ExternalAgentConfig():
             if desk is None:
                 raise ConfigError(

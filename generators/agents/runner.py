@@ -22,6 +22,7 @@ from slipstream.configs.generators import ExternalAgentConfig, SingleTurnConfig
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.agent import AgentLoop, Scorer, Transcript
 from slipstream.generators.agents.door import Door
+from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.agents.external import Desk
 from slipstream.generators.agents.loops import SingleTurn, build_loop
@@ -152,6 +153,8 @@ class AgentRunner:
     async def start(self) -> None:
         if self._door:
             await self._door.start()
+        for environment in self._environments:
+            await environment.start()
         if self._door and self._address_file:
             self._address_file.parent.mkdir(mode=0o700, exist_ok=True)
             self._address_file.write_text(self._door.address)
@@ -161,12 +164,19 @@ class AgentRunner:
             self._address_file.unlink(missing_ok=True)
         if self._desk:
             self._desk.close()
+        for environment in self._environments:
+            await environment.close()
         if self._door:
             await self._door.close()
 
     @property
     def waiting(self) -> str:
-        return self._desk.waiting if self._desk else ""
+        waiting = [environment.waiting for environment in self._environments]
+        return "; ".join(filter(None, [self._desk.waiting if self._desk else "", *waiting]))
+
+    @property
+    def _environments(self) -> list[EnvironmentLoop]:
+        return [ready.loop for ready in self._loops.values() if isinstance(ready.loop, EnvironmentLoop)]
 
     @property
     def _address_file(self) -> Path | None:

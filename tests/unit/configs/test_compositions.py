@@ -28,6 +28,7 @@ NEEDED = {
     "generators/agent=search": ["generators.agent.index=data/index"],
     "generators/agent=react": ["generators.agent.tools=[calculator]"],
     "generators/agent=interaction": ["generators.agent.interactions=[my_users:Teacher]"],
+    "generators/agent=environment": ["generators.agent.environment=my_module:my_environment"],
     "generators/agent=custom": ["generators.agent.function=my_module:my_agent"],
     "model": ["experiment=gsm8k_1gpu", "model.max_length=2048"],
     "data": ["experiment=gsm8k_1gpu", "model.max_length=2048"],

@@ -1,0 +1,187 @@
+"""EnvironmentLoop: an environment in a process of its own plays the agent through the door, and scores the answer."""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from slipstream.broker.messages import Prompt
+from slipstream.buffer.trajectory import Reward
+from slipstream.configs.generators import EnvironmentAgentConfig
+from slipstream.generators import environments
+from slipstream.generators.agents.episode import Episode
+from slipstream.generators.errors import GeneratorError
+from slipstream.generators.rewards.reward import checked
+
+_WORKER = Path(environments.__file__).with_name("worker.py")
+_PING_EVERY_S = 1.0
+_MOST_STARTS = 3
+"""Starts in a row without an answer, after which the generator gives up."""
+_LONGEST_LINE = 64 * 2**20
+
+log = structlog.get_logger(__name__)
+
+
+class EnvironmentDiedError(Exception):
+    """The environment's process ended, or was ended, before it answered."""
+
+
+class EnvironmentLoop:
+    """Agent loop of an environment; one process serves all answers of a generator. Life: start -> run* -> close."""
+
+    def __init__(self, config: EnvironmentAgentConfig, *, setting: str) -> None:
+        self._config = config
+        self._setting = setting
+        self._process: asyncio.subprocess.Process | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self._heard_at = 0.0
+        self._num_starts = 0
+        self._problem = ""
+        self.waiting = ""
+        """Reason for which answers wait for the process; empty if they do not."""
+
+    def tools(self, prompt: Prompt) -> None:
+        """Nothing: the environment names its tools in its requests."""
+
+    async def start(self) -> None:
+        """Start the process; `run` waits until it is ready. Raises GeneratorError where that is of no use."""
+        if self._serving is None or self._serving.done():
+            if self._num_starts >= _MOST_STARTS:
+                # Every answer would meet the same: the generator ends, with this reason.
+                raise GeneratorError(f"{self._setting} must name an environment that answers: {self._problem}")
+            self._ready = asyncio.get_running_loop().create_future()
+            # Retrieved here as well: a start that fails before anybody waits for it is no riddle in the log.
+            self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+            self._serving = asyncio.create_task(self._serve(self._ready))
+
+    async def close(self) -> None:
+        """Kill the process."""
+        if self._serving:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+
+    async def run(self, episode: Episode) -> None:
+        """Have the environment play. Raises GeneratorError where it does not start, EnvironmentDiedError."""
+        await self.start()
+        assert self._ready is not None
+        await asyncio.shield(self._ready)
+        assert episode.door is not None
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        row = msgspec.to_builtins(episode.prompt)
+        row["purpose"] = row.pop("lease")["purpose"]
+        door = episode.door
+        model = {"base_url": door.base_url, "api_key": door.api_key, "model": door.model}
+        try:
+            self._send({"id": number, "row": row, "model": model})
+            found = await answer
+        finally:
+            if self._answers.pop(number, answer).cancelled():
+                self._send({"cancel": number})
+        self._num_starts = 0
+        if "error" in found:
+            raise RuntimeError(f"the environment {self._config.environment} failed: {found['error']}")
+        reward = float(found["reward"])
+        episode.reward = checked(
+            Reward(
+                total=reward,
+                parts={name: float(part) for name, part in found.get("parts", {}).items()},
+                turns=[float(share) for share in found.get("turns", [])],
+                is_correct=bool(found.get("is_correct", reward >= 1)),
+            )
+        )
+        episode.metrics.update({name: float(number) for name, number in found.get("metrics", {}).items()})
+
+    # --- the process ---------------------------------------------------------------------------------------------
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        """Start the process, pass its answers on, and end it; all answers that it owes fail with it."""
+        config, problem = self._config, ""
+        name = f"the environment {config.environment}"
+        self._num_starts += 1
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
+                config.python or sys.executable,
+                str(_WORKER),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LONGEST_LINE,
+                # A proxy is for addresses elsewhere.
+                env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},
+            )
+            name += f" (process {process.pid})"
+            first = {"environment": config.environment, "arguments": config.arguments, "max_turns": config.max_turns}
+            self._send(first)
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch(name, ready))
+                try:
+                    await self._read(process, ready)
+                finally:
+                    watching.cancel()
+            problem = f"{name} has ended"
+        except* (OSError, GeneratorError) as errors:
+            problem = str(errors.exceptions[0])
+        finally:
+            self.waiting = ""
+            if self._process and self._process.returncode is None:
+                self._process.kill()
+                await self._process.wait()
+            self._fail(problem, ready)
+
+    def _fail(self, problem: str, ready: asyncio.Future[None]) -> None:
+        self._problem = problem or "it was closed"
+        if problem:
+            log.warning("environment_ended", setting=self._setting, reason=problem)
+        if not ready.done():
+            ready.set_exception(GeneratorError(f"{self._setting} must name an environment that starts: {problem}"))
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EnvironmentDiedError(self._problem))
+
+    async def _read(self, process: asyncio.subprocess.Process, ready: asyncio.Future[None]) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            self._heard_at = time.monotonic()
+            match msgspec.json.decode(line, type=dict[str, Any]):
+                case {"ready": True}:
+                    ready.set_result(None)
+                case {"failed": reason}:
+                    raise GeneratorError(f"the environment {self._config.environment} cannot be loaded: {reason}")
+                case {"id": number} as found:
+                    answer = self._answers.get(number)
+                    if answer and not answer.done():
+                        answer.set_result(found)
+
+    async def _watch(self, name: str, ready: asyncio.Future[None]) -> None:
+        """Ping the process, and name it when it does not answer. Raises GeneratorError when it is to be killed."""
+        started_at = self._heard_at = time.monotonic()
+        for number in itertools.count():
+            await asyncio.sleep(_PING_EVERY_S)
+            now = time.monotonic()
+            if ready.done():
+                self._send({"ping": number})
+                limit_s, silent_s = self._config.silence_timeout_s, now - self._heard_at
+            else:
+                limit_s, silent_s = self._config.start_timeout_s, now - started_at
+            is_late = silent_s >= min(limit_s, self._config.silence_timeout_s)
+            is_news = is_late and (not self.waiting or number % 10 == 0)
+            self.waiting = f"{name} has not answered for {silent_s:.0f} s" if is_late else ""
+            if is_news:
+                log.warning("environment_silent", reason=self.waiting)
+            if silent_s >= limit_s:
+                raise GeneratorError(f"{name} must answer within {limit_s:g} s, it did not")
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._process and self._process.stdin and self._process.returncode is None:
+            with suppress(OSError, RuntimeError):
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")

@@ -1,0 +1,72 @@
+"""Environments that run in a process of their own: they import nothing of Slipstream or of the tests."""
+
+import itertools
+import json
+import os
+import time
+import urllib.request
+from asyncio import to_thread
+from pathlib import Path
+from types import SimpleNamespace
+
+
+async def post(model: SimpleNamespace, path: str, **body: object) -> dict:
+    request = urllib.request.Request(
+        model.base_url + path,
+        json.dumps(body).encode(),
+        {"Authorization": f"Bearer {model.api_key}", "Content-Type": "application/json"},
+    )
+    return json.load(await to_thread(urllib.request.urlopen, request))
+
+
+async def ask(model: SimpleNamespace, messages: list[dict]) -> dict:
+    answer = await post(model, "/chat/completions", messages=messages)
+    return answer["choices"][0]["message"]
+
+
+async def two_turns(row: dict, model: SimpleNamespace, *, hint: str = "sure?") -> dict:
+    """A hint between two turns; prints, which must not disturb anybody."""
+    print(row["uid"], flush=True)
+    messages = [*row["prompt"]]
+    messages += [await ask(model, messages), {"role": "user", "content": hint}]
+    last = await ask(model, messages)
+    right = float("42" in last["content"])
+    return {"reward": right + 0.25, "parts": {"right": right, "style": 0.25}, "metrics": {"hints": 1}}
+
+
+async def tokens(row: dict, model: SimpleNamespace, *, folder: str) -> float:
+    """Three turns over token ids, written down as they came."""
+    token_ids, mask, logprobs, versions = [3, 4, 5], [False] * 3, [0.0] * 3, [-1] * 3
+    for number in range(3):
+        answer = await post(model, "/generate", token_ids=token_ids, sampling_params={"max_tokens": 8})
+        choice = answer["choices"][0]
+        spans = [*choice["version_spans"], [len(choice["token_ids"]), None]]
+        for (start, version), (end, _) in itertools.pairwise(spans):
+            versions += [version] * (end - start)
+        token_ids += choice["token_ids"]
+        mask += [True] * len(choice["token_ids"])
+        logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        if number < 2:
+            token_ids, mask, logprobs, versions = [*token_ids, 6], [*mask, False], [*logprobs, 0.0], [*versions, -1]
+    file = Path(folder) / f"{row['uid'].replace('/', '-')}.json"
+    file.write_text(json.dumps([token_ids, mask, logprobs, versions]))
+    return 1.0
+
+
+async def failing(row: dict, model: SimpleNamespace) -> float:
+    """Fail after a turn."""
+    await ask(model, row["prompt"])
+    raise ValueError("no such page")
+
+
+async def blocking(row: dict, model: SimpleNamespace) -> float:
+    """A tool module that never comes back, and holds the whole process up."""
+    await ask(model, row["prompt"])
+    time.sleep(60)  # noqa: ASYNC251
+    return 1.0
+
+
+async def dying(row: dict, model: SimpleNamespace) -> float:
+    """End the process, as a crash of a library does."""
+    await ask(model, row["prompt"])
+    os._exit(3)
