@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from slipstream.broker.admission import (
     admission_limit,
@@ -184,6 +185,9 @@ class LeaseScheduler:
             has_baseline=self._run.generators.has_baseline,
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
+            # An evaluation is of one version: a generator that holds another would answer for nothing.
+            version=peer.version,
+            max_evaluations=ceil(self._run.evaluation.lease_share * offer.max_groups),
         )
         self._fair_share.record_leases(peer, leases)
         # The lease has changed the counts that the next request's share is computed from.

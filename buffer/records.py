@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+import xxhash
 
-from slipstream.buffer.codec import decode
-from slipstream.buffer.trajectory import Purpose, Record, Trajectory
+from slipstream.buffer.codec import decode, unpack
+from slipstream.buffer.trajectory import Purpose, Record, Trajectory, TrajectoryHeader
 
 # --- limits of what is stored for people only ------------------------------------------------------------------------
 METRICS_KEPT = 1000
@@ -63,7 +64,7 @@ class Insertion(Record):
     All but `refused` are acknowledged to the sender."""
     reason: str = ""
     """Reason of a refusal: `content_conflict`, `unknown_group`, `group_size`, `baseline`, `unknown_lease`,
-    `future_version`, `store_full`."""
+    `future_version`, `other_version` (than that of its evaluation), `store_full`."""
     group_is_ready: bool = False
     """Whether this trajectory completed its group, and no filter rejected the group."""
 
@@ -257,7 +258,7 @@ class EvaluationResult(Record):
     """Name chosen by the role that opened it."""
     purpose: Purpose
     version: int
-    """Policy version at the opening."""
+    """Policy version that samples every token of its answers."""
     num_asked: int
     """Answers asked for: held-out rows, times samples of each."""
     num_answered: int
@@ -317,6 +318,14 @@ def make_answer(row: int, trajectory: Trajectory, *, text: str = "") -> Evaluati
         version=trajectory.version_spans[-1].version,
         answer=(reward.detail or text) if is_ok else "",
     )
+
+
+def stored_answer(header: TrajectoryHeader, payload: bytes) -> EvaluationAnswer:
+    """Build the answer of an arrived trajectory, whose tokens name the response."""
+    trajectory = unpack(payload)
+    row = int(header.group_id.rpartition(":")[2].partition(".")[0])
+    written = trajectory.token_ids[trajectory.model_mask]
+    return make_answer(row, trajectory, text=xxhash.xxh3_64_hexdigest(written.tobytes()))
 
 
 # --- monitoring ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from slipstream.buffer.records import (
     Addressee,
     CheckpointPointer,
     Claim,
+    EvaluationAnswer,
     EvaluationResult,
     Event,
     FinishedGroup,
@@ -93,8 +94,12 @@ class Store(Protocol):
         lease_s: float,
         admission_limit: int,
         has_baseline: bool = False,
+        version: int | None = None,
+        max_evaluations: int | None = None,
     ) -> list[Lease]:
-        """Lease prompts: open evaluations first, then returned prompts, then new ones.
+        """Lease prompts: open evaluations first, then returned prompts, then new ones, then more of the evaluations.
+
+        `version`: only evaluations of that one. `max_evaluations`: most of their rows that come before other prompts.
 
         New training prompts are admitted only while `admitted < admission_limit` and the phase is starting or
         training; no training prompt is leased in later phases. A group needs `group_size` members; the last of them is
@@ -140,9 +145,9 @@ class Store(Protocol):
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
         """Store trajectories, idempotent on id; return one outcome each, in order. Durable (as configured) on return.
 
-        Answers to evaluations are counted and not stored. A refused trajectory leaves no trace: the caller has it sent
-        again (`store_full`) or passes it to `quarantine`, which counts it. A group that becomes complete is ready, or
-        rejected by the run's filter, in the same instant.
+        Answers to evaluations are counted, and over at once: they stay stored as such groups do. A refused trajectory
+        leaves no trace: the caller has it sent again (`store_full`) or passes it to `quarantine`, which counts it. A
+        group that becomes complete is ready, or rejected by the run's filter, in the same instant.
         """
         ...
 
@@ -227,11 +232,15 @@ class Store(Protocol):
     def open_evaluation(
         self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
     ) -> None:
-        """Have generators answer held-out rows. Idempotent on id."""
+        """Have generators answer held-out rows with `version`; answers of others are refused. Idempotent on id."""
         ...
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
         """Return the totals so far; None when it was never opened."""
+        ...
+
+    def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
+        """Return the answers so far, in no order; nothing a day after the last one."""
         ...
 
     # --- monitoring --------------------------------------------------------------------------------------------------

@@ -69,6 +69,11 @@ def evaluation_group_id(evaluation_id: str, answer: str) -> str:
     return f"{evaluation_id}:{answer}"
 
 
+def evaluation_sequence(version: int, number: int) -> int:
+    """Place of an answer among those that are waited for: by version, so that a lease can ask for one version's."""
+    return version << 32 | number
+
+
 def is_evaluation(group_id: str) -> bool:
     """Whether the group is a row of an evaluation."""
     return ":" in group_id

@@ -1,26 +1,62 @@
 """The learner role: engine, optimizer, batch, checkpoints, evaluation."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config
+from slipstream.configs.base import Config, require
+
+
+class MetricBound(Config):
+    """Condition on a metric of an evaluation.
+
+    Example: MetricBound(metric="eval/accuracy_greedy", at_least=0.98)
+    """
+
+    metric: str
+    """Key in the rows of metrics, such as `eval/accuracy_greedy`, `eval/reward_greedy`, `eval/pass@8_aime`."""
+    at_least: float | None = None
+    """Smallest value that meets the condition; null = none."""
+    at_most: float | None = None
+    """Largest value that meets the condition; null = none."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.at_least is not None or self.at_most is not None,
+            f"a condition on {self.metric}",
+            "have at_least or at_most",
+            got="neither",
+            why="every value would meet it",
+        )
+
+    def holds(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of metrics has the metric, within its bounds."""
+        if (value := row.get(self.metric)) is None:
+            return False
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 class EvaluationConfig(Config):
     """Evaluation on held-out prompts, which generators answer beside their training work."""
 
     every_steps: Annotated[int, Meta(ge=0)] = 10
-    """Steps between two monitored evaluations; 0 = only before and after training."""
+    """Steps between two monitored evaluations; 0 = only before and after training. The next version is published when
+    the answers are in: each is sampled by the version that the evaluation names, and no other."""
+    before_training: bool = True
+    """Whether the final rows are evaluated before training, too."""
+    only: bool = False
+    """Evaluate the initial policy, and end without a step of training."""
+    lease_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    """Largest share of a lease for answers to evaluations while there are prompts to train on."""
     monitor_prompts: Annotated[int, Meta(ge=1)] = 128
     """First rows of the held-out file, evaluated during training and for early stopping. A file with fewer rows than
     `monitor_prompts` + `final_prompts` is shared between the two in that proportion."""
     final_prompts: Annotated[int, Meta(ge=1)] = 512
     """Rows after those, evaluated once before and once after training."""
-    goal_sampled: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Accuracy at temperature 1 that the final verdict requires; null = the verdict only reports."""
-    goal_greedy: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Accuracy at temperature 0 that the final verdict requires; null = the verdict only reports."""
+    goals: list[MetricBound] = []
+    """Conditions on the evaluation after training that the final verdict requires, all of them, such as `[{metric:
+    eval/accuracy_greedy, at_least: 0.95}]`; empty = the verdict only reports."""
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest wait for the evaluations before and after training while answers arrive, seconds; without any hope of
     answers it ends earlier, see `learner.dead_end`."""
@@ -76,6 +112,15 @@ class TorchEngineConfig(Config, tag="torch", tag_field="kind"):
     """Plain torch in one process, the reference implementation of the DeepSpeed engine."""
 
 
+class BestConfig(Config):
+    """Checkpoint of the best monitored evaluation."""
+
+    metric: str
+    """Key in the rows of metrics, such as `eval/accuracy_greedy`."""
+    mode: Literal["max", "min"] = "max"
+    """Whether the largest or the smallest value is best."""
+
+
 class CheckpointConfig(Config):
     """Checkpoints from which a run resumes."""
 
@@ -83,15 +128,9 @@ class CheckpointConfig(Config):
     """Steps between checkpoints; the last step always makes one."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """Newest checkpoints that are kept."""
-
-
-class StopConfig(Config):
-    """Early stopping: training ends before `max_steps` once the monitored evaluation reaches both accuracies."""
-
-    accuracy_sampled: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Held-out accuracy at temperature 1."""
-    accuracy_greedy: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    """Held-out accuracy at temperature 0."""
+    best: BestConfig | None = None
+    """Metric by which one more checkpoint is kept, whatever its age, and exported as `best_model` at the end; every
+    monitored evaluation makes a checkpoint then. null = none."""
 
 
 class DeadEndConfig(Config):
@@ -124,8 +163,9 @@ class LearnerConfig(Config):
     """Steps of the whole run."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
     """Most input tokens of a microbatch, padding included; more need more memory and take fewer passes."""
-    stop: StopConfig | None = None
-    """Early stopping; null = always `max_steps`."""
+    stop: list[MetricBound] | None = None
+    """Conditions on a monitored evaluation, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`; training ends
+    before `max_steps` once one evaluation meets all of them. null = always `max_steps`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     wait_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
     """Longest wait for a batch while trajectories arrive, seconds; without any hope of a batch it ends earlier, see

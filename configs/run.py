@@ -126,17 +126,25 @@ def _check_bounds(run: RunConfig) -> None:
         require(value % step == 0, key, f"be a multiple of {divisor} ({step})", got=value, why=why)
 
 
+def _is_metric_of(metric: str, names: list[str]) -> bool:
+    return metric.startswith("eval/") and any(metric.endswith(f"_{name}") for name in names)
+
+
 def _check_heldout(run: RunConfig) -> None:
-    names = [each.name for each in run.data.heldout_sets]
-    for key in ("sampled", "greedy"):
-        is_needed = run.learner.stop or getattr(run.evaluation, f"goal_{key}") is not None
-        require(
-            not is_needed or key in names,
-            "data.heldout",
-            f"have a set named {key} with learner.stop or evaluation.goal_{key}",
-            got=", ".join(names),
-            why="that is the accuracy they ask for; name a set so, or set these to null",
-        )
+    names, best = [each.name for each in run.data.heldout_sets], run.learner.checkpoint.best
+    asked = {"learner.stop": run.learner.stop or [], "evaluation.goals": run.evaluation.goals}
+    for key, bounds in (asked | {"learner.checkpoint.best": [best] if best else []}).items():
+        unknown = next((each.metric for each in bounds if not _is_metric_of(each.metric, names)), "")
+        must = f"name metrics of {', '.join(names)}, the sets of data.heldout, such as eval/accuracy_{names[0]}"
+        require(not unknown, key, must, got=unknown, why="no evaluation would have it")
+    every, publish = run.evaluation.every_steps, run.weights.publish_every_steps
+    require(
+        best is None or (every > 0 and every % publish == 0),
+        "evaluation.every_steps",
+        f"be a multiple of weights.publish_every_steps ({publish}) with learner.checkpoint.best",
+        got=every,
+        why="a checkpoint must hold the weights that were evaluated",
+    )
     for each in run.data.heldout_sets:
         most = run.model.max_length - run.data.max_prompt_tokens
         require(

@@ -16,7 +16,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -173,10 +173,10 @@ class Checkpoints:
         folders = sorted(self._folder.glob("step-*"), key=lambda folder: folder.stat().st_mtime_ns)
         return [folder.name for folder in folders]
 
-    def prune(self, *, pinned: str) -> None:
-        """Delete all but the newest `keep`, and never `pinned`, at which the store points."""
+    def prune(self, *, pinned: Set[str]) -> None:
+        """Delete all but the newest `keep`, and none that is `pinned`."""
         for name in self.names()[: -self._run.learner.checkpoint.keep]:
-            if name != pinned:
+            if name not in pinned:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
 
     # --- saving --------------------------------------------------------------------------------------------------

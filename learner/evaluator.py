@@ -8,6 +8,7 @@ from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.data import HeldoutSet
 from slipstream.configs.learner import EvaluationConfig
+from slipstream.learner.metrics.scores import by_source, metric_sums
 
 
 class Evaluator:
@@ -53,6 +54,24 @@ class Evaluator:
         """Results by set; None while answers are missing."""
         complete = {purpose: result for purpose, result in self._results(name).items() if result.is_complete}
         return complete if len(complete) == len(self._sets) else None
+
+    def unfinished(self) -> list[str]:
+        """Names of the monitored evaluations that lack answers."""
+        return [name for name in self._open if not self.result(name)]
+
+    def metrics(self, evaluated: Mapping[Purpose, EvaluationResult]) -> dict[str, float]:
+        """Return the metrics of an evaluation, by their keys in a row."""
+        found: dict[str, float] = {}
+        for name, result in evaluated.items():
+            found[f"eval/accuracy_{name}"] = result.accuracy
+            answers = self._store.evaluation_answers(result.id)
+            sums = metric_sums(answers, kinds=("pass",))
+            found |= {f"eval/{metric}_{name}": each.mean for metric, each in sums.items() if metric != "pass@1"}
+            for source, part in by_source(answers).items():
+                means = metric_sums(part, kinds=())
+                found |= {f"eval/by_source/{source}/{metric}_{name}": each.mean for metric, each in means.items()}
+            found["eval/version"] = result.version
+        return found
 
     def take_finished(self) -> dict[Purpose, EvaluationResult] | None:
         """Newest monitored evaluation that became complete since the last call; None if none did."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import structlog
 
 from slipstream.broker.transport.client import PeerStatus
@@ -26,6 +27,7 @@ from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
+from slipstream.learner.best_checkpoint import BestCheckpoint
 from slipstream.learner.errors import DeadEndError, LearnerError
 from slipstream.learner.evaluator import Evaluator
 from slipstream.learner.metrics.log import MetricsLog, Row
@@ -76,6 +78,7 @@ class Learner:
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
         self._config_hash = config_hash(run)
+        self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
         self._fence = 0
@@ -95,6 +98,9 @@ class Learner:
         """Train from the newest checkpoint, or from the beginning. Raises DeadEndError, with all steps saved."""
         try:
             self._start()
+            if self._run.evaluation.only:
+                self._end_run(self._evaluate_fully("before"))
+                return
             while self._step < self._run.learner.max_steps and not self._must_stop:
                 self._train_one_step()
             self._finish()
@@ -124,7 +130,9 @@ class Learner:
         self._publisher.flush()
         self._store.set_phase("training")
         # A resumed policy is no longer the initial one: then only a stored result of the predecessor counts.
-        before = self._evaluate_fully("before") if self._step == 0 else self._evaluator.result("before")
+        evaluation = self._run.evaluation
+        is_due = self._step == 0 and (evaluation.before_training or evaluation.only)
+        before = self._evaluate_fully("before") if is_due else self._evaluator.result("before")
         if before:
             self._metrics_log.record_before(before)
         kept = self._metrics_log.start_training(step=self._step)
@@ -152,11 +160,21 @@ class Learner:
             self._publish()
         self._publisher.flush()
         # The token of the last claim: a step that is rolled back and trained again is another policy.
+        self._await_monitored()
+        if evaluated := self._evaluator.take_finished():
+            self._best.judge(self._evaluator.metrics(evaluated))
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
-        final = self._metrics_log.folder.final_model
+        folder = self._metrics_log.folder
+        final = folder.final_model
         self._disk.retry(lambda: self._rank_group.save_model(final), what="the final model", path=final)
-        self._metrics_log.write_summary(step=self._step, after=after)
+        self._disk.retry(self._best.export, what="the best model", path=folder.best_model)
+        self._end_run(after)
+
+    def _end_run(self, after: dict[Purpose, EvaluationResult]) -> None:
+        best = msgspec.to_builtins(self._best.entry)
+        evaluation = self._evaluator.metrics(after)
+        self._metrics_log.write_summary(step=self._step, after=after, evaluation=evaluation, best=best)
         self._publisher.close()
         self._store.set_phase("finished")
         self._reason = "finished"
@@ -183,16 +201,20 @@ class Learner:
         metrics = self._train_and_commit(claim)
         trained_at = self._clock()
         if self._is_due(self._run.weights.publish_every_steps):
+            # Its answers are the present version's, and no other's.
+            self._await_monitored()
             self._version += 1
             self._publish()
-        if self._is_due(self._run.evaluation.every_steps):
+        is_evaluated = self._is_due(self._run.evaluation.every_steps)
+        if is_evaluated:
             self._open_evaluation()
+        evaluated = self._evaluator.take_finished()
         row = self._metrics_log.add_step(
             step=self._step,
             version=self._version,
             metrics=metrics | self._buffer_metrics(claim),
             published=self._publisher.take_published(),
-            evaluated=self._evaluator.take_finished(),
+            evaluated=self._evaluator.metrics(evaluated) if evaluated else None,
             times={
                 "learner/wait_s": claimed_at - started_at,
                 "learner/train_s": trained_at - claimed_at,
@@ -200,8 +222,10 @@ class Learner:
             },
         )
         self._must_stop = self._meets_stop(row)
-        if self._is_due(self._run.learner.checkpoint.every_steps):
-            self._checkpoint()
+        is_candidate = is_evaluated and self._run.learner.checkpoint.best is not None
+        if is_candidate or self._is_due(self._run.learner.checkpoint.every_steps):
+            self._checkpoint(is_candidate=is_candidate)
+        self._best.judge(row)
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self._step % every_steps == 0
@@ -286,7 +310,7 @@ class Learner:
         weights = self._rank_group.weights()
         self._publisher.publish(version=self._version, step=self._step, weights=weights, canary=canary)
 
-    def _checkpoint(self) -> None:
+    def _checkpoint(self, *, is_candidate: bool = False) -> None:
         self._reason = f"saving the checkpoint of step {self._step}"
         pointer = self._disk.retry(
             lambda: self._rank_group.save_checkpoint(step=self._step, version=self._version),
@@ -295,7 +319,9 @@ class Learner:
         )
         # In this order: the store never points at a checkpoint that is incomplete or deleted.
         self._store.checkpoint(pointer, fence=self._fence)
-        self._rank_group.prune_checkpoints(pinned=pointer)
+        if is_candidate:
+            self._best.add(pointer)
+        self._rank_group.prune_checkpoints(pinned={pointer.name, *self._best.pinned})
 
     # --- evaluation ----------------------------------------------------------------------------------------------
     def _open_evaluation(self) -> None:
@@ -306,14 +332,15 @@ class Learner:
 
     def _meets_stop(self, row: Row) -> bool:
         """Whether the row has an evaluation that ends the run early; also asked of the rows that a resume keeps."""
-        stop = self._run.learner.stop
-        if stop is None or "eval/version" not in row:
-            return False
-        accuracies = row["eval/accuracy_sampled"], row["eval/accuracy_greedy"]
-        is_met = accuracies[0] >= stop.accuracy_sampled and accuracies[1] >= stop.accuracy_greedy
+        stop = self._run.learner.stop or []
+        is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
-            log.info("learner_stop_met", step=row["step"], sampled=accuracies[0], greedy=accuracies[1])
+            log.info("learner_stop_met", step=row["step"], **{bound.metric: row[bound.metric] for bound in stop})
         return is_met
+
+    def _await_monitored(self) -> None:
+        for name in self._evaluator.unfinished():
+            self._await_evaluation(name)
 
     def _evaluate_fully(self, name: str) -> dict[Purpose, EvaluationResult]:
         """Evaluate before or after training; repeated while no reward comes, under `learner.dead_end.policy=wait`."""

@@ -132,9 +132,9 @@ class RankGroup:
         self._broadcast(SaveCheckpoint(step, version))
         return CheckpointPointer(step, version, self._checkpoints.save(step=step, version=version))
 
-    def prune_checkpoints(self, *, pinned: CheckpointPointer) -> None:
-        """Delete old checkpoints; call it only after the store points at `pinned`."""
-        self._checkpoints.prune(pinned=pinned.name)
+    def prune_checkpoints(self, *, pinned: set[str]) -> None:
+        """Delete old checkpoints; call it only after the store points at one of the `pinned` ones."""
+        self._checkpoints.prune(pinned=pinned)
 
     def checkpoint_names(self) -> list[str]:
         """Names of the complete checkpoints in the run folder, oldest first."""

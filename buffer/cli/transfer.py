@@ -127,7 +127,9 @@ def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Importe
     _check_no_run(where, runs_dir)
     into = Path(where)
     _check_target(into)
-    groups = _grouped(chain.from_iterable(map(read_rollouts, files)))
+    found = chain.from_iterable(map(read_rollouts, files))
+    # Nothing is trained on answers to evaluations.
+    groups = _grouped(each for each in found if each.stored.state != "evaluated")
     # Beside the target, so that the rename stays within one file system.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
     try:

@@ -1,11 +1,19 @@
 """MemoryStore, the generators' side: leases, arriving trajectories, evaluations."""
 
 from slipstream.buffer.memory.state import Group, Member, MemoryState, OpenEvaluation
-from slipstream.buffer.records import FRAME_BYTES_KEPT, EvaluationResult, Insertion, Lease
+from slipstream.buffer.records import (
+    FRAME_BYTES_KEPT,
+    EvaluationAnswer,
+    EvaluationResult,
+    Insertion,
+    Lease,
+    stored_answer,
+)
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader, group_of, make_lease_id
 from slipstream.buffer.transitions import (
     asked_answers,
     evaluation_group_id,
+    evaluation_sequence,
     is_evaluation,
     lapsed_claim_message,
     lapsed_lease_message,
@@ -28,14 +36,18 @@ class MemoryPrompts(MemoryState):
         lease_s: float,
         admission_limit: int,
         has_baseline: bool = False,
+        version: int | None = None,
+        max_evaluations: int | None = None,
     ) -> list[Lease]:
         with self._changed:
             # Evaluations first: the learner waits for them. Returned prompts before new ones: they are older.
-            group_ids = self._take_pending_rows(max_groups)
+            most = max_groups if max_evaluations is None else min(max_groups, max_evaluations)
+            group_ids = self._take_pending_rows(most, version)
             if self._opened().phase in ("starting", "training"):
                 group_ids += self._take_returned(max_groups - len(group_ids))
                 room = max_groups - len(group_ids)
                 group_ids += self._admit(room, size=group_size, has_baseline=has_baseline, limit=admission_limit)
+            group_ids += self._take_pending_rows(max_groups - len(group_ids), version)
             deadline = self._deadline(lease_s)
             return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
 
@@ -85,10 +97,11 @@ class MemoryPrompts(MemoryState):
             messages = [self._return_lease(group_id, "lapsed") for group_id in lapsed]
             return [*messages, *self._reap_groups(group_deadline), *self._reap_claims()]
 
-    def _take_pending_rows(self, room: int) -> list[str]:
+    def _take_pending_rows(self, room: int, version: int | None) -> list[str]:
         if self._opened().phase in ("finished", "failed"):
             return []
-        return [self._evaluation_pending.pop(sequence) for sequence in sorted(self._evaluation_pending)[:room]]
+        asked = sorted(each for each in self._evaluation_pending if version in (None, each >> 32))
+        return [self._evaluation_pending.pop(sequence) for sequence in asked[:room]]
 
     def _take_returned(self, room: int) -> list[str]:
         ordinals = sorted(self._returned)[:room]
@@ -185,7 +198,7 @@ class MemoryPrompts(MemoryState):
         with self._changed:
             self._opened()
             return [
-                self._insert(header, payload) if header.purpose == "train" else self._insert_evaluation(header)
+                self._insert(header, payload) if header.purpose == "train" else self._insert_evaluation(header, payload)
                 for header, payload in trajectories
             ]
 
@@ -264,7 +277,8 @@ class MemoryPrompts(MemoryState):
             self._evaluations[evaluation_id] = OpenEvaluation(purpose, version, len(asked))
             for answer in asked:
                 run.evaluation_sequence += 1
-                group = Group(evaluation_group_id(evaluation_id, answer), purpose, 1, run.evaluation_sequence)
+                sequence = evaluation_sequence(version, run.evaluation_sequence)
+                group = Group(evaluation_group_id(evaluation_id, answer), purpose, 1, sequence)
                 self._groups[group.id] = group
                 self._evaluation_pending[group.sequence] = group.id
 
@@ -283,7 +297,12 @@ class MemoryPrompts(MemoryState):
                 num_failed=stored.num_failed,
             )
 
-    def _insert_evaluation(self, header: TrajectoryHeader) -> Insertion:
+    def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
+        with self._changed:
+            stored = self._evaluations.get(evaluation_id)
+            return list(stored.answered.values()) if stored else []
+
+    def _insert_evaluation(self, header: TrajectoryHeader, payload: bytes) -> Insertion:
         evaluation_id, _, answer = header.group_id.rpartition(":")
         evaluation = self._evaluations.get(evaluation_id)
         if evaluation is None or evaluation.purpose != header.purpose:
@@ -295,12 +314,18 @@ class MemoryPrompts(MemoryState):
             return _refusal("unknown_group")
         if objection := self._lease_objection_to(header, group):
             return objection
+        if not header.oldest_version == header.newest_version == evaluation.version:
+            return _refusal("other_version")
         is_failed = header.reward_status != "ok"
-        evaluation.answered.add(answer)
+        evaluation.answered[answer] = stored_answer(header, payload)
         evaluation.num_failed += is_failed
         evaluation.num_correct += header.is_correct and not is_failed
-        # Evaluations are only counted, so nothing of the row needs to be kept.
-        del self._groups[group.id]
+        if self._opened().keeps_finished:
+            group.members[0] = self._make_member(header, payload)
+            group.outcome = "evaluated"
+            self._finished.append(group.id)
+        else:
+            del self._groups[group.id]
         self._evaluation_leases.pop(group.id, None)
         self._evaluation_pending.pop(group.sequence, None)
         return Insertion(outcome="inserted", group_is_ready=len(evaluation.answered) == evaluation.num_asked)

@@ -12,6 +12,7 @@ from slipstream.buffer.records import (
     FRAMES_KEPT,
     METRICS_KEPT,
     CheckpointPointer,
+    EvaluationAnswer,
     Event,
     Outcome,
     StepEntry,
@@ -156,7 +157,7 @@ class OpenEvaluation:
     purpose: Purpose
     version: int
     num_asked: int
-    answered: set[str] = field(default_factory=set)
+    answered: dict[str, EvaluationAnswer] = field(default_factory=dict)
     num_correct: int = 0
     num_failed: int = 0
 

@@ -4,13 +4,22 @@ from typing import Any
 
 import msgspec
 
-from slipstream.buffer.codec import Packed, chunks
+from slipstream.buffer.codec import Packed, chunks, decode, encode
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.records import FRAME_BYTES_KEPT, FRAMES_KEPT, EvaluationResult, Insertion, Lease
+from slipstream.buffer.records import (
+    FRAME_BYTES_KEPT,
+    FRAMES_KEPT,
+    EvaluationAnswer,
+    EvaluationResult,
+    Insertion,
+    Lease,
+    stored_answer,
+)
 from slipstream.buffer.redis.connection import RedisConnection, is_out_of_memory, text
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.buffer.transitions import (
     asked_answers,
+    evaluation_sequence,
     lapsed_claim_message,
     lapsed_lease_message,
     make_lease,
@@ -35,10 +44,15 @@ class RedisPrompts(RedisConnection):
         lease_s: float,
         admission_limit: int,
         has_baseline: bool = False,
+        version: int | None = None,
+        max_evaluations: int | None = None,
     ) -> list[Lease]:
         num_rows, seed = self._rows_and_seed()
-        lease_ms = int(lease_s * 1000)
-        leased = self._run("lease", owner, max_groups, group_size, lease_ms, admission_limit, int(has_baseline))
+        arguments: list[Any] = [owner, max_groups, group_size, int(lease_s * 1000), admission_limit, int(has_baseline)]
+        first, last = "-inf", "+inf"
+        if version is not None:
+            first, last = str(evaluation_sequence(version, 0)), f"({evaluation_sequence(version + 1, 0)}"
+        leased = self._run("lease", *arguments, first, last, max_groups if max_evaluations is None else max_evaluations)
         return [
             make_lease(
                 text(group),
@@ -102,8 +116,8 @@ class RedisPrompts(RedisConnection):
         train = [packed for packed in trajectories if packed[0].purpose == "train"]
         words = (word for chunk in chunks(train) for word in self._insert_chunk(chunk))
         return [
-            _insertion(next(words) if header.purpose == "train" else self._insert_evaluation(header))
-            for header, _ in trajectories
+            _insertion(next(words) if header.purpose == "train" else self._insert_evaluation(header, payload))
+            for header, payload in trajectories
         ]
 
     def quarantine(self, reason: str, frame: bytes) -> None:
@@ -127,19 +141,21 @@ class RedisPrompts(RedisConnection):
             # Not an error of the store: the senders keep the trajectories until the learner has made room.
             return ["store_full"] * len(chunk)
 
-    def _insert_evaluation(self, header: TrajectoryHeader) -> str:
+    def _insert_evaluation(self, header: TrajectoryHeader, payload: bytes) -> str:
         evaluation_id, _, answer = header.group_id.rpartition(":")
         is_failed = header.reward_status != "ok"
         is_correct = header.is_correct and not is_failed
         arguments: list[Any] = [header.group_id, evaluation_id, answer, header.newest_version]
-        arguments += [int(is_correct), int(is_failed), header.purpose, header.attempt]
+        arguments += [int(is_correct), int(is_failed), header.purpose, header.attempt, header.oldest_version]
+        arguments += [encode(stored_answer(header, payload)), payload]
         return text(self._run("insert_evaluation", *arguments))
 
     # --- evaluations -------------------------------------------------------------------------------------------------
     def open_evaluation(
         self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
     ) -> None:
-        self._run("open_evaluation", evaluation_id, purpose, version, *asked_answers(rows, samples=samples))
+        base = evaluation_sequence(version, 0)
+        self._run("open_evaluation", evaluation_id, purpose, version, base, *asked_answers(rows, samples=samples))
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
         with self._mapped_errors():
@@ -156,6 +172,11 @@ class RedisPrompts(RedisConnection):
             num_correct=int(fields["num_correct"]),
             num_failed=int(fields["num_failed"]),
         )
+
+    def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
+        with self._mapped_errors():
+            stored = self._client.hvals(self._key(f"answers:{evaluation_id}"))
+        return [decode(answer, EvaluationAnswer) for answer in stored]
 
 
 def _insertion(word: str) -> Insertion:

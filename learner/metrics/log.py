@@ -27,14 +27,14 @@ ROW_KEYS = (
     "buffer/waste_fraction", "buffer/filtered_fraction",
     "learner/wait_s", "learner/train_s", "learner/publish_s", "learner/tokens_per_s", "generators/tokens_per_s",
     "weights/sync_s", "weights/members", "weights/pause_s", "weights/probe_diff_mean", "weights/probe_diff_max",
-    "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/version",
+    "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/reward_sampled", "eval/reward_greedy", "eval/version",
 )  # fmt: skip
 """Keys of a row beside those of the trainer; documented in docs/metrics.md."""
 
 SUMMARY_KEYS = (
-    "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "seconds_to_goal",
-    "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean", "lag_max",
-    "logprob_diff_max", "seed", "mode",
+    "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "evaluation", "best",
+    "seconds_to_goal", "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean",
+    "lag_max", "logprob_diff_max", "seed", "mode",
 )  # fmt: skip
 """Keys of `summary.json`; documented in docs/metrics.md."""
 
@@ -109,10 +109,10 @@ class MetricsLog:
         version: int,
         metrics: Row,
         published: Published | None,
-        evaluated: dict[Purpose, EvaluationResult] | None,
+        evaluated: Row | None,
         times: dict[str, float],
     ) -> Row:
-        """Write a row to the file and to the store; returns it."""
+        """Write a row to the file and to the store; returns it. `evaluated`: metrics of an evaluation."""
         self._tokens.add(metrics["learner/tokens"])
         row = {
             "step": step,
@@ -123,7 +123,7 @@ class MetricsLog:
         }
         row["learner/tokens_per_s"] = self._tokens.per_s
         row["generators/tokens_per_s"] = self._generated_per_s(version)
-        row |= _publish_row(published) | _evaluation_row(evaluated)
+        row |= _publish_row(published) | (evaluated or {})
         self._accumulate(row)
         self._disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
         self._store.append_metrics(row)
@@ -131,8 +131,10 @@ class MetricsLog:
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
         return row
 
-    def write_summary(self, *, step: int, after: dict[Purpose, EvaluationResult]) -> None:
-        """Write `summary.json`; its keys are documented in docs/metrics.md."""
+    def write_summary(
+        self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None
+    ) -> None:
+        """Write `summary.json`, with the metrics of the last evaluation; its keys are documented in docs/metrics.md."""
         # Tokens are counted by this process alone, so their rates leave out the time before a resume.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
@@ -142,6 +144,8 @@ class MetricsLog:
                 each.before_key: self._before[each.name].accuracy if self._before else None
                 for each in self._run.data.heldout_sets
             },
+            "evaluation": evaluation,
+            "best": best,
             "seconds_to_goal": self._seconds_to_goal,
             "train_seconds": round(seconds, 3),
             "steps": step,
@@ -161,8 +165,8 @@ class MetricsLog:
         self._lag_sum += row["lag/mean"]
         self._lag_max = max(self._lag_max, int(row["lag/max"]))
         self._probe_diff_max = max(self._probe_diff_max, row.get("weights/probe_diff_max", 0.0))
-        goal = self._run.evaluation.goal_sampled
-        if goal and self._seconds_to_goal is None and row.get("eval/accuracy_sampled", 0.0) >= goal:
+        goals = self._run.evaluation.goals
+        if goals and self._seconds_to_goal is None and goals[0].holds(row):
             self._seconds_to_goal = row["time_s"]
 
     def _generated_per_s(self, version: int) -> float:
@@ -188,12 +192,4 @@ def _publish_row(published: Published | None) -> Row:
         "weights/pause_s": published.pause_s,
         "weights/probe_diff_mean": published.probe_diff_mean,
         "weights/probe_diff_max": published.probe_diff_max,
-    }
-
-
-def _evaluation_row(evaluated: dict[Purpose, EvaluationResult] | None) -> Row:
-    if evaluated is None:
-        return {}
-    return {f"eval/accuracy_{purpose}": result.accuracy for purpose, result in evaluated.items()} | {
-        "eval/version": next(iter(evaluated.values())).version
     }

@@ -124,7 +124,7 @@ class SftRun:
             path=self._final_model.parent,
         )
         if self._ranks.is_first:
-            self._checkpoints.prune(pinned=name)
+            self._checkpoints.prune(pinned={name})
         self._saved_step = self._step
 
     def _finish(self) -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -109,7 +110,7 @@ def _report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program:
     from slipstream.launch.plot import plot_run
 
     summary = json.loads(folder.summary.read_text())
-    curve = plot_run(folder.path)
+    curve = plot_run(folder.path) if summary["steps"] else "-"
     console.print(f"{run.name}: {verdict(run, summary)}", style="bold", highlight=False, soft_wrap=True)
     table = Table(show_header=False, box=None)
     sets = run.data.heldout_sets
@@ -119,6 +120,9 @@ def _report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program:
         value = summary[key]
         table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
     console.print(table)
+    if best := summary["best"]:
+        where = f"step {best['checkpoint']['step']}, {best['metric']} {best['value']:.4g}"
+        console.print(f"best model   {folder.best_model} ({where})", highlight=False, soft_wrap=True)
     next_commands = suggestions(run, folder, overrides=overrides, program=program)
     width = max(map(len, next_commands))
     console.print(
@@ -149,11 +153,10 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
     }
 
 
-def verdict(run: RunConfig, summary: dict[str, float]) -> str:
+def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
     """Return whether the run reached its goal, with its final accuracies; a run without a goal is `done`."""
-    goals = {"sampled": run.evaluation.goal_sampled, "greedy": run.evaluation.goal_greedy}
-    set_goals = {name: goal for name, goal in goals.items() if goal is not None}
-    reached = all(summary[f"accuracy_{name}"] >= goal for name, goal in set_goals.items())
-    word = "done" if not set_goals else "learned" if reached else "NOT learned"
+    goals = run.evaluation.goals
+    reached = all(goal.holds(summary["evaluation"]) for goal in goals)
+    word = "done" if not goals else "learned" if reached else "NOT learned"
     found = [f"{summary[f'accuracy_{each.name}']:.3f} {each.name}" for each in run.data.heldout_sets]
     return f"{word}: held-out accuracy {', '.join(found)}"

@@ -16,6 +16,7 @@ runs/<name>/            for its owner alone
     weights/            versions that generators fetch; deleted at the end
     archive/            finished groups, in Parquet
     final_model/        transformers format
+    best_model/         likewise, of the best checkpoint, which best.json names
 """
 
 import fcntl
@@ -74,6 +75,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights"
         self.final_model = self.path / "final_model"
+        self.best_model = self.path / "best_model"
         self.archive = self.path / "archive"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"

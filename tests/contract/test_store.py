@@ -500,9 +500,10 @@ def test_evaluation_rows_are_leased_first_and_counted_once(store):
     first, second, training = lease(store, 3)
     assert first == Lease(id="at-4:9-0", group_id="at-4:9", purpose="sampled", row=9, ordinal=9, attempt=0, indices=[0])
     assert (second.row, training.purpose) == (5, "train")
-    right = answer(first, reward=Reward(total=1.0, is_correct=True))
+    at_4 = {"version_spans": [VersionSpan(6, 4)]}
+    right = answer(first, reward=Reward(total=1.0, is_correct=True), **at_4)
     assert store.insert([right, right]) == [INSERTED, DUPLICATE]
-    failed = answer(second, reward=Reward(total=0.0, status="timeout"))
+    failed = answer(second, reward=Reward(total=0.0, status="timeout"), **at_4)
     assert store.insert([failed, failed]) == [READY, DUPLICATE]
     result = store.evaluation("at-4")
     assert result.is_complete
@@ -544,6 +545,55 @@ def test_answers_to_no_row_of_an_evaluation_are_refused(store):
     assert store.insert(stray) == [refused("unknown_group")] * 5
     store.open_evaluation("of nothing", purpose="greedy", version=0, rows=[])
     assert store.evaluation("of nothing").is_complete
+
+
+def test_an_evaluation_is_answered_by_the_version_that_it_names_alone(store):
+    store.announce_version(3)
+    for version in (2, 3):
+        store.open_evaluation(f"at-{version}", purpose="greedy", version=version, rows=[0, 1])
+    ask = {"group_size": GROUP_SIZE, "lease_s": 60.0, "admission_limit": 0}
+    assert store.lease(owner="behind", max_groups=9, version=1, **ask) == []
+    leased = store.lease(owner="generator-0", max_groups=9, version=3, **ask)
+    assert [each.group_id for each in leased] == ["at-3:0", "at-3:1"]
+    early, late, exact = ([VersionSpan(6, first), VersionSpan(9, last)] for first, last in ((2, 3), (3, 2), (3, 3)))
+    for spans in (early, late):
+        assert store.insert([answer(leased[0], version_spans=spans)]) == [refused("other_version")]
+    store.return_leases(lease_ids=[leased[0].id], reason="refused")
+    (again,) = store.lease(owner="generator-0", max_groups=9, version=3, **ask)
+    assert (
+        store.insert([answer(each, attempt=each.attempt, version_spans=exact) for each in (again, leased[1])])[1]
+        == READY
+    )
+    assert [each.row for each in store.lease(owner="generator-0", max_groups=1, version=2, **ask)] == [0]
+
+
+def test_evaluations_leave_training_its_share_and_take_what_it_leaves(store):
+    store.open_evaluation("e", purpose="greedy", version=0, rows=list(range(8)))
+    ask = {"owner": "generator-0", "group_size": GROUP_SIZE, "lease_s": 60.0, "version": 0}
+
+    def purposes(**limits: int) -> list[str]:
+        return [each.purpose for each in store.lease(**ask, **limits)]
+
+    assert purposes(max_groups=4, max_evaluations=2, admission_limit=100) == ["greedy"] * 2 + ["train"] * 2
+    assert purposes(max_groups=4, max_evaluations=2, admission_limit=3) == ["greedy"] * 2 + ["train"] + ["greedy"]
+    assert purposes(max_groups=4, max_evaluations=2, admission_limit=0) == ["greedy"] * 3
+    assert store.counts().admitted == 3, "evaluations take nothing of the budget of training"
+
+
+def test_answers_to_evaluations_are_kept_like_groups_that_are_over(fresh_store):
+    store = open_run(fresh_store, keeps_finished=True)
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[4])
+    (each,) = store.lease(owner="a", max_groups=1, group_size=GROUP_SIZE, lease_s=60.0, admission_limit=0)
+    packed = answer(each, reward=Reward(total=0.5, is_correct=True, detail="42"), data_source="maths")
+    assert store.insert([packed, packed]) == [READY, DUPLICATE]
+    (kept,) = store.finished(limit=9)
+    assert (kept.id, kept.outcome, kept.payloads) == ("e:4", "evaluated", [packed[1]])
+    assert store.counts().outcomes == {}
+    (found,) = store.evaluation_answers("e")
+    assert (found.row, found.reward, found.is_correct, found.answer, found.data_source) == (4, 0.5, True, "42", "maths")
+    assert store.forget(["e:4"]) == 1
+    assert (store.finished(limit=9), store.counts().payload_bytes) == ([], 0)
+    assert store.insert([packed]) == [DUPLICATE]
 
 
 def test_a_lapsed_evaluation_row_is_leased_again_without_limit(store, clock):

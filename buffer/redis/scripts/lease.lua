@@ -1,6 +1,7 @@
 -- Leases prompts: open evaluations first, then returned prompts, then new ones.
 -- Keys: run, group:*, leases, evaluation_leases, leases_of:<owner>, evaluation_pending, returned
--- Arguments: owner, max_groups, group_size, lease_ms, admission_limit, '1' if a group has a greedy baseline
+-- Arguments: owner, max_groups, group_size, lease_ms, admission_limit, '1' if a group has a greedy baseline, least and
+--   greatest sequence of rows of evaluations, most of them while there are prompts to train on
 -- Returns: {group, attempt, purpose, {missing index, ...}}, ...
 -- Atomic because a prompt must go to one generator only, and the admission limit must hold between concurrent callers.
 if not run_exists() then return NORUN end
@@ -20,23 +21,32 @@ local function hand_out(group)
   leased[#leased + 1] = {group, f[1], f[2], missing}
 end
 
-local function hand_out_waiting(queue)
-  if #leased >= room then return end
-  for _, group in ipairs(redis.call('ZRANGE', key(queue), 0, room - #leased - 1)) do
+local function hand_out_waiting(queue, first, last, most)
+  local count = math.min(room - #leased, most)
+  if count <= 0 then return end
+  for _, group in ipairs(redis.call('ZRANGEBYSCORE', key(queue), first, last, 'LIMIT', 0, count)) do
     redis.call('ZREM', key(queue), group)
     hand_out(group)
   end
 end
 
+local function hand_out_rows(most)
+  local phase = redis.call('HGET', run, 'phase')
+  if phase == 'finished' or phase == 'failed' then return end
+  hand_out_waiting('evaluation_pending', ARGV[8], ARGV[9], most)
+end
+
 local phase = redis.call('HGET', run, 'phase')
-if phase ~= 'finished' and phase ~= 'failed' then hand_out_waiting('evaluation_pending') end
-if phase ~= 'starting' and phase ~= 'training' then return leased end
-hand_out_waiting('returned')
-while #leased < room and tonumber(redis.call('HGET', run, 'admitted')) < limit do
+local trains = phase == 'starting' or phase == 'training'
+hand_out_rows(tonumber(ARGV[10]))
+if trains then hand_out_waiting('returned', '-inf', '+inf', room) end
+while trains and #leased < room and tonumber(redis.call('HGET', run, 'admitted')) < limit do
   redis.call('HINCRBY', run, 'admitted', 1)
   local group = string.format('%d', redis.call('HINCRBY', run, 'next_ordinal', 1) - 1)
   redis.call('HSET', key('group:' .. group), 'attempt', 0, 'purpose', 'train', 'size', group_size,
     'members', 0, 'claim_attempts', 0, 'baseline', baseline)
   hand_out(group)
 end
+-- What training leaves.
+hand_out_rows(room)
 return leased

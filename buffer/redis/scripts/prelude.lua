@@ -31,7 +31,8 @@
 --   finished            zset    group that is over -> sequence   outcomes           hash  outcome -> groups
 --   outcome_members     hash    outcome -> trajectories          reasons            hash  outcome: reason -> groups
 --   evaluation:<id>     hash    the EvaluationResult             evaluation_pending zset  row group -> sequence
---   answers:<id>        set     rows answered, until complete    quarantine         list  rejected frames
+--   answers:<id>        hash    answer -> encoded EvaluationAnswer, for a day after the last
+--   quarantine          list    rejected frames
 --   roles, role_times   hash    newest gauges, and their time    metrics            list  newest rows
 --   role_marks, role_progress_times  hash  progress of each role, and when it last changed
 --   events              list    newest events

@@ -118,7 +118,7 @@ def test_a_generator_beyond_the_staleness_bound_gets_no_training_prompts(tmp_pat
 def test_a_generator_without_training_prompts_answers_evaluations(scene: RouterScene):
     fast, slow = pair(scene)
     train(scene, fast)
-    scene.store.open_evaluation("e", purpose="greedy", version=1, rows=[0, 1])
+    scene.store.open_evaluation("e", purpose="greedy", version=0, rows=[0, 1])
     assert {prompt.lease.purpose for prompt in slow.lease(max_trajectories=4).prompts} == {"greedy"}
     assert scene.store.counts().admitted == 2
 
@@ -132,3 +132,18 @@ def test_a_returned_prompt_waits_for_an_eligible_generator(scene: RouterScene):
     assert "speed" in refusal(scene, slow)
     assert [prompt.lease.purpose for prompt in fast.lease(max_trajectories=4).prompts] == ["greedy"]
     assert [prompt.lease.id for prompt in fast.lease(max_trajectories=4).prompts] == [f"{first.lease.group_id}-1"]
+
+
+def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterScene):
+    peer = FakePeer(scene, "generator", "only")
+    peer.receive()
+    peer.exchange(Pong(0.0, "ready", 0))
+    scene.store.open_evaluation("e", purpose="greedy", version=0, rows=list(range(9)))
+    purposes = [prompt.lease.purpose for prompt in peer.lease(max_trajectories=8).prompts]
+    assert purposes == ["greedy", "greedy", "train", "train"]
+    assert scene.store.counts().admitted == 2
+    scene.store.open_evaluation("later", purpose="greedy", version=1, rows=[0])
+    for _ in range(2):
+        assert {prompt.lease.group_id.partition(":")[0] for prompt in peer.lease(max_trajectories=8).prompts} == {"e"}
+    scene.store.open_evaluation("e-2", purpose="greedy", version=0, rows=[0])
+    assert [prompt.lease.group_id for prompt in peer.lease(max_trajectories=8).prompts] == ["e-2:0"], "not `later`"

@@ -18,7 +18,7 @@ from slipstream.configs.run import RunConfig
         ("learner.groups_per_step=1.5", "learner.groups_per_step must be an integer, got 1.5."),
         ("learner.device=tpu", "learner.device must be one of auto, cpu, cuda, got 'tpu'."),
         ("learner.optimizer=3", "learner.optimizer must be a record, got 3."),
-        ("learner.stop=3", "learner.stop must be a record or null, got 3."),
+        ("learner.stop=3", "learner.stop must be a list or null, got 3."),
         ("learner.optimizer.betas=[1,2,3]", "learner.optimizer.betas must be a list of length 2, got [1, 2, 3]."),
         ("name=2", "name must be a string, got 2. Quote it: \"name='2'\"."),
         ("~name", "name must be set, got nothing."),

@@ -54,10 +54,10 @@ def test_a_switched_variant_keeps_nothing_of_the_old_one() -> None:
 
 
 def test_a_record_can_be_switched_off_and_its_fields_set_alone() -> None:
-    assert load(["learner.stop=null"]).learner.stop is None
-    stop = load(["learner.stop.accuracy_sampled=0.5"]).learner.stop
-    assert stop is not None
-    assert stop.accuracy_sampled == 0.5
+    assert load(["generators.autoscale=null"]).generators.autoscale is None
+    scale = load(["generators.autoscale.max=5"]).generators.autoscale
+    assert scale is not None
+    assert scale.max == 5
 
 
 def test_free_arguments_of_a_reward_are_taken_as_they_are() -> None:
@@ -108,12 +108,12 @@ def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, wor
 
 def test_provenance_names_the_preset_the_argument_or_the_default() -> None:
     overrides = ["experiment=digits_serial", "buffer/sampler=freshest"]
-    origins = provenance([*overrides, "learner.optimizer.learning_rate=2e-4", "learner.stop={accuracy_greedy: 0.5}"])
+    origins = provenance([*overrides, "learner.optimizer.learning_rate=2e-4", "generators.autoscale={max: 3}"])
     assert origins["mode"] == "configs/presets/experiment/digits_serial.yaml"
     assert origins["learner.max_steps"] == "configs/presets/experiment/digits_cpu.yaml"
     assert origins["generators.engine.kind"] == "configs/presets/experiment/digits_serial.yaml"
     assert origins["buffer.group_deadline.kind"] == "configs/presets/config.yaml"
     assert origins["buffer.sampler.kind"] == "command line buffer/sampler=freshest"
     assert origins["learner.optimizer.learning_rate"] == "command line learner.optimizer.learning_rate=2e-4"
-    assert origins["learner.stop.accuracy_greedy"] == "command line learner.stop={accuracy_greedy: 0.5}"
+    assert origins["generators.autoscale.max"] == "command line generators.autoscale={max: 3}"
     assert origins["broker.lease_s"] == "default"

@@ -20,7 +20,7 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
     [
         ("data.max_prompt_tokens=60", "model.max_length", "generators.sampling.max_tokens (68), got 64"),
         ("learner.tokens_per_microbatch=60", "learner.tokens_per_microbatch", "model.max_length (64), got 60"),
-        ("data.heldout=[{name:a,path:b}]", "data.heldout", "have a set named sampled with learner.stop or"),
+        ("data.heldout=[{name:a,path:b}]", "learner.stop", "name metrics of a, the sets of data.heldout"),
         ("data.heldout=[{name:a,path:b},{name:a,path:c}]", "data.heldout[].name", "be unique, and not train, got a"),
         ("data.heldout=[{name:train,path:b}]", "data.heldout[].name", "be unique, and not train, got train"),
         ("data.heldout=[]", "data.heldout", "name a set, got an empty list"),

@@ -68,9 +68,9 @@ def test_only_the_newest_are_kept(tmp_path):
     _, checkpoints = make_checkpoints(run, tmp_path)
     for step in (1, 2, 3, 4):
         checkpoints.save(step=step, version=step)
-    checkpoints.prune(pinned="step-00000002")
+    checkpoints.prune(pinned={"step-00000002"})
     assert checkpoints.names() == ["step-00000002", "step-00000003", "step-00000004"]
-    checkpoints.prune(pinned="step-00000004")
+    checkpoints.prune(pinned={"step-00000004"})
     assert checkpoints.names() == ["step-00000003", "step-00000004"]
 
 

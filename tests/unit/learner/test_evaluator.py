@@ -108,3 +108,32 @@ def test_sets_have_rows_and_samples_of_their_own(store):
     )
     accuracies = {name: result.accuracy for name, result in evaluator.result("before").items()}
     assert accuracies == {"aime": pytest.approx(2 / 3), "gsm8k": 0.0}
+
+
+def test_metrics_are_of_every_set_and_of_each_data_source(store):
+    sets = [HeldoutSet("aime", "a", samples=4)]
+    evaluator = Evaluator(store, EvaluationConfig(monitor_prompts=2, final_prompts=2), sets=sets, num_rows={"aime": 9})
+    evaluator.open_monitor(step=1, fence=1, version=0)
+    right = [True, False, False, False, True, True, False, False]
+    rewards = [Reward(total=float(each), is_correct=each) for each in right]
+    leases = lease(store, 8)
+    sources = ["a" if each.row == 0 else "b" for each in leases]
+    store.insert(
+        [
+            answer(each, reward=reward, data_source=source)
+            for each, reward, source in zip(leases, rewards, sources, strict=True)
+        ]
+    )
+    assert evaluator.metrics(evaluator.take_finished()) == pytest.approx(
+        {
+            "eval/version": 0,
+            "eval/accuracy_aime": 3 / 8,
+            "eval/reward_aime": 3 / 8,
+            "eval/pass@2_aime": (1 / 2 + 5 / 6) / 2,
+            "eval/pass@4_aime": 1.0,
+            "eval/by_source/a/accuracy_aime": 1 / 4,
+            "eval/by_source/a/reward_aime": 1 / 4,
+            "eval/by_source/b/accuracy_aime": 1 / 2,
+            "eval/by_source/b/reward_aime": 1 / 2,
+        }
+    )

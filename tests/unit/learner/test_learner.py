@@ -1,5 +1,6 @@
 """The learner's loop over a store in memory; ranks and publisher are fakes, generators answer whatever is leased."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer
-from slipstream.buffer.trajectory import Reward
+from slipstream.buffer.trajectory import Reward, VersionSpan
+from slipstream.configs.learner import BestConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
+from slipstream.learner.best_checkpoint import BestEntry
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
@@ -21,13 +24,20 @@ RIGHT = Reward(total=1.0, is_correct=True)
 
 
 class FakeRanks:
-    """Trains nothing and saves nothing."""
+    """Trains nothing, and saves models that name their step."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
 
     def train(self, **_: Any) -> dict[str, Any]:
         return {"learner/tokens": 8.0, "learner/reward_mean": 1.0, "lag/mean": 0.0, "lag/max": 0}
 
     def save_checkpoint(self, *, step: int, version: int) -> CheckpointPointer:
-        return CheckpointPointer(step, version, f"step-{step:08d}")
+        pointer = CheckpointPointer(step, version, f"step-{step:08d}")
+        model = self._folder.checkpoints / pointer.name / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "step").write_text(str(step))
+        return pointer
 
     def checkpoint_names(self) -> list[str]:
         return []
@@ -36,7 +46,13 @@ class FakeRanks:
     def weights(self) -> None: ...
     def keep_alive(self) -> None: ...
     def restore(self, pointer: CheckpointPointer) -> None: ...
-    def prune_checkpoints(self, *, pinned: CheckpointPointer) -> None: ...
+
+    def prune_checkpoints(self, *, pinned: set[str]) -> None:
+        """As strictly as it may: all but those that are pinned."""
+        for folder in self._folder.checkpoints.iterdir():
+            if folder.name not in pinned:
+                shutil.rmtree(folder)
+
     def save_model(self, folder: Path) -> None: ...
 
 
@@ -45,14 +61,21 @@ class FakePublisher:
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
+        self._version = 0
 
     def publish(self, *, version: int, **_: Any) -> None:
+        self._version = version
         self._store.announce_version(version)
         self._store.commit_version(version)
 
     def sync_members(self, *, timeout_s: float) -> None:
         for each in lease(self._store, 8):
-            self._store.insert([answer(each, index, reward=RIGHT) for index in each.indices])
+            spans = [VersionSpan(6, self._version)]
+            self._store.insert([answer(each, index, reward=self.reward, version_spans=spans) for index in each.indices])
+
+    @property
+    def reward(self) -> Reward:
+        return RIGHT
 
     def take_published(self) -> None: ...
     def flush(self) -> None: ...
@@ -61,27 +84,28 @@ class FakePublisher:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    settings = ("learner.groups_per_step=2", "evaluation.every_steps=2", "learner.stop={}", "learner.max_steps=9")
+    settings = ("learner.groups_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
+    stop = "learner.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
     small = ("evaluation.monitor_prompts=1", "evaluation.final_prompts=1")
-    return load(["experiment=digits_cpu", f"runs_dir={tmp_path}", "name=run", *settings, *small])
+    return load(["experiment=digits_cpu", f"runs_dir={tmp_path}", "name=run", *settings, stop, *small])
 
 
-def train(run: RunConfig, store: MemoryStore) -> list[int]:
+def train(run: RunConfig, store: MemoryStore, publisher: type[FakePublisher] = FakePublisher) -> list[int]:
     """Run the learner to its end; returns the steps in `metrics.jsonl`."""
     folder = RunFolder(run)
     folder.path.mkdir(exist_ok=True)
-    publisher = FakePublisher(store)
     learner = Learner(
         run=run,
         store=store,
-        rank_group=FakeRanks(),
-        publisher=publisher,
+        rank_group=FakeRanks(folder),
+        publisher=publisher(store),
         metrics_log=MetricsLog(run, folder=folder, store=store),
         wait=lambda _num_ready, _timeout_s: time.sleep(0),
         num_heldout={"sampled": 2, "greedy": 2},
     )
     learner.run()
-    return [row["step"] for row in map(msgspec.json.decode, folder.metrics.read_bytes().splitlines())]
+    rows = folder.metrics.read_bytes().splitlines() if folder.metrics.exists() else []
+    return [row["step"] for row in map(msgspec.json.decode, rows)]
 
 
 def make_store() -> MemoryStore:
@@ -104,3 +128,67 @@ def test_a_resumed_run_without_its_stop_rule_goes_on(run: RunConfig):
     train(run, store)
     learner = msgspec.structs.replace(run.learner, stop=None)
     assert train(msgspec.structs.replace(run, resume=True, learner=learner), store) == list(range(1, 10))
+
+
+def with_settings(run: RunConfig, *, best: BestConfig | None = None, **evaluation: Any) -> RunConfig:
+    checkpoint = msgspec.structs.replace(run.learner.checkpoint, best=best, keep=1)
+    learner = msgspec.structs.replace(run.learner, stop=None, checkpoint=checkpoint)
+    return msgspec.structs.replace(
+        run, learner=learner, evaluation=msgspec.structs.replace(run.evaluation, **evaluation)
+    )
+
+
+class RisingAndFalling(FakePublisher):
+    """Answers are best at version 4."""
+
+    @property
+    def reward(self) -> Reward:
+        return Reward(total=-abs(self._version - 4.0))
+
+
+@pytest.mark.parametrize(("mode", "step", "value"), [("max", 4, 0.0), ("min", 8, -4.0)])
+def test_the_checkpoint_of_the_best_evaluation_is_kept_and_exported(run: RunConfig, mode: Any, step: int, value: float):
+    run = with_settings(run, best=BestConfig("eval/reward_greedy", mode))
+    train(run, make_store(), RisingAndFalling)
+    folder = RunFolder(run)
+    best = msgspec.json.decode((folder.path / "best.json").read_bytes(), type=BestEntry)
+    assert (best.checkpoint.step, best.checkpoint.version, best.value) == (step, step, value)
+    assert (folder.best_model / "step").read_text() == str(step), "the weights that were evaluated"
+    assert {path.name for path in folder.checkpoints.iterdir()} == {f"step-{step:08d}", "step-00000009"}
+    summary = msgspec.json.decode(folder.summary.read_bytes())
+    assert summary["best"] == msgspec.to_builtins(best)
+
+
+def test_the_best_checkpoint_outlives_a_resume(run: RunConfig):
+    store = make_store()
+    first = with_settings(run, best=BestConfig("eval/reward_greedy"))
+    train(first, store, RisingAndFalling)
+    learner = msgspec.structs.replace(first.learner, max_steps=14)
+    train(msgspec.structs.replace(first, resume=True, learner=learner), store, RisingAndFalling)
+    assert (RunFolder(run).best_model / "step").read_text() == "4"
+
+
+def test_evaluation_alone_trains_nothing(run: RunConfig):
+    run = with_settings(run, only=True)
+    store = make_store()
+    assert train(run, store) == []
+    summary = msgspec.json.decode(RunFolder(run).summary.read_bytes())
+    assert (summary["steps"], summary["accuracy_greedy"], summary["evaluation"]["eval/version"]) == (0, 1.0, 0)
+    assert store.run_state().phase == "finished"
+    assert not RunFolder(run).checkpoints.exists()
+
+
+def test_the_evaluation_before_training_can_be_left_out(run: RunConfig):
+    store = make_store()
+    assert train(with_settings(run, before_training=False), store)[-1] == 9
+    assert store.evaluation("before-greedy") is None
+    assert msgspec.json.decode(RunFolder(run).summary.read_bytes())["accuracy_before"] is None
+
+
+def test_every_monitored_evaluation_is_of_the_version_that_it_names(run: RunConfig):
+    store = make_store()
+    train(with_settings(run), store)
+    for step in (2, 4, 6, 8):
+        (name,) = [name for name in store._evaluations if name.startswith(f"step-{step}-") and "greedy" in name]
+        assert store.evaluation(name).is_complete, "the next version waits for it"
+        assert [each.version for each in store.evaluation_answers(name)] == [step]

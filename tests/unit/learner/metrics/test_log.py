@@ -33,10 +33,10 @@ def train(
     for step in steps:
         clock.now += 1.0
         metrics = {"learner/tokens": 1000.0, "learner/reward_mean": 0.5, "lag/mean": lag, "lag/max": int(lag)}
-        found = evaluated(accuracy[step]) if accuracy and step in accuracy else None
+        found = {"eval/accuracy_sampled": accuracy[step]} if accuracy and step in accuracy else None
         log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={})
     log.end_training()
-    log.write_summary(step=steps.stop - 1, after=evaluated(0.95))
+    log.write_summary(step=steps.stop - 1, after=evaluated(0.95), evaluation={})
     return json.loads((folder.path / "summary.json").read_text())
 
 
@@ -57,9 +57,10 @@ def test_the_summary_of_a_resumed_run_is_of_the_whole_run(folder: RunFolder):
     assert summary["learner_tokens_per_s"] == pytest.approx(1000)
 
 
-@pytest.mark.parametrize(("goal", "seconds"), [("0.4", 20), ("0.9", 50), ("0.99", None), ("null", None)])
+@pytest.mark.parametrize(("goal", "seconds"), [("0.4", 20), ("0.9", 50), ("0.99", None), ("", None)])
 def test_the_seconds_to_the_goal_are_those_of_the_first_evaluation_that_reached_it(folder: RunFolder, goal, seconds):
-    override = (f"evaluation.goal_sampled={goal}",)
+    bound = f"{{metric: eval/accuracy_sampled, at_least: {goal}}}" if goal else ""
+    override = (f"evaluation.goals=[{bound}]",)
     summary = train(folder, range(1, 91), lag=2.0, accuracy={20: 0.5, 50: 0.95}, overrides=override)
     assert summary["seconds_to_goal"] == seconds
 
@@ -96,7 +97,7 @@ class GeneratorScene:
 
     def generated_tokens_per_s(self) -> float:
         self.log.end_training()
-        self.log.write_summary(step=1, after=evaluated(0.95))
+        self.log.write_summary(step=1, after=evaluated(0.95), evaluation={})
         return float(json.loads((self.folder.path / "summary.json").read_text())["generated_tokens_per_s"])
 
 
@@ -131,9 +132,9 @@ def test_the_rate_of_a_row_is_that_of_the_living_generators(folder: RunFolder):
     assert scene.step(3) == 100.0
 
 
-def test_every_held_out_set_has_its_accuracies_in_rows_and_summary(folder: RunFolder):
+def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder):
     sets = "data.heldout=[{name: aime, path: a, samples: 4}, {name: sampled, path: b}]"
-    run = load(["experiment=digits_cpu", sets, "learner.stop=null", "evaluation.goal_greedy=null"])
+    run = load(["experiment=digits_cpu", sets, "learner.stop=null", "evaluation.goals=[]"])
     counts = {"version": 3, "num_asked": 4, "num_answered": 4}
     found = {
         name: EvaluationResult(id=name, purpose=name, num_correct=right, **counts)
@@ -145,10 +146,9 @@ def test_every_held_out_set_has_its_accuracies_in_rows_and_summary(folder: RunFo
     log.record_before(found)
     log.start_training(step=0)
     metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0}
-    row = log.add_step(step=1, version=1, metrics=metrics, published=None, evaluated=found, times={})
-    assert (row["eval/accuracy_aime"], row["eval/accuracy_sampled"], row["eval/version"]) == (0.25, 0.75, 3)
+    log.add_step(step=1, version=1, metrics=metrics, published=None, evaluated=None, times={})
     log.end_training()
-    log.write_summary(step=1, after=found)
+    log.write_summary(step=1, after=found, evaluation={})
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["accuracy_aime"], summary["accuracy_before_aime"], summary["accuracy_before"]) == (0.25, 0.25, 0.75)
     assert "0.250 aime, 0.750 sampled" in verdict(run, summary)

@@ -1,6 +1,7 @@
 """A run as a whole: its name, and its verdict."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,8 +39,14 @@ def test_a_chosen_or_resumed_name_stays(tmp_path: Path, chosen: str) -> None:
 def test_the_verdict_compares_the_accuracies_with_the_goals(
     goals: tuple[str, str], sampled: float, greedy: float, word: str
 ) -> None:
-    run = load([f"evaluation.goal_sampled={goals[0]}", f"evaluation.goal_greedy={goals[1]}"])
-    summary = {"accuracy_sampled": sampled, "accuracy_greedy": greedy}
+    bounds = [
+        f"{{metric: eval/accuracy_{name}, at_least: {goal}}}"
+        for name, goal in zip(("sampled", "greedy"), goals, strict=True)
+        if goal != "null"
+    ]
+    run = load([f"evaluation.goals=[{', '.join(bounds)}]"])
+    summary: dict[str, Any] = {"accuracy_sampled": sampled, "accuracy_greedy": greedy}
+    summary["evaluation"] = {f"eval/{name}": value for name, value in summary.items()}
     assert verdict(run, summary) == f"{word}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
 
 
