@@ -187,7 +187,9 @@ class LeaseScheduler:
             admission_limit=offer.admission_limit,
             # An evaluation is of one version: a generator that holds another would answer for nothing.
             version=peer.version,
-            max_evaluations=ceil(self._run.evaluation.lease_share * offer.max_groups),
+            max_evaluations=ceil(
+                self._run.evaluation.lease_share * offer.max_groups * self._run.generators.members_per_group
+            ),
         )
         self._fair_share.record_leases(peer, leases)
         # The lease has changed the counts that the next request's share is computed from.

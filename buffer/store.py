@@ -99,6 +99,7 @@ class Store(Protocol):
     ) -> list[Lease]:
         """Lease prompts: open evaluations first, then returned prompts, then new ones, then more of the evaluations.
 
+        There is room for `max_groups`, or in place of each for as many rows of evaluations as it would have members.
         `version`: only evaluations of that one. `max_evaluations`: most of their rows that come before other prompts.
 
         New training prompts are admitted only while `admitted < admission_limit` and the phase is starting or

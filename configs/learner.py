@@ -48,7 +48,7 @@ class EvaluationConfig(Config):
     only: bool = False
     """Evaluate the initial policy, and end without a step of training."""
     lease_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Largest share of a lease for answers to evaluations while there are prompts to train on."""
+    """Largest share of the answers of a lease for evaluations while there are prompts to train on."""
     monitor_prompts: Annotated[int, Meta(ge=1)] = 128
     """First rows of the held-out file, evaluated during training and for early stopping. A file with fewer rows than
     `monitor_prompts` + `final_prompts` is shared between the two in that proportion."""

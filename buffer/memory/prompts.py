@@ -1,5 +1,7 @@
 """MemoryStore, the generators' side: leases, arriving trajectories, evaluations."""
 
+from math import ceil
+
 from slipstream.buffer.memory.state import Group, Member, MemoryState, OpenEvaluation
 from slipstream.buffer.records import (
     FRAME_BYTES_KEPT,
@@ -41,13 +43,17 @@ class MemoryPrompts(MemoryState):
     ) -> list[Lease]:
         with self._changed:
             # Evaluations first: the learner waits for them. Returned prompts before new ones: they are older.
-            most = max_groups if max_evaluations is None else min(max_groups, max_evaluations)
-            group_ids = self._take_pending_rows(most, version)
+            most = max_groups * group_size
+            group_ids = self._take_pending_rows(
+                most if max_evaluations is None else min(most, max_evaluations), version
+            )
+            # A row is one answer, so that a group's place is enough for as many rows as it has members.
+            room = max_groups + len(group_ids) - ceil(len(group_ids) / group_size)
             if self._opened().phase in ("starting", "training"):
-                group_ids += self._take_returned(max_groups - len(group_ids))
-                room = max_groups - len(group_ids)
-                group_ids += self._admit(room, size=group_size, has_baseline=has_baseline, limit=admission_limit)
-            group_ids += self._take_pending_rows(max_groups - len(group_ids), version)
+                group_ids += self._take_returned(room - len(group_ids))
+                new = room - len(group_ids)
+                group_ids += self._admit(new, size=group_size, has_baseline=has_baseline, limit=admission_limit)
+            group_ids += self._take_pending_rows((room - len(group_ids)) * group_size, version)
             deadline = self._deadline(lease_s)
             return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
 

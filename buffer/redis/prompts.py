@@ -52,7 +52,7 @@ class RedisPrompts(RedisConnection):
         first, last = "-inf", "+inf"
         if version is not None:
             first, last = str(evaluation_sequence(version, 0)), f"({evaluation_sequence(version + 1, 0)}"
-        leased = self._run("lease", *arguments, first, last, max_groups if max_evaluations is None else max_evaluations)
+        leased = self._run("lease", *arguments, first, last, 2**31 if max_evaluations is None else max_evaluations)
         return [
             make_lease(
                 text(group),

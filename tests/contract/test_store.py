@@ -210,7 +210,7 @@ def test_a_prompt_that_lapses_too_often_goes_to_quarantine_with_its_members(stor
 def test_training_prompts_are_leased_only_before_the_finish(store):
     store.open_evaluation("e", purpose="greedy", version=0, rows=[0, 1, 2])
     store.set_phase("finishing")
-    assert [each.group_id for each in lease(store, 2)] == ["e:0", "e:1"]
+    assert [each.group_id for each in lease(store, 1)] == ["e:0", "e:1"]
     for phase in ("failed", "finished"):
         store.set_phase(phase)
         assert lease(store, 2) == []
@@ -497,7 +497,7 @@ def test_evaluation_rows_are_leased_first_and_counted_once(store):
     store.announce_version(4)
     store.open_evaluation("at-4", purpose="sampled", version=4, rows=[9, 5, 9])
     store.open_evaluation("at-4", purpose="sampled", version=4, rows=[1])
-    first, second, training = lease(store, 3)
+    first, second, training = lease(store, 2)
     assert first == Lease(id="at-4:9-0", group_id="at-4:9", purpose="sampled", row=9, ordinal=9, attempt=0, indices=[0])
     assert (second.row, training.purpose) == (5, "train")
     at_4 = {"version_spans": [VersionSpan(6, 4)]}
@@ -516,7 +516,7 @@ def test_evaluation_rows_are_leased_first_and_counted_once(store):
 def test_each_sample_of_an_evaluation_row_is_an_answer_of_its_own(store, clock):
     store.announce_version(0)
     store.open_evaluation("e", purpose="hard.set-2", version=0, rows=[7, 3], samples=3)
-    leases = lease(store, 7)
+    leases = lease(store, 4)
     assert [(each.row, each.ordinal, each.indices) for each in leases[:6]] == [(7, 7, [0])] * 3 + [(3, 3, [0])] * 3
     assert len({each.id for each in leases}) == 7
     right = Reward(total=1.0, is_correct=True)
@@ -564,7 +564,7 @@ def test_an_evaluation_is_answered_by_the_version_that_it_names_alone(store):
         store.insert([answer(each, attempt=each.attempt, version_spans=exact) for each in (again, leased[1])])[1]
         == READY
     )
-    assert [each.row for each in store.lease(owner="generator-0", max_groups=1, version=2, **ask)] == [0]
+    assert [each.row for each in store.lease(owner="generator-0", max_groups=1, version=2, **ask)] == [0, 1]
 
 
 def test_evaluations_leave_training_its_share_and_take_what_it_leaves(store):
@@ -574,8 +574,9 @@ def test_evaluations_leave_training_its_share_and_take_what_it_leaves(store):
     def purposes(**limits: int) -> list[str]:
         return [each.purpose for each in store.lease(**ask, **limits)]
 
-    assert purposes(max_groups=4, max_evaluations=2, admission_limit=100) == ["greedy"] * 2 + ["train"] * 2
-    assert purposes(max_groups=4, max_evaluations=2, admission_limit=3) == ["greedy"] * 2 + ["train"] + ["greedy"]
+    # Two rows have the room of a group of two.
+    assert purposes(max_groups=3, max_evaluations=2, admission_limit=100) == ["greedy"] * 2 + ["train"] * 2
+    assert purposes(max_groups=3, max_evaluations=1, admission_limit=3) == ["greedy", "train", "greedy", "greedy"]
     assert purposes(max_groups=4, max_evaluations=2, admission_limit=0) == ["greedy"] * 3
     assert store.counts().admitted == 3, "evaluations take nothing of the budget of training"
 

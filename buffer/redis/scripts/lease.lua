@@ -1,7 +1,7 @@
 -- Leases prompts: open evaluations first, then returned prompts, then new ones.
 -- Keys: run, group:*, leases, evaluation_leases, leases_of:<owner>, evaluation_pending, returned
 -- Arguments: owner, max_groups, group_size, lease_ms, admission_limit, '1' if a group has a greedy baseline, least and
---   greatest sequence of rows of evaluations, most of them while there are prompts to train on
+--   greatest sequence of rows of evaluations, most of them that come before prompts to train on
 -- Returns: {group, attempt, purpose, {missing index, ...}}, ...
 -- Atomic because a prompt must go to one generator only, and the admission limit must hold between concurrent callers.
 if not run_exists() then return NORUN end
@@ -21,8 +21,7 @@ local function hand_out(group)
   leased[#leased + 1] = {group, f[1], f[2], missing}
 end
 
-local function hand_out_waiting(queue, first, last, most)
-  local count = math.min(room - #leased, most)
+local function hand_out_waiting(queue, first, last, count)
   if count <= 0 then return end
   for _, group in ipairs(redis.call('ZRANGEBYSCORE', key(queue), first, last, 'LIMIT', 0, count)) do
     redis.call('ZREM', key(queue), group)
@@ -30,16 +29,16 @@ local function hand_out_waiting(queue, first, last, most)
   end
 end
 
-local function hand_out_rows(most)
-  local phase = redis.call('HGET', run, 'phase')
-  if phase == 'finished' or phase == 'failed' then return end
-  hand_out_waiting('evaluation_pending', ARGV[8], ARGV[9], most)
+local phase = redis.call('HGET', run, 'phase')
+local trains, is_over = phase == 'starting' or phase == 'training', phase == 'finished' or phase == 'failed'
+local function hand_out_rows(count)
+  if not is_over then hand_out_waiting('evaluation_pending', ARGV[8], ARGV[9], count) end
 end
 
-local phase = redis.call('HGET', run, 'phase')
-local trains = phase == 'starting' or phase == 'training'
-hand_out_rows(tonumber(ARGV[10]))
-if trains then hand_out_waiting('returned', '-inf', '+inf', room) end
+hand_out_rows(math.min(tonumber(ARGV[10]), room * group_size))
+-- A row is one answer, so that a group's place is enough for as many rows as it has members.
+room = room + #leased - math.ceil(#leased / group_size)
+if trains then hand_out_waiting('returned', '-inf', '+inf', room - #leased) end
 while trains and #leased < room and tonumber(redis.call('HGET', run, 'admitted')) < limit do
   redis.call('HINCRBY', run, 'admitted', 1)
   local group = string.format('%d', redis.call('HINCRBY', run, 'next_ordinal', 1) - 1)
@@ -48,5 +47,5 @@ while trains and #leased < room and tonumber(redis.call('HGET', run, 'admitted')
   hand_out(group)
 end
 -- What training leaves.
-hand_out_rows(room)
+hand_out_rows((room - #leased) * group_size)
 return leased

@@ -140,10 +140,9 @@ def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterSc
     peer.exchange(Pong(0.0, "ready", 0))
     scene.store.open_evaluation("e", purpose="greedy", version=0, rows=list(range(9)))
     purposes = [prompt.lease.purpose for prompt in peer.lease(max_trajectories=8).prompts]
-    assert purposes == ["greedy", "greedy", "train", "train"]
+    assert purposes == ["greedy"] * 4 + ["train"] * 2
     assert scene.store.counts().admitted == 2
     scene.store.open_evaluation("later", purpose="greedy", version=1, rows=[0])
-    for _ in range(2):
-        assert {prompt.lease.group_id.partition(":")[0] for prompt in peer.lease(max_trajectories=8).prompts} == {"e"}
+    assert {prompt.lease.group_id.partition(":")[0] for prompt in peer.lease(max_trajectories=8).prompts} == {"e"}
     scene.store.open_evaluation("e-2", purpose="greedy", version=0, rows=[0])
     assert [prompt.lease.group_id for prompt in peer.lease(max_trajectories=8).prompts] == ["e-2:0"], "not `later`"
