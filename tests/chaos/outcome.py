@@ -113,9 +113,10 @@ def uninterrupted(*, num_groups: int, group_size: int, num_rows: int, seed: int)
 
 
 def read_archive(folder: Path) -> tuple[list[Stored], ArchiveCheck]:
-    """The trajectories of an archive, and its own check. Raises ArchiveError."""
+    """The trajectories of an archive but for answers to evaluations, and its own check. Raises ArchiveError."""
     archive = Archive(folder)
-    return [_stored(each.trajectory, each.state) for each in archive.read()], archive.check()
+    kept = [each for each in archive.read() if each.state != "evaluated"]
+    return [_stored(each.trajectory, each.state) for each in kept], archive.check()
 
 
 def _stored(trajectory: Trajectory, outcome: str) -> Stored:
