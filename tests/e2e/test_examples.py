@@ -86,3 +86,21 @@ def test_a_black_box_agent_through_the_door(folder: Path):
         # What the agent paid, and no reward function of the run: half of a share of five digits.
         assert 0 < row[own + "reward_mean"] < 0.5
         assert row["learner/mismatch_max"] < 1e-3
+
+
+def test_a_reward_model_is_trained_from_pairs_and_rewards(folder: Path):
+    run_name, own = "digits_by_reward_model", "learner/by_source/digits/reverse/"
+    random_model = ("prepare=[]", "model.path=models/digits-random", "learner/engine=torch")
+    runs.make_task(folder, warm=False)
+    runs.run_script(folder, "examples.reward_model.make_pairs")
+    small = ("sft.epochs=null", "sft.trajectories_per_step=32", "sft.heldout_rows=100", "sft.heldout_every_steps=0")
+    steps = (*random_model, *small, "learner.max_steps=20")
+    runs.run_script(folder, "slipstream", "sft", "experiment=examples/reward_model/pairs.yaml", *steps)
+    found = runs.summary(folder, "digits_reward_model")
+    assert found["heldout_loss"] < 0.9 * found["heldout_loss_before"]
+    runs.train(folder, "experiment=examples/reward_model/run.yaml", *SERIAL, *random_model, "learner.max_steps=2")
+    for row in runs.metrics(folder, run_name):
+        assert row[own + "failed_fraction"] == 0
+        # The taste is measured beside the score and not added to it.
+        assert row[own + "reward_mean"] == pytest.approx(row[own + "part_reward_model"])
+        assert -1 <= row[own + "part_taste"] <= 1
