@@ -33,6 +33,7 @@ class SearchLoop:
         """Nothing: the prompt tells the model how to search."""
 
     async def run(self, episode: Episode) -> None:
+        episode.metrics.update(tool_calls=0, tool_failures=0, invalid_actions=0)
         for number in range(1, self._config.max_turns + 1):
             turn = await episode.generate(max_tokens=self._config.max_turn_tokens, stop=_STOPS)
             found = _ACTION.search(turn.text)

@@ -104,3 +104,28 @@ def test_a_reward_model_is_trained_from_pairs_and_rewards(folder: Path):
         # The taste is measured beside the score and not added to it.
         assert row[own + "reward_mean"] == pytest.approx(row[own + "part_reward_model"])
         assert -1 <= row[own + "part_taste"] <= 1
+
+
+def short_run(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
+    """Some steps of both kinds of training; returns the rows of the reinforcement."""
+    steps = ("sft.epochs=null", "learner.max_steps=60", "learner/engine=torch")
+    runs.run_script(folder, "slipstream", "sft", f"experiment=examples/{name}/sft.yaml", *steps)
+    runs.train(folder, f"experiment=examples/{name}/run.yaml", *SERIAL, "learner.max_steps=2", *overrides)
+    return runs.metrics(folder, name)
+
+
+def test_search(folder: Path):
+    pytest.importorskip("tantivy")
+    for row in short_run(folder, "search"):
+        # A quarter of the demonstrations search, and none answers rightly without.
+        assert 1.05 < row["learner/by_source/codes/turns_mean"] < 1.6
+        assert row["learner/by_source/codes/agent_tool_failures"] == 0
+        assert row["learner/mismatch_max"] < 1e-4
+
+
+def test_interaction(folder: Path):
+    for row in short_run(folder, "interaction"):
+        # Each correction costs a part of the reward.
+        assert 1.2 < row["learner/by_source/correction/turns_mean"] <= 2
+        assert -0.6 < row["learner/by_source/correction/part_turns"] < 0
+        assert row["learner/mismatch_max"] < 1e-4

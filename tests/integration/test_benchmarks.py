@@ -33,6 +33,10 @@ BENCHMARKS = [
         "generators.long_answers",
         ["--pacing-lags=4", "--seconds=1.5", "--step-s=0.1", "--token-s=0.0005", "--sigma=0.5"],
     ),
+    (
+        "generators.slow_tools",
+        ["--seconds=1", "--calls=64", "--slow-tool-s=0.05", "--tool-s", "--token-s=0.001"],
+    ),
     ("generators.search", ["--passages=300", "--queries=50"]),
     ("generators.elastic", ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"]),
     ("overhead", ["--parts=together", "--steps=6", "--", *RUN]),
