@@ -31,6 +31,7 @@ class Scene:
     loop: Loop
     requests: list[tuple[Any, ...]]
     scorer: RecordingScorer
+    failure: Exception | None
 
 
 async def visit(episode: Episode) -> None:
@@ -42,16 +43,23 @@ async def visit(episode: Episode) -> None:
         async def ask(messages: list[dict[str, Any]], **fields: Any) -> Any:
             return await client.chat.completions.create(model=door.model, messages=messages, **fields)
 
-        await Scene.loop(ask, client, episode)
+        try:
+            await Scene.loop(ask, client, episode)
+        except Exception as error:
+            # A failure of the agent costs its answer; here it is the test's.
+            Scene.failure = error
+            raise
 
 
 def talk(loop: Loop, texts: list[str], **settings: Any) -> Trajectory:
     def inspect(engine: WritingEngine, scorer: RecordingScorer) -> None:
         Scene.requests, Scene.scorer = engine.requests, scorer
 
-    Scene.loop = staticmethod(loop)
+    Scene.loop, Scene.failure = staticmethod(loop), None
     agent = {"kind": "custom", "function": f"{__name__}:visit", "door": True}
     trajectory = unpack(encode(play(agent, texts, inspect=inspect, **settings)))
+    if Scene.failure:
+        raise Scene.failure
     return trajectory
 
 
@@ -305,7 +313,15 @@ def test_nobody_is_let_in_without_the_key_or_after_the_answer():
         keys.append(key)
         name = key.partition(".")[0]
         async with httpx.AsyncClient(base_url=address) as stranger:
-            for wrong in ("", "Bearer ", f"Bearer {name}.", f"Bearer {key}x", f"Bearer {name}.ä", f"Basic {key}"):
+            for wrong in (
+                "",
+                "Bearer x",
+                "Bearer",
+                f"Bearer {name}.",
+                f"Bearer {key}x",
+                f"Bearer {name}.ä",
+                f"Basic {key}",
+            ):
                 answer = await stranger.get("/models", headers={"Authorization": wrong.encode()})
                 assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
             assert (await stranger.get("/models", headers={"x-slipstream-key": key})).status_code == 200

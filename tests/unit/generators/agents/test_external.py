@@ -106,6 +106,9 @@ def test_an_answer_without_a_turn_goes_to_the_next_agent_with_another_key(leaves
         first = await outside.take()
         if leaves == "returns":
             await outside.post("/v1/return", first["api_key"], reason="no time")
+            await asyncio.sleep(0.05)
+            late = await outside.post("/v1/chat/completions", first["api_key"], messages=QUESTION)
+            assert late.status_code == 401
         second = await outside.take()
         assert second["uid"] == first["uid"]
         late = await outside.post("/v1/chat/completions", first["api_key"], messages=QUESTION)
