@@ -24,8 +24,8 @@ from slipstream.runtime.process import RoleDiedError
 SETTINGS = """\b
 Most used settings:
   experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, gsm8k_1gpu, gsm8k_8gpu,
-                                math_1gpu, retool_1gpu, search_r1_1gpu, digits_serial, digits_replay, digits_sft, sft,
-                                reward_model; or a file of your own, mine.yaml
+                                math_1gpu, retool_1gpu, search_r1_1gpu, environment_1gpu, digits_serial,
+                                digits_replay, digits_sft, sft, reward_model; or a file of your own, mine.yaml
   recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
   name=NAME                     run folder runs/NAME; resume=true continues it
   seed=0                        every random choice of the run derives from it

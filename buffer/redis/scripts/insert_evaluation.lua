@@ -5,10 +5,10 @@
 --   purpose, attempt, oldest_version, encoded EvaluationAnswer, encoded trajectory
 -- Returns: a word as insert.lua does; ready for the last answer of the evaluation
 -- Atomic because each answer must count once, whoever gives it.
--- The learner reads them within seconds.
-local DAY_S = 86400
 if not run_exists() then return NORUN end
 allow_when_full()
+-- The learner reads the answers within seconds.
+local DAY_S = 86400
 local group, answer, is_correct, is_failed = ARGV[2], ARGV[4], ARGV[6], ARGV[7]
 local evaluation, answers = key('evaluation:' .. ARGV[3]), key('answers:' .. ARGV[3])
 local asked, answered, purpose, version =

@@ -29,6 +29,8 @@ NEEDED = {
     "generators/agent=react": ["generators.agent.tools=[calculator]"],
     "generators/agent=interaction": ["generators.agent.interactions=[my_users:Teacher]"],
     "generators/agent=environment": ["generators.agent.environment=my_module:my_environment"],
+    "experiment=environment_1gpu": ["generators.agent.environment=mine-v1", "generators.agent.python=envs/bin/python"],
+    "generators/agent=verifiers": ["generators.agent.environment=mine-v1", "generators.agent.python=envs/bin/python"],
     "generators/agent=custom": ["generators.agent.function=my_module:my_agent"],
     "model": ["experiment=gsm8k_1gpu", "model.max_length=2048"],
     "data": ["experiment=gsm8k_1gpu", "model.max_length=2048"],
