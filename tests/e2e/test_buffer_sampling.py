@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from tests import runs
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,7 @@ def train(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
 
 def steps_of_groups(folder: Path, name: str) -> dict[str, list[int]]:
     archive = Archive(folder / "runs" / name / "archive")
-    return {stored.trajectory.group_id: stored.steps for stored in archive.read()}
+    return {stored.trajectory.group_id: stored.steps for stored in archive.read(TrajectoryFilter(outcome="retired"))}
 
 
 @pytest.fixture(scope="module")
