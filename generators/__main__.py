@@ -35,7 +35,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from slipstream.broker.credentials import TOKEN_REMEDY, derive_keys, find_token, given_token
+from slipstream.broker.credentials import TOKEN_REMEDY, TOKEN_VARIABLE, derive_keys, find_token, given_token
 from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.broker.messages import PEER_ID_PATTERN
 from slipstream.broker.transport.endpoints import is_listening
@@ -165,7 +165,8 @@ def start_loading(run: RunConfig | None) -> threading.Thread:
 def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline) -> tuple[list[RunConfig], str]:
     """Return the settings that this machine has of the run, those with its address first, and the run's token.
 
-    Waits for a run that was not started yet. Raises ConfigError, WaitTimeoutError.
+    Waits for a run that was not started yet; takes the token out of the environment.
+    Raises ConfigError, WaitTimeoutError.
     """
     is_named, address = "name" in _keys(overrides), given.broker.address
     while True:
@@ -174,6 +175,8 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
         token = given_token(given.broker) or (find_token(known) if known else "")
         # The folder that a run of this name will have is known before it exists.
         if token and (known or is_named or address):
+            # Whatever this process starts inherits its environment: graders, tools and environments of others.
+            os.environ.pop(TOKEN_VARIABLE, None)
             return own, token
         if address and is_listening(address):
             raise ConfigError(f"the token must be that of the broker at {address}, got none: {TOKEN_REMEDY}")

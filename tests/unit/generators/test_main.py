@@ -202,5 +202,8 @@ def test_with_a_token_and_a_name_the_folder_of_the_run_need_not_exist_yet(
     (own,), token = wait_for_token(given := load(words), words, deadline=Deadline(0.1, what="a run"))
     assert (own, token) == (given, "a token of one's own")
     assert RunFolder(own).broker_address == f"ipc://{RunFolder(given).sockets}/broker.sock"
+    # The code of others that a generator starts must not inherit it.
+    assert TOKEN_VARIABLE not in os.environ
+    monkeypatch.setenv(TOKEN_VARIABLE, "a token of one's own")
     with pytest.raises(WaitTimeoutError, match="missing: a run whose broker listens"):
         wait_for_token(load(words[:1]), words[:1], deadline=Deadline(0.1, what="a run"))
