@@ -303,7 +303,9 @@ def _stale_generators_get_no_prompts(evidence: Evidence) -> Iterator[str]:
 def _sent_under_verified_weights(evidence: Evidence) -> Iterator[str]:
     for life in evidence.generators:
         for entry in life.of("put"):
-            if entry["state"] not in ("ready", "draining"):
+            # After a transfer that failed the engine still holds the weights before, which were verified.
+            allowed = ("ready", "draining", "unsynced") if entry.get("verified") else ("ready", "draining")
+            if entry["state"] not in allowed:
                 yield f"{entry['id']} left {life.role} while it was {entry['state']}"
 
 

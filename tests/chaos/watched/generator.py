@@ -67,6 +67,7 @@ def watch_client(*, is_light: bool) -> None:
             purpose=header.purpose,
             content=content_of(trajectory),
             state=client._status().state,
+            verified=WatchedChannel.is_verified(),
             spoiled=is_spoiled,
         )
         if is_spoiled:
@@ -78,10 +79,14 @@ def watch_client(*, is_light: bool) -> None:
 
 
 def watch_end() -> None:
-    """Record the end of the serving loop: prompts that arrive after it are taken back by the broker, at the Bye."""
+    """Record the end of the serving loop: prompts that arrive after it are taken back by the broker, at the Bye.
+
+    From its beginning on the journal also tells whether the weights are verified.
+    """
     run = Generator.run
 
     async def watched(generator: Generator) -> None:
+        WatchedChannel.is_verified = generator._weight_updates.is_verified.is_set  # type: ignore[method-assign]
         try:
             await run(generator)
         finally:

@@ -233,6 +233,17 @@ def test_a_liar_that_names_its_own_lease_has_returned_it_though_it_does_so_again
     assert [problem[:3] for problem in found] == ["0-1"] * is_found
 
 
+@pytest.mark.parametrize(
+    ("state", "verified", "is_found"),
+    [("unsynced", False, True), ("unsynced", True, False), ("updating", True, True), ("ready", True, False)],
+)
+def test_answers_leave_under_verified_weights_which_a_failed_transfer_does_not_take_away(state, verified, is_found):
+    generator = [
+        {**each, "state": state, "verified": verified} if each["k"] == "put" else each for each in make_generator()
+    ]
+    assert ["left generator-0" in problem for problem in problems(generator=generator)][:1] == [True] * is_found
+
+
 @pytest.mark.parametrize(("received_at", "is_found"), [(4.0, True), (4.9, False), (5.2, False)])
 def test_prompts_that_nobody_could_read_any_more_are_taken_back_by_the_bye(received_at, is_found):
     more = [entry(received_at, "prompts", leases=[["5-0", 2]]), entry(5.0, "left"), entry(6.0, "bye", reason="")]
