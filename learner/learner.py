@@ -155,14 +155,15 @@ class Learner:
     def _finish(self) -> None:
         self._metrics_log.end_training()
         self._store.set_phase("finishing")
+        # Its answers are the present version's, and no other's.
+        self._await_monitored()
+        if evaluated := self._evaluator.take_finished():
+            self._best.judge(self._evaluator.metrics(evaluated))
         if not self._is_due(self._run.weights.publish_every_steps):
             self._version += 1
             self._publish()
         self._publisher.flush()
         # The token of the last claim: a step that is rolled back and trained again is another policy.
-        self._await_monitored()
-        if evaluated := self._evaluator.take_finished():
-            self._best.judge(self._evaluator.metrics(evaluated))
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
         folder = self._metrics_log.folder

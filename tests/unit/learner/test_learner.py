@@ -192,3 +192,14 @@ def test_every_monitored_evaluation_is_of_the_version_that_it_names(run: RunConf
         (name,) = [name for name in store._evaluations if name.startswith(f"step-{step}-") and "greedy" in name]
         assert store.evaluation(name).is_complete, "the next version waits for it"
         assert [each.version for each in store.evaluation_answers(name)] == [step]
+
+
+def test_an_evaluation_that_is_open_at_the_end_is_waited_for_before_the_last_version(run: RunConfig):
+    # Step 9 is evaluated with version 4, and makes version 5.
+    run = with_settings(run, every_steps=3, timeout_s=1.0)
+    run = msgspec.structs.replace(run, weights=msgspec.structs.replace(run.weights, publish_every_steps=2))
+    store = make_store()
+    assert train(run, store)[-1] == 9
+    (name,) = [name for name in store._evaluations if name.startswith("step-9-") and "greedy" in name]
+    assert [each.version for each in store.evaluation_answers(name)] == [4]
+    assert store.run_state().version == 5
