@@ -10,31 +10,14 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AddedToken, GPT2Config, GPT2LMHeadModel, Qwen2Tokenizer
+from transformers import Qwen2Tokenizer
 
-from slipstream.scripts.init_random_model import save_model
-from slipstream.scripts.make_digits_data import make_row, write_file, write_pair
+from examples.tiny_task import encode_demonstration, make_tokenizer, write_data, write_model
 
 DATA, MODEL = Path("data/calculator"), Path("models/calculator")
 HELDOUT_ROWS, DEMONSTRATIONS, SHARE_OF_CALLS = 600, 4000, 0.25
 CALL, END_OF_CALL = "Action: calculator\nAction Input: ", "\nObservation:"
 """Call format `react`; one token each."""
-
-
-def make_tokenizer() -> Qwen2Tokenizer:
-    """Build a tokenizer with one id per character, and one for each end of a call."""
-    # Space and line break as byte-level BPE writes them.
-    characters = ["<pad>", "<eos>", *"0123456789*=.-", "Ġ", "Ċ"]
-    tokenizer = Qwen2Tokenizer(
-        {character: index for index, character in enumerate(characters)},
-        [],
-        unk_token="<pad>",
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (CALL, END_OF_CALL)])
-    return tokenizer
 
 
 def make_demonstration(question: str, answer: str, *, calls: bool, tokenizer: Qwen2Tokenizer) -> dict[str, list[Any]]:
@@ -44,11 +27,7 @@ def make_demonstration(question: str, answer: str, *, calls: bool, tokenizer: Qw
     if calls:
         pieces += [(CALL + expression + END_OF_CALL, True), (f" {answer}\n", False)]
     pieces += [(f"{answer}<eos>", True)]
-    encoded = [(tokenizer.encode(text, add_special_tokens=False), is_model) for text, is_model in pieces]
-    return {
-        "token_ids": [token for ids, _ in encoded for token in ids],
-        "model_mask": [is_model for ids, is_model in encoded for _ in ids],
-    }
+    return encode_demonstration(pieces, tokenizer=tokenizer)
 
 
 def main() -> None:
@@ -56,29 +35,15 @@ def main() -> None:
     pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
     random.Random(0).shuffle(pairs)
     problems = [(f"{left}*{right}=", str(left * right)) for left, right in pairs]
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=32, n_positions=64, n_embd=64, n_layer=2, n_head=2, embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, dtype="float32",
-    )  # fmt: skip
-    save_model(MODEL, model=GPT2LMHeadModel(config), tokenizer=tokenizer)
-    splits = {"heldout": problems[:HELDOUT_ROWS], "train": problems[HELDOUT_ROWS:]}
-    rows = {
-        split: [
-            make_row(question, ground_truth=answer, data_source="multiplication", index=index, split=split)
-            for index, (question, answer) in enumerate(rows)
-        ]
-        for split, rows in splits.items()
-    }
+    tokenizer = make_tokenizer("0123456789*=.- \n", texts=(CALL, END_OF_CALL))
+    write_model(MODEL, tokenizer=tokenizer, vocabulary_size=32)
+    heldout, train = problems[:HELDOUT_ROWS], problems[HELDOUT_ROWS:]
     chance = random.Random(1)
     demonstrations = [
         make_demonstration(question, answer, calls=chance.random() < SHARE_OF_CALLS, tokenizer=tokenizer)
-        for question, answer in splits["train"][:DEMONSTRATIONS]
+        for question, answer in train[:DEMONSTRATIONS]
     ]
-    DATA.mkdir(parents=True, exist_ok=True)
-    write_file(DATA / "demonstrations.parquet", demonstrations)
-    write_pair(DATA, train=rows["train"], heldout=rows["heldout"])
+    write_data(DATA, data_source="multiplication", train=train, heldout=heldout, demonstrations=demonstrations)
 
 
 if __name__ == "__main__":
