@@ -534,11 +534,11 @@ def test_channels_leave_no_threads_and_no_files_behind(sockets: ZmqWire) -> None
         server.close()
 
     once()
-    before = process.num_fds(), process.num_threads()
+    files, threads = process.num_fds(), process.num_threads()
     for _ in range(10):
         once()
-    # The kernel counts a thread for a moment longer than its join lasts.
-    assert eventually(lambda: (process.num_fds(), process.num_threads()) == before)
+    # The kernel counts a thread for a moment longer than its join lasts: in the second count, and in the first.
+    assert eventually(lambda: process.num_fds() <= files and process.num_threads() <= threads)
 
 
 # --- memory, one thread ----------------------------------------------------------------------------------------------
