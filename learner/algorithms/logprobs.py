@@ -1,14 +1,17 @@
 """Log-probabilities of chosen tokens, and other numbers per token, from logits, in at least float32.
 
-More than `chunk_elements` logits are worked on in chunks of tokens, recomputed in the backward pass, so that the
-float32 copies of one chunk are alive at a time, not a second copy of all logits.
+Where there are more than `chunk_elements` logits, those of a chunk of tokens are alive at a time: they are computed
+from the model's hidden states, and again in the backward pass.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.learner.algorithms import kl
@@ -26,47 +29,92 @@ class Requested:
     """Whether the entropy carries a gradient."""
     collision: bool = False
     """Chance that two draws are the same token."""
+    top_k: int = 0
+    """Number of most likely tokens, with their log-probabilities."""
 
 
 LOGPROBS = Requested()
 """Log-probabilities of the targets alone."""
 
 
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """Logits that are computed for a chunk of tokens at a time: finish(states @ weight.T + bias), [N, V]."""
+
+    states: Float[Tensor, "N D"]
+    """Output of the last layer."""
+    weight: Float[Tensor, "V D"]
+    bias: Float[Tensor, "V"] | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
+    """Function of each logit, such as a soft cap."""
+    dtype: torch.dtype = torch.float32
+    """Data type of the matrix product."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, V]."""
+        return len(self.states), len(self.weight)
+
+    def compute(self) -> Float[Tensor, "N V"]:
+        """All of them at once."""
+        logits = linear(*_cast(self.dtype, self.states, self.weight, self.bias))
+        return self.finish(logits) if self.finish else logits
+
+    def chunk(self, tokens: slice) -> "DeferredLogits":
+        """Those of some tokens."""
+        return replace(self, states=self.states[tokens])
+
+
 def measure_tokens(
-    logits: Float[Tensor, "N V"],
+    logits: Float[Tensor, "N V"] | DeferredLogits,
     targets: Int[Tensor, "N"],
     temperatures: Float[Tensor, "N"],
     *,
     requested: Requested,
     candidates: Int[Tensor, "N K"] | None = None,
-    reference_logits: Float[Tensor, "N V"] | None = None,
-    chunk_elements: int = _CHUNK_ELEMENTS,
+    reference_logits: Float[Tensor, "N V"] | DeferredLogits | None = None,
+    chunk_elements: int | None = None,
 ) -> dict[str, Tensor]:
     """Name -> one number per token, of p = softmax(logits / temperature), and only those requested.
 
     logprobs             log p(target)
     entropies            -sum_v p_v log p_v, nats                     if requested.entropy
     collisions           sum_v p_v^2, without gradient                if requested.collision
+    top_tokens           the most likely tokens, int[N K], best first if requested.top_k
+    top_logprobs         log p of each, without gradient              if requested.top_k
     candidate_logprobs   log p(candidate), float[N K]                 given candidates
     exact_kl             KL(p || softmax(reference / temperature))    given reference_logits, which get no gradient
 
     Source: collisions serve the optimal token baseline, arXiv:2602.07078.
     """
     num_tokens, vocabulary = logits.shape
-    chunk_tokens = max(1, chunk_elements // vocabulary)
-    inputs = (logits, targets, temperatures, candidates, reference_logits)
+    chunk_tokens = max(1, (chunk_elements or _CHUNK_ELEMENTS) // vocabulary)
     if num_tokens <= chunk_tokens:
-        return _measure(*inputs, requested)
-    parts = [
-        checkpoint(
-            _measure,
-            *(None if x is None else x[first : first + chunk_tokens] for x in inputs),
-            requested,
-            use_reentrant=False,
-        )
-        for first in range(0, num_tokens, chunk_tokens)
+        return _measure(_computed(logits), targets, temperatures, candidates, _computed(reference_logits), requested)
+    chunks = [slice(first, first + chunk_tokens) for first in range(0, num_tokens, chunk_tokens)]
+
+    def measure(chunk_logits: Tensor, index: int) -> dict[str, Tensor]:
+        tokens = chunks[index]
+        few = None if candidates is None else candidates[tokens]
+        reference = _computed(reference_logits, tokens)
+        return _measure(chunk_logits, targets[tokens], temperatures[tokens], few, reference, requested)
+
+    if isinstance(logits, DeferredLogits):
+        names: list[str] = []
+        parameters = (logits.states, logits.weight, logits.bias)
+        columns = _MeasureDeferred.apply(*parameters, logits, chunks, measure, requested, names)
+        return dict(zip(names, columns, strict=True))
+    # Split at once: the backward pass of a slice makes a gradient of the size of all logits, for each chunk.
+    found = [
+        checkpoint(measure, part, index, use_reentrant=False) for index, part in enumerate(logits.split(chunk_tokens))
     ]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return {name: torch.cat([part[name] for part in found]) for name in found[0]}
+
+
+def _computed(logits: Tensor | DeferredLogits | None, tokens: slice = slice(None)) -> Any:
+    if isinstance(logits, DeferredLogits):
+        return logits.chunk(tokens).compute()
+    return None if logits is None else logits[tokens]
 
 
 def _measure(
@@ -83,6 +131,9 @@ def _measure(
         measured["entropies"] = _entropy(logprobs if requested.differentiate_entropy else logprobs.detach())
     if requested.collision:
         measured["collisions"] = (2 * logprobs.detach()).exp().sum(dim=-1)
+    if requested.top_k:
+        best = logprobs.detach().topk(min(requested.top_k, logprobs.shape[-1]), dim=-1)
+        measured |= {"top_tokens": best.indices, "top_logprobs": best.values}
     if candidates is not None:
         measured["candidate_logprobs"] = logprobs.gather(-1, candidates)
     if reference_logits is not None:
@@ -99,3 +150,75 @@ def _entropy(logprobs: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
     """-sum p log p; a token of probability 0 adds 0, where 0 * -inf would be undefined."""
     probabilities = logprobs.exp()
     return -(probabilities * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
+
+
+# --- deferred logits -------------------------------------------------------------------------------------------------
+_Measure = Callable[[Tensor, int], dict[str, Tensor]]
+"""(logits of a chunk, index of the chunk) -> numbers of its tokens."""
+_CONSTANT = {"collisions", "top_tokens", "top_logprobs"}
+"""Numbers that carry no gradient."""
+
+
+class _MeasureDeferred(torch.autograd.Function):
+    """Numbers of all tokens from hidden states, with the logits of one chunk alive at a time in both passes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        logits: DeferredLogits,
+        chunks: list[slice],
+        measure: _Measure,
+        requested: Requested,
+        names: list[str],
+    ) -> tuple[Tensor, ...]:
+        """The first three are those of `logits`, which autograd must see; `names` is filled with the outputs'."""
+        # The parameters themselves are saved, not copies: ZeRO-3 gathers them again before the backward pass.
+        ctx.save_for_backward(states, weight, bias)
+        ctx.finish, ctx.dtype, ctx.chunks, ctx.measure, ctx.names = logits.finish, logits.dtype, chunks, measure, names
+        cast = replace(logits, weight=weight.to(logits.dtype))
+        found = [measure(cast.chunk(tokens).compute(), index) for index, tokens in enumerate(chunks)]
+        names.extend(found[0])
+        columns = {name: torch.cat([part[name] for part in found]) for name in names}
+        constant = _CONSTANT if requested.differentiate_entropy else {*_CONSTANT, "entropies"}
+        ctx.mark_non_differentiable(*(column for name, column in columns.items() if name in constant))
+        ctx.differentiable = [name for name in names if name not in constant]
+        return tuple(columns.values())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias = ctx.saved_tensors
+        outer = dict(zip(ctx.names, gradients, strict=True))
+        of_states = torch.empty_like(states)
+        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        of_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        cast_states, cast_weight, cast_bias = _cast(ctx.dtype, states, weight, bias)
+        for index, tokens in enumerate(ctx.chunks):
+            part = linear(cast_states[tokens], cast_weight, cast_bias).requires_grad_()
+            with torch.enable_grad():
+                measured = ctx.measure(ctx.finish(part) if ctx.finish else part, index)
+                (of_logits,) = torch.autograd.grad(
+                    [measured[name] for name in ctx.differentiable],
+                    part,
+                    [outer[name][tokens] for name in ctx.differentiable],
+                )
+            of_states[tokens] = (of_logits @ cast_weight).to(of_states.dtype)
+            if of_weight is not None:
+                _add_product(of_weight, of_logits.T, cast_states[tokens])
+            if of_bias is not None:
+                of_bias += of_logits.sum(0, dtype=of_bias.dtype)
+        return of_states, of_weight, of_bias, None, None, None, None, None
+
+
+def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right; in place where the dtypes agree."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.microbatch import Microbatch, recompute
 from slipstream.learner.engines.engine import TrainEngine
@@ -18,7 +19,7 @@ from slipstream.learner.training.model import Policy
 class AuxInputs(NamedTuple):
     """Outputs of the frozen models that a forward pass of the learner takes, or that go beside its outputs."""
 
-    arguments: dict[str, Tensor]
+    arguments: dict[str, Tensor | DeferredLogits]
     """Keyword arguments of that forward pass."""
     outputs: dict[str, Tensor]
     """Numbers per token beside its own."""
@@ -52,9 +53,9 @@ class FrozenModels:
         if self.reference and self._config.kl.estimator == "full":
             aux.arguments["reference_logits"] = self.reference.logits(microbatch)
         if self._teacher and self._config.distillation and self._config.distillation.takes_candidates:
-            token_ids, logprobs = most_likely(self._teacher, microbatch, top_k=self._config.distillation.top_k)
-            aux.arguments["candidates"] = token_ids
-            aux.outputs["teacher_candidate_logprobs"] = logprobs
+            likely = self._teacher(microbatch, requested=Requested(top_k=self._config.distillation.top_k))
+            aux.arguments["candidates"] = likely["top_tokens"]
+            aux.outputs["teacher_candidate_logprobs"] = likely["top_logprobs"]
         return aux
 
     @torch.no_grad()
@@ -65,10 +66,3 @@ class FrozenModels:
             targets = dict(named_parameters(self.reference.causal_lm))
             for name, parameter in engine.gather_parameters():
                 targets[name].copy_(parameter)
-
-
-def most_likely(policy: Policy, microbatch: Microbatch, *, top_k: int) -> tuple[Tensor, Tensor]:
-    """The most likely tokens at each token, int64[N, K], best first, and their log-probabilities, float32[N, K]."""
-    logits = policy.logits(microbatch).float() / microbatch.temperatures[:, None]
-    best = logits.log_softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
-    return best.indices, best.values

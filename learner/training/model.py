@@ -20,7 +20,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms.inputs import known
-from slipstream.learner.algorithms.logprobs import LOGPROBS, Requested, measure_tokens
+from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Requested, measure_tokens
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_parameters
 from slipstream.learner.errors import ModelError
@@ -31,8 +31,34 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 FLASH = "flash_attention_2"
 
+_HEAD_PROBE_TOKENS = 8
+_HEAD_TOLERANCE = 0.01
+"""Largest difference of logits relative to the largest: bfloat16 rounds by 0.004, another function differs by more."""
+
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 """Kinds of layers, as transformers names them."""
+
+
+class OutputHead(nn.Module):
+    """The language model's last projection, which can be applied to some tokens at a time."""
+
+    def __init__(self, causal_lm: PreTrainedModel) -> None:
+        super().__init__()
+        projection = causal_lm.get_output_embeddings()
+        # The same parameters once more: an engine that shards them gathers those of the module that it calls.
+        self.weight, self.bias = projection.weight, getattr(projection, "bias", None)
+        self._cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
+
+    def defer(self, states: Tensor, *, dtype: torch.dtype) -> DeferredLogits:
+        """Logits of the tokens with these hidden states, float[N, D], to be computed when they are needed."""
+        return DeferredLogits(states, self.weight, self.bias, self._soft_cap if self._cap else None, dtype)
+
+    def forward(self, states: Tensor, *inputs: Tensor, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
+        """`measure_tokens` from hidden states."""
+        return measure_tokens(self.defer(states, dtype=dtype), *inputs, **options)
+
+    def _soft_cap(self, logits: Tensor) -> Tensor:
+        return torch.tanh(logits / self._cap) * self._cap
 
 
 class Policy(nn.Module):
@@ -43,6 +69,8 @@ class Policy(nn.Module):
         self.causal_lm = causal_lm
         self.compute_dtype = compute_dtype
         """Data type of matrix products."""
+        self.head: OutputHead | None = None
+        """Projection by which logits are computed in chunks; None = all at once, by the model itself."""
 
     @property
     def vocab_size(self) -> int:
@@ -69,20 +97,31 @@ class Policy(nn.Module):
         *,
         requested: Requested = LOGPROBS,
         candidates: Tensor | None = None,
-        reference_logits: Tensor | None = None,
+        reference_logits: Tensor | DeferredLogits | None = None,
     ) -> dict[str, Tensor]:
         """`logprobs` of the trained tokens, float32[N], and the requested numbers: see `measure_tokens`."""
-        return measure_tokens(
-            self.logits(microbatch),
-            microbatch.targets,
-            microbatch.temperatures,
-            requested=requested,
-            candidates=candidates,
-            reference_logits=reference_logits,
-        )
+        columns = microbatch.targets, microbatch.temperatures
+        options: dict[str, Any] = {
+            "requested": requested,
+            "candidates": candidates,
+            "reference_logits": reference_logits,
+        }
+        if self.head:
+            return self.head(self._states(microbatch), *columns, dtype=self.compute_dtype, **options)
+        return measure_tokens(self._logits(microbatch), *columns, **options)
 
-    def logits(self, microbatch: Microbatch) -> Tensor:
+    def logits(self, microbatch: Microbatch) -> Tensor | DeferredLogits:
         """Logits that predict the trained tokens, [N, V]."""
+        if self.head:
+            return self.head.defer(self._states(microbatch), dtype=self.compute_dtype)
+        return self._logits(microbatch)
+
+    def _states(self, microbatch: Microbatch) -> Tensor:
+        """Hidden states that predict the trained tokens, [N, D]."""
+        output = forward_pass(self.causal_lm.base_model, microbatch, compute_dtype=self.compute_dtype)
+        return output.last_hidden_state.flatten(0, 1)[microbatch.sources]
+
+    def _logits(self, microbatch: Microbatch) -> Tensor:
         is_one_row = len(microbatch.token_ids) == 1
         kept = microbatch.sources if is_one_row else 0
         output = forward_pass(self.causal_lm, microbatch, compute_dtype=self.compute_dtype, logits_to_keep=kept)
@@ -99,16 +138,12 @@ class RewardModel(Policy):
 
     def forward(self, microbatch: Microbatch, **_: Any) -> dict[str, Tensor]:
         """`scores`, float32[N], of the tokens up to, and without, each trained one."""
-        return {"scores": self.causal_lm.score(self._states(microbatch)).squeeze(-1)}
+        return {"scores": self.causal_lm.score(self._states(microbatch).float()).squeeze(-1)}
 
     def probe(self, microbatch: Microbatch) -> Tensor:
         """Hidden states, scaled to about 1, [N, D]: a new head's scores are too small to tell layouts apart."""
-        states = self._states(microbatch)
+        states = self._states(microbatch).float()
         return states / states.square().mean(-1, keepdim=True).sqrt()
-
-    def _states(self, microbatch: Microbatch) -> Tensor:
-        output = forward_pass(self.causal_lm.base_model, microbatch, compute_dtype=self.compute_dtype)
-        return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
 
 def forward_pass(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **arguments: Any) -> Any:
@@ -162,7 +197,29 @@ def load_policy(
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     wrap = RewardModel if is_reward_model else Policy
-    return wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype])
+    policy = wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype])
+    if not is_reward_model:
+        policy.head = _find_head(policy)
+    return policy
+
+
+@torch.no_grad()
+def _find_head(policy: Policy) -> OutputHead | None:
+    """The head, where it computes the model's logits from its last hidden states: some families do more to them."""
+    causal_lm = policy.causal_lm
+    if causal_lm.get_output_embeddings() is None or causal_lm.base_model is causal_lm:
+        return None
+    head = OutputHead(causal_lm)
+    token_ids = torch.arange(_HEAD_PROBE_TOKENS, device=head.weight.device)[None] % policy.vocab_size
+    is_mixed = policy.compute_dtype != torch.float32
+    with torch.autocast(token_ids.device.type, dtype=policy.compute_dtype, enabled=is_mixed):
+        expected = causal_lm(input_ids=token_ids, use_cache=False).logits.float()
+        states = causal_lm.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
+    found = head.defer(states, dtype=policy.compute_dtype).compute().float()
+    is_exact = (
+        found.shape == expected.shape and (found - expected).abs().max() <= _HEAD_TOLERANCE * expected.abs().max()
+    )
+    return head if is_exact else None
 
 
 def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig) -> None:

@@ -9,11 +9,13 @@ from slipstream.configs.advantages import GaeConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.algorithm_terms import CriticConfig, CriticOptimizerConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
+from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.publishing.staging import canary_logprobs
 from tests.unit.learner.builders import (
+    VOCABULARY,
     make_alone,
     make_groups,
     make_model,
@@ -75,6 +77,23 @@ def test_three_steps_give_the_losses_and_weights_of_plain_torch(tmp_path, engine
     for one, other in zip(expected, metrics, strict=True):
         assert other == pytest.approx(one, abs=1e-5, rel=1e-4)
     assert largest_difference(reference, found) < 1e-5
+
+
+@every_engine
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_logits_of_a_few_tokens_at_a_time_change_no_step(tmp_path, engine, is_tied, monkeypatch):
+    steps = []
+    for elements in (logprobs._CHUNK_ELEMENTS, 7 * VOCABULARY):
+        monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", elements)
+        # A large epsilon, so that the update is as smooth a function of the gradient as the loss.
+        used = make_engine(tmp_path, engine, is_tied=is_tied, epsilon=1.0)
+        assert used.model.head is not None
+        losses = accumulate(used, make_microbatches())
+        steps.append((losses, used.step(learning_rate=1.0), copied(used)))
+    (losses, norm, whole), (chunked_losses, chunked_norm, chunked) = steps
+    assert chunked_losses == pytest.approx(losses, rel=1e-6)
+    assert chunked_norm == pytest.approx(norm, rel=1e-5)
+    assert largest_difference(whole, chunked) < 1e-5
 
 
 @every_engine

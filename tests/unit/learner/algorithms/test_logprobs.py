@@ -176,3 +176,104 @@ def test_no_tokens_have_no_measures():
     logits, targets, temperatures, optional = make_everything(num_tokens=0)
     measured = measure_tokens(logits, targets, temperatures, requested=ALL, **optional)
     assert all(len(value) == 0 for value in measured.values())
+
+
+# --- deferred logits -------------------------------------------------------------------------------------------------
+def soft_cap(logits):
+    return torch.tanh(logits / 2) * 2
+
+
+def make_deferred(*, finish=None, dtype=torch.float64):
+    """States, weight and bias of 7 tokens, and everything that `make_everything` makes beside the logits."""
+    logits, targets, temperatures, optional = make_everything()
+    states, weight = torch.randn(7, 3, dtype=torch.float64), torch.randn(logits.shape[1], 3, dtype=torch.float64)
+    leaves = [leaf.requires_grad_() for leaf in (states, weight, torch.randn(5, dtype=torch.float64))]
+    return leaves, lambda *leaves: module.DeferredLogits(*leaves, finish, dtype), targets, temperatures, optional
+
+
+@pytest.mark.parametrize("finish", [None, soft_cap])
+@pytest.mark.parametrize("chunk_elements", [1, 10, 1000])
+def test_deferred_logits_change_no_measure_and_no_gradient(finish, chunk_elements):
+    leaves, defer, targets, temperatures, optional = make_deferred(finish=finish)
+    requested = module.Requested(entropy=True, differentiate_entropy=True, collision=True, top_k=2)
+    optional["reference_logits"] = defer(*(leaf.detach().flip(0) for leaf in leaves))
+    plain = torch.nn.functional.linear(*leaves)
+    results = []
+    for logits, elements in ((finish(plain) if finish else plain, 1000), (defer(*leaves), chunk_elements)):
+        measured = measure_tokens(
+            logits, targets, temperatures, requested=requested, chunk_elements=elements, **optional
+        )
+        assert {name for name, column in measured.items() if column.requires_grad} == {
+            "logprobs",
+            "entropies",
+            "candidate_logprobs",
+            "exact_kl",
+        }
+        total = sum((i + 1) * column.sum() for i, column in enumerate(measured.values()))
+        results.append((*measured.values(), *torch.autograd.grad(total, leaves)))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, atol=1e-12)
+
+
+def test_deferred_logits_have_the_gradient_of_the_formula():
+    leaves, defer, targets, temperatures, optional = make_deferred(finish=soft_cap)
+
+    def measures(*leaves):
+        measured = measure_tokens(defer(*leaves), targets, temperatures, requested=ALL, chunk_elements=10, **optional)
+        return tuple(column for name, column in measured.items() if name != "collisions")
+
+    assert torch.autograd.gradcheck(measures, leaves)
+
+
+def test_a_projection_that_is_not_trained_gets_no_gradient():
+    (states, weight, bias), defer, targets, temperatures, _ = make_deferred()
+    logits = defer(states, weight.detach(), bias.detach())
+    measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS, chunk_elements=10)
+    measured["logprobs"].sum().backward()
+    assert states.grad is not None
+    assert weight.grad is None
+    assert bias.grad is None
+
+
+def test_an_entropy_without_gradient_has_none_in_chunks_either():
+    leaves, defer, targets, temperatures, _ = make_deferred()
+    requested = module.Requested(entropy=True)
+    measured = measure_tokens(defer(*leaves), targets, temperatures, requested=requested, chunk_elements=10)
+    assert measured["logprobs"].requires_grad
+    assert not measured["entropies"].requires_grad
+
+
+def test_bfloat16_products_are_those_of_autocast_and_gradients_are_summed_in_float32():
+    torch.manual_seed(0)
+    states, weight = torch.randn(64, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+    targets, temperatures = torch.randint(0, 50, (64,)), torch.ones(64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        plain = torch.nn.functional.linear(states, weight)
+    deferred = module.DeferredLogits(states, weight, dtype=torch.bfloat16)
+    results = []
+    for logits, elements in ((plain, 10**6), (deferred, 50)):
+        measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS, chunk_elements=elements)
+        results.append((measured["logprobs"], *torch.autograd.grad(measured["logprobs"].sum(), (states, weight))))
+    assert results[0][0].equal(results[1][0])
+    assert results[1][2].dtype == torch.float32
+    for one, other in zip(results[0][1:], results[1][1:], strict=True):
+        assert float((one - other).abs().max() / one.abs().max()) < 0.01
+
+
+def test_only_the_logits_of_one_chunk_are_alive(monkeypatch):
+    leaves, defer, targets, temperatures, _ = make_deferred()
+    lengths = []
+    real = module._measure
+    monkeypatch.setattr(module, "_measure", lambda logits, *rest: lengths.append(len(logits)) or real(logits, *rest))
+    measured = module.measure_tokens(
+        defer(*leaves), targets, temperatures, requested=module.LOGPROBS, chunk_elements=10
+    )
+    measured["logprobs"].sum().backward()
+    assert lengths == [2, 2, 2, 1] * 2
+
+
+def test_the_most_likely_tokens_come_best_first():
+    logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]])
+    measured = measure_tokens(logits, torch.tensor([0]), torch.ones(1), requested=module.Requested(top_k=2))
+    assert measured["top_tokens"].tolist() == [[2, 1]]
+    assert measured["top_logprobs"].exp().flatten().tolist() == pytest.approx([5 / 8, 2 / 8])

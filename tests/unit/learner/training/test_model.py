@@ -2,9 +2,10 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from slipstream.configs.data import ModelConfig
+from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training.model import load_policy, save_pretrained
@@ -76,10 +77,10 @@ def test_the_policy_knows_its_sizes():
 def score(policy):
     samples = [make_sample(m) for group in make_groups() for m in group]
     (microbatch,) = collate(samples, layout=Layout("shared_rows", microbatch_tokens=4096))
-    logprobs = policy(microbatch)["logprobs"]
+    found = policy(microbatch)["logprobs"]
     policy.zero_grad()
-    logprobs.sum().backward()
-    return logprobs.detach(), [p.grad.clone() for p in policy.parameters()]
+    found.sum().backward()
+    return found.detach(), [p.grad.clone() for p in policy.parameters()]
 
 
 def test_recomputing_activations_changes_nothing(tmp_path):
@@ -98,3 +99,34 @@ def test_bfloat16_computes_near_float32_with_float32_weights_and_gradients(tmp_p
     assert rough.dtype == torch.float32
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     assert 0 < float((exact - rough).abs().max()) < 0.3
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
+def families():
+    small = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.3, "pad_token_id": 0}
+    return {
+        "tied": ("gpt2", {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": VOCABULARY}, True),
+        "untied": ("llama", small, True),
+        "bias": ("phi", small, True),
+        "soft cap": ("gemma2", small | {"final_logit_softcapping": 1.0, "head_dim": 16}, True),
+        "scaled logits": ("cohere", small | {"logit_scale": 0.25}, False),
+    }
+
+
+@pytest.mark.parametrize("name", families())
+def test_the_head_is_used_where_it_computes_the_models_logits(tmp_path, name, monkeypatch):
+    kind, settings, is_used = families()[name]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings)).save_pretrained(tmp_path)
+    results = []
+    for has_head in (False, True):
+        policy = load(tmp_path)
+        assert (policy.head is not None) == is_used
+        if not has_head:
+            policy.head = None
+        monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", 3 * VOCABULARY if has_head else 10**9)
+        results.append(score(policy))
+    (expected, gradients), (found, chunked) = results
+    assert torch.allclose(expected, found, atol=1e-6)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(gradients, chunked, strict=True))
