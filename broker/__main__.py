@@ -142,6 +142,7 @@ def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: RowCount)
             keeps_finished=run.buffer.archive.enabled,
             max_uses=run.buffer.reuse.max_uses,
             group_filter=run.buffer.filter,
+            curriculum=run.data.curriculum,
         )
     if state.phase == "finished" and not run.resume:
         raise RunConflictError(

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+import structlog
+
 from slipstream.broker.admission import (
     admission_limit,
     admission_reason,
@@ -20,12 +22,15 @@ from slipstream.broker.prompts.rows import Row
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.codec import encode
+from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming, look_ahead
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import Lease, RunState
 from slipstream.buffer.store import Store
 from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
 
 _MAX_WAIT_S = 1.0
 """A request is answered empty after this, so that a generator always knows why it has nothing to do."""
@@ -77,6 +82,7 @@ class LeaseScheduler:
         self._fair_share = FairShare(lost_after_s=run.broker.peer_timeout_s, clock=clock)
         self._requests: dict[bytes, _Request] = {}
         self._counts: StoreCounts | None = None
+        self._has_warned = False
 
     @property
     def has_requests(self) -> bool:
@@ -115,8 +121,9 @@ class LeaseScheduler:
         # Before the deadline an empty answer is withheld: prompts admitted meanwhile save the generator a round trip.
         is_over = self._clock() >= request.deadline
         try:
-            offer = self._offer(request, self._store.run_state())
-            prompts = self._lease(request.peer, offer)
+            state = self._store.run_state()
+            offer = self._offer(request, state)
+            prompts = self._lease(request.peer, offer, upcoming=self._upcoming(offer, state))
             return prompts, (offer.reason or self._admission_reason()) if is_over and not prompts else ""
         except StoreUnavailableError as error:
             self._outage.record(error)
@@ -175,7 +182,26 @@ class LeaseScheduler:
         return admission_reason(self._run, state=state, counts=self._store.counts()) or pacing_reason(state)
 
     # --- prompts -------------------------------------------------------------------------------------------------
-    def _lease(self, peer: Peer, offer: _Offer) -> list[Prompt]:
+    def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
+        """Return the next prompts for the store to choose from by their rows' success rates."""
+        curriculum = self._run.data.curriculum
+        if curriculum is None:
+            return NOTHING_SKIPPED
+        counts = self._store_counts()
+        num_new = max(0, min(offer.max_groups, offer.admission_limit - counts.admitted))
+        may_skip = counts.rows_out_of_band < len(self._train)
+        if not (may_skip or self._has_warned):
+            self._has_warned = True
+            reason = (
+                "the success rate of every row of data.train lies outside data.curriculum.low and high: no prompt is "
+                "skipped until one lies inside; widen the band, or check that the reward tells which answers are right"
+            )
+            log.warning("no_row_in_band", reason=reason, **counts.curriculum)
+            self._store.record_event("broker", reason)
+        seed = self._run.seed
+        return look_ahead(state.next_ordinal, num_new, curriculum=curriculum, seed=seed, may_skip=may_skip)
+
+    def _lease(self, peer: Peer, offer: _Offer, *, upcoming: Upcoming) -> list[Prompt]:
         if offer.max_groups == 0:
             return []
         leases = self._store.lease(
@@ -190,6 +216,7 @@ class LeaseScheduler:
             max_evaluations=ceil(
                 self._run.evaluation.lease_share * offer.max_groups * self._run.generators.members_per_group
             ),
+            upcoming=upcoming,
         )
         self._fair_share.record_leases(peer, leases)
         # The lease has changed the counts that the next request's share is computed from.

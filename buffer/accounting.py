@@ -68,6 +68,21 @@ class StoreCounts(Record):
     """Model-written tokens trained on; each use counts."""
     became_ready: int = 0
     """Groups that ever became ready."""
+    curriculum: dict[str, int] = {}
+    """Prompts `skipped_too_easy`, `skipped_too_hard` and `explored` (generated though their row lies outside the band);
+    `rows` measured, and how many of them are `rows_too_easy` and `rows_too_hard` at present."""
+
+    @property
+    def rows_out_of_band(self) -> int:
+        """Rows whose success rate lies outside the curriculum's band."""
+        return self.curriculum.get("rows_too_easy", 0) + self.curriculum.get("rows_too_hard", 0)
+
+    @property
+    def curriculum_metrics(self) -> dict[str, float]:
+        """Prompts skipped and explored, and the share of the measured rows in the band, which is 1 before the first."""
+        names = ("skipped_too_easy", "skipped_too_hard", "explored")
+        in_band = {"buffer/in_band_fraction": 1 - self.rows_out_of_band / max(1, self.curriculum.get("rows", 0))}
+        return in_band | {f"buffer/{name}": self.curriculum.get(name, 0) for name in names}
 
     @property
     def outstanding(self) -> int:

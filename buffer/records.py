@@ -234,6 +234,8 @@ class RunState(Record):
     """Fencing token of the last committed claim; after a rollback and before the first commit, the rollback's.
 
     Only the learner that holds it may declare a checkpoint."""
+    next_ordinal: int = 0
+    """Ordinal of the next new training prompt."""
 
 
 class VersionEntry(Record):

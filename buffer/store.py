@@ -9,6 +9,7 @@ it is archived, if the run has an archive.
 from typing import Any, Protocol
 
 from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.records import (
     Addressee,
     CheckpointPointer,
@@ -27,6 +28,7 @@ from slipstream.buffer.records import (
 from slipstream.buffer.sampling import NotReady, RowCount, SamplingRules
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig, GroupDeadline
+from slipstream.configs.data import CurriculumConfig
 
 
 class Store(Protocol):
@@ -47,12 +49,14 @@ class Store(Protocol):
         keeps_finished: bool = False,
         max_uses: int = 1,
         group_filter: FilterConfig = KEEP_ALL,
+        curriculum: CurriculumConfig | None = None,
     ) -> RunState:
         """Create the run, or find it again. Raises RunConflictError when another run lives here.
 
         `num_rows`: those to train on, from which, with `seed`, the order of prompts follows.
         `keeps_finished`: groups that are over stay until `forget`, for an archiver. `max_uses`: steps that may train on
-        one group. `group_filter`: complete groups to reject instead of making them ready; the run keeps it.
+        one group. `group_filter`: complete groups to reject instead of making them ready. `curriculum`: measures the
+        success rate of each row. The run keeps both.
         """
         ...
 
@@ -96,6 +100,7 @@ class Store(Protocol):
         has_baseline: bool = False,
         version: int | None = None,
         max_evaluations: int | None = None,
+        upcoming: Upcoming = NOTHING_SKIPPED,
     ) -> list[Lease]:
         """Lease prompts: open evaluations first, then returned prompts, then new ones, then more of the evaluations.
 
@@ -104,7 +109,8 @@ class Store(Protocol):
 
         New training prompts are admitted only while `admitted < admission_limit` and the phase is starting or
         training; no training prompt is leased in later phases. A group needs `group_size` members; the last of them is
-        decoded greedily if it `has_baseline`.
+        decoded greedily if it `has_baseline`. Those of the `upcoming` ones whose row lies outside the curriculum's band
+        are skipped: over at once, and not admitted.
         """
         ...
 

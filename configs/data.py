@@ -48,6 +48,29 @@ class TrainFile(Config):
     """Relative share of prompts that come from this file, whatever its length; null for every file = by their rows."""
 
 
+class CurriculumConfig(Config):
+    """Prompts by measured difficulty: those whose row's success rate lies outside `low` to `high` are skipped.
+
+    rate = sum over the row's groups of decay ** (groups measured after it) * right answers / the same of all answers
+    """
+
+    low: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Smallest success rate that is trained on; below it, a row is too hard."""
+    high: Annotated[float, Meta(ge=0, le=1)] = 0.9
+    """Largest success rate that is trained on; above it, a row is too easy."""
+    explore: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Share of the prompts outside that are generated all the same, so that their rows are measured again; 0 = only
+    where no other row is left, 1 = rows are measured and none is skipped."""
+    decay: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """Factor on the weight of a row's earlier answers for each later group; 0 = the newest alone, 1 = all alike."""
+    min_answers: Annotated[int, Meta(ge=1)] = 8
+    """Scored answers from which a row's success rate counts; with fewer it is never skipped."""
+
+    def __post_init__(self) -> None:
+        why = "every row that is measured would lie outside"
+        require(self.low < self.high, "data.curriculum.low", f"be < high ({self.high:g})", got=self.low, why=why)
+
+
 class HeldoutSet(Config):
     """Prompts for evaluation, with the sampling of their answers; its accuracy is the metric `eval/accuracy_NAME`."""
 
@@ -87,6 +110,8 @@ class DataConfig(Config):
     too_long: Literal["refuse", "drop"] = "refuse"
     """Treatment of a file with longer prompts when it is read: it is refused, or its other rows are used; how many are
     left out is logged."""
+    curriculum: CurriculumConfig | None = None
+    """Skipping of prompts that are too easy or too hard by the answers so far; null = every row in its turn."""
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.heldout_sets]

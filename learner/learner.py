@@ -294,7 +294,7 @@ class Learner:
 
     def _buffer_metrics(self, claim: Claim) -> dict[str, float]:
         counts = self._store.counts()
-        return {
+        return (counts.curriculum_metrics if self._run.data.curriculum else {}) | {
             "buffer/lag_in_flight": claim.lag.in_flight,
             "buffer/lag_publish": claim.lag.publish,
             "buffer/lag_queue": claim.lag.queue,

@@ -60,7 +60,8 @@ class RouterScene:
         self.hub = MemoryBroker()
         data = Dataset(write_rows(folder / "rows.parquet"))
         self.config_json = msgspec.json.encode(self.run).decode()
-        self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0)
+        curriculum = self.run.data.curriculum
+        self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0, curriculum=curriculum)
         self.router = Router(
             self.hub.server(),
             self.store,

@@ -152,6 +152,7 @@ def _buffer_facts(status: RunStatus) -> dict[str, str]:
         "reasons": _format_counts(counts.reasons),
         "filtered": f"{counts.filtered} of {counts.filtered + counts.became_ready} complete groups carried no signal "
         f"({counts.filtered_fraction:.1%})",
+        "curriculum": _format_counts(counts.curriculum),
         "trajectories": f"{counts.accepted} accepted, {counts.duplicates} duplicates, {counts.superseded} superseded",
         "rewards": f"{sum(role.rewards_failed or 0 for role in status.roles)} failed, of connected generators",
         "refused": _format_counts(counts.refused),

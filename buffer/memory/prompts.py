@@ -1,7 +1,9 @@
 """MemoryStore, the generators' side: leases, arriving trajectories, evaluations."""
 
 from math import ceil
+from typing import Any
 
+from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.memory.state import Group, Member, MemoryState, OpenEvaluation
 from slipstream.buffer.records import (
     FRAME_BYTES_KEPT,
@@ -40,6 +42,7 @@ class MemoryPrompts(MemoryState):
         has_baseline: bool = False,
         version: int | None = None,
         max_evaluations: int | None = None,
+        upcoming: Upcoming = NOTHING_SKIPPED,
     ) -> list[Lease]:
         with self._changed:
             # Evaluations first: the learner waits for them. Returned prompts before new ones: they are older.
@@ -52,7 +55,8 @@ class MemoryPrompts(MemoryState):
             if self._opened().phase in ("starting", "training"):
                 group_ids += self._take_returned(room - len(group_ids))
                 new = room - len(group_ids)
-                group_ids += self._admit(new, size=group_size, has_baseline=has_baseline, limit=admission_limit)
+                of_all = {"size": group_size, "has_baseline": has_baseline}
+                group_ids += self._admit(new, limit=admission_limit, upcoming=upcoming, **of_all)
             group_ids += self._take_pending_rows((room - len(group_ids)) * group_size, version)
             deadline = self._deadline(lease_s)
             return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
@@ -114,14 +118,28 @@ class MemoryPrompts(MemoryState):
         self._returned.difference_update(ordinals)
         return [str(ordinal) for ordinal in ordinals]
 
-    def _admit(self, room: int, *, size: int, has_baseline: bool, limit: int) -> list[str]:
-        run = self._opened()
-        num_new = max(0, min(room, limit - run.admitted))
-        group_ids = [str(ordinal) for ordinal in range(run.next_ordinal, run.next_ordinal + num_new)]
-        run.next_ordinal += num_new
-        run.admitted += num_new
-        self._groups |= {group_id: Group(group_id, "train", size, has_baseline=has_baseline) for group_id in group_ids}
+    def _admit(self, room: int, *, limit: int, upcoming: Upcoming, **of_all: Any) -> list[str]:
+        """Admit new prompts but for those that are skipped, as groups with these fields; return their ids."""
+        run, group_ids = self._opened(), list[str]()
+        rows = upcoming.rows(num_rows=run.num_rows, seed=run.seed)
+        known = dict(enumerate(zip(rows, upcoming.explored, strict=True), start=upcoming.first))
+        while len(group_ids) < room and run.admitted < limit:
+            ordinal, run.next_ordinal = run.next_ordinal, run.next_ordinal + 1
+            row, is_explored = known.get(ordinal, (None, True))
+            if self._skips(row, is_explored=is_explored):
+                self._done.add(ordinal)
+                continue
+            run.admitted += 1
+            group_ids.append(str(ordinal))
+            self._groups[str(ordinal)] = Group(str(ordinal), "train", row=row, **of_all)
         return group_ids
+
+    def _skips(self, row: int | None, *, is_explored: bool) -> bool:
+        curriculum = self._opened().curriculum
+        flaw = self._success[row].flaw(curriculum) if curriculum and row is not None else ""
+        if flaw:
+            self._curriculum["explored" if is_explored else f"skipped_{flaw}"] += 1
+        return bool(flaw) and not is_explored
 
     def _hand_out(self, group_id: str, *, owner: str, deadline: int) -> Lease:
         run, group = self._opened(), self._groups[group_id]

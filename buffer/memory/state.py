@@ -6,6 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.buffer.curriculum import SuccessRate
 from slipstream.buffer.group_filter import GroupRewards, rejection_reason
 from slipstream.buffer.records import (
     EVENTS_KEPT,
@@ -22,6 +23,7 @@ from slipstream.buffer.sampling import RowCount, Sample
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.buffer.transitions import no_run
 from slipstream.configs.buffer import FilterConfig
+from slipstream.configs.data import CurriculumConfig
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Group:
     """Made ready short of members."""
     has_baseline: bool = False
     """Whether its last member is decoded greedily."""
+    row: int | None = None
+    """Row whose success rate it measures; None without a curriculum."""
     outcome: Outcome | None = None
     """None until it is over."""
     reason: str = ""
@@ -109,6 +113,7 @@ class Run:
     keeps_finished: bool
     group_filter: FilterConfig
     max_uses: int
+    curriculum: CurriculumConfig | None
     consumed: int = 0
     """Groups trained on for the first time."""
     consumed_by_version: int = 0
@@ -193,6 +198,8 @@ class MemoryState:
         self._outcomes: Counter[str] = Counter()
         self._outcome_members: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
+        self._success: defaultdict[int, SuccessRate] = defaultdict(SuccessRate)
+        self._curriculum: Counter[str] = Counter()
         self._evaluations: dict[str, OpenEvaluation] = {}
         self._counters: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -265,6 +272,7 @@ class MemoryState:
         self._leases.pop(group.id, None)
         self._returned.discard(int(group.id))
         run = self._opened()
+        self._measure(group)
         if reason := rejection_reason(group.rewards, run.group_filter):
             self._end(group.id, "rejected", reason)
             return False
@@ -273,6 +281,19 @@ class MemoryState:
         group.sequence = run.ready_sequence
         self._enqueue_all([group.id])
         return True
+
+    def _measure(self, group: Group) -> None:
+        """Enter a complete group into its row's success rate, before any filter sees it."""
+        curriculum, rewards = self._opened().curriculum, group.rewards
+        if curriculum is None or group.row is None or not rewards.answered:
+            return
+        was = self._success[group.row]
+        self._success[group.row] = was.after(rewards, curriculum)
+        if not was.answers:
+            self._curriculum["rows"] += 1
+        for rate, change in ((was, -1), (self._success[group.row], 1)):
+            if flaw := rate.flaw(curriculum):
+                self._curriculum[f"rows_{flaw}"] += change
 
     def _end(self, group_id: str, outcome: Outcome, reason: str = "") -> None:
         """End a group that the caller has removed from every queue, lease and claim."""

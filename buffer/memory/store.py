@@ -26,6 +26,7 @@ from slipstream.buffer.sampling import RowCount, Sample
 from slipstream.buffer.trajectory import make_lease_id
 from slipstream.buffer.transitions import PHASES, check_same_run, is_evaluation
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
+from slipstream.configs.data import CurriculumConfig
 
 _COUNTERS = ("accepted_tokens", "superseded_tokens", "wasted_tokens", "trained", "trained_tokens")
 
@@ -44,10 +45,11 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
         keeps_finished: bool = False,
         max_uses: int = 1,
         group_filter: FilterConfig = KEEP_ALL,
+        curriculum: CurriculumConfig | None = None,
     ) -> RunState:
         with self._changed:
             if self._run is None:
-                self._run = Run(run_id, config_json, num_rows, seed, keeps_finished, group_filter, max_uses)
+                self._run = Run(run_id, config_json, num_rows, seed, keeps_finished, group_filter, max_uses, curriculum)
             run = self._run
             if run.id != run_id:
                 raise RunConflictError(f"this store was opened for run {run.id!r}, got {run_id!r}.")
@@ -70,6 +72,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
                 detail=run.detail,
                 stepped_at=run.stepped_at,
                 fence=run.learner_fence,
+                next_ordinal=run.next_ordinal,
             )
 
     def run_config_json(self) -> str:
@@ -197,6 +200,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
                 outcomes=dict(self._outcomes),
                 outcome_members=dict(self._outcome_members),
                 reasons=dict(self._reasons),
+                curriculum=dict(self._curriculum),
                 unarchived=len(self._finished),
                 open_members=sum(open_sizes),
                 short_members=sum(group.size - len(group.members) for group in held if group.is_closed),

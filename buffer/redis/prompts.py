@@ -5,6 +5,7 @@ from typing import Any
 import msgspec
 
 from slipstream.buffer.codec import Packed, chunks, decode, encode
+from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import (
     FRAME_BYTES_KEPT,
@@ -46,13 +47,17 @@ class RedisPrompts(RedisConnection):
         has_baseline: bool = False,
         version: int | None = None,
         max_evaluations: int | None = None,
+        upcoming: Upcoming = NOTHING_SKIPPED,
     ) -> list[Lease]:
         num_rows, seed = self._rows_and_seed()
         arguments: list[Any] = [owner, max_groups, group_size, int(lease_s * 1000), admission_limit, int(has_baseline)]
         first, last = "-inf", "+inf"
         if version is not None:
             first, last = str(evaluation_sequence(version, 0)), f"({evaluation_sequence(version + 1, 0)}"
-        leased = self._run("lease", *arguments, first, last, 2**31 if max_evaluations is None else max_evaluations)
+        arguments += [first, last, 2**31 if max_evaluations is None else max_evaluations]
+        flags = "".join("1" if is_explored else "0" for is_explored in upcoming.explored)
+        rows = upcoming.rows(num_rows=num_rows, seed=seed)
+        leased = self._run("lease", *arguments, upcoming.first, flags, *rows)
         return [
             make_lease(
                 text(group),

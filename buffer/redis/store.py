@@ -33,13 +33,14 @@ from slipstream.buffer.redis.prompts import RedisPrompts
 from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.transitions import PHASES, check_same_run, no_run
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
+from slipstream.configs.data import CurriculumConfig
 
 LAYOUT = 6
 """Raised when the meaning of a key changes; a run stored under another layout is refused."""
 
 _STATE_FIELDS = (
     "phase", "step", "version", "announced_version", "consumed_by_version", "detail", "checkpoint", "layout",
-    "stepped_at", "learner_fence",
+    "stepped_at", "learner_fence", "next_ordinal",
 )  # fmt: skip
 _READ_AT_ONCE = 32
 """Groups whose payloads are in memory together."""
@@ -63,12 +64,14 @@ class RedisStore(RedisPrompts, RedisBatches):
         keeps_finished: bool = False,
         max_uses: int = 1,
         group_filter: FilterConfig = KEEP_ALL,
+        curriculum: CurriculumConfig | None = None,
     ) -> RunState:
         if run_id != self._run_id:
             raise RunConflictError(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
         rows = msgspec.json.encode(num_rows)
         settings = (config_json, rows, seed, LAYOUT, int(keeps_finished), max_uses, *filter_arguments(group_filter))
-        stored_config, stored_rows, stored_seed, layout = self._run("open_run", *settings)
+        rules = msgspec.json.encode(curriculum) if curriculum else ""
+        stored_config, stored_rows, stored_seed, layout = self._run("open_run", *settings, rules)
         _check_layout(run_id, int(layout))
         stored = (text(stored_config), decode_row_count(stored_rows), int(stored_seed))
         check_same_run(run_id, stored=stored, opened=(config_json, num_rows, seed))
@@ -80,7 +83,7 @@ class RedisStore(RedisPrompts, RedisBatches):
     def run_state(self) -> RunState:
         with self._mapped_errors():
             fields = self._client.hmget(self._key("run"), list(_STATE_FIELDS))
-        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence = fields
+        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence, ordinal = fields
         if phase is None:
             raise no_run(self._run_id)
         # Before any other field: under another layout they may mean something else.
@@ -96,6 +99,7 @@ class RedisStore(RedisPrompts, RedisBatches):
             detail=text(detail),
             stepped_at=int(stepped_at) / 1000 if stepped_at else None,
             fence=int(fence or 0),
+            next_ordinal=int(ordinal),
         )
 
     def run_config_json(self) -> str:
@@ -206,7 +210,7 @@ class RedisStore(RedisPrompts, RedisBatches):
     # --- monitoring --------------------------------------------------------------------------------------------------
     def counts(self) -> StoreCounts:
         numbers, *tables = map(_numbers, self._run("counts"))
-        names = ("refused", "outcomes", "outcome_members", "reasons")
+        names = ("refused", "outcomes", "outcome_members", "reasons", "curriculum")
         return StoreCounts(**numbers, **dict(zip(names, tables, strict=True)))  # type: ignore[arg-type]
 
     def now(self) -> float:

@@ -25,6 +25,7 @@ ROW_KEYS = (
     "lag/mean", "lag/max", "lag/p50", "lag/p95", "lag/histogram",
     "buffer/lag_in_flight", "buffer/lag_publish", "buffer/lag_queue", "buffer/reused_fraction", "buffer/length_bias",
     "buffer/waste_fraction", "buffer/filtered_fraction",
+    "buffer/skipped_too_easy", "buffer/skipped_too_hard", "buffer/explored", "buffer/in_band_fraction",
     "learner/wait_s", "learner/train_s", "learner/publish_s", "learner/tokens_per_s", "generators/tokens_per_s",
     "weights/sync_s", "weights/members", "weights/pause_s", "weights/probe_diff_mean", "weights/probe_diff_max",
     "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/reward_sampled", "eval/reward_greedy", "eval/version",

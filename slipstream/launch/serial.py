@@ -210,6 +210,7 @@ def _build_router(
         keeps_finished=run.buffer.archive.enabled,
         max_uses=run.buffer.reuse.max_uses,
         group_filter=run.buffer.filter,
+        curriculum=run.data.curriculum,
     )
     return Router(hub.server(), store, run=run, config_json=config_json, train=train, heldout=heldout, clock=clock)
 

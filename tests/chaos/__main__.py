@@ -92,7 +92,7 @@ def run(
         outcome = harness.outcome()
     except (ReplayBufferError, FileNotFoundError) as error:
         return None, [*problems, f"the store and the newest checkpoint must be there at the end: {error}"]
-    expected = stage.expected(rejected=outcome.num_rejected)
+    expected = stage.expected(rejected=outcome.num_rejected, skipped=outcome.skipped)
     problems += [*harness.crashes, *find_problems(outcome, steps=stage.steps, expected=expected)]
     return outcome, problems + harness.delivery_problems(outcome)
 
@@ -119,7 +119,7 @@ def show(
         table.add_row(role.name, *map(str, numbers), *durations)
         lines += [f"{role.name} exited {times} x: {line}" for line, times in role.unexpected_exits.most_common()]
     console.print(table)
-    lines += _sums(outcome, stage.expected(rejected=outcome.num_rejected)) if outcome else []
+    lines += _sums(outcome, stage.expected(rejected=outcome.num_rejected, skipped=outcome.skipped)) if outcome else []
     lines += [f"problem: {problem}" for problem in problems]
     for line in lines:
         console.print(line, **_PLAIN)
@@ -136,6 +136,7 @@ def _sums(outcome: Outcome, expected: Counter[Sample]) -> list[str]:
         "accepted = buffered + claimed + used + retired + rejected + expired + quarantined: "
         f"{audit.accepted} = {audit.buffered} + {audit.claimed} + {audit.used} + {audit.retired} + "
         f"{audit.rejected} + {audit.expired} + {audit.quarantined}",
+        f"curriculum: {counts.curriculum or 'none'}",
         f"lost={audit.lost} duplicated={audit.duplicated} skipped_prompts={audit.skipped_prompts}",
     ]
 

@@ -31,6 +31,7 @@ def find_delivery_problems(evidence: Evidence) -> list[str]:
         _genuine_is_not_refused,
         _offers_are_told_apart,
         _reported_at_once,
+        _skipped_are_never_handed_out,
         _handed_out_again_for_a_reason,
         _lapsed_for_a_reason,
         _returned_are_not_departed,
@@ -170,6 +171,14 @@ def _reported_at_once(evidence: Evidence) -> Iterator[str]:
 
 
 # --- leases ----------------------------------------------------------------------------------------------------------
+def _skipped_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
+    for broker in evidence.brokers:
+        for entry in broker.of("leased"):
+            for lease in entry["leases"]:
+                if lease.partition("-")[0] in evidence.skipped:
+                    yield f"{lease} was handed out to {entry['owner']}, though no group of it is stored: it was skipped"
+
+
 def _handed_out_again_for_a_reason(evidence: Evidence) -> Iterator[str]:
     released: dict[str, float] = {}
     departed: dict[str, float] = {}

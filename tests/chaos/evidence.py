@@ -22,8 +22,16 @@ class Evidence:
     """All journals of a run, and what the run left."""
 
     def __init__(
-        self, lives: list[Life], *, stored: list[Stored], lineage: list[Trained], times: Times, max_lag: int
+        self,
+        lives: list[Life],
+        *,
+        stored: list[Stored],
+        lineage: list[Trained],
+        times: Times,
+        max_lag: int,
+        skipped: Iterable[int] = (),
     ) -> None:
+        """`skipped`: prompts without a group in the archive."""
         self.generators = [life for life in lives if life.role.startswith("generator") and life.of("hello")]
         self.learners = [life for life in lives if life.role == "learner"]
         self.brokers = [life for life in lives if life.role == "broker"]
@@ -31,6 +39,7 @@ class Evidence:
         self.stored = {each.id: each for each in stored}
         self.stored_at = {(each.sample[0], each.sample[2]): each for each in stored}
         self.lineage = lineage
+        self.skipped = {str(ordinal) for ordinal in skipped}
         self.times = times
         self.max_lag = max_lag
         self._commits: dict[str, float] = {}

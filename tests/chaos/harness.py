@@ -151,6 +151,7 @@ class Harness:
         newest = state.checkpoint
         trained = read_lineage(self.stage.run_folder / "checkpoints" / newest.name) if newest else []
         self.stored, check = read_archive(self.stage.run_folder / "archive")
+        groups = {each.sample[0] for each in self.stored}
         return Outcome(
             self.store.audit(),
             self.store.counts(),
@@ -160,6 +161,7 @@ class Harness:
             check,
             rejected=[each.sample for each in self.stored if each.outcome != "retired"],
             consumed=state.consumed,
+            skipped=[ordinal for ordinal in range(state.next_ordinal) if str(ordinal) not in groups],
             allowed_refusals=ALLOWED_REFUSALS,
         )
 
@@ -168,7 +170,14 @@ class Harness:
         pace = self.stage.pace
         times = Times(lease_s=pace.lapse_after_s, peer_timeout_s=PEER_TIMEOUT_S)
         lives = read_journals(self.stage.journals)
-        evidence = Evidence(lives, stored=self.stored, lineage=outcome.lineage, times=times, max_lag=pace.max_lag)
+        evidence = Evidence(
+            lives,
+            stored=self.stored,
+            lineage=outcome.lineage,
+            times=times,
+            max_lag=pace.max_lag,
+            skipped=outcome.skipped,
+        )
         return [*self.archive_problems[:_MAX_ARCHIVE_PROBLEMS], *find_delivery_problems(evidence)]
 
     def end(self) -> None:

@@ -58,6 +58,8 @@ class Outcome(Record):
     """Trajectories in the archive of groups that were not trained on, for a reason that the store counts."""
     consumed: int = 0
     """Groups that count as trained on."""
+    skipped: list[int] = []
+    """Prompts of which the archive has no group: the curriculum must have skipped just so many."""
     allowed_refusals: list[str] = []
     """Reasons for which what was offered on purpose had to be refused."""
 
@@ -137,6 +139,7 @@ def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) ->
         *_order_problems(outcome),
         *_count_problems(outcome.counts, allowed=outcome.allowed_refusals),
         *_consumption_problems(outcome),
+        *_skip_problems(outcome),
     ]
 
 
@@ -173,6 +176,13 @@ def _order_problems(outcome: Outcome) -> list[str]:
 def _consumption_problems(outcome: Outcome) -> list[str]:
     used = len({group for entry in outcome.ledger for group in entry.group_ids})
     return [] if outcome.consumed == used else [f"{used} groups were trained on, the store counts {outcome.consumed}"]
+
+
+def _skip_problems(outcome: Outcome) -> list[str]:
+    counted = sum(outcome.counts.curriculum.get(name, 0) for name in ("skipped_too_easy", "skipped_too_hard"))
+    found = outcome.skipped
+    problem = f"{len(found)} prompts have no group, the store counts {counted} as skipped: {found[:_MAX_SAMPLES_NAMED]}"
+    return [problem] if len(found) != counted else []
 
 
 def _count_problems(counts: StoreCounts, *, allowed: Sequence[str]) -> list[str]:

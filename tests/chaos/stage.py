@@ -1,6 +1,7 @@
 """Stage of a run under chaos: its folder with task and model, the settings that all roles share, and its pace."""
 
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -74,6 +75,8 @@ PACES: dict[EngineKind, Pace] = {
             "generators.sampling.max_tokens=40",
             "generators.max_concurrency=64",
             "buffer/filter=zero_signal",
+            # One group decides, so that about one row in ten is outside at any time.
+            "data.curriculum={min_answers: 4}",
         ],
         has_cold_generators=False,
         lapse_after_s=2.5,
@@ -121,10 +124,12 @@ class Stage:
         self.pace = pace
         self.store = EmbeddedRedis(self.run_folder / "store", durability="standard")
 
-    def expected(self, *, rejected: int = 0) -> Counter[Sample]:
-        """Samples that an uninterrupted run generates, with their counts, when it rejects so many groups."""
-        num_groups = self.steps * self.pace.groups_per_step + rejected
-        return uninterrupted(num_groups=num_groups, group_size=GROUP_SIZE, num_rows=NUM_ROWS, seed=self.seed)
+    def expected(self, *, rejected: int = 0, skipped: Collection[int] = ()) -> Counter[Sample]:
+        """Samples that an uninterrupted run generates, with their counts, when it rejects so many groups and skips
+        these prompts."""
+        num_groups = self.steps * self.pace.groups_per_step + rejected + len(skipped)
+        samples = uninterrupted(num_groups=num_groups, group_size=GROUP_SIZE, num_rows=NUM_ROWS, seed=self.seed)
+        return Counter({sample: count for sample, count in samples.items() if int(sample[0]) not in skipped})
 
     @property
     def window(self) -> int:

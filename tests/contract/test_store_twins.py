@@ -8,6 +8,7 @@ import msgspec
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from slipstream.buffer.curriculum import Upcoming
 from slipstream.buffer.errors import StaleFenceError
 from slipstream.buffer.records import Claim, Lease, VersionEntry
 from slipstream.buffer.sampling import SamplingRules
@@ -26,6 +27,7 @@ from slipstream.configs.buffer import (
     UniformConfig,
     ZeroSignalConfig,
 )
+from slipstream.configs.data import CurriculumConfig
 from tests.contract.stores import (
     GROUP_SIZE,
     answer,
@@ -55,6 +57,7 @@ RULES = st.builds(
 )
 KEEP, ZERO, SHARE = KeepAllConfig(), ZeroSignalConfig(), AccuracyConfig()
 FILTERS = pick([KEEP, KEEP, ZERO, ZeroSignalConfig(0.2), SHARE, AccuracyConfig(0.4, 1.0)])
+CURRICULA = pick([None, CurriculumConfig(0.3, 0.7, decay=0.3, min_answers=1), CurriculumConfig(decay=0.1)])
 REWARDS = st.builds(
     Reward, total=pick([0.5, 0.1, 0.25]), status=pick(["ok", "ok", "ok", "timeout"]), is_correct=st.booleans()
 )
@@ -83,20 +86,29 @@ class Twins(RuleBasedStateMachine):
         reward = Reward(total=index / 4, is_correct=index == 0)
         return answer(lease, index, has_baseline=self.has_baseline, reward=reward)
 
-    @initialize(keeps=st.booleans(), uses=pick([1, 1, 2, 3]), group_filter=FILTERS, greedy=pick([False, False, True]))
-    def open(self, keeps: bool, uses: int, group_filter: Any, greedy: bool) -> None:
+    @initialize(
+        keeps=st.booleans(),
+        uses=pick([1, 1, 2, 3]),
+        group_filter=FILTERS,
+        greedy=pick([False, False, True]),
+        curriculum=CURRICULA,
+    )
+    def open(self, keeps: bool, uses: int, group_filter: Any, greedy: bool, curriculum: Any) -> None:
         self.has_baseline = greedy
         for store in self.stores:
-            open_run(store, keeps_finished=keeps, max_uses=uses, group_filter=group_filter)
+            open_run(store, keeps_finished=keeps, max_uses=uses, group_filter=group_filter, curriculum=curriculum)
 
     # --- leases and trajectories ---
-    @rule(owner=OWNERS, count=st.integers(0, 4), lease_s=LEASE_S, limit=pick([3, 40]))
-    def lease(self, owner: str, count: int, lease_s: float, limit: int) -> None:
-        self.lease_to(owner, count, lease_s, limit)
+    @rule(owner=OWNERS, count=st.integers(0, 4), lease_s=LEASE_S, limit=pick([3, 40]), ahead=pick([-2, 0, 0, 1]))
+    def lease(self, owner: str, count: int, lease_s: float, limit: int, ahead: int) -> None:
+        self.lease_to(owner, count, lease_s, limit, ahead)
 
-    def lease_to(self, owner: str, count: int, lease_s: float, limit: int = 40) -> list[Lease]:
+    def lease_to(self, owner: str, count: int, lease_s: float, limit: int = 40, ahead: int = 0) -> list[Lease]:
+        """`ahead`: error of what is known of the next ordinal."""
+        first = self.stores[0].run_state().next_ordinal + ahead
+        upcoming = Upcoming(max(0, first), [ordinal % 3 == 0 for ordinal in range(first, first + 9)])
         asked = {"owner": owner, "max_groups": count, "lease_s": lease_s, "admission_limit": limit}
-        asked |= {"group_size": GROUP_SIZE, "has_baseline": self.has_baseline}
+        asked |= {"group_size": GROUP_SIZE, "has_baseline": self.has_baseline, "upcoming": upcoming}
         leases = self.both(lambda store: store.lease(**asked))
         self.leases += leases
         return leases

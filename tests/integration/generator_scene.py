@@ -50,7 +50,7 @@ class GeneratorScene:
         **settings: Any,
     ) -> None:
         """`buffer` and `generators` are merged into `max_lag=1` and `max_concurrency=8`."""
-        self.clock, hub = TurnClock(), MemoryBroker()
+        self.clock, self.hub = TurnClock(), MemoryBroker()
         self.run = make_run(
             buffer={"staleness": {"max_lag": 1}} | (buffer or {}),
             generators={"max_concurrency": 8} | (generators or {}),
@@ -58,21 +58,27 @@ class GeneratorScene:
         )
         self.reward = reward
         self.store = make_store(self.clock)
-        rows = Dataset(write_rows(folder / "rows.parquet"))
-        config_json = msgspec.json.encode(self.run).decode()
-        open_run(self.store, config_json=config_json, num_rows=len(rows), group_filter=self.run.buffer.filter)
-        self.router = Router(
-            hub.server(),
-            self.store,
-            run=self.run,
-            config_json=config_json,
-            train=rows,
-            heldout={"sampled": rows, "greedy": rows},
-            clock=self.clock,
-        )
-        self.learner, self.peer = SerialPeer(hub, "learner", self.clock), SerialPeer(hub, "generator", self.clock)
+        self.rows = Dataset(write_rows(folder / "rows.parquet"))
+        self.config_json = msgspec.json.encode(self.run).decode()
+        rules = {"group_filter": self.run.buffer.filter, "curriculum": self.run.data.curriculum}
+        open_run(self.store, config_json=self.config_json, num_rows=len(self.rows), **rules)
+        self.start_broker()
+        self.learner, self.peer = (SerialPeer(self.hub, role, self.clock) for role in ("learner", "generator"))
         self.engine = FakeEngine(ScriptedEngineConfig())
         self.generator = make_generator(self)
+
+    def start_broker(self) -> None:
+        """Put a router in the place of the one before, which knows nothing but what is in the store."""
+        self.channel = self.hub.server()
+        self.router = Router(
+            self.channel,
+            self.store,
+            run=self.run,
+            config_json=self.config_json,
+            train=self.rows,
+            heldout={"sampled": self.rows, "greedy": self.rows},
+            clock=self.clock,
+        )
 
     async def turn(self, times: int = 20) -> None:
         for _ in range(times):

@@ -1,8 +1,10 @@
-"""Group filters and greedy baselines through router and generator, with both stores."""
+"""Group filters, curriculum and greedy baselines through router and generator, with both stores."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from slipstream.broker.messages import OpenEpoch
 from slipstream.buffer.codec import unpack
@@ -122,6 +124,83 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_p
     assert scene.store.audit().is_sound
 
 
+# --- curriculum ------------------------------------------------------------------------------------------------------
+BAND = {"curriculum": {"low": 0.2, "high": 0.8, "explore": 0.1, "min_answers": 2}}
+
+
+def graded(sample) -> Reward:
+    """Rows 0 to 2 are always right, 3 to 5 never; in a group of the others, one member is and one is not."""
+    row = int(sample.ground_truth)
+    ANSWERS[row] += 1
+    is_right = row < 3 or (row > 5 and ANSWERS[row] % 2 == 0)
+    return Reward(total=float(is_right), is_correct=is_right)
+
+
+ANSWERS: Counter[int] = Counter()
+
+
+@STORES
+def test_a_run_settles_on_rows_of_middle_difficulty_and_explores_the_others(tmp_path: Path, make_store):
+    scene = GeneratorScene(
+        tmp_path, make_store=make_store, reward=f"{HERE}:graded", data=BAND, learner={"max_steps": 40}
+    )
+    rows: list[int] = []
+
+    async def script() -> None:
+        await begin(scene)
+        for step in range(1, 41):
+            if step == 15:
+                scene.channel.close()
+                scene.start_broker()
+            rows.extend(int(group[0].prompt_uid.rpartition("/")[2]) for group in await train(scene, step=step))
+
+    play(scene, script)
+    # Each row once before anything is known, and what was on its way by then.
+    settled, counts = rows[16:], scene.store.counts()
+    outside = sum(row <= 5 for row in settled)
+    assert Counter(rows[:16]) >= Counter(range(10)), "rows that were never measured are always generated"
+    assert {6, 7, 8, 9} <= set(settled)
+    # Of ten rows six lie outside; of those, one in ten is explored: 0.6 * 0.1 / (0.4 + 0.6 * 0.1) = 13 %, not 60 %.
+    assert 0 < outside <= 0.25 * len(settled), rows
+    curriculum = counts.curriculum
+    assert {name: curriculum[name] for name in ("rows", "rows_too_easy", "rows_too_hard")} == {
+        "rows": 10,
+        "rows_too_easy": 3,
+        "rows_too_hard": 3,
+    }
+    assert min(curriculum["skipped_too_easy"], curriculum["skipped_too_hard"]) > 20
+    assert outside <= curriculum["explored"] <= outside + WINDOW
+    metrics = counts.curriculum_metrics
+    assert metrics["buffer/in_band_fraction"] == pytest.approx(0.4)
+    assert (counts.outcomes, counts.used, counts.superseded) == ({}, 80, 0), "a skipped prompt is no group"
+    assert scene.store.audit().is_sound, scene.store.audit()
+
+
+@STORES
+def test_a_run_without_a_row_in_the_band_goes_on_and_says_so_once(tmp_path: Path, make_store):
+    data = {"curriculum": {"explore": 0.0, "min_answers": 2}}
+    scene = GeneratorScene(
+        tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", data=data, learner={"max_steps": 20}
+    )
+
+    async def script() -> None:
+        await begin(scene)
+        for step in range(1, 21):
+            await train(scene, step=step)
+
+    with capture_logs() as logs:
+        play(scene, script)
+    counts = scene.store.counts()
+    assert counts.used == 40, "the run ends"
+    (warning,) = [line for line in logs if line["event"] == "no_row_in_band"]
+    assert "every row of data.train lies outside data.curriculum.low and high" in warning["reason"]
+    assert [event.text for event in scene.store.events(limit=99)] == [warning["reason"]]
+    assert counts.curriculum["explored"] >= 20
+    assert scene.store.run_state().next_ordinal <= 40 + WINDOW + 16 * WINDOW, "skips end with the last row in the band"
+    assert scene.store.audit().is_sound
+
+
+# --- the greedy member -----------------------------------------------------------------------------------------------
 @STORES
 def test_every_group_has_a_greedy_member_as_its_baseline(tmp_path: Path, make_store):
     scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", generators={"baseline": "greedy"})

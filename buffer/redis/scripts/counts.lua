@@ -1,8 +1,8 @@
 -- Reads the counters of the store.
 -- Keys: run, counters, leases, returned, open, ready, reusable, finished, claims, claimed:*, used_steps, used:*,
---   refused, outcomes, outcome_members, reasons
+--   refused, outcomes, outcome_members, reasons, curriculum
 -- Arguments: none
--- Returns: name, number, name, number, ...; then refused, outcomes, outcome_members and reasons
+-- Returns: name, number, name, number, ...; then refused, outcomes, outcome_members, reasons and curriculum
 -- Atomic because the counts must reconcile with each other.
 if not run_exists() then return NORUN end
 
@@ -29,4 +29,5 @@ for _, name in ipairs({'accepted', 'duplicates', 'superseded', 'open_members', '
   numbers[#numbers + 1] = field('counters', name)
 end
 return {numbers, redis.call('HGETALL', key('refused')), redis.call('HGETALL', key('outcomes')),
-  redis.call('HGETALL', key('outcome_members')), redis.call('HGETALL', key('reasons'))}
+  redis.call('HGETALL', key('outcome_members')), redis.call('HGETALL', key('reasons')),
+  redis.call('HGETALL', key('curriculum'))}

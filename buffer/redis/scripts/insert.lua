@@ -103,6 +103,7 @@ end
 local function complete(group, record)
   local members = record.sums.members
   end_lease(group, record.owner)
+  measure(group, record.sums.answered, record.sums.correct)
   local reason = rejection_reason(record.sums)
   if reason then
     -- `end_group` takes all members off `open_members`, so this one is counted too; a group of one never was open.

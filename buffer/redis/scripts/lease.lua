@@ -1,7 +1,8 @@
--- Leases prompts: open evaluations first, then returned prompts, then new ones.
--- Keys: run, group:*, leases, evaluation_leases, leases_of:<owner>, evaluation_pending, returned
+-- Leases prompts: open evaluations first, then returned prompts, then new ones but for those the curriculum skips.
+-- Keys: run, success, curriculum, done, group:*, leases, evaluation_leases, leases_of:<owner>, evaluation_pending, returned
 -- Arguments: owner, max_groups, group_size, lease_ms, admission_limit, '1' if a group has a greedy baseline, least and
---   greatest sequence of rows of evaluations, most of them that come before prompts to train on
+--   greatest sequence of rows of evaluations, most of them that come before prompts to train on; of the upcoming
+--   prompts the first ordinal, '1' for each that is explored or '0', as one text, and their rows...
 -- Returns: {group, attempt, purpose, {missing index, ...}}, ...
 -- Atomic because a prompt must go to one generator only, and the admission limit must hold between concurrent callers.
 if not run_exists() then return NORUN end
@@ -35,16 +36,33 @@ local function hand_out_rows(count)
   if not is_over then hand_out_waiting('evaluation_pending', ARGV[8], ARGV[9], count) end
 end
 
+local curriculum = curriculum_of_run()
+local function is_skipped(row, place)
+  local flaw = curriculum and row and flaw_of(success_of(row), curriculum)
+  if not flaw then return false end
+  local is_explored = string.sub(ARGV[12], place, place) == '1'
+  redis.call('HINCRBY', key('curriculum'), is_explored and 'explored' or 'skipped_' .. flaw, 1)
+  return not is_explored
+end
+
 hand_out_rows(math.min(tonumber(ARGV[10]), room * group_size))
 -- A row is one answer, so that a group's place is enough for as many rows as it has members.
 room = room + #leased - math.ceil(#leased / group_size)
 if trains then hand_out_waiting('returned', '-inf', '+inf', room - #leased) end
 while trains and #leased < room and tonumber(redis.call('HGET', run, 'admitted')) < limit do
-  redis.call('HINCRBY', run, 'admitted', 1)
   local group = string.format('%d', redis.call('HINCRBY', run, 'next_ordinal', 1) - 1)
-  redis.call('HSET', key('group:' .. group), 'attempt', 0, 'purpose', 'train', 'size', group_size,
-    'members', 0, 'claim_attempts', 0, 'baseline', baseline)
-  hand_out(group)
+  local place = group - ARGV[11] + 1
+  local row = place > 0 and ARGV[12 + place]
+  if not is_skipped(row, place) then
+    redis.call('HINCRBY', run, 'admitted', 1)
+    redis.call('HSET', key('group:' .. group), 'attempt', 0, 'purpose', 'train', 'size', group_size,
+      'members', 0, 'claim_attempts', 0, 'baseline', baseline)
+    if row then redis.call('HSET', key('group:' .. group), 'row', row) end
+    hand_out(group)
+  else
+    -- Over without ever being leased, so that it is accounted for like any other prompt.
+    redis.call('SETBIT', key('done'), group, 1)
+  end
 end
 -- What training leaves.
 hand_out_rows((room - #leased) * group_size)

@@ -7,14 +7,17 @@
 --   run                 hash    layout, config_json, num_rows, seed, phase, detail, step, stepped_at, version,
 --                               announced_version, checkpoint, fence, learner_fence, next_ordinal, admitted, consumed,
 --                               consumed_by_version, uses, max_uses, keeps_finished, sequences (ready, finished,
---                               evaluation), filter, filter_low, filter_high
+--                               evaluation), filter, filter_low, filter_high, curriculum (JSON, or empty)
 --   counters            hash    accepted, duplicates, superseded, open_members, short_members, payload_bytes, trained,
 --                               metrics, and tokens: accepted_, superseded_, wasted_, trained_tokens
 --   refused             hash    reason -> trajectories
 --   group:<id>          hash    attempt, size, baseline ('1': its last member is greedy), purpose, owner, sequence,
---                               claim_attempts, steps ("3,17"), closed (made ready short of members), outcome, reason;
+--                               claim_attempts, steps ("3,17"), closed (made ready short of members), outcome, reason, row (with a
+--                               curriculum);
 --                               sums over its members (see insert.lua); at:<index> -> trajectory id,
 --                               sum:<trajectory id> -> checksum
+--   success             hash    row -> its success rate, MessagePack of `SuccessRate`'s fields
+--   curriculum          hash    skipped_too_easy, skipped_too_hard, explored, rows, rows_too_easy, rows_too_hard
 --   payloads:<id>       hash    index -> encoded trajectory
 --   leases              zset    training group -> deadline       evaluation_leases  zset  row group -> deadline
 --   leases_of:<owner>   set     groups                           returned           zset  group -> ordinal
@@ -87,6 +90,37 @@ local function end_group(group, outcome, reason)
     redis.call('ZADD', key('finished'), redis.call('HINCRBY', key('run'), 'finished_sequence', 1), group)
   else
     drop_record(group)
+  end
+end
+
+-- --- curriculum -----------------------------------------------------------------------------------------------------
+-- The run's CurriculumConfig; false without one.
+local function curriculum_of_run()
+  local rules = redis.call('HGET', key('run'), 'curriculum') or ''
+  return rules ~= '' and cjson.decode(rules)
+end
+
+local function success_of(row) return cmsgpack.unpack(redis.call('HGET', key('success'), row) or '\147\0\0\0') end
+
+-- What is wrong with a row, as `curriculum.SuccessRate.flaw` finds it; nil when it lies in the band.
+local function flaw_of(rate, curriculum)
+  if rate[1] < curriculum.min_answers then return nil end
+  local share = rate[3] / rate[2]
+  if share < curriculum.low then return 'too_hard' end
+  if share > curriculum.high then return 'too_easy' end
+end
+
+-- Enters a complete group into its row's success rate, before any filter sees it.
+local function measure(group, answered, correct)
+  local row, curriculum = redis.call('HGET', key('group:' .. group), 'row'), curriculum_of_run()
+  if not row or not curriculum or answered == 0 then return end
+  local was = success_of(row)
+  local is = {was[1] + answered, was[2] * curriculum.decay + answered, was[3] * curriculum.decay + correct}
+  redis.call('HSET', key('success'), row, cmsgpack.pack(is))
+  if was[1] == 0 then redis.call('HINCRBY', key('curriculum'), 'rows', 1) end
+  for rate, change in pairs({[was] = -1, [is] = 1}) do
+    local flaw = flaw_of(rate, curriculum)
+    if flaw then redis.call('HINCRBY', key('curriculum'), 'rows_' .. flaw, change) end
   end
 end
 

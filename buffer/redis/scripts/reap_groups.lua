@@ -8,6 +8,7 @@ allow_when_full()
 local events, fewest = {}, tonumber(ARGV[3])
 
 local function complete_short(group, members, size, sums)
+  measure(group, sums.answered, sums.correct)
   local reason = rejection_reason(sums)
   if reason then return end_group(group, 'rejected', reason) end
   redis.call('HSET', key('group:' .. group), 'closed', 1)

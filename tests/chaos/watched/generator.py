@@ -118,7 +118,8 @@ class InlineRewards:
         """There is no worker."""
 
     async def score(self, sample: RewardInput) -> Reward:
-        return Reward(total=float(sum(map(ord, sample.response)) % 2))
+        is_right = sum(map(ord, sample.response)) % 2 == 1
+        return Reward(total=float(is_right), is_correct=is_right)
 
     def compares(self, data_source: str) -> bool:
         """Answers leave one by one, so that more groups are cut in two."""

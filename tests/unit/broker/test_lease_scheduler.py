@@ -8,6 +8,7 @@ from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
 from slipstream.buffer.codec import encode
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
+from slipstream.buffer.trajectory import Reward
 from tests.builders import make_packed
 from tests.fakes import FakePeer, RouterScene
 
@@ -146,3 +147,43 @@ def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterSc
     assert {prompt.lease.group_id.partition(":")[0] for prompt in peer.lease(max_trajectories=8).prompts} == {"e"}
     scene.store.open_evaluation("e-2", purpose="greedy", version=0, rows=[0])
     assert [prompt.lease.group_id for prompt in peer.lease(max_trajectories=8).prompts] == ["e-2:0"], "not `later`"
+
+
+# --- curriculum ------------------------------------------------------------------------------------------------------
+def lease_all_rows(folder: Path, *, num_wrong: int) -> tuple[RouterScene, FakePeer, set[str]]:
+    """A run of ten rows in which the first so many groups are all wrong, the others half right; returns their uids."""
+    curriculum = {"explore": 0.0, "min_answers": 2}
+    settings = {"data": {"curriculum": curriculum}, "learner": {"max_steps": 40}}
+    scene = RouterScene(folder, settings=settings, staleness={"max_lag": 40})
+    peer = FakePeer(scene, "generator", "g")
+    peer.exchange(Pong(0.0, "ready", 0))
+    prompts = peer.lease(max_trajectories=20).prompts
+    for number, prompt in enumerate(prompts):
+        for index in (0, 1):
+            reward = Reward(0.5, is_correct=number >= num_wrong and index == 0)
+            peer.exchange(Put([(packed := make_packed(prompt.lease.group_id, index, reward=reward))[0]]), packed[1])
+    return scene, peer, {prompt.uid for prompt in prompts[:num_wrong]}
+
+
+def test_prompts_of_rows_outside_the_band_are_not_leased(tmp_path: Path):
+    scene, peer, wrong = lease_all_rows(tmp_path, num_wrong=7)
+    assert len(wrong) == 7
+    leased = peer.lease(max_trajectories=12).prompts
+    assert len(leased) == 6
+    assert not wrong & {prompt.uid for prompt in leased}
+    skipped = leased[-1].lease.ordinal - 9 - 6
+    assert scene.store.counts().curriculum == {"rows": 10, "rows_too_hard": 7, "skipped_too_hard": skipped}
+    assert scene.store.events(limit=9) == []
+
+
+def test_a_run_without_a_row_in_the_band_skips_nothing_and_says_so_once(tmp_path: Path):
+    scene, peer, wrong = lease_all_rows(tmp_path, num_wrong=10)
+    assert len(wrong) == 10
+    for first in (10, 14, 18):
+        leased = peer.lease(max_trajectories=8).prompts
+        assert [prompt.lease.ordinal for prompt in leased] == list(range(first, first + 4))
+    assert scene.store.counts().curriculum == {"rows": 10, "rows_too_hard": 10, "explored": 12}
+    (event,) = scene.store.events(limit=9)
+    assert event.text.startswith(
+        "the success rate of every row of data.train lies outside data.curriculum.low and high"
+    )

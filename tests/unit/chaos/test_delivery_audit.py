@@ -66,6 +66,7 @@ def problems(
     harness: list[Entry] | None = None,
     stored: list[Stored] | None = None,
     lives: list[Life] | None = None,
+    skipped: tuple[int, ...] = (),
 ) -> list[str]:
     """Problems of a sound run with something replaced; `more` is appended to the generator's journal."""
     trained = Trained(1, [each.sample for each in STORED], ["0-0-0", "0-0-1"], [each.content for each in STORED])
@@ -77,7 +78,12 @@ def problems(
         *(lives or []),
     ]
     evidence = Evidence(
-        all_lives, stored=STORED if stored is None else stored, lineage=[trained], times=TIMES, max_lag=2
+        all_lives,
+        stored=STORED if stored is None else stored,
+        lineage=[trained],
+        times=TIMES,
+        max_lag=2,
+        skipped=skipped,
     )
     return find_delivery_problems(evidence)
 
@@ -108,6 +114,13 @@ def test_what_is_stored_with_another_content_is_found():
     found = problems(stored=stored)
     assert "0-0-1 was acknowledged to generator-0, and stored with another content" in found
     assert any(problem.startswith("step 1 trained on 0-0-1") for problem in found)
+
+
+def test_a_prompt_that_was_skipped_and_handed_out_is_found():
+    assert problems(skipped=(1,)) == []
+    leased = [entry(1.36, "leased", owner=OWNER, leases=["1-0"])]
+    (problem,) = problems(broker=leased, skipped=(1,))
+    assert problem == f"1-0 was handed out to {OWNER}, though no group of it is stored: it was skipped"
 
 
 def leased_again(*, to: str, at: float) -> Entry:

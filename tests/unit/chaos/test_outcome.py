@@ -94,6 +94,13 @@ def test_rejected_groups_are_accounted_for_without_a_step() -> None:
     assert find_problems(sound, steps=STEPS, expected=more) == []
 
 
+def test_prompts_without_a_group_must_be_those_that_the_curriculum_skipped() -> None:
+    skips = make_counts(curriculum={"skipped_too_easy": 1, "skipped_too_hard": 1, "rows": 4})
+    assert problems_of(counts=skips, skipped=[3, 5]) == []
+    assert problems_of(skipped=[3]) == ["1 prompts have no group, the store counts 0 as skipped: [3]"]
+    assert problems_of(counts=skips) == ["0 prompts have no group, the store counts 2 as skipped: []"]
+
+
 def test_nothing_may_be_refused_but_what_was_offered_for_it() -> None:
     assert problems_of(counts=make_counts(refused={"unknown_group": 2}), allowed_refusals=["unknown_group"]) == []
     assert problems_of(counts=make_counts(refused={"unknown_group": 2})) == [

@@ -1,0 +1,71 @@
+"""Curriculum: skips prompts whose rows the policy answers always or never, by the success rates that a store measures.
+
+The in-memory store calls the functions here; the Redis store applies the same rules in Lua (`prelude.lua`), where a
+group becomes complete and is measured, and where the next prompt is skipped or leased, in one atomic operation.
+"""
+
+import xxhash
+
+from slipstream.buffer.group_filter import TOO_EASY, TOO_HARD, GroupRewards
+from slipstream.buffer.sampling import RowCount, row_of
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.data import CurriculumConfig
+
+_SKIPS_PER_PROMPT = 16
+"""Prompts that may be skipped for one that is leased."""
+
+
+class Upcoming(Record):
+    """The next prompts in order, for a lease to choose from; without any, none is skipped and no row is measured.
+
+    Example: Upcoming(first=17, explored=[False, False, True])
+    """
+
+    first: int = 0
+    """Ordinal of the first."""
+    explored: list[bool] = []
+    """Whether each is generated even if its row lies outside the band."""
+
+    def rows(self, *, num_rows: RowCount, seed: int) -> list[int]:
+        """Return the row of each."""
+        ordinals = range(self.first, self.first + len(self.explored))
+        return [row_of(ordinal, num_rows=num_rows, seed=seed) for ordinal in ordinals]
+
+
+NOTHING_SKIPPED = Upcoming()
+
+
+class SuccessRate(Record):
+    """Success rate of a row, with later groups weighing more. Example: SuccessRate(answers=16, weight=12, right=3)."""
+
+    answers: int = 0
+    """Sampled answers that a reward function scored, over all of its groups."""
+    weight: float = 0.0
+    """The same, each group's weighed with `decay` to the power of the number of groups measured after it."""
+    right: float = 0.0
+    """Those of `weight` that are entirely right."""
+
+    def after(self, group: GroupRewards, curriculum: CurriculumConfig) -> "SuccessRate":
+        """Return the rate after one more complete group."""
+        weight, right = self.weight * curriculum.decay + group.answered, self.right * curriculum.decay + group.correct
+        return SuccessRate(self.answers + group.answered, weight, right)
+
+    def flaw(self, curriculum: CurriculumConfig) -> str:
+        """Return on which side of the band the row lies; empty inside it, and while it has too few answers."""
+        if self.answers < curriculum.min_answers:
+            return ""
+        share = self.right / self.weight
+        return TOO_HARD if share < curriculum.low else TOO_EASY if share > curriculum.high else ""
+
+
+def look_ahead(first: int, num_new: int, *, curriculum: CurriculumConfig, seed: int, may_skip: bool) -> Upcoming:
+    """Return enough prompts for `num_new` leases; without `may_skip` each of them is explored."""
+    num_skips = _SKIPS_PER_PROMPT * num_new if may_skip else 0
+    # The last are explored in any case: a lease ends, and hands out all that pacing admits, wherever the rows lie.
+    drawn = [_is_explored(ordinal, curriculum.explore, seed=seed) for ordinal in range(first, first + num_skips)]
+    return Upcoming(first, drawn + [True] * num_new)
+
+
+def _is_explored(ordinal: int, share: float, *, seed: int) -> bool:
+    # A function of the ordinal, not a draw: a lease that is repeated, or another broker, decides alike.
+    return xxhash.xxh3_64_intdigest(f"explore:{seed}:{ordinal}".encode()) < share * 2**64
