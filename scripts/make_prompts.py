@@ -11,6 +11,7 @@ environment come from its own process, whose Python `--python` names.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -227,11 +228,11 @@ def _prompt_of(task: Values) -> list[Values]:
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
-def make_gym_task(task: str, *, rows: int, heldout_rows: int, seed: int, out: Path) -> None:
+def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_rows: int, seed: int, out: Path) -> None:
     """Write JSON lines of a task of reasoning-gym: entries that its verifier grades. Raises ConfigError."""
     if task in UNRELIABLE:
         raise ConfigError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}.")
-    found = list(islice(_entries(task, size=2 * (rows + heldout_rows), seed=seed), rows + heldout_rows))
+    found = list(islice(_entries(task, arguments, size=2 * (rows + heldout_rows), seed=seed), rows + heldout_rows))
     if len(found) < rows + heldout_rows:
         raise ConfigError(
             f"--rows + --heldout-rows must be <= {len(found)}, the different problems of {task!r} among twice as many "
@@ -258,7 +259,7 @@ def make_gym_task(task: str, *, rows: int, heldout_rows: int, seed: int, out: Pa
     _report(out, made)
 
 
-def _entries(task: str, *, size: int, seed: int) -> Iterator[Values]:
+def _entries(task: str, arguments: dict[str, Any], *, size: int, seed: int) -> Iterator[Values]:
     """Entries of a task, each question once."""
     try:
         # An optional dependency, which takes seconds to import.
@@ -266,9 +267,11 @@ def _entries(task: str, *, size: int, seed: int) -> Iterator[Values]:
     except ImportError as error:
         raise ConfigError(f"{_GYM}{task} needs the library, got {error}: pip install 'slipstream[tasks]'.") from error
     try:
-        dataset = reasoning_gym.create_dataset(task, size=size, seed=seed)
+        dataset = reasoning_gym.create_dataset(task, size=size, seed=seed, **arguments)
     except ValueError as error:
         raise ConfigError(f"{_GYM}TASK must name a task of reasoning-gym, got {task!r}: {error}") from None
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(f"--arguments must be settings of {task!r}, got {arguments}: {error}") from None
     asked = set()
     for entry in dataset:
         if entry["question"] not in asked:
@@ -300,7 +303,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=5000, help=f"prompts to train on, of {_GYM}TASK (5000)")
     parser.add_argument("--heldout-rows", type=int, default=500, help=f"prompts to evaluate on, of {_GYM}TASK (500)")
     parser.add_argument("--python", default=sys.executable, help=f"that has the library, of {_ENVIRONMENT}ID")
-    parser.add_argument("--arguments", default="{}", help=f"settings of the task set in JSON, of {_ENVIRONMENT}ID")
+    parser.add_argument(
+        "--arguments", type=json.loads, default={}, help=f"settings in JSON, of {_GYM}TASK or {_ENVIRONMENT}ID"
+    )
     parser.add_argument("--seed", type=int, default=0, help=f"of the problems, of {_GYM}TASK (0)")
     options = parser.parse_args(arguments)
     if options.list:
@@ -310,14 +315,17 @@ def main(arguments: list[str] | None = None) -> None:
     if options.task.startswith(_ENVIRONMENT):
         name = options.task.removeprefix(_ENVIRONMENT)
         make_environment_rows(
-            name, python=options.python, arguments=msgspec.json.decode(options.arguments), rows=options.rows,
+            name, python=options.python, arguments=options.arguments, rows=options.rows,
             heldout_rows=options.heldout_rows, out=options.out or Path("data") / name,
         )  # fmt: skip
         return
     task = options.task.removeprefix(_GYM)
     out = options.out or Path("data") / task
     if task != options.task:
-        make_gym_task(task, rows=options.rows, heldout_rows=options.heldout_rows, seed=options.seed, out=out)
+        make_gym_task(
+            task, arguments=options.arguments, rows=options.rows, heldout_rows=options.heldout_rows, seed=options.seed,
+            out=out,
+        )  # fmt: skip
     elif task in SOURCES:
         make_source(task, folder=options.source, out=out)
     else:

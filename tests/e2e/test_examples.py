@@ -129,3 +129,13 @@ def test_interaction(folder: Path):
         assert 1.2 < row["learner/by_source/correction/turns_mean"] <= 2
         assert -0.6 < row["learner/by_source/correction/part_turns"] < 0
         assert row["learner/mismatch_max"] < 1e-4
+
+
+def test_reasoning_gym(folder: Path):
+    pytest.importorskip("reasoning_gym")
+    for row in short_run(folder, "reasoning_gym"):
+        own = "learner/by_source/reasoning_gym/spell_backward/"
+        assert row[own + "failed_fraction"] == 0
+        # Its verifier gives a share of the reward for each letter in its place.
+        assert row[own + "correct_fraction"] < row[own + "reward_mean"] < 0.9
+        assert row["learner/mismatch_max"] < 1e-4

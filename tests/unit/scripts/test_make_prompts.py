@@ -98,7 +98,7 @@ def test_other_files_and_other_columns_are_refused(tmp_path: Path) -> None:
 
 def test_tasks_that_cannot_be_graded_or_do_not_exist_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'boxnet' of reasoning-gym cannot be graded"):
-        make_gym_task("boxnet", rows=1, heldout_rows=1, seed=0, out=tmp_path)
+        make_gym_task("boxnet", arguments={}, rows=1, heldout_rows=1, seed=0, out=tmp_path)
     with pytest.raises(SystemExit):
         main(["gsm9k"])
 
@@ -109,9 +109,13 @@ def test_a_task_of_reasoning_gym_is_made_and_graded(tmp_path: Path) -> None:
     from slipstream.generators.rewards.procedural import ReasoningGym
     from slipstream.generators.rewards.reward import RewardInput
 
-    make_gym_task("spell_backward", rows=20, heldout_rows=5, seed=0, out=tmp_path)
+    for arguments in ({"max_length": 4}, {"min_word_len": 5, "max_word_len": 4}):
+        with pytest.raises(ConfigError, match=r"--arguments must be settings of 'spell_backward', got \{'m"):
+            make_gym_task("spell_backward", arguments=arguments, rows=1, heldout_rows=1, seed=0, out=tmp_path)
+    make_gym_task("spell_backward", arguments={"max_word_len": 4}, rows=20, heldout_rows=5, seed=0, out=tmp_path)
     train, heldout = (list(Dataset(tmp_path / f"{split}.jsonl")) for split in ("train", "heldout"))
     assert (len(train), len(heldout), len({str(row.prompt) for row in train + heldout})) == (20, 5, 25)
+    assert {len(row.ground_truth["answer"]) for row in train} == {3, 4}
     row = heldout[0]
     for answer, score in ((row.ground_truth["answer"], 1.0), ("never", 0.0)):
         sample = RewardInput(
