@@ -4,22 +4,28 @@ import asyncio
 import itertools
 import json
 import os
+import random
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from slipstream.buffer.codec import encode, unpack
-from slipstream.buffer.trajectory import Trajectory
+from slipstream.buffer.trajectory import Sampling, Trajectory
+from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.agents.runner import AgentRunner
+from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.chat import make_chat_tokenizer
 
 HERE = str(Path(__file__).with_name("environments.py"))
 
@@ -79,35 +85,57 @@ def test_an_environment_that_does_not_answer_is_named_and_ended():
 
 
 # --- transcripts -----------------------------------------------------------------------------------------------------
-async def _answer_all(folder: Path, number: int) -> list[Trajectory]:
-    """Answers by the tokens of an environment, while the engine changes its version."""
-    engine = ScriptedEngine(
-        make_run(generators={"engine": {"kind": "scripted", "tokens_per_response": 6}}).generators.engine
-    )
-    engine._config = type(engine._config)(tokens_per_response=6, seconds_per_token=0.001)
-    engine._version = 1
-    run = make_run(
-        generators={
-            "agent": environment("tokens", arguments={"folder": str(folder)}),
-            "sampling": {"max_tokens": 64},
-        },
-        model={"max_length": 256},
-    )
-    encoder = PromptEncoder(WritingEngine([]).tokenizer, max_prompt_tokens=100)
+class RandomEngine(ScriptedEngine):
+    """Writes random words of an alphabet, with log-probabilities of its own for each token, and keeps what it wrote."""
+
+    def __init__(self, alphabet: Sequence[int], *, end: int) -> None:
+        super().__init__(ScriptedEngineConfig(tokens_per_response=6, seconds_per_token=0.001))
+        self._alphabet = [*alphabet]
+        self._end = end
+        self._version = 1
+        self.versions: dict[tuple[int, ...], list[int]] = {}
+        """Prompt and answer -> versions of the tokens of the answer."""
+
+    async def generate(
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+    ) -> Completion:
+        found = await super().generate(prompt_token_ids, sampling, request_id=request_id)
+        rng = random.Random(sampling.seed)
+        found = msgspec.structs.replace(found, logprobs=[-rng.expovariate(1.0) for _ in found.token_ids])
+        ends = [*(span.first_token for span in found.version_spans[1:]), len(found.token_ids)]
+        versions = [
+            span.version
+            for span, end in zip(found.version_spans, ends, strict=True)
+            for _ in range(span.first_token, end)
+        ]
+        self.versions[(*prompt_token_ids, *found.token_ids)] = versions
+        return found
+
+    async def keep_updating(self) -> None:
+        """Change the version in the middle of answers and of turns."""
+        while True:
+            await asyncio.sleep(0.01)
+            self._version += 1
+
+    def _script(self, seed: int) -> list[int]:
+        rng = random.Random(seed)
+        return [*rng.choices(self._alphabet, k=rng.randint(4, 8)), self._end]
+
+
+async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) -> list[Trajectory]:
+    """The answers of an agent, while the engine changes its version."""
+    run = make_run(generators={"agent": agent, "sampling": {"max_tokens": 64}}, model={"max_length": 256})
+    encoder = PromptEncoder(make_chat_tokenizer("chatml"), max_prompt_tokens=100)
     runner = AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")
     slots = asyncio.Semaphore(16)
 
     async def answer(index: int) -> Trajectory:
         async with slots:
-            return await runner.answer(make_prompt(QUESTION, uid=f"test/{index}"), index)
-
-    async def update() -> None:
-        while True:
-            await asyncio.sleep(0.01)
-            engine._version += 1
+            prompt = make_prompt(QUESTION, uid=f"test/{index}", extra_info={"index": index})
+            return await runner.answer(prompt, index)
 
     await runner.start()
-    updating = asyncio.create_task(update())
+    updating = asyncio.create_task(engine.keep_updating())
     try:
         return await asyncio.gather(*map(answer, range(number)))
     finally:
@@ -115,12 +143,24 @@ async def _answer_all(folder: Path, number: int) -> list[Trajectory]:
         await runner.close()
 
 
-@pytest.mark.parametrize("number", [50, pytest.param(1000, marks=pytest.mark.long)])
+def check_updates(transcripts: list[list[int]]) -> None:
+    """Fail unless updates fell into the middle of most answers, and of many turns."""
+    within_answers = sum(len({*versions} - {-1}) > 1 for versions in transcripts)
+    within_turns = sum(any(a != b and -1 not in (a, b) for a, b in itertools.pairwise(each)) for each in transcripts)
+    assert within_answers > len(transcripts) / 2
+    assert within_turns > len(transcripts) / 10
+
+
+SOME_AND_MANY = pytest.mark.parametrize("number", [50, pytest.param(1000, marks=pytest.mark.long)])
+
+
+@SOME_AND_MANY
 def test_transcripts_of_an_environment_are_those_of_the_door_over_weight_updates(tmp_path: Path, number: int):
-    trajectories = asyncio.run(_answer_all(tmp_path, number))
+    engine = RandomEngine(range(2, 12), end=1)
+    agent = environment("tokens", arguments={"folder": str(tmp_path)})
+    trajectories = asyncio.run(_answer_all(engine, agent, number))
     told = {file.stem: json.loads(file.read_text()) for file in tmp_path.iterdir()}
     assert len(told) == number
-    within_answers = within_turns = 0
     for trajectory in trajectories:
         token_ids, mask, logprobs, versions = told[trajectory.prompt_uid.replace("/", "-")]
         assert trajectory.token_ids.tolist() == token_ids
@@ -128,11 +168,7 @@ def test_transcripts_of_an_environment_are_those_of_the_door_over_weight_updates
         assert trajectory.generator_logprobs == pytest.approx(np.array(logprobs, dtype=np.float32), abs=0)
         assert trajectory.token_versions().tolist() == versions
         assert trajectory.context_starts == []
-        within_answers += len({*versions} - {-1}) > 1
-        within_turns += any(a != b and -1 not in (a, b) for a, b in itertools.pairwise(versions))
-    # The updates did fall into the middle of answers, and of turns.
-    assert within_answers > number / 2
-    assert within_turns > number / 10
+    check_updates([versions for *_, versions in told.values()])
 
 
 # --- verifiers -------------------------------------------------------------------------------------------------------
@@ -149,3 +185,43 @@ def test_a_verifiers_environment_with_a_rubric(texts: list[str], reward: float, 
     assert (trajectory.reward.total, trajectory.num_turns) == (reward, 2)
     assert trajectory.reward.parts == {"right": reward - 0.25, "short": 0.25}
     assert trajectory.metrics["words"] == 3.0
+
+
+@pytest.mark.skipif(not PYTHON, reason="SLIPSTREAM_VERIFIERS_PYTHON names no Python with verifiers")
+@SOME_AND_MANY
+def test_transcripts_of_verifiers_are_those_of_the_door_over_weight_updates(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+):
+    examples = Path(__file__).parents[4] / "examples" / "verifiers_environment"
+    monkeypatch.setenv("PYTHONPATH", f"{examples}{os.pathsep}{Path(__file__).parent}")
+    tokenizer = make_chat_tokenizer("chatml")
+    texts = {tokenizer.decode([token_id]): token_id for token_id in range(len(tokenizer))}
+    plain = [token_id for text, token_id in texts.items() if text.isascii() and text.isalnum()]
+    engine = RandomEngine(plain, end=tokenizer.eos_token_id)
+    arguments = {"size": number, "folder": str(tmp_path)}
+    agent = {"kind": "environment", "environment": "told_v1", "python": PYTHON, "max_turns": 4, "arguments": arguments}
+    trajectories = asyncio.run(_answer_all(engine, agent, number))
+    assert len(trajectories) == len([*tmp_path.iterdir()]) == number
+    for trajectory in trajectories:
+        told = json.loads((tmp_path / f"{trajectory.metrics['number']:.0f}.json").read_text())
+        (_, _, question), (_, _, first), (_, _, doubt), (_, _, second) = told["messages"]
+        assert [sampled for sampled, _, _ in told["messages"]] == [False, True, False, True]
+        assert doubt == "are you sure?"
+        token_ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        between = tokenizer.encode(f"\n<|im_start|>user\n{doubt}<|im_end|>\n<|im_start|>assistant\n")
+        mask, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [-1] * len(token_ids)
+        for turn, content, observed in zip(told["turns"], (first, second), (between, []), strict=True):
+            own = [texts[text] for text, _ in turn]
+            assert "".join(text for text, _ in turn) == content + tokenizer.eos_token
+            token_ids += own
+            versions += [*engine.versions[tuple(token_ids)], *[-1] * len(observed)]
+            token_ids += observed
+            mask += [True] * len(own) + [False] * len(observed)
+            logprobs += [logprob for _, logprob in turn] + [0.0] * len(observed)
+        assert trajectory.token_ids.tolist() == token_ids
+        assert trajectory.model_mask.tolist() == mask
+        assert trajectory.generator_logprobs == pytest.approx(np.array(logprobs, dtype=np.float32), abs=0)
+        assert trajectory.token_versions().tolist() == versions
+    check_updates([trajectory.token_versions().tolist() for trajectory in trajectories])
