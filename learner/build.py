@@ -169,7 +169,7 @@ def build_learner(
         clock=clock,
     )
     # Weights are sent in the dtype in which the engines hold them.
-    stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
+    stager = Stager(run.weights, metadata=rank_group.weight_names.metadata(getattr(torch, run.model.dtype)))
     mix = run.buffer.mix
     disk = DiskWait(while_waiting=rank_group.keep_alive)
     return Learner(

@@ -34,7 +34,7 @@ from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.engines.engine import TrainEngine
-from slipstream.learner.engines.optimizer import named_parameters
+from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import CheckpointError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
@@ -213,7 +213,7 @@ class Checkpoints:
         """Write the reference policy, if it is refreshed; else it is the initial policy."""
         reference = self._trainer.reference
         if reference is not None and self._run.algorithm.kl.refresh_every_steps:
-            weights = {name: parameter.detach().cpu() for name, parameter in named_parameters(reference.causal_lm)}
+            weights = {name: parameter.detach().cpu() for name, parameter in named_weights(reference.causal_lm)}
             save_pretrained(reference, folder, weights=weights, config=self._run.model)
 
     def _save_critic(self, folder: Path) -> None:
@@ -260,7 +260,7 @@ class Checkpoints:
         self._ranks.barrier()
         self._check_fits(folder, state)
         policy = self._read_policy(folder / "model")
-        weights = {name: parameter.detach() for name, parameter in named_parameters(policy.causal_lm)}
+        weights = {name: parameter.detach() for name, parameter in named_weights(policy.causal_lm)}
         self._trainer.engine.restore_state(folder, weights=weights)
         self._trainer.num_updates = state.num_updates
         self._trainer.objective.state.restore(state.objective)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.buffer.codec import decode, encode, unpack
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Record, Trajectory, lag_histogram
@@ -114,10 +115,15 @@ class RankGroup:
         self._ranks.broadcast_bytes([encode(command), *(payload for group in payloads for payload in group)])
         return self._train(command, payloads)
 
+    @property
+    def weight_names(self) -> CheckpointNames:
+        """Names and shapes of `weights`."""
+        return self._trainer.engine.model.checkpoint_names
+
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Unsharded parameters by name; consume them before the next command, which other ranks await meanwhile."""
+        """Unsharded weights by `weight_names`; consume them before the next command, which other ranks await."""
         self._broadcast(GatherWeights())
-        return self._trainer.engine.gather_parameters()
+        return self.weight_names.convert(self._trainer.engine.gather_parameters())
 
     def canary(self) -> Canary:
         """Canary sequences and their log-probabilities under the current weights."""

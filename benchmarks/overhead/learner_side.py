@@ -141,7 +141,8 @@ class LearnerStep:
         self._run = run
         self._trainer = trainer
         self._store = store
-        self._stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
+        names = trainer.engine.model.checkpoint_names
+        self._stager = Stager(run.weights, metadata=names.metadata(getattr(torch, run.model.dtype)))
         self._staged: Staged | None = None
         self._record = MetricsLog(run, folder=folder, store=store)
         self._record.start_training(step=0)
@@ -195,7 +196,7 @@ class LearnerStep:
         with self._timed("canary"):
             canary = trainer.canary()
         with self._timed("stage"):
-            weights = trainer.engine.gather_parameters()
+            weights = trainer.engine.model.checkpoint_names.convert(trainer.engine.gather_parameters())
             self._staged = self._stager.stage(version=self._step, weights=weights, canary=canary, reuse=self._staged)
         with self._timed("announce"):
             store.announce_version(self._step)

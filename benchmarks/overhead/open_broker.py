@@ -81,8 +81,10 @@ def _publish(run: RunConfig, stops: Event) -> None:
         sender=CollectiveSender(device=device),
         config=run.weights,
     )
-    stager = Stager(run.weights, wire_dtype=getattr(torch, run.model.dtype))
-    publisher.set_version(stager.stage(version=0, weights=trainer.engine.gather_parameters(), canary=trainer.canary()))
+    names = trainer.engine.model.checkpoint_names
+    stager = Stager(run.weights, metadata=names.metadata(getattr(torch, run.model.dtype)))
+    weights = names.convert(trainer.engine.gather_parameters())
+    publisher.set_version(stager.stage(version=0, weights=weights, canary=trainer.canary()))
     while not stops.wait(0.2):
         if publisher.is_due:
             publisher.synchronize()

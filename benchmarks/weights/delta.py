@@ -93,9 +93,9 @@ def train(model: Qwen2ForCausalLM, *, steps: int, learning_rate: float) -> Itera
 def stage(model: Qwen2ForCausalLM, version: int) -> dict[torch.dtype, Staged]:
     """Stage the weights as the learner does before it publishes."""
     return {
-        dtype: Stager(WeightsConfig(), wire_dtype=dtype).stage(
-            version=version, weights=model.named_parameters(), canary=([], [])
-        )
+        dtype: Stager(
+            WeightsConfig(), metadata=[(name, weight.shape, dtype) for name, weight in model.named_parameters()]
+        ).stage(version=version, weights=model.named_parameters(), canary=([], []))
         for dtype in {dtype for dtype, _ in CASES}
     }
 

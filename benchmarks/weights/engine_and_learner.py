@@ -45,8 +45,8 @@ def make_module(
 
 
 def tensors_of(module: nn.Module) -> Tensors:
-    """Return the tensors that the learner sends, under all names of tied parameters."""
-    return [(name, parameter.detach()) for name, parameter in module.named_parameters(remove_duplicate=False)]
+    """Return the tensors that the learner sends, a tied one under its first name."""
+    return [(name, parameter.detach()) for name, parameter in module.named_parameters()]
 
 
 def announce(

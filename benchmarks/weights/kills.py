@@ -187,11 +187,11 @@ def _learner(run: RunConfig, stack: ExitStack, *, snapshot_store: SnapshotStore,
     )
     store = MemoryStore()
     store.open_run("faults", config_json="{}", num_rows=1, seed=0)
-    publishing = BackgroundPublisher(
-        publisher, Stager(run.weights, wire_dtype=torch.float32), store, in_background=True
-    )
+    weights = torch.randn(mib * 2**18)
+    stager = Stager(run.weights, metadata=[("weights", weights.shape, weights.dtype)])
+    publishing = BackgroundPublisher(publisher, stager, store, in_background=True)
     stack.callback(publishing.close)
-    return PublishingLearner(publishing, [("weights", torch.randn(mib * 2**18))])
+    return PublishingLearner(publishing, [("weights", weights)])
 
 
 def _print_table(result: dict[str, Any], arguments: argparse.Namespace) -> None:

@@ -61,13 +61,12 @@ def pack(
     *,
     sizes: Sequence[int],
     reuse: Sequence[Tensor] = (),
-    is_pinned: bool = False,
 ) -> list[Tensor]:
     """Copy tensors, in any order, into their slots, cast to the slots' dtypes. Every slot must be filled once.
 
     `reuse`: buckets of an earlier call to overwrite. Raises WeightTransferError.
     """
-    buckets = allocate(sizes, reuse=reuse, is_pinned=is_pinned)
+    buckets: list[Tensor] = []
     open_slots = {slot.name: slot for slot in slots}
     for name, tensor in tensors:
         slot = open_slots.pop(name, None)
@@ -76,7 +75,9 @@ def pack(
             raise WeightTransferError(
                 f"tensor {name} must match the plan, which has {planned}, got shape {list(tensor.shape)}"
             )
-        _view(buckets[slot.bucket], slot).copy_(tensor)
+        # Copies from a GPU into pinned buckets are faster.
+        buckets = buckets or allocate(sizes, reuse=reuse, is_pinned=tensor.is_cuda)
+        _view(buckets[slot.bucket], slot).copy_(tensor.detach())
     if open_slots:
         raise WeightTransferError(f"every planned tensor must be packed: {_first(open_slots)} not given")
     return buckets

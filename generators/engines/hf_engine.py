@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
-from slipstream.generators.engines.weight_layout import load_into, receive_update
+from slipstream.generators.engines.weight_layout import WeightLayout, receive_update
 from slipstream.generators.errors import EngineDiedError, EngineError
 
 log = structlog.get_logger(__name__)
@@ -186,6 +187,7 @@ class HfEngine:
         # A receiver belongs to one thread, and waiting for bytes must not block decoding.
         self._receiver_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._model: Any = None
+        self._names: CheckpointNames
         self._tokenizer: Any = None
         self._end_token_ids: list[int] = []
         self._pad_token_id = 0
@@ -211,6 +213,7 @@ class HfEngine:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._tokenizer = tokenizer
         self._model = model.to(device).eval().requires_grad_(False)
+        self._names = CheckpointNames(self._model)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)
         self._pad_token_id = tokenizer.pad_token_id or 0
 
@@ -243,7 +246,9 @@ class HfEngine:
             self._receiver_thread, lambda: receive_update(self._receiver, update, fetched)
         )
         paused_at = time.perf_counter()
-        load_into(self._model, tensors)
+        # All of it before any of it is loaded.
+        WeightLayout(self._names, dtype=self._config.dtype).check(update.slots)
+        self._names.load_into(self._model, dict(tensors))
         self._version = update.version
         return time.perf_counter() - paused_at
 

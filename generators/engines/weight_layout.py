@@ -4,52 +4,49 @@ A checksum shows that the bytes sent are those received, not that they are the r
 small tensor that kept its old value. Comparing names, order, shapes and dtype with the model finds both for certain.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets
+from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 
 
 class WeightLayout:
-    """Names, shapes and ties of one model's parameters, in the dtype the engine computes in."""
+    """Names, shapes and dtypes of one model's tensors, as an engine that computes in `dtype` gets them."""
 
-    def __init__(self, module: nn.Module, *, dtype: str) -> None:
-        """`module` may be on the meta device: its values are not read."""
-        parameters = list(module.named_parameters(remove_duplicate=False))
-        self._shapes = {name: list(parameter.shape) for name, parameter in parameters}
-        self._dtype = dtype
-        self.tied = tied_names(parameters)
-        """Groups of names of one shared tensor; all names of a group must be sent with the same bytes."""
+    def __init__(self, names: CheckpointNames, *, dtype: str) -> None:
+        self._expected = {
+            name: (list(shape), buckets.dtype_name(wire)) for name, shape, wire in names.metadata(getattr(torch, dtype))
+        }
 
     def check(self, slots: Sequence[TensorSlot]) -> None:
-        """Raise WeightTransferError unless `slots` are the model's parameters, in its order and dtype."""
+        """Raise WeightTransferError unless `slots` are the model's tensors, in its order and dtypes."""
         self._check_names([slot.name for slot in slots])
         for slot in slots:
-            if slot.shape != self._shapes[slot.name]:
+            shape, dtype = self._expected[slot.name]
+            if slot.shape != shape:
                 raise WeightTransferError(
-                    f"tensor {slot.name} must have shape {self._shapes[slot.name]} as in this generator's model, got "
-                    f"{slot.shape}: learner and generator must start from the same model.path"
+                    f"tensor {slot.name} must have shape {shape} as in this generator's model, got {slot.shape}: "
+                    "learner and generator must start from the same model.path"
                 )
-            if slot.dtype != self._dtype:
+            if slot.dtype != dtype:
                 raise WeightTransferError(
-                    f"tensor {slot.name} must travel as the engine computes, in {self._dtype}, got {slot.dtype}"
+                    f"tensor {slot.name} must travel as the engine holds it, in {dtype}, got {slot.dtype}"
                 )
 
     def _check_names(self, names: list[str]) -> None:
-        expected, sent = list(self._shapes), set(names)
+        expected, sent = list(self._expected), set(names)
         if missing := [name for name in expected if name not in sent]:
             raise WeightTransferError(
                 f"every parameter must be sent, {missing[0]} and {len(missing) - 1} more were not"
             )
-        if unknown := [name for name in names if name not in self._shapes]:
+        if unknown := [name for name in names if name not in self._expected]:
             raise WeightTransferError(
                 f"every tensor must belong to a parameter of the model, {unknown[0]} and {len(unknown) - 1} more do not"
             )
@@ -64,54 +61,6 @@ class WeightLayout:
             raise WeightTransferError(
                 f"every parameter must be sent once, got {len(names)} tensors for {len(expected)}"
             )
-
-
-def check_tied(tensors: Sequence[tuple[str, Tensor]], tied: Sequence[Sequence[str]]) -> None:
-    """Raise WeightTransferError if two names of one shared tensor come with different bytes.
-
-    A stale tied head is silent otherwise: vLLM's CPU build keeps a packed copy of the head, which drifts from the
-    embedding without any error.
-    """
-    sent = dict(tensors)
-    for names in tied:
-        for name, other in pairwise(name for name in names if name in sent):
-            if not torch.equal(sent[name], sent[other]):
-                raise WeightTransferError(
-                    f"{name} and {other} are one tensor of the model and must come with the same bytes, they differ: "
-                    "one of them was not updated"
-                )
-
-
-def tied_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
-    """Group the names of each parameter that has more than one."""
-    names = defaultdict(list)
-    for name, parameter in parameters:
-        names[id(parameter)].append(name)
-    return [several for several in names.values() if len(several) > 1]
-
-
-@torch.no_grad()
-def load_into(module: nn.Module, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copy tensors into the transformers module's parameters of the same names, all or none.
-
-    A tied parameter may come under any of its names. Raises WeightTransferError, before anything is changed, for an
-    unknown name or shape, for a parameter that would keep its old value, and for a tied one with different bytes.
-    """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    for name, tensor in tensors:
-        if name not in parameters:
-            raise WeightTransferError(f"every tensor must belong to a parameter of the model, {name} does not")
-        if parameters[name].shape != tensor.shape:
-            raise WeightTransferError(
-                f"tensor {name} must have shape {list(parameters[name].shape)}, got {list(tensor.shape)}"
-            )
-    covered = {id(parameters[name]) for name, _ in tensors}
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in covered]
-    if missing:
-        raise WeightTransferError(f"every parameter must be sent, {missing[0]} and {len(missing) - 1} more were not")
-    check_tied(tensors, tied_names(parameters.items()))
-    for name, tensor in tensors:
-        parameters[name].copy_(tensor)
 
 
 def receive_update(receiver: WeightReceiver, update: Update, fetched: SharedBuckets | None) -> list[tuple[str, Tensor]]:

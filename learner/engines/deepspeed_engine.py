@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, Generic
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
@@ -141,7 +141,7 @@ class DeepSpeedEngine(Generic[M]):
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
         self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
 
-    def _gathered(self, parameters: list[nn.Parameter], *, modifier_rank: int | None = None) -> Any:
+    def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Any:
         """Context in which the parameters are unsharded; changes by `modifier_rank` are sent to all ranks."""
         if self._stage < 3:
             return contextlib.nullcontext()
@@ -150,9 +150,9 @@ class DeepSpeedEngine(Generic[M]):
 
 
 def _buckets(
-    parameters: Iterator[tuple[str, nn.Parameter]], *, max_bytes: int = _GATHER_BYTES
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    bucket: list[tuple[str, nn.Parameter]] = []
+    parameters: Iterator[tuple[str, Tensor]], *, max_bytes: int = _GATHER_BYTES
+) -> Iterator[list[tuple[str, Tensor]]]:
+    bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, parameter in parameters:
         num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()

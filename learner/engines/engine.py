@@ -44,8 +44,8 @@ class Trainable(Protocol):
         """Compute the outputs for the predicted tokens by name."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield every parameter with its name in a checkpoint; a tied one under each of its names."""
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter and persistent buffer by name; a tied one under each of its names."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -94,7 +94,7 @@ class TrainEngine(Protocol[M]):
         ...
 
     def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield unsharded parameters under the names that `model` gives them, float32, on `device`.
+        """Yield unsharded parameters, and buffers, under the names that `model` gives them, float32, on `device`.
 
         A parameter that is not sharded is yielded itself: copy it before the next step.
         """

@@ -32,9 +32,9 @@ _SHAPES = {
 }
 
 
-def named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every name and parameter, a tied one under each of its names: an engine may keep two copies of it."""
-    yield from module.named_parameters(remove_duplicate=False)
+def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and persistent buffer by name, themselves, a tied one under each of its names."""
+    yield from module.state_dict(keep_vars=True).items()
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

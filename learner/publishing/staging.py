@@ -1,12 +1,12 @@
 """Staging: copies a version's weights into flat buckets, so that the learner trains on while they are sent."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from slipstream.broker.messages import TensorSlot, Update
+from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.batching.collate import Layout, collate
@@ -71,11 +71,10 @@ class Staged:
 class Stager:
     """Copies weights into buckets that are not being sent. Belongs to the learner's main thread."""
 
-    def __init__(self, config: WeightsConfig, *, wire_dtype: torch.dtype) -> None:
+    def __init__(self, config: WeightsConfig, *, metadata: Iterable[buckets.TensorMeta]) -> None:
+        """`metadata`: of all tensors of a version, in the order in which they are laid out."""
         self._config = config
-        self._wire_dtype = wire_dtype
-        self._plan: tuple[list[TensorSlot], list[int]] | None = None
-        self._is_pinned = False
+        self._slots, self._sizes = buckets.plan(metadata, bucket_bytes=config.bucket_bytes)
 
     def stage(
         self,
@@ -86,26 +85,14 @@ class Stager:
         reuse: Staged | None = None,
     ) -> Staged:
         """Copy all weights as `version`; overwrites the buckets of `reuse`, a version that nobody needs any more."""
-        # The first version fixes the layout: names and shapes stay, so buckets can be reused and deltas be made.
-        if self._plan is None:
-            tensors = list(self._to_host(weights))
-            metadata = [(name, tuple(tensor.shape), self._wire_dtype) for name, tensor in tensors]
-            self._plan, weights = buckets.plan(metadata, bucket_bytes=self._config.bucket_bytes), tensors
-        slots, sizes = self._plan
         # One tensor at a time: gathered from shards, all of them together may not fit on this rank.
-        packed = buckets.pack(
-            ((name, tensor.detach()) for name, tensor in weights),
-            slots,
-            sizes=sizes,
-            reuse=reuse.buckets if reuse else [],
-            is_pinned=self._is_pinned,
-        )
+        packed = buckets.pack(weights, self._slots, sizes=self._sizes, reuse=reuse.buckets if reuse else [])
         update = Update(
             epoch=0,
             members=[],
             version=version,
-            slots=slots,
-            bucket_bytes=sizes,
+            slots=self._slots,
+            bucket_bytes=self._sizes,
             checksums=buckets.checksums(packed),
             canary_token_ids=canary[0],
             canary_logprobs=canary[1],
@@ -113,9 +100,3 @@ class Stager:
             timeout_s=self._config.transfer_timeout_s,
         )
         return Staged(update, packed)
-
-    def _to_host(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            # Copies from a GPU into pinned buckets are faster.
-            self._is_pinned |= tensor.device.type == "cuda"
-            yield name, tensor.detach().cpu()

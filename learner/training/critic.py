@@ -23,7 +23,7 @@ from slipstream.learner.algorithms.token_advantages import clipped_value_loss, e
 from slipstream.learner.batching.batch import Batch, Tokens
 from slipstream.learner.batching.microbatch import Microbatch, recompute
 from slipstream.learner.engines.engine import TrainEngine, check_loss
-from slipstream.learner.engines.optimizer import learning_rate, named_parameters, read_tensors
+from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module
@@ -119,9 +119,9 @@ class ValueModel(nn.Module):
         output = forward_pass(self.trunk, microbatch, compute_dtype=self.compute_dtype)
         return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
-    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of the trunk as `trunk.*`, of the head as `head.*`."""
-        return named_parameters(self)
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and buffers of the trunk as `trunk.*`, of the head as `head.*`."""
+        return named_weights(self)
 
 
 def load_value_model(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> ValueModel:

@@ -11,7 +11,7 @@ from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.microbatch import Microbatch, recompute
 from slipstream.learner.engines.engine import TrainEngine
-from slipstream.learner.engines.optimizer import named_parameters
+from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import Policy
 
@@ -63,6 +63,6 @@ class FrozenModels:
         """Replace the reference by the learner of this step, if one is due. Collective."""
         every = self._config.kl.refresh_every_steps
         if self.reference and every and step % every == 0:
-            targets = dict(named_parameters(self.reference.causal_lm))
+            targets = dict(named_weights(self.reference.causal_lm))
             for name, parameter in engine.gather_parameters():
                 targets[name].copy_(parameter)

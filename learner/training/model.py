@@ -1,6 +1,7 @@
 """The policy: a transformers causal language model that answers with log-probabilities of tokens."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available, logging
 
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Requested, measure_tokens
 from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.engines.optimizer import named_parameters
+from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
 from slipstream.runtime.model_files import read_chat_template
 
@@ -128,9 +131,14 @@ class Policy(nn.Module):
         logits = output.logits.flatten(0, 1)
         return logits if is_one_row else logits[microbatch.sources]
 
-    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By their names in transformers' checkpoint, `lm_head.weight` also when it is tied."""
-        return named_parameters(self.causal_lm)
+    @cached_property
+    def checkpoint_names(self) -> CheckpointNames:
+        """The model's tensors as engines load them. Raises WeightTransferError for one that cannot be published."""
+        return CheckpointNames(self.causal_lm)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers by the module's names, a tied one under each of its names."""
+        return named_weights(self.causal_lm)
 
 
 class RewardModel(Policy):
@@ -200,6 +208,11 @@ def load_policy(
     policy = wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype])
     if not is_reward_model:
         policy.head = _find_head(policy)
+    try:
+        # Now: sharded, its parameters would have other shapes.
+        policy.checkpoint_names  # noqa: B018
+    except WeightTransferError as error:
+        raise ModelError(f"model.path: {error}") from error
     return policy
 
 

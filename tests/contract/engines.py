@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from slipstream.broker.messages import Member, OpenEpoch, Update
 from slipstream.broker.weights import buckets
+from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.data import ModelConfig
@@ -46,11 +48,22 @@ def make_engine(kind: str, folder: Path, *, vllm: VllmEngineConfig) -> Engine:
 class Rig:
     """A started engine on its own event loop; `module` holds the weights it should have."""
 
-    def __init__(self, kind: str, folder: Path, *, is_tied: bool = False, vllm: VllmEngineConfig = VLLM_CONFIG) -> None:
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        *,
+        is_tied: bool = False,
+        vllm: VllmEngineConfig = VLLM_CONFIG,
+        module: PreTrainedModel | None = None,
+    ) -> None:
+        """`module`: of the model that lies in `folder`; without it the tiny one is written there."""
         self.kind = kind
         self.is_tied = is_tied
-        self.engine = make_engine(kind, make_tiny_model(folder, is_tied=is_tied), vllm=vllm)
-        self.module: nn.Module = make_tiny_module(is_tied=is_tied)
+        if module is None:
+            make_tiny_model(folder, is_tied=is_tied)
+        self.engine = make_engine(kind, folder, vllm=vllm)
+        self.module: PreTrainedModel = module or make_tiny_module(is_tied=is_tied)
         self.epoch = 0
         self._runner = asyncio.Runner()
         self._sender = CollectiveSender("127.0.0.1", device="cpu")
@@ -82,7 +95,7 @@ class Rig:
         )
         await asyncio.gather(ours, self.engine.open_epoch(opening, rank=1))
 
-    async def publish(self, module: nn.Module, *, version: int, is_corrupted: bool = False) -> float:
+    async def publish(self, module: PreTrainedModel, *, version: int, is_corrupted: bool = False) -> float:
         """Broadcast the module's weights as this version. Returns the pause; raises what `update` raises.
 
         A corrupted broadcast has one flipped bit, in its last bucket.
@@ -105,10 +118,10 @@ class Rig:
         update, _ = self._announce(self.module, version=version, timeout_s=timeout_s)
         await self.engine.update(update)
 
-    def _announce(self, module: nn.Module, *, version: int, timeout_s: float) -> tuple[Update, list[Tensor]]:
-        tensors = [(name, p.detach()) for name, p in module.named_parameters(remove_duplicate=False)]
-        slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=40_000)
-        packed = buckets.pack(tensors, slots, sizes=sizes)
+    def _announce(self, module: PreTrainedModel, *, version: int, timeout_s: float) -> tuple[Update, list[Tensor]]:
+        names = CheckpointNames(module)
+        slots, sizes = buckets.plan(names.metadata(torch.float32), bucket_bytes=40_000)
+        packed = buckets.pack(names.convert(module.state_dict().items()), slots, sizes=sizes)
         update = Update(
             self.epoch,
             members=[Member("generator-0", "0")],

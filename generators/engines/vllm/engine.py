@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
@@ -64,7 +65,7 @@ class VllmEngine:
         self._seed = seed
         self._llm: AsyncLLM | None = None
         self._end_token_ids: list[int] = []
-        self._layout: WeightLayout | None = None
+        self._names: CheckpointNames | None = None
         self._num_probes = 0
         self._version = -1
         self._num_updates = 0
@@ -82,7 +83,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Start the engine process and load the model; takes half a minute on a CPU. Raises EngineError."""
         check_environment(engine_environment(self._config))
-        self._end_token_ids, max_positions, self._layout = _read_checkpoint(self._model)
+        self._end_token_ids, max_positions, self._names = _read_checkpoint(self._model)
         arguments = engine_arguments(
             self._model, self._config, seed=self._seed, max_positions=max_positions, reads_text=self._reads_text
         )
@@ -249,9 +250,9 @@ class VllmEngine:
 
     def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:
         # A wrong layout is passed on rather than raised: the worker must still take part in the broadcast.
-        rejection = ""
+        names, rejection = self._known_names, ""
         try:
-            self._known_layout.check(update.slots)
+            WeightLayout(names, dtype=self._model.dtype).check(update.slots)
         except WeightTransferError as error:
             rejection = str(error)
         return WeightTransferUpdateRequest(
@@ -261,7 +262,7 @@ class VllmEngine:
                 "checksums": update.checksums,
                 "timeout_s": update.timeout_s,
                 "fetched_paths": fetched.paths if fetched else [],
-                "tied": self._known_layout.tied,
+                "tied": names.tied,
                 "rejection": rejection,
             }
         )
@@ -320,10 +321,10 @@ class VllmEngine:
         return kind(f"vLLM's engine process died: {cause}")
 
     @property
-    def _known_layout(self) -> WeightLayout:
-        if self._layout is None:
+    def _known_names(self) -> CheckpointNames:
+        if self._names is None:
             raise EngineError("the engine must be started before it is updated: it is not running")
-        return self._layout
+        return self._names
 
     @property
     def _running(self) -> AsyncLLM:
@@ -332,19 +333,21 @@ class VllmEngine:
         return self._llm
 
 
-def _read_checkpoint(model: ModelConfig) -> tuple[list[int], int, WeightLayout]:
-    """Return the end tokens, the number of positions, and the layout that updates must have."""
+def _read_checkpoint(model: ModelConfig) -> tuple[list[int], int, CheckpointNames]:
+    """Return the end tokens, the number of positions, and the names that updates must have."""
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         # The module that the learner trains; on the meta device it takes no memory.
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+        names = CheckpointNames(module)
+    except WeightTransferError as error:
+        raise EngineError(f"model.path: {error}") from error
     except (OSError, ValueError) as error:
         raise EngineError(f"model.path must hold a transformers checkpoint, got {model.path!r}: {error}") from error
     try:
         generation = GenerationConfig.from_pretrained(model.path)
     except OSError:
         generation = GenerationConfig.from_model_config(config)
-    layout = WeightLayout(module, dtype=model.dtype)
-    return end_token_ids(tokenizer, generation), config.get_text_config().max_position_embeddings, layout
+    return end_token_ids(tokenizer, generation), config.get_text_config().max_position_embeddings, names

@@ -34,7 +34,6 @@ from slipstream.broker.weights.shared_buckets import map_buckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.generators.engines.vllm.fatal_error import report_fatal_errors
 from slipstream.generators.engines.vllm.verify import cpu_kernels, first_mismatch, first_stale_kernel
-from slipstream.generators.engines.weight_layout import check_tied
 
 BACKEND = "slipstream"
 """Name in vLLM's registry of weight transfer engines."""
@@ -94,7 +93,7 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     fetched_paths: list[str] = field(default_factory=list)
     """Shared memory with fetched buckets; empty = the buckets are broadcast."""
     tied: list[list[str]] = field(default_factory=list)
-    """Groups of names of one tensor, see WeightLayout.tied."""
+    """Groups of names of one tensor, which comes under the first: CheckpointNames.tied."""
     rejection: str = ""
     """Reason why this update must not be loaded whatever arrives; empty = it may be."""
 
@@ -140,8 +139,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             tensors = self._receive(update_info, msgspec.convert(update_info.slots, list[TensorSlot]))
             if update_info.rejection:
                 raise WeightTransferError(update_info.rejection)
-            check_tied(tensors, update_info.tied)
-            self._received = tensors
+            self._received = [*tensors, *self._tied(dict(tensors), update_info.tied)]
 
     def finish_weight_update(self) -> None:
         """Load what was received, if anything. vLLM rebuilds each layer as at the start, packed copies included."""
@@ -170,8 +168,20 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             slots, bucket_bytes=info.bucket_bytes, checksums=info.checksums, timeout_s=info.timeout_s
         )
 
+    def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors under further names that the model has a layer for: vLLM's CPU build packs a tied head on its own."""
+        layers = dict(self.model.named_parameters(remove_duplicate=False))
+        for first, *others in tied:
+            yield from ((name, sent[first]) for name in others if name in layers)
+
     def _load(self, tensors: list[tuple[str, Tensor]]) -> set[str] | None:
         """Load tensors; returns the names of the loaded parameters, or None if the model does not report them."""
+        if self.device.type == "cpu":
+            # vLLM 0.32 repacks experts for the CPU only when it builds their kernel: let it build that again.
+            for layer in self.model.modules():
+                method: Any = getattr(layer, "quant_method", None)
+                if hasattr(method, "moe_kernel"):
+                    method.moe_kernel = None
         initialize_layerwise_reload(self.model)
         try:
             return self.model.load_weights(tensors)

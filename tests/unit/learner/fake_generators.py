@@ -138,8 +138,8 @@ def make_publisher(
     return publisher, generators, clock
 
 
-def make_stager() -> Stager:
-    return Stager(WeightsConfig(), wire_dtype=torch.float32)
+def make_stager(weights: list[tuple[str, torch.Tensor]] = WEIGHTS) -> Stager:
+    return Stager(WeightsConfig(), metadata=[(name, tensor.shape, torch.float32) for name, tensor in weights])
 
 
 def stage(version: int) -> Staged:

@@ -128,7 +128,7 @@ def test_buckets_in_flight_are_not_overwritten():
     publisher, generators, _ = make_publisher(g0="well")
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    background = BackgroundPublisher(publisher, make_stager(), store, in_background=True)
+    background = BackgroundPublisher(publisher, make_stager(WEIGHTS[:1]), store, in_background=True)
     sent, has_started, may_finish = [], Event(), Event()
 
     def slow(buckets, *, timeout_s: float) -> None:
@@ -228,7 +228,7 @@ def test_tensors_are_staged_one_at_a_time():
             yield f"layer.{index}", tensor
             del tensor
 
-    stager = make_stager()
+    stager = make_stager([(f"layer.{index}", torch.empty(4)) for index in range(8)])
     for version in (1, 2):
         most_alive = 0
         staged = stager.stage(version=version, weights=gathered(), canary=CANARY)

@@ -1,0 +1,121 @@
+"""CheckpointNames: the tensors of a transformers module as its checkpoint on the hub names and shapes them.
+
+transformers holds some models in another layout than their checkpoints, such as the experts of a layer in one tensor;
+engines load the checkpoint's. The learner sends that, and each generator derives the same names from its own config.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights.buckets import TensorMeta
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+
+
+class CheckpointNames:
+    """Names, shapes and dtypes of a module's checkpoint, and the conversion of its tensors both ways.
+
+    Parameters and persistent buffers; a tied tensor once, under its first name, as in checkpoints on the hub.
+    """
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        """`module` may be on the meta device or sharded: only its shapes are read.
+
+        Raises WeightTransferError for a model that cannot be converted one layer at a time.
+        """
+        # Every generator must come to the same names, whatever was saved in which layout: so the conversions of the
+        # model's type count, not those its own file happened to need.
+        conversions = [
+            conversion
+            for conversion in get_model_conversion_mapping(module, add_legacy=False)
+            if not isinstance(conversion, PrefixChange)
+        ]
+        self._model = SimpleNamespace(
+            _weight_conversions=conversions, config=module.config, get_parameter=module.get_parameter
+        )
+        held = module.state_dict(keep_vars=True)
+        names = defaultdict[int, list[str]](list)
+        for name, tensor in held.items():
+            names[id(tensor)].append(name)
+        self.tied = [several for several in names.values() if len(several) > 1]
+        """Groups of names of one tensor, which the checkpoint has under the first."""
+        # ZeRO-3 leaves an empty tensor in a parameter's place, and its shape beside it.
+        shapes = {name: getattr(held[name], "ds_shape", held[name].shape) for name, *_ in names.values()}
+        meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        alone = {name: self._revert({name: tensor}) for name, tensor in meta.items()}
+        self._renamed = {
+            name: target for name, made in alone.items() for target, tensor in made.items() if tensor is meta[name]
+        }
+        """Held name -> checkpoint name of the tensors that are the same in both."""
+        members = defaultdict[str, list[str]](list)
+        for name, made in alone.items():
+            members[next(iter(made))].append(name)
+        self._members = {name: members[next(iter(made))] for name, made in alone.items()}
+        """Held name -> names that are converted together with it."""
+        self.tensors: dict[str, Tensor] = dict(self.convert(meta.items()))
+        """Checkpoint name -> a tensor on the meta device of its shape, in the order in which `convert` yields them."""
+        whole = self._revert(meta)
+        is_same = {name: t.shape for name, t in whole.items()} == {name: t.shape for name, t in self.tensors.items()}
+        if not is_same or _size(whole) != _size(meta):
+            raise WeightTransferError(
+                f"{type(module).__name__} cannot be published: its layout in transformers must turn into that of its "
+                "checkpoint one layer at a time and without loss; train another model"
+            )
+        strict = sorted(module._keep_in_fp32_modules_strict or ())
+        self._full = {target for name, made in alone.items() for target in made if any(part in name for part in strict)}
+
+    def metadata(self, dtype: torch.dtype) -> list[TensorMeta]:
+        """Name, shape and dtype on the wire of each tensor, in order, for an engine that computes in `dtype`.
+
+        What transformers keeps in float32 in any model, as the routing biases of DeepSeek-V3, travels in it.
+        """
+        return [
+            (name, tensor.shape, torch.float32 if name in self._full else dtype)
+            for name, tensor in self.tensors.items()
+        ]
+
+    def convert(self, held: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """Turn tensors by the module's names into those of the checkpoint, one layer at a time.
+
+        Most are passed on as they are; those of a re-laid-out layer are copied, and wait until all of it are there.
+        """
+        waiting: dict[str, Tensor] = {}
+        for name, tensor in held:
+            if name in self._renamed:
+                yield self._renamed[name], tensor
+            # Absent: another name of a tied tensor, or a buffer that checkpoints do not have.
+            elif members := self._members.get(name):
+                waiting[name] = tensor
+                if all(member in waiting for member in members):
+                    yield from self._revert({member: waiting.pop(member) for member in members}).items()
+
+    @torch.no_grad()
+    def load_into(self, module: PreTrainedModel, sent: Mapping[str, Tensor]) -> None:
+        """Copy the checkpoint's tensors into the module; `sent` must hold all names in their shapes."""
+        held = module.state_dict()
+        for name, target in self._renamed.items():
+            held[name].copy_(sent[target])
+        for members in {tuple(members) for name, members in self._members.items() if name not in self._renamed}:
+            # A conversion only moves elements: that of their indices tells where each of them belongs.
+            sizes = [held[name].numel() for name in members]
+            indices = zip(members, torch.arange(sum(sizes)).split(sizes), strict=True)
+            values = torch.empty(sum(sizes))
+            for target, index in self._revert({name: part.view(held[name].shape) for name, part in indices}).items():
+                values[index.flatten()] = sent[target].flatten().to(values)
+            for name, part in zip(members, values.split(sizes), strict=True):
+                held[name].copy_(part.view(held[name].shape))
+
+    def _revert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return revert_weight_conversion(self._model, tensors)
+
+
+def _size(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
