@@ -1,10 +1,53 @@
 """Inference engines of a generator."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config
+from slipstream.configs.base import Config, require
+
+_SET_BY_OTHERS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "max_model_len": "model.max_length",
+    "seed": "seed",
+    "max_num_seqs": "generators.engine.max_num_seqs",
+    "tensor_parallel_size": "generators.engine.tensor_parallel_size",
+    "pipeline_parallel_size": "generators.engine.pipeline_parallel_size",
+    "data_parallel_size": "generators.count",
+    "enable_expert_parallel": "generators.engine.expert_parallel",
+    "gpu_memory_utilization": "generators.engine.gpu_memory_utilization",
+    "enforce_eager": "generators.engine.enforce_eager",
+    "enable_prefix_caching": "generators.engine.enable_prefix_caching",
+    "enable_chunked_prefill": "generators.engine.chunked_prefill",
+    "max_num_batched_tokens": "generators.engine.max_num_batched_tokens",
+    "kv_cache_dtype": "generators.engine.kv_cache_dtype",
+    "quantization": "generators.engine.quantization",
+}
+"""Argument of vLLM -> setting that it follows from."""
+_NEEDED = {
+    "skip_tokenizer_init",
+    "distributed_executor_backend",
+    "logprobs_mode",
+    "weight_transfer_config",
+    "worker_extension_cls",
+    "disable_log_stats",
+    "load_format",
+}
+"""Arguments of vLLM on which weight updates and exact log-probabilities rest."""
+
+Quantization = Literal[
+    "fp8",
+    "fp8_per_tensor",
+    "fp8_per_block",
+    "fp8_per_channel",
+    "int8_per_channel_weight_only",
+    "mxfp8",
+    "nvfp4_per_token",
+]
+"""vLLM's kinds that start from unquantised weights; the others have no way to take an update."""
 
 
 class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
@@ -13,11 +56,25 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     max_num_seqs: Annotated[int, Meta(ge=1)] = 256
     """Largest number of sequences decoded together."""
     tensor_parallel_size: Annotated[int, Meta(ge=1)] = 1
-    """GPUs over which one engine spreads."""
+    """GPUs over which each layer of one engine spreads."""
+    pipeline_parallel_size: Annotated[int, Meta(ge=1)] = 1
+    """Groups of such GPUs over which the layers of one engine spread."""
+    expert_parallel: bool = False
+    """Spread whole experts of a mixture over those GPUs, rather than slices of each. Copies of an engine are
+    generators: `generators.count`."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
     """Share of each GPU's memory that the engine takes; unused on a CPU."""
     cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
     """Memory of the KV cache on a CPU, GiB."""
+    max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """Most tokens of one step, of prompts and of responses; null = vLLM's choice."""
+    chunked_prefill: bool | None = None
+    """Compute long prompts over several steps, beside responses; null = vLLM's choice. Always off on a CPU."""
+    kv_cache_dtype: str = "auto"
+    """Data type of the KV cache, such as `fp8`; `auto` = that of the model."""
+    quantization: Quantization | None = None
+    """Weights are quantised when they are loaded, and again at every update, by vLLM on GPUs. The engine's numbers then
+    differ from the learner's, which `weights.max_probe_diff` must allow and `algorithm.correction` corrects."""
     enforce_eager: bool = True
     """Run without compiled graphs: starts in seconds, decodes more slowly on GPUs."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
@@ -30,6 +87,30 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     """Longest start of the engine, seconds."""
     stall_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     """Longest time without a step while requests are open, seconds; then the generator exits and is started again."""
+    extra: dict[str, Any] = {}
+    """Further arguments of vLLM's `AsyncEngineArgs` by name, such as `{block_size: 32, async_scheduling: false}`."""
+
+    def __post_init__(self) -> None:
+        for name in self.extra:
+            require(
+                name not in _SET_BY_OTHERS,
+                "generators.engine.extra",
+                "leave out what has a setting of its own",
+                got=name,
+                why=f"set {_SET_BY_OTHERS.get(name)} instead",
+            )
+            require(
+                name not in _NEEDED,
+                "generators.engine.extra",
+                "leave vLLM's arguments alone on which weight updates and log-probabilities rest",
+                got=name,
+                why="answers would not be what was sampled",
+            )
+
+    @property
+    def num_workers(self) -> int:
+        """Processes, and on GPUs devices, of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class HfEngineConfig(Config, tag="hf", tag_field="kind"):

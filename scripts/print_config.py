@@ -18,7 +18,7 @@ def arithmetic(config: RunConfig) -> dict[str, str]:
     response = generators.sampling.max_tokens
     longest = config.data.max_prompt_tokens + response
     admitted = int(config.buffer.staleness.window * config.groups_per_version)
-    gpus = generators.engine.tensor_parallel_size if isinstance(generators.engine, VllmEngineConfig) else 1
+    gpus = generators.engine.num_workers if isinstance(generators.engine, VllmEngineConfig) else 1
     return {
         "trajectories per step": f"{trajectories} = {learner.groups_per_step} groups x {generators.group_size}",
         "trajectories per optimizer update": f"{trajectories // config.algorithm.updates_per_step}",

@@ -52,11 +52,11 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
     if len(gpus) == 1:
         return {name: list(gpus) for name in ("learner", *names)}
     engine = run.generators.engine
-    per_generator = engine.tensor_parallel_size if isinstance(engine, VllmEngineConfig) else 1
+    per_generator = engine.num_workers if isinstance(engine, VllmEngineConfig) else 1
     num_gpus = {"learner": run.learner.num_ranks} | dict.fromkeys(names, per_generator)
     if sum(num_gpus.values()) > len(gpus):
         raise ConfigError(
-            f"learner.num_ranks + generators.count x tensor_parallel_size must be <= the GPUs here ({len(gpus)}), got "
+            f"learner.num_ranks + generators.count x workers of an engine must be <= the GPUs here ({len(gpus)}), got "
             f"{sum(num_gpus.values())}: ask for less, or start generators on other machines by hand."
         )
     free = iter(gpus)

@@ -56,7 +56,7 @@ def _cpu_settings(config: VllmEngineConfig) -> dict[str, str]:
     if config.enforce_eager:
         # Otherwise the first response waits half a minute while torch compiles a comparison with g++.
         settings["TORCHDYNAMO_DISABLE"] = "1"
-    if config.tensor_parallel_size == 1:
+    if config.num_workers == 1:
         # On a CPU vLLM takes this to mean that the model may live in the engine process: one process less.
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return settings

@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import fields
+from difflib import get_close_matches
 from multiprocessing import resource_tracker
 
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -29,7 +31,20 @@ _ABANDON_TIMEOUT_S = 5.0
 def engine_arguments(
     model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int, reads_text: bool
 ) -> AsyncEngineArgs:
-    """Translate the config into vLLM's arguments."""
+    """Translate the config into vLLM's arguments. Raises EngineError for an unknown one."""
+    names = [each.name for each in fields(AsyncEngineArgs)]
+    if unknown := next((name for name in engine.extra if name not in names), ""):
+        close = get_close_matches(unknown, names, n=1)
+        near = f"did you mean {close[0]}?" if close else "leave it out"
+        raise EngineError(
+            f"generators.engine.extra must name arguments of this vLLM's AsyncEngineArgs, got {unknown!r}: {near}"
+        )
+    is_cpu = current_platform.is_cpu()
+    if is_cpu and engine.chunked_prefill:
+        raise EngineError(
+            "generators.engine.chunked_prefill must be false or null on a CPU, got true: vLLM cannot seed requests "
+            "there whose prompts come in chunks"
+        )
     return AsyncEngineArgs(
         model=model.path,
         dtype=model.dtype,
@@ -40,20 +55,26 @@ def engine_arguments(
         # With slots to spare, so that a probe never waits for a response to end.
         max_num_seqs=engine.max_num_seqs + PROBE_SEQUENCES,
         tensor_parallel_size=engine.tensor_parallel_size,
-        distributed_executor_backend="uni" if engine.tensor_parallel_size == 1 else "mp",
+        pipeline_parallel_size=engine.pipeline_parallel_size,
+        enable_expert_parallel=engine.expert_parallel,
+        distributed_executor_backend="uni" if engine.num_workers == 1 else "mp",
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager,
         # Answers of one turn share only their prompt, and long ones of many turns everything before the next.
         enable_prefix_caching=reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching,
         # On a CPU a seeded request whose prompt is prefilled in chunks kills vLLM's engine process: vLLM rewinds the
         # request's random generator after each chunk but the last, which torch does not support for CPU generators.
-        enable_chunked_prefill=False if current_platform.is_cpu() else None,
+        enable_chunked_prefill=False if is_cpu else engine.chunked_prefill,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        kv_cache_dtype=engine.kv_cache_dtype,
+        quantization=engine.quantization,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls=f"{OutcomeReport.__module__}.{OutcomeReport.__qualname__}",
         seed=seed,
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **engine.extra,
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -112,8 +112,8 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         receiver = CollectiveReceiver(device=self.device)
-        self._is_split = self.parallel_config.tensor_parallel_size > 1
-        self._receiver = TensorParallelReceiver(receiver, device=self.device) if self._is_split else receiver
+        self._is_split = self.parallel_config.world_size > 1
+        self._receiver = SharedReceiver(receiver, device=self.device) if self._is_split else receiver
         self._received: list[tuple[str, Tensor]] = []
         self._error = ""
         self._is_model_changed = False
@@ -224,7 +224,7 @@ class OutcomeReport:
         return self.weight_transfer_engine.pop_outcome()  # type: ignore[attr-defined]
 
 
-class TensorParallelReceiver:
+class SharedReceiver:
     """Represents all workers of one engine as a single member of the weight group. Implements WeightReceiver.
 
     The first worker receives and verifies; the others get its tensors, or the news of its failure, over vLLM's own
@@ -251,7 +251,7 @@ class TensorParallelReceiver:
             )
 
         self._run_on_first(receive)
-        group = get_tp_group()
+        group = get_world_group()
         if group.is_first_rank:
             tensors = [(name, tensor.to(self._device)) for name, tensor in tensors]
         else:
@@ -269,7 +269,7 @@ class TensorParallelReceiver:
 
     def _run_on_first(self, action: Callable[[], None]) -> None:
         """Run on the first worker only. All workers raise if it fails: one that went on would wait for tensors."""
-        group = get_tp_group()
+        group = get_world_group()
         error: WeightTransferError | None = None
         if group.is_first_rank:
             try:

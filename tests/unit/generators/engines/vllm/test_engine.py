@@ -1,9 +1,14 @@
 """Calls to vLLM's engine process: their limits."""
 
 import asyncio
+from dataclasses import fields
+from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
+from slipstream.configs import engines
+from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.engine import VllmEngine
@@ -43,3 +48,51 @@ def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool
     config = VllmEngineConfig(enable_prefix_caching=chosen)
     arguments = engine_arguments(ModelConfig(path="none"), config, seed=0, max_positions=64, reads_text=reads_text)
     assert arguments.enable_prefix_caching is is_on
+
+
+def arguments_of(**settings: Any) -> AsyncEngineArgs:
+    config = VllmEngineConfig(**settings)
+    return engine_arguments(ModelConfig(path="none"), config, seed=0, max_positions=64, reads_text=False)
+
+
+def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
+    arguments = arguments_of(
+        pipeline_parallel_size=2,
+        expert_parallel=True,
+        max_num_batched_tokens=512,
+        kv_cache_dtype="fp8",
+        quantization="fp8_per_tensor",
+        extra={"block_size": 32, "async_scheduling": False},
+    )
+    assert (arguments.pipeline_parallel_size, arguments.enable_expert_parallel) == (2, True)
+    assert (arguments.max_num_batched_tokens, arguments.kv_cache_dtype) == (512, "fp8")
+    assert (arguments.quantization, arguments.distributed_executor_backend) == ("fp8_per_tensor", "mp")
+    assert (arguments.block_size, arguments.async_scheduling) == (32, False)
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_with_the_nearest() -> None:
+    with pytest.raises(EngineError, match=r"got 'blok_size': did you mean block_size\?"):
+        arguments_of(extra={"blok_size": 32})
+
+
+def test_chunked_prefill_is_refused_on_a_cpu() -> None:
+    with pytest.raises(EngineError, match=r"chunked_prefill must be false or null on a CPU"):
+        arguments_of(chunked_prefill=True)
+
+
+@pytest.mark.parametrize(
+    ("extra", "advice"),
+    [
+        ({"max_model_len": 9}, r"got max_model_len: set model\.max_length instead"),
+        ({"data_parallel_size": 2}, r"set generators\.count instead"),
+        ({"logprobs_mode": "raw_logits"}, r"leave vLLM's arguments alone .* got logprobs_mode"),
+    ],
+)
+def test_an_argument_that_a_setting_decides_is_refused_by_name(extra: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ConfigError, match=advice):
+        VllmEngineConfig(extra=extra)
+
+
+def test_every_argument_that_a_setting_decides_is_one_of_vllms() -> None:
+    names = {each.name for each in fields(AsyncEngineArgs)}
+    assert names >= engines._NEEDED | set(engines._SET_BY_OTHERS)
