@@ -184,11 +184,11 @@ class LeaseScheduler:
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
         """Return the next prompts for the store to choose from by their rows' success rates."""
-        curriculum = self._run.data.curriculum
-        if curriculum is None:
+        curriculum, seed = self._run.data.curriculum, self._run.seed
+        num_new = min(offer.max_groups, offer.admission_limit - state.admitted)
+        if curriculum is None or num_new <= 0:
             return NOTHING_SKIPPED
         counts = self._store_counts()
-        num_new = max(0, min(offer.max_groups, offer.admission_limit - counts.admitted))
         may_skip = counts.rows_out_of_band < len(self._train)
         if not (may_skip or self._has_warned):
             self._has_warned = True
@@ -198,7 +198,6 @@ class LeaseScheduler:
             )
             log.warning("no_row_in_band", reason=reason, **counts.curriculum)
             self._store.record_event("broker", reason)
-        seed = self._run.seed
         return look_ahead(state.next_ordinal, num_new, curriculum=curriculum, seed=seed, may_skip=may_skip)
 
     def _lease(self, peer: Peer, offer: _Offer, *, upcoming: Upcoming) -> list[Prompt]:

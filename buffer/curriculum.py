@@ -28,8 +28,7 @@ class Upcoming(Record):
 
     def rows(self, *, num_rows: RowCount, seed: int) -> list[int]:
         """Return the row of each."""
-        ordinals = range(self.first, self.first + len(self.explored))
-        return [row_of(ordinal, num_rows=num_rows, seed=seed) for ordinal in ordinals]
+        return [row_of(self.first + place, num_rows=num_rows, seed=seed) for place in range(len(self.explored))]
 
 
 NOTHING_SKIPPED = Upcoming()

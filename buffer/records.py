@@ -236,6 +236,8 @@ class RunState(Record):
     Only the learner that holds it may declare a checkpoint."""
     next_ordinal: int = 0
     """Ordinal of the next new training prompt."""
+    admitted: int = 0
+    """`StoreCounts.admitted`."""
 
 
 class VersionEntry(Record):

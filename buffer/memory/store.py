@@ -73,6 +73,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
                 stepped_at=run.stepped_at,
                 fence=run.learner_fence,
                 next_ordinal=run.next_ordinal,
+                admitted=run.admitted,
             )
 
     def run_config_json(self) -> str:

@@ -56,8 +56,7 @@ class RedisPrompts(RedisConnection):
             first, last = str(evaluation_sequence(version, 0)), f"({evaluation_sequence(version + 1, 0)}"
         arguments += [first, last, 2**31 if max_evaluations is None else max_evaluations]
         flags = "".join("1" if is_explored else "0" for is_explored in upcoming.explored)
-        rows = upcoming.rows(num_rows=num_rows, seed=seed)
-        leased = self._run("lease", *arguments, upcoming.first, flags, *rows)
+        leased = self._run("lease", *arguments, upcoming.first, flags, *upcoming.rows(num_rows=num_rows, seed=seed))
         return [
             make_lease(
                 text(group),

@@ -40,7 +40,7 @@ LAYOUT = 6
 
 _STATE_FIELDS = (
     "phase", "step", "version", "announced_version", "consumed_by_version", "detail", "checkpoint", "layout",
-    "stepped_at", "learner_fence", "next_ordinal",
+    "stepped_at", "learner_fence", "next_ordinal", "admitted",
 )  # fmt: skip
 _READ_AT_ONCE = 32
 """Groups whose payloads are in memory together."""
@@ -83,7 +83,7 @@ class RedisStore(RedisPrompts, RedisBatches):
     def run_state(self) -> RunState:
         with self._mapped_errors():
             fields = self._client.hmget(self._key("run"), list(_STATE_FIELDS))
-        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence, ordinal = fields
+        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence, *admission = fields
         if phase is None:
             raise no_run(self._run_id)
         # Before any other field: under another layout they may mean something else.
@@ -99,7 +99,8 @@ class RedisStore(RedisPrompts, RedisBatches):
             detail=text(detail),
             stepped_at=int(stepped_at) / 1000 if stepped_at else None,
             fence=int(fence or 0),
-            next_ordinal=int(ordinal),
+            next_ordinal=int(admission[0]),
+            admitted=int(admission[1]),
         )
 
     def run_config_json(self) -> str:

@@ -1,7 +1,8 @@
-"""Whole serial runs that reuse groups, mix in stored ones, or drop stale ones."""
+"""Whole serial runs that reuse groups, mix in stored ones, drop stale ones, or skip prompts by a curriculum."""
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
@@ -75,3 +76,34 @@ def test_every_policy_trains_to_the_end(folder: Path, name: str, overrides: tupl
         assert row["buffer/length_bias"] > 0
         split = row["buffer/lag_in_flight"] + row["buffer/lag_publish"] + row["buffer/lag_queue"]
         assert split >= row["lag/mean"] - 1e-9, "the oldest token of a trajectory is at least as old as the mean one"
+
+
+# Of four rows, one is always right and one never.
+GRADED = """
+def score(sample):
+    kind = sample.extra_info["index"] % 4
+    return float(kind == 0 or (kind > 1 and sample.response_token_ids[0] % 2))
+"""
+
+
+def test_a_curriculum_skips_what_is_always_or_never_right_and_counts_it(folder: Path):
+    (folder / "graded.py").write_text(GRADED)
+    pq.write_table(pq.read_table(folder / "data" / "digits" / "train.parquet").slice(0, 12), folder / "twelve.parquet")
+    rules = ("data.curriculum.explore=0", "data.curriculum.low=0.05", "data.curriculum.high=0.95")
+    few = ("data.train=twelve.parquet", "learner.max_steps=8", "buffer.staleness.max_lag=0", "evaluation.every_steps=0")
+    # Too small a rate to learn from the odd tokens: what is right half the time stays so.
+    fixed = ("generators.reward.function=graded.py:score", "learner.optimizer.learning_rate=1e-6", "learner.stop=null")
+    rows = train(folder, "skipping", *rules, *few, *fixed)
+    last = rows[-1]
+    assert last["buffer/skipped_too_easy"] > 3
+    assert last["buffer/skipped_too_hard"] > 3
+    assert last["buffer/explored"] == 0
+    assert last["buffer/in_band_fraction"] == pytest.approx(0.5)
+    assert rows[0]["buffer/skipped_too_hard"] == 0, "nothing was known"
+    archive = Archive(folder / "runs" / "skipping" / "archive")
+    retired = archive.read(TrajectoryFilter(outcome="retired"))
+    groups = {int(each.trajectory.group_id): each.trajectory.prompt_uid for each in retired}
+    assert len(groups) == 8 * 4
+    kinds = [int(uid.rpartition("/")[2]) % 4 for _, uid in sorted(groups.items())]
+    assert sorted(kinds[:12]) == sorted([0, 1, 2, 3] * 3), "the first pass takes every row"
+    assert set(kinds[12:]) == {2, 3}

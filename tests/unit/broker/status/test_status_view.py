@@ -66,6 +66,13 @@ def test_groups_rejected_by_a_filter_are_shown():
     assert "0 of 0 complete groups carried no signal (0.0%)" in drawn(status)
 
 
+def test_prompts_that_the_curriculum_skipped_are_shown():
+    counted = {"skipped_too_easy": 3, "skipped_too_hard": 41, "rows": 97}
+    counts = msgspec.structs.replace(status_of().counts, curriculum=counted)
+    text = drawn(msgspec.structs.replace(status_of(), counts=counts))
+    assert "97 rows, 41 skipped_too_hard, 3 skipped_too_easy" in text
+
+
 def test_a_run_without_roles_is_shown():
     text = drawn(status_of({}))
     assert "no role has reported yet" in text
