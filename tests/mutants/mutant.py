@@ -20,6 +20,8 @@ _TIMEOUT_S, _UNTOUCHED_TIMEOUT_S = 240.0, 1200.0
 _CHAOS_SEEDS, _CHAOS_KILLS, _CHAOS_TIMEOUT_S = (1, 2, 3), 20, 400.0
 """60 kills in all."""
 _MAX_WHY = 300
+_NO_TESTS = 5
+"""Exit code of pytest when no test is left to run."""
 
 
 class Mutant(NamedTuple):
@@ -118,6 +120,8 @@ class Copy:
         except subprocess.TimeoutExpired:
             return Verdict(True, f"still running after {timeout_s:g} s", time.monotonic() - started_at)
         seconds = time.monotonic() - started_at
+        if done.returncode == _NO_TESTS:
+            raise MutantError(f"{', '.join(tests)} must hold fast tests, got none: without any, nothing is caught.")
         if done.returncode == 0:
             return Verdict(False, "", seconds)
         return Verdict(True, _first_failure(done.stdout) or f"pytest ended with {done.returncode}", seconds)
