@@ -8,6 +8,34 @@ from slipstream.configs.base import Config, require
 from slipstream.configs.generators import RewardConfig
 
 
+class LoraConfig(Config):
+    """A low-rank adapter, which is trained, checkpointed and published in place of the model's own weights."""
+
+    rank: Annotated[int, Meta(ge=1, le=512)] = 16
+    """Rank of the adapter's matrices; 512 is the largest that vLLM serves."""
+    alpha: Annotated[float, Meta(gt=0)] | None = None
+    """The adapter's product is scaled by alpha / rank. null = 2 x rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, which keeps the size of updates alike over ranks."""
+    targets: str | list[str] = "all-linear"
+    """Names of the layers that get an adapter, or their last parts, such as `[q_proj, v_proj]`; `all-linear` = every
+    linear layer but the head and a mixture's experts."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.targets == "all-linear" or (isinstance(self.targets, list) and bool(self.targets)),
+            "model.lora.targets",
+            "be all-linear or a list of names",
+            got=self.targets or "an empty list",
+            why="nothing would be trained",
+        )
+
+    @property
+    def scaled_alpha(self) -> float:
+        """Alpha, its default filled in."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
 class ModelConfig(Config):
     """The policy: a transformers checkpoint."""
 
@@ -22,6 +50,9 @@ class ModelConfig(Config):
     tokenizer's own."""
     trust_remote_code: bool = False
     """Whether code that comes with the checkpoint may run."""
+    lora: LoraConfig | None = None
+    """Adapter to train on top of the model, which stays as it is: `model.lora.rank=16`; null = all weights are
+    trained."""
 
 
 class ReplayConfig(Config):

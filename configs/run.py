@@ -180,6 +180,13 @@ def _check_learner(run: RunConfig) -> None:
         got=learner.num_ranks,
         why="that engine is one process; choose learner/engine=deepspeed",
     )
+    require(
+        run.model.lora is None or not run.algorithm.kl.refresh_every_steps,
+        "algorithm.kl.refresh_every_steps",
+        "be 0 with model.lora",
+        got=run.algorithm.kl.refresh_every_steps,
+        why="the reference is the model without its adapter, and that never changes",
+    )
 
 
 def _check_one_process(run: RunConfig) -> None:

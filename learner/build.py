@@ -30,7 +30,7 @@ from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
-from slipstream.learner.training.frozen_models import FrozenModels
+from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.trainer import Trainer
@@ -64,7 +64,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     engine = _build_engine(
         run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
     )
-    frozen_models = _load_frozen_models(run, policy, device=device, chooser=chooser)
+    frozen_models = _load_frozen_models(run, engine, device=device, chooser=chooser)
     critic = None
     if run.algorithm.advantage.needs_critic:
         critic = _build_critic(run, policy, ranks=ranks, device=device, chooser=chooser)
@@ -99,14 +99,17 @@ def _build_critic(
 
 
 def _load_frozen_models(
-    run: RunConfig, policy: Policy, *, device: torch.device, chooser: LayoutChooser
+    run: RunConfig, engine: TrainEngine[Policy], *, device: torch.device, chooser: LayoutChooser
 ) -> FrozenModels:
     """Load the reference and the teacher if the settings need them."""
-    reference = teacher = None
-    if run.algorithm.kl.coefficient:
+    policy, teacher = engine.model, None
+    reference: Policy | AdapterOff | None = None
+    if run.algorithm.kl.coefficient and run.model.lora:
+        reference = AdapterOff(engine)
+    elif run.algorithm.kl.coefficient:
         reference = load_policy(run.model, device=device).requires_grad_(False)
     if distillation := run.algorithm.distillation:
-        config = msgspec.structs.replace(run.model, path=distillation.teacher_path)
+        config = msgspec.structs.replace(run.model, path=distillation.teacher_path, lora=None)
         teacher = load_policy(config, device=device).requires_grad_(False)
         if teacher.vocab_size != policy.vocab_size:
             raise ModelError(

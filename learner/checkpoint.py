@@ -4,7 +4,8 @@ A checkpoint is written to `draft/`, synced, and renamed. It counts only once th
 (`RunState.checkpoint`): that pointer moves in the same atomic operation that retires the groups the checkpoint covers.
 
 <folder>/step-00000050/state.json        CheckpointState
-<folder>/step-00000050/model/            weights in transformers format, with tokenizer
+<folder>/step-00000050/model/            weights in transformers format, with tokenizer; an adapter merged into them
+<folder>/step-00000050/model/adapter/    the adapter alone, in peft's format, where one is trained
 <folder>/step-00000050/optimizer-rank-*  master weights and moments of each rank
 <folder>/step-00000050/random-rank-*     random number generators of each rank
 <folder>/step-00000050/reference/        the reference policy, where it is refreshed
@@ -18,6 +19,7 @@ import random
 import shutil
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -34,13 +36,15 @@ from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.engines.engine import TrainEngine
-from slipstream.learner.engines.optimizer import named_weights
+from slipstream.learner.engines.optimizer import named_weights, read_tensors
 from slipstream.learner.errors import CheckpointError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
 from slipstream.learner.training.model import Policy, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.disk import is_disk_full
+from slipstream.runtime.lora import ADAPTER_FILE
+from slipstream.runtime.model_files import weight_files
 
 _REFERENCE = "reference"
 _CRITIC = "critic"
@@ -125,6 +129,8 @@ class CheckpointState(Record):
     """Learner ranks that wrote it."""
     critic_updates: int = 0
     """Optimizer updates of the critic."""
+    base: dict[str, str] = {}
+    """Checksums of the files of the model that an adapter was trained on; empty without an adapter."""
     objective: dict[str, float] = {}
     """State that the objective carries from step to step: `ObjectiveState.save`."""
 
@@ -179,6 +185,12 @@ class Checkpoints:
             if name not in pinned:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
 
+    @cached_property
+    def _base(self) -> dict[str, str]:
+        """Checksums of the model that an adapter is trained on."""
+        path = self._run.model.path
+        return {file.name: _checksum(file) for file in weight_files(path)} if self._run.model.lora else {}
+
     # --- saving --------------------------------------------------------------------------------------------------
     def save(self, *, step: int, version: int) -> str:
         """Write a checkpoint that covers `step`, durable on return; returns its name (on rank 0).
@@ -212,7 +224,7 @@ class Checkpoints:
     def _save_reference(self, folder: Path) -> None:
         """Write the reference policy, if it is refreshed; else it is the initial policy."""
         reference = self._trainer.reference
-        if reference is not None and self._run.algorithm.kl.refresh_every_steps:
+        if isinstance(reference, Policy) and self._run.algorithm.kl.refresh_every_steps:
             weights = {name: parameter.detach().cpu() for name, parameter in named_weights(reference.causal_lm)}
             save_pretrained(reference, folder, weights=weights, config=self._run.model)
 
@@ -235,6 +247,7 @@ class Checkpoints:
             config_hash=config_hash(self._run),
             engine=_engine_name(self._run),
             num_ranks=self._ranks.size,
+            base=self._base,
             objective=self._trainer.objective.state.save(),
         )
         (draft / _STATE).write_bytes(msgspec.json.encode(state))
@@ -257,14 +270,17 @@ class Checkpoints:
         # Rank 0 alone reads them all; the others load nothing before it has.
         if self._ranks.is_first and (damage := _find_damage(folder)):
             raise CheckpointError(f"{damage}: restore the file from a copy{self._advise_other(name)}.")
+        if self._ranks.is_first and state.base != self._base:
+            raise CheckpointError(
+                f"model.path must hold the model that the adapter in {folder} was trained on, got other weights in "
+                f"{self._run.model.path}: put them back, or start a new run with model.path={folder / 'model'}."
+            )
         self._ranks.barrier()
         self._check_fits(folder, state)
-        policy = self._read_policy(folder / "model")
-        weights = {name: parameter.detach() for name, parameter in named_weights(policy.causal_lm)}
-        self._trainer.engine.restore_state(folder, weights=weights)
+        self._trainer.engine.restore_state(folder, weights=self._read_weights(folder / "model"))
         self._trainer.num_updates = state.num_updates
         self._trainer.objective.state.restore(state.objective)
-        if self._trainer.reference is not None and self._run.algorithm.kl.refresh_every_steps:
+        if isinstance(self._trainer.reference, Policy) and self._run.algorithm.kl.refresh_every_steps:
             self._trainer.reference.load_state_dict(self._read_policy(folder / _REFERENCE).state_dict())
         self._restore_critic(folder / _CRITIC, num_updates=state.critic_updates)
         # Last, because loading a model may draw random numbers.
@@ -301,22 +317,28 @@ class Checkpoints:
                 f"new run with model.path={folder / 'model'}."
             )
 
+    def _read_weights(self, folder: Path) -> dict[str, Tensor]:
+        """Read what is trained: the model, or its adapter alone."""
+        if self._run.model.lora:
+            return read_tensors(folder / ADAPTER_FILE)
+        return {name: weight.detach() for name, weight in named_weights(self._read_policy(folder).causal_lm)}
+
     def _read_policy(self, folder: Path) -> Policy:
-        config = msgspec.structs.replace(self._run.model, path=str(folder))
+        config = msgspec.structs.replace(self._run.model, path=str(folder), lora=None)
         is_reward_model = self._run.trains_reward_model
         return load_policy(config, device=self._trainer.engine.device, is_reward_model=is_reward_model)
 
 
 def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) -> None:
     """Write the weights (float32, transformers format) and the tokenizer. Collective; rank 0 writes."""
-    weights = gather_to_first(trainer.engine, ranks=ranks)
+    weights = gather_to_first(trainer.engine, ranks=ranks, is_whole=True)
     if ranks.is_first:
         save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model)
 
 
-def gather_to_first(engine: TrainEngine, *, ranks: Ranks) -> dict[str, Tensor]:
-    """All parameters in host memory on rank 0, nothing on the others. Collective."""
-    return {name: tensor.cpu() for name, tensor in engine.gather_parameters() if ranks.is_first}
+def gather_to_first(engine: TrainEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
+    """All parameters in host memory on rank 0, nothing on the others; `is_whole`: see Trainable. Collective."""
+    return {name: tensor.cpu() for name, tensor in engine.gather_parameters(is_whole=is_whole) if ranks.is_first}
 
 
 def _engine_name(run: RunConfig) -> str:

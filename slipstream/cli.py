@@ -361,7 +361,7 @@ def _split_models(words: list[str]) -> tuple[list[str], RunConfig]:
     if not models:
         raise ConfigError("MODEL must be a folder in transformers format or a name on the hub, got none.")
     settings = load([word for word in words if word not in models])
-    model = msgspec.structs.replace(settings.model, path=models[0])
+    model = msgspec.structs.replace(settings.model, path=models[0], lora=None)
     return models, msgspec.structs.replace(settings, model=model)
 
 

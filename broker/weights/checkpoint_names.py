@@ -16,6 +16,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.buckets import TensorMeta
+from slipstream.runtime.lora import adapter_parameters
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
@@ -115,6 +116,25 @@ class CheckpointNames:
 
     def _revert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return revert_weight_conversion(self._model, tensors)
+
+
+class AdapterNames(CheckpointNames):
+    """Names and shapes of an adapter, which are those of peft's files."""
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        """`module` may be on the meta device or sharded."""
+        parameters = adapter_parameters(module)
+        shapes = {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in parameters}
+        self.tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        self.tied, self._full = [], set()
+
+    def convert(self, held: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        return iter(held)
+
+    @torch.no_grad()
+    def load_into(self, module: PreTrainedModel, sent: Mapping[str, Tensor]) -> None:
+        for name, parameter in adapter_parameters(module):
+            parameter.copy_(sent[name])
 
 
 def _size(tensors: Mapping[str, Tensor]) -> int:

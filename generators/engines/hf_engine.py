@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from slipstream.broker.messages import OpenEpoch, Update
-from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
@@ -22,6 +22,7 @@ from slipstream.configs.engines import HfEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
 from slipstream.generators.engines.weight_layout import WeightLayout, receive_update
 from slipstream.generators.errors import EngineDiedError, EngineError
+from slipstream.runtime.lora import attach_adapter
 
 log = structlog.get_logger(__name__)
 
@@ -211,9 +212,11 @@ class HfEngine:
             # transformers' SDPA leaves the soft cap of attention scores out without a word.
             model.set_attn_implementation("eager")
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        if self._config.lora:
+            attach_adapter(model, self._config.lora, base=path)
         self._tokenizer = tokenizer
         self._model = model.to(device).eval().requires_grad_(False)
-        self._names = CheckpointNames(self._model)
+        self._names = AdapterNames(self._model) if self._config.lora else CheckpointNames(self._model)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)
         self._pad_token_id = tokenizer.pad_token_id or 0
 

@@ -107,8 +107,8 @@ class DeepSpeedEngine(Generic[M]):
         norm = self._engine.get_global_grad_norm() if self._stage else self._grad_norm
         return check_grad_norm(float(norm), setting=self._setting)
 
-    def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in _buckets(self._model.weights()):
+    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for bucket in _buckets(self._model.weights(is_whole=is_whole)):
             with self._gathered([parameter for _, parameter in bucket]):
                 whole = [(name, parameter.detach()) for name, parameter in bucket]
                 # ZeRO-3 frees the gathered memory when the context ends, but a consumer may keep the tensors.

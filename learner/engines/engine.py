@@ -44,8 +44,11 @@ class Trainable(Protocol):
         """Compute the outputs for the predicted tokens by name."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and persistent buffer by name; a tied one under each of its names."""
+    def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield every trained parameter and persistent buffer by name; a tied one under each of its names.
+
+        `is_whole`: also those that an adapter leaves as they are, all by their names in the module.
+        """
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -93,8 +96,10 @@ class TrainEngine(Protocol[M]):
         """
         ...
 
-    def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield unsharded parameters, and buffers, under the names that `model` gives them, float32, on `device`.
+
+        `is_whole`: see Trainable.
 
         A parameter that is not sharded is yielded itself: copy it before the next step.
         """

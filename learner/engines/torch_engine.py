@@ -54,8 +54,8 @@ class TorchEngine(Generic[M]):
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def gather_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.weights():
+    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.weights(is_whole=is_whole):
             yield name, parameter.detach()
 
     def save_state(self, folder: Path) -> None:

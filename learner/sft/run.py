@@ -130,7 +130,7 @@ class SftRun:
     def _finish(self) -> None:
         if self._saved_step < self._step:
             self._checkpoint()
-        weights = gather_to_first(self._trainer.engine, ranks=self._ranks)
+        weights = gather_to_first(self._trainer.engine, ranks=self._ranks, is_whole=True)
         if self._ranks.is_first:
             self._disk.retry(
                 lambda: save_pretrained(

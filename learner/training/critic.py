@@ -119,7 +119,7 @@ class ValueModel(nn.Module):
         output = forward_pass(self.trunk, microbatch, compute_dtype=self.compute_dtype)
         return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Parameters and buffers of the trunk as `trunk.*`, of the head as `head.*`."""
         return named_weights(self)
 

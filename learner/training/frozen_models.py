@@ -25,11 +25,32 @@ class AuxInputs(NamedTuple):
     """Numbers per token beside its own."""
 
 
+class AdapterOff:
+    """The policy without its adapter, as the reference of a run that trains one: no second model is in memory."""
+
+    def __init__(self, engine: TrainEngine[Policy]) -> None:
+        self._engine = engine
+
+    def __call__(self, microbatch: Microbatch) -> dict[str, Tensor]:
+        """Collective."""
+        with self._engine.model.adapter_off():
+            return self._engine.forward(microbatch)
+
+    def logits(self, microbatch: Microbatch) -> Tensor:
+        """Collective."""
+        with self._engine.model.adapter_off():
+            return self._engine.model.logits(microbatch)
+
+
 class FrozenModels:
     """Whole on every rank, and loaded only where the settings need them."""
 
     def __init__(
-        self, config: AlgorithmConfig, *, reference: Policy | None = None, teacher: Policy | None = None
+        self,
+        config: AlgorithmConfig,
+        *,
+        reference: Policy | AdapterOff | None = None,
+        teacher: Policy | None = None,
     ) -> None:
         self._config = config
         self.reference = reference
@@ -62,7 +83,7 @@ class FrozenModels:
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
         """Replace the reference by the learner of this step, if one is due. Collective."""
         every = self._config.kl.refresh_every_steps
-        if self.reference and every and step % every == 0:
+        if isinstance(self.reference, Policy) and every and step % every == 0:
             targets = dict(named_weights(self.reference.causal_lm))
             for name, parameter in engine.gather_parameters():
                 targets[name].copy_(parameter)

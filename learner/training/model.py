@@ -1,6 +1,7 @@
 """The policy: a transformers causal language model that answers with log-probabilities of tokens."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,14 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available, logging
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Requested, measure_tokens
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
+from slipstream.runtime.lora import adapter_off, adapter_parameters, attach_adapter, check_targets, merge, save_adapter
 from slipstream.runtime.model_files import read_chat_template
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
@@ -67,9 +69,13 @@ class OutputHead(nn.Module):
 class Policy(nn.Module):
     """The module that a training engine runs: float32 master weights, matrix products in `compute_dtype`."""
 
-    def __init__(self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32, has_adapter: bool = False
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.has_adapter = has_adapter
+        """Whether an adapter is trained rather than the model's own weights."""
         self.compute_dtype = compute_dtype
         """Data type of matrix products."""
         self.head: OutputHead | None = None
@@ -134,11 +140,19 @@ class Policy(nn.Module):
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
         """The model's tensors as engines load them. Raises WeightTransferError for one that cannot be published."""
-        return CheckpointNames(self.causal_lm)
+        return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and persistent buffers by the module's names, a tied one under each of its names."""
-        return named_weights(self.causal_lm)
+    def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and persistent buffers by the module's names, a tied one under each of its names.
+
+        Of an adapter, only its parameters, by their names in peft's files, unless `is_whole`.
+        """
+        is_adapter = self.has_adapter and not is_whole
+        return adapter_parameters(self.causal_lm) if is_adapter else named_weights(self.causal_lm)
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Context in which the policy is the model that its adapter is trained on."""
+        return adapter_off(self.causal_lm)
 
 
 class RewardModel(Policy):
@@ -198,14 +212,18 @@ def load_policy(
 ) -> Policy:
     """Load the checkpoint with float32 weights and without dropout; for a reward model a language model's will do, too.
 
-    Raises ModelError.
+    With `config.lora`, it gets a new adapter. Raises ModelError, ConfigError.
     """
+    if config.lora:
+        check_targets(config)
     kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
     module, _ = load_module(kind, config, device=device, setting="model.path")
+    if config.lora:
+        attach_adapter(module, config.lora, base=config.path)
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     wrap = RewardModel if is_reward_model else Policy
-    policy = wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype])
+    policy = wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype], has_adapter=config.lora is not None)
     if not is_reward_model:
         policy.head = _find_head(policy)
     try:
@@ -236,7 +254,13 @@ def _find_head(policy: Policy) -> OutputHead | None:
 
 
 def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig) -> None:
-    """Write a checkpoint in transformers format, with the tokenizer of the initial one where it has one."""
+    """Write a checkpoint in transformers format, with the tokenizer of the initial one where it has one.
+
+    `weights`: all of the module's. An adapter is merged into them, and also written beside them.
+    """
+    if policy.has_adapter:
+        save_adapter(policy.causal_lm, folder, weights=weights)
+        weights = merge(policy.causal_lm, weights)
     policy.causal_lm.save_pretrained(folder, state_dict=weights)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)

@@ -161,9 +161,8 @@ def _tokenizer_files(path: str) -> dict[str, str]:
 
 def _tensors(path: str) -> dict[str, Any]:
     shapes: dict[str, list[int]] = {}
-    for name in _weight_files(path):
-        found = find_file(path, name)
-        header = _header(found) if found else None
+    for found in weight_files(path):
+        header = _header(found)
         if header is None:
             return {}
         shapes |= header
@@ -176,9 +175,12 @@ def _tensors(path: str) -> dict[str, Any]:
     return {"num_tensors": len(shapes), "num_parameters": size, "shapes": _digest(packed)}
 
 
-def _weight_files(path: str) -> list[str]:
+def weight_files(path: str) -> list[Path]:
+    """The checkpoint's safetensors files; empty when one is missing."""
     weight_map = read_json(path, _INDEX).get("weight_map")
-    return sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else [_WEIGHTS]
+    names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else [_WEIGHTS]
+    found = [find_file(path, name) for name in names]
+    return [file for file in found if file] if all(found) else []
 
 
 def _header(file: Path) -> dict[str, list[int]] | None:

@@ -1,0 +1,164 @@
+"""LoRA: the adapter in a transformers model, its tensors by their names in peft's files, and its merge into the base.
+
+Learner and engines put the same adapter into the model of `model.path`: the learner trains and publishes its tensors
+only, so their names, order and shapes are what an update must have.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from slipstream.configs.base import ConfigError, require
+from slipstream.configs.data import LoraConfig, ModelConfig
+
+ADAPTER_FILE = "adapter/adapter_model.safetensors"
+"""Beside the merged weights. Not among them, where transformers would load it on top of what it is merged into."""
+_PREFIX = "base_model.model."
+_HEAD = "score"
+"""New head of a sequence classifier, which is trained whole."""
+
+
+def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
+    """Names of the modules that get an adapter. Raises ConfigError for a target without one, or that no engine serves.
+
+    `module` may be on the meta device.
+    """
+    heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]
+    parts = dict(module.named_modules())
+    fit = [
+        name
+        for name, part in parts.items()
+        if isinstance(part, nn.Linear | Conv1D) and ".experts." not in name and not any(part is head for head in heads)
+    ]
+    if lora.targets == "all-linear":
+        return fit
+    found = set[str]()
+    for target in lora.targets:
+        matching = {name for name in parts if f".{name}".endswith(f".{target}")}
+        known = f"this {type(module).__name__} has {', '.join(sorted({_last(name) for name in fit}))}"
+        require(bool(matching), "model.lora.targets", "name layers of the model", got=target, why=known)
+        must = "name linear layers, and neither the head nor embeddings nor experts, for which vLLM serves no adapter"
+        require(matching <= set(fit), "model.lora.targets", must, got=target, why=known)
+        found |= matching
+    return [name for name in fit if name in found]
+
+
+def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> None:
+    """Put a new adapter, whose product is zero, into the model: it alone requires gradients. Raises ConfigError.
+
+    `base`: path of the model, for peft's files.
+    """
+    try:
+        # Takes most of a second, which runs without an adapter do not wait for.
+        import peft
+    except ImportError as error:
+        raise ConfigError(f"model.lora needs peft, got {error}: install the `cpu` or `gpu` extra.") from error
+    names = find_targets(module, lora)
+    parts = dict(module.named_modules())
+    # By their last parts where these name no other module: that is how people and tools write them.
+    ends = {_last(name) for name in names}
+    is_exact = set(names) == {name for name in parts if _last(name) in ends}
+    has_head = hasattr(module, _HEAD)
+    settings = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.scaled_alpha,  # type: ignore[arg-type]
+        use_rslora=lora.rslora,
+        target_modules=sorted(ends if is_exact else names),
+        fan_in_fan_out=any(isinstance(parts[name], Conv1D) for name in names),
+        base_model_name_or_path=base,
+        task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
+    )
+    peft.inject_adapter_in_model(settings, module)
+    if has_head:
+        module.get_submodule(_HEAD).requires_grad_(True)
+        settings.modules_to_save = [_HEAD]
+
+
+def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the adapter's parameters, and the head that is trained with it, by their names in peft's files."""
+    for name, parameter in module.named_parameters():
+        if ".lora_" in name or name.startswith(f"{_HEAD}."):
+            yield _PREFIX + name.replace(".default.", "."), parameter
+
+
+@contextmanager
+def adapter_off(module: nn.Module) -> Iterator[None]:
+    """The model without its adapter, which is its base."""
+    layers = _adapter_layers(module).values()
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merge(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of the base with the adapter added, by the base's names; `weights` are all those of `module`.
+
+    W + scaling * B A
+    """
+    layers = _adapter_layers(module)
+    merged = {}
+    for name, tensor in weights.items():
+        path, _, kind = name.rpartition(".base_layer.")
+        if kind == "weight":
+            first, second = (weights[f"{path}.lora_{matrix}.default.weight"] for matrix in "AB")
+            product = layers[path].scaling["default"] * (second @ first)
+            tensor = tensor + (product.T if layers[path].fan_in_fan_out else product)
+        if ".lora_" not in name:
+            merged[name.replace(".base_layer.", ".")] = tensor
+    return merged
+
+
+def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tensor]) -> None:
+    """Write the adapter in peft's format below a model's folder; `weights` are all those of `module`."""
+    file = folder / ADAPTER_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    tensors = {name: weights[names[id(parameter)]].contiguous() for name, parameter in adapter_parameters(module)}
+    save_file(tensors, file, metadata={"format": "pt"})
+    settings = module.peft_config["default"].to_dict() | {"inference_mode": True}  # type: ignore[index, operator]
+    # peft keeps them as a set, in an order that changes from process to process.
+    settings["target_modules"] = sorted(settings["target_modules"])
+    (file.parent / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
+
+
+def meta_model(config: ModelConfig) -> PreTrainedModel:
+    """The model of `model.path` without memory for its weights, with the adapter if there is one.
+
+    Raises ConfigError for the adapter, OSError or ValueError for the checkpoint.
+    """
+    settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
+        if config.lora:
+            attach_adapter(module, config.lora, base=config.path)
+    return module
+
+
+def check_targets(config: ModelConfig) -> None:
+    """Raise ConfigError for a target that the model lacks, before it is loaded; loading reports all else."""
+    try:
+        meta_model(config)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError):
+        return
+
+
+def _adapter_layers(module: nn.Module) -> dict[str, Any]:
+    return {name: part for name, part in module.named_modules() if hasattr(part, "lora_A")}
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

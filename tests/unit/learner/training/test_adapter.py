@@ -1,0 +1,172 @@
+"""Training of an adapter: what moves, what stays, what is saved, and that peft and plain transformers agree."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import KlConfig
+from slipstream.configs.base import ConfigError
+from slipstream.configs.data import LoraConfig, ModelConfig
+from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
+from slipstream.learner.checkpoint import Checkpoints, save_model
+from slipstream.learner.errors import CheckpointError
+from slipstream.learner.training.model import load_policy
+from slipstream.runtime.lora import ADAPTER_FILE
+from slipstream.scripts.init_random_model import make_model as make_random_model
+from tests.tiny_model import make_tokenizer
+from tests.unit.learner.builders import CPU, make_alone, make_groups, make_model, make_run, make_trainer, weights, zero
+
+PROMPT = torch.tensor([[4, 8, 2, 9, 5, 6, 7, 3]])
+RECOMPUTING = msgspec.structs.replace(zero(2), gradient_checkpointing=True)
+ENGINES = {"torch": TorchEngineConfig(), "zero-2": RECOMPUTING, "zero-3": zero(3)}
+
+
+def make_lora_run(path, *, engine=TorchEngineConfig(), kl=0.0, estimator="k3", **lora):
+    return make_run(
+        path,
+        model=ModelConfig(path=str(path), lora=LoraConfig(**({"rank": 4} | lora))),
+        learner={"engine": engine, "optimizer": OptimizerConfig(learning_rate=1e-2)},
+        algorithm=AlgorithmConfig(kl=KlConfig(coefficient=kl, estimator=estimator)),
+    )
+
+
+def start(run, folder=None):
+    torch.manual_seed(run.seed)
+    trainer = make_trainer(run)
+    checkpoints = Checkpoints(folder / "checkpoints", run=run, trainer=trainer, ranks=make_alone()) if folder else None
+    return trainer, checkpoints
+
+
+def steps(trainer, numbers):
+    return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
+
+
+def whole(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.engine.gather_parameters(is_whole=True)}
+
+
+def logits_of(module):
+    with torch.no_grad():
+        return module.eval()(input_ids=PROMPT).logits
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
+def test_every_engine_moves_the_adapter_alone_and_alike(tmp_path, engine):
+    path = make_model(tmp_path)
+    expected, reference = start(make_lora_run(path, kl=0.1))[0], start(make_lora_run(path, engine=engine, kl=0.1))[0]
+    before = whole(reference)
+    for one, other in zip(steps(expected, range(2)), steps(reference, range(2)), strict=True):
+        assert other == pytest.approx(one, abs=1e-5, rel=1e-4)
+    found = weights(reference)
+    assert all((found[name] - tensor).abs().max() < 1e-5 for name, tensor in weights(expected).items())
+    moved = {name for name, tensor in whole(reference).items() if not tensor.equal(before[name])}
+    assert moved == {name for name in before if ".lora_" in name}
+    assert len(moved) == len(found) == 28
+    assert all(name.startswith("base_model.model.model.layers.") for name in found)
+    moments = sum(state["exp_avg"].numel() for state in reference.engine.optimizer.state.values())
+    assert moments == sum(tensor.numel() for tensor in found.values())
+
+
+@pytest.mark.parametrize("engine", [zero(2), zero(3)], ids=["zero-2", "zero-3"])
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
+    run = make_lora_run(make_model(tmp_path), engine=engine)
+    straight, _ = start(run)
+    expected = steps(straight, range(3))
+    trainer, checkpoints = start(run, tmp_path)
+    steps(trainer, range(2))
+    name = checkpoints.save(step=2, version=2)
+    torch.manual_seed(7)  # another adapter, which the checkpoint must replace
+    resumed, checkpoints = start(msgspec.structs.replace(run, seed=7), tmp_path)
+    assert checkpoints.restore(name).step == 2
+    expected[2].pop("learner/grad_cosine")
+    assert steps(resumed, [2]) == expected[2:]
+    assert all(tensor.equal(weights(resumed)[name]) for name, tensor in weights(straight).items())
+
+
+def test_a_base_that_changed_is_refused(tmp_path):
+    run = make_lora_run(make_model(tmp_path))
+    _, checkpoints = start(run, tmp_path)
+    name = checkpoints.save(step=1, version=1)
+    file = Path(run.model.path) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.path must hold the model that the adapter in .* got other"):
+        start(run, tmp_path)[1].restore(name)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen2"])
+def test_the_saved_model_is_the_base_with_its_adapter(tmp_path, architecture):
+    import peft
+
+    base = make_random_model(architecture=architecture, layers=2, width=64, seed=3, head_width=32)
+    base.save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    run = make_lora_run(tmp_path / "base", rslora=True)
+    policy = load_policy(run.model, device=CPU)
+    for _, parameter in policy.weights():
+        torch.nn.init.normal_(parameter, std=0.05)
+    trainer, _ = start(run)
+    trainer.engine.model.load_state_dict(policy.state_dict())
+    save_model(trainer, tmp_path / "model", run=run, ranks=make_alone())
+
+    trained = logits_of(policy.causal_lm)
+    assert (trained - logits_of(base)).abs().max() > 0.01
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert {name for name, _ in merged.named_parameters()} == {name for name, _ in base.named_parameters()}
+    assert (logits_of(merged) - trained).abs().max() < 1e-6
+    adapted = peft.PeftModel.from_pretrained(base, (tmp_path / "model" / ADAPTER_FILE).parent)
+    assert (logits_of(adapted) - trained).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("engine", "estimator"), [(TorchEngineConfig(), "k3"), (zero(3), "full")], ids=["k3", "full"])
+def test_the_reference_is_the_base_without_a_second_model(tmp_path, engine, estimator):
+    path = make_model(tmp_path)
+    trainer, _ = start(make_lora_run(path, engine=engine, kl=0.5, estimator=estimator))
+    first, *_, last = steps(trainer, range(3))
+    assert first["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert last["learner/reference_kl"] > 1e-4
+    twin = load_policy(ModelConfig(path=str(path)), device=CPU)
+    samples = trainer.collate(trainer._build(make_groups(), 0, max_lags=(), weights=(), num_mixed=0).updates[0])
+    with torch.no_grad():
+        assert all(trainer.reference.logits(one).equal(twin.logits(one)) for one in samples)
+        assert all(trainer.reference(one)["logprobs"].equal(twin(one)["logprobs"]) for one in samples)
+        assert not trainer.engine.forward(samples[0])["logprobs"].equal(twin(samples[0])["logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (["q_proj", "w_proj"], "name layers of the model, got w_proj: this Qwen2ForCausalLM has down_proj, gate_proj, k_"),
+        (["lm_head"], "name linear layers, and neither the head nor embeddings nor experts, .* got lm_head"),
+        (["embed_tokens"], ".* neither the head nor embeddings .* got embed_tokens"),
+        (["roj"], "name layers of the model, got roj"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, targets, words):
+    path = make_model(tmp_path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=rf"model\.lora\.targets must {words}"):
+        load_policy(ModelConfig(path=str(path), lora=LoraConfig(targets=targets)), device=CPU)
+
+
+def test_only_chosen_layers_get_an_adapter(tmp_path):
+    config = ModelConfig(path=str(make_model(tmp_path)), lora=LoraConfig(targets=["q_proj", "layers.1.mlp.up_proj"]))
+    names = [name.removeprefix("base_model.model.model.") for name, _ in load_policy(config, device=CPU).weights()]
+    assert names == [
+        f"layers.{path}.lora_{matrix}.weight"
+        for path in ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj")
+        for matrix in "AB"
+    ]
+
+
+def test_a_reward_models_head_is_trained_whole(tmp_path):
+    config = ModelConfig(path=str(make_model(tmp_path)), lora=LoraConfig(targets=["q_proj"]))
+    policy = load_policy(config, device=CPU, is_reward_model=True)
+    trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert {name for name, _ in policy.weights() if ".lora_" not in name} == {"base_model.model.score.weight"}
+    assert len(trained) == len(dict(policy.weights())) == 5
