@@ -82,6 +82,11 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
         settings.modules_to_save = [_HEAD]
 
 
+def adapted_layers(module: nn.Module) -> list[str]:
+    """Last parts of the names of the layers with an adapter."""
+    return sorted({_last(name) for name in _adapter_layers(module)})
+
+
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the adapter's parameters, and the head that is trained with it, by their names in peft's files."""
     for name, parameter in module.named_parameters():
@@ -127,7 +132,7 @@ def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tenso
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     tensors = {name: weights[names[id(parameter)]].contiguous() for name, parameter in adapter_parameters(module)}
     save_file(tensors, file, metadata={"format": "pt"})
-    settings = module.peft_config["default"].to_dict() | {"inference_mode": True}  # type: ignore[index, operator]
+    settings = module.peft_config["default"].to_dict() | {"inference_mode": True}
     # peft keeps them as a set, in an order that changes from process to process.
     settings["target_modules"] = sorted(settings["target_modules"])
     (file.parent / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))

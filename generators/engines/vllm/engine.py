@@ -13,8 +13,7 @@ from typing import TypeVar
 
 import msgspec
 import structlog
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import tokens_input
@@ -25,12 +24,14 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, Update
-from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
+from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
+from slipstream.generators.engines.vllm.adapter import ADAPTER, describe
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.vllm.fatal_error import read_fatal_error
 from slipstream.generators.engines.vllm.process import (
@@ -43,6 +44,7 @@ from slipstream.generators.engines.vllm.process import (
 from slipstream.generators.engines.vllm.stats import StepWatchdog, read_load
 from slipstream.generators.engines.weight_layout import WeightLayout
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
+from slipstream.runtime.lora import adapted_layers, meta_model
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -83,9 +85,18 @@ class VllmEngine:
     async def start(self) -> None:
         """Start the engine process and load the model; takes half a minute on a CPU. Raises EngineError."""
         check_environment(engine_environment(self._config))
-        self._end_token_ids, max_positions, self._names = _read_checkpoint(self._model)
+        self._end_token_ids, module = _read_checkpoint(self._model)
+        try:
+            self._names = AdapterNames(module) if self._model.lora else CheckpointNames(module)
+        except WeightTransferError as error:
+            raise EngineError(f"model.path: {error}") from error
         arguments = engine_arguments(
-            self._model, self._config, seed=self._seed, max_positions=max_positions, reads_text=self._reads_text
+            self._model,
+            self._config,
+            seed=self._seed,
+            max_positions=module.config.get_text_config().max_position_embeddings,
+            reads_text=self._reads_text,
+            lora_targets=adapted_layers(module),
         )
         self._llm = await start_llm(arguments, timeout_s=self._config.start_timeout_s)
         await self._call(self._llm.update_weight_version(str(self._version)))
@@ -201,9 +212,13 @@ class VllmEngine:
         # Fetched buckets lie in memory already. `WeightUpdates` ends a broadcast that hangs long before this limit.
         limit_s = update.timeout_s * (1 if fetched else len(update.bucket_bytes)) + _CALL_TIMEOUT_S
         try:
-            await self._call(llm.start_weight_update())
-            await self._call(llm.update_weights(self._update_request(update, fetched)), timeout_s=limit_s)
-            await self._call(llm.finish_weight_update())
+            request = self._update_request(update, fetched)
+            if self._model.lora:
+                await self._call(llm.collective_rpc("update_adapter", args=(request.update_info,)), timeout_s=limit_s)
+            else:
+                await self._call(llm.start_weight_update())
+                await self._call(llm.update_weights(request), timeout_s=limit_s)
+                await self._call(llm.finish_weight_update())
             error, is_model_changed = await self._pop_weight_outcome()
         except EngineError as caught:
             # How far the update got is unknown: assume that the model was changed.
@@ -217,8 +232,9 @@ class VllmEngine:
 
     async def _abort_weight_update(self) -> None:
         # vLLM refuses the next update while it considers one to be in progress.
-        with suppress(EngineError):
-            await self._call(self._running.finish_weight_update())
+        if not self._model.lora:
+            with suppress(EngineError):
+                await self._call(self._running.finish_weight_update())
         with suppress(EngineError):
             await self._pop_weight_outcome()
 
@@ -263,6 +279,7 @@ class VllmEngine:
                 "timeout_s": update.timeout_s,
                 "fetched_paths": fetched.paths if fetched else [],
                 "tied": names.tied,
+                "lora": describe(self._model.lora),
                 "rejection": rejection,
             }
         )
@@ -275,7 +292,8 @@ class VllmEngine:
             while True:
                 # Salted with the update rather than the version: a version may be loaded twice, first incorrectly.
                 prompt = tokens_input(token_ids, cache_salt=str(self._num_updates))
-                async for output in self._running.generate(prompt, params, request_id):
+                adapter = ADAPTER if self._model.lora else None
+                async for output in self._running.generate(prompt, params, request_id, lora_request=adapter):
                     final = output
                 if request_id not in self._to_restart:
                     self._has_answered = True
@@ -333,21 +351,17 @@ class VllmEngine:
         return self._llm
 
 
-def _read_checkpoint(model: ModelConfig) -> tuple[list[int], int, CheckpointNames]:
-    """Return the end tokens, the number of positions, and the names that updates must have."""
+def _read_checkpoint(model: ModelConfig) -> tuple[list[int], PreTrainedModel]:
+    """Return the end tokens, and the module that the learner trains. Raises EngineError, ConfigError."""
     try:
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        # The module that the learner trains; on the meta device it takes no memory.
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-        names = CheckpointNames(module)
-    except WeightTransferError as error:
-        raise EngineError(f"model.path: {error}") from error
+        module = meta_model(model)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise EngineError(f"model.path must hold a transformers checkpoint, got {model.path!r}: {error}") from error
     try:
         generation = GenerationConfig.from_pretrained(model.path)
     except OSError:
-        generation = GenerationConfig.from_model_config(config)
-    return end_token_ids(tokenizer, generation), config.get_text_config().max_position_embeddings, names
+        generation = GenerationConfig.from_model_config(module.config)
+    return end_token_ids(tokenizer, generation), module

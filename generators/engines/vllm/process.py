@@ -18,6 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
+from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.fatal_error import forget_fatal_error, read_fatal_error
 from slipstream.generators.engines.vllm.stats import LoadRecorder
 from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
@@ -29,9 +30,18 @@ _ABANDON_TIMEOUT_S = 5.0
 
 
 def engine_arguments(
-    model: ModelConfig, engine: VllmEngineConfig, *, seed: int, max_positions: int, reads_text: bool
+    model: ModelConfig,
+    engine: VllmEngineConfig,
+    *,
+    seed: int,
+    max_positions: int,
+    reads_text: bool,
+    lora_targets: list[str],
 ) -> AsyncEngineArgs:
-    """Translate the config into vLLM's arguments. Raises EngineError for an unknown one."""
+    """Translate the config into vLLM's arguments. Raises EngineError for an unknown one.
+
+    `lora_targets`: last parts of the names of layers with an adapter.
+    """
     names = [each.name for each in fields(AsyncEngineArgs)]
     if unknown := next((name for name in engine.extra if name not in names), ""):
         close = get_close_matches(unknown, names, n=1)
@@ -74,6 +84,7 @@ def engine_arguments(
         seed=seed,
         disable_log_stats=True,
         use_tqdm_on_load=False,
+        **lora_arguments(model.lora, targets=lora_targets),
         **engine.extra,
     )
 

@@ -32,6 +32,7 @@ from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.broker.weights.shared_buckets import map_buckets
 from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
 from slipstream.generators.engines.vllm.fatal_error import report_fatal_errors
 from slipstream.generators.engines.vllm.verify import cpu_kernels, first_mismatch, first_stale_kernel
 
@@ -49,6 +50,7 @@ def register() -> None:
     if multiprocessing.current_process().name.startswith(VLLM_PROCESSES):
         die_with_parent()
         report_fatal_errors()
+        serve_adapters_of_gpt2()
 
 
 # --- parent watch ----------------------------------------------------------------------------------------------------
@@ -94,6 +96,8 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     """Shared memory with fetched buckets; empty = the buckets are broadcast."""
     tied: list[list[str]] = field(default_factory=list)
     """Groups of names of one tensor, which comes under the first: CheckpointNames.tied."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Settings of the adapter that the tensors are; empty = they are the model's own."""
     rejection: str = ""
     """Reason why this update must not be loaded whatever arrives; empty = it may be."""
 
@@ -154,6 +158,23 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             if layer := first_stale_kernel(self.model, kernels_before):
                 raise WeightTransferError(f"every layer must get a new kernel, {layer} kept the old one")
             self._verify_loaded(received)
+
+    def update_adapter(self, update_info: BroadcastInfo) -> None:
+        """Receive, verify and load an adapter; vLLM's own end of an update would empty the slot."""
+        self.start_weight_update()
+        self.receive_weights(update_info)
+        received, self._received = self._received, []
+        if not received:
+            return
+        self._is_model_changed = True
+        with self._recording_errors():
+            load_adapter(self.model, received, settings=update_info.lora)
+            mismatch = first_adapter_mismatch(self.model, received, settings=update_info.lora)
+            # A split model holds slices of the tensors; the probe still checks it.
+            if mismatch and not self._is_split:
+                raise WeightTransferError(
+                    f"vLLM must hold {mismatch} as it was sent, it holds something else or nothing"
+                )
 
     def shutdown(self) -> None:
         self._receiver.close()
@@ -218,10 +239,13 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
 
 class OutcomeReport:
-    """Mixin of vLLM's worker class that lets `collective_rpc` call `pop_outcome`."""
+    """Mixin of vLLM's worker class that lets `collective_rpc` call methods of BroadcastWeights."""
 
     def pop_weight_outcome(self) -> tuple[str, bool]:
         return self.weight_transfer_engine.pop_outcome()  # type: ignore[attr-defined]
+
+    def update_adapter(self, update_info: dict[str, Any]) -> None:
+        self.weight_transfer_engine.update_adapter(BroadcastInfo(**update_info))  # type: ignore[attr-defined]
 
 
 class SharedReceiver:

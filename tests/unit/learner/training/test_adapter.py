@@ -22,10 +22,11 @@ from tests.unit.learner.builders import CPU, make_alone, make_groups, make_model
 
 PROMPT = torch.tensor([[4, 8, 2, 9, 5, 6, 7, 3]])
 RECOMPUTING = msgspec.structs.replace(zero(2), gradient_checkpointing=True)
-ENGINES = {"torch": TorchEngineConfig(), "zero-2": RECOMPUTING, "zero-3": zero(3)}
+TORCH = TorchEngineConfig()
+ENGINES = {"torch": TORCH, "zero-2": RECOMPUTING, "zero-3": zero(3)}
 
 
-def make_lora_run(path, *, engine=TorchEngineConfig(), kl=0.0, estimator="k3", **lora):
+def make_lora_run(path, *, engine=TORCH, kl=0.0, estimator="k3", **lora):
     return make_run(
         path,
         model=ModelConfig(path=str(path), lora=LoraConfig(**({"rank": 4} | lora))),
@@ -141,7 +142,10 @@ def test_the_reference_is_the_base_without_a_second_model(tmp_path, engine, esti
 @pytest.mark.parametrize(
     ("targets", "words"),
     [
-        (["q_proj", "w_proj"], "name layers of the model, got w_proj: this Qwen2ForCausalLM has down_proj, gate_proj, k_"),
+        (
+            ["q_proj", "w_proj"],
+            "name layers of the model, got w_proj: this Qwen2ForCausalLM has down_proj, gate_proj, k_",
+        ),
         (["lm_head"], "name linear layers, and neither the head nor embeddings nor experts, .* got lm_head"),
         (["embed_tokens"], ".* neither the head nor embeddings .* got embed_tokens"),
         (["roj"], "name layers of the model, got roj"),

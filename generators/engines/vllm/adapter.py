@@ -1,0 +1,91 @@
+"""The adapter in vLLM's LoRA slot: replaced by every update, and compared with what was sent."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+from vllm.config.lora import MaxLoRARanks
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import parse_fine_tuned_lora_name
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.configs.data import LoraConfig
+
+ADAPTER = LoRARequest("policy", 1, lora_path="updated in memory")
+"""The adapter of the run, which every request names; nothing lies at its path."""
+
+
+def lora_arguments(lora: LoraConfig | None, *, targets: list[str]) -> dict[str, Any]:
+    """vLLM's arguments for a slot of that size, in the layers of these names; empty without an adapter."""
+    if lora is None:
+        return {}
+    rank = next(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+
+
+def describe(lora: LoraConfig | None) -> dict[str, Any]:
+    """What a worker must know beside the tensors, as peft writes it; empty without an adapter."""
+    if lora is None:
+        return {}
+    return {"r": lora.rank, "lora_alpha": lora.scaled_alpha, "use_rslora": lora.rslora, "target_modules": []}
+
+
+def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:
+    """Replace the adapter in the slot. Raises WeightTransferError, whatever vLLM raises."""
+    manager = model.lora_manager
+    try:
+        adapter = LoRAModel.from_lora_tensors(
+            ADAPTER.lora_int_id,
+            # Copies: vLLM multiplies the second matrix by the scaling in place, and a delta builds on what was fetched.
+            {name: tensor.clone() for name, tensor in tensors},
+            PEFTHelper.from_dict(settings),
+            device=manager.device,
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=_mapper(model),
+        )
+        manager.remove_adapter(adapter.id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter.id)
+    except Exception as error:
+        raise WeightTransferError(f"vLLM could not load the adapter: {type(error).__name__}: {error}") from error
+
+
+def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> str:
+    """Return the name of the first tensor that the slot does not hold as sent; empty if there is none."""
+    manager = model.lora_manager
+    scaling = PEFTHelper.from_dict(settings).vllm_lora_scaling_factor
+    index = manager.lora_index_to_id.index(ADAPTER.lora_int_id)
+    packed = {part: (whole, i) for whole, parts in manager.packed_modules.items() for i, part in enumerate(parts)}
+    for name, tensor in sent:
+        module, is_first = parse_fine_tuned_lora_name(name, _mapper(model))
+        whole, part = packed.get(module, (module, 0))
+        if (layer := manager.modules.get(whole)) is None:
+            return name
+        slices = layer.lora_a_stacked if is_first else layer.lora_b_stacked
+        # vLLM spreads what some models pack over more slices than they have parts; the probe still checks those.
+        if len(slices) == len(manager.packed_modules.get(whole, [module])):
+            held = slices[part][index, 0, : tensor.shape[0], : tensor.shape[1]]
+            expected = tensor.to(held)
+            if not torch.equal(held, expected if is_first or scaling == 1 else expected * scaling):
+                return name
+    return ""
+
+
+def serve_adapters_of_gpt2() -> None:
+    """Tell vLLM that GPT-2, the model of the default task, takes adapters: all its layers are of the general kind."""
+    from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
+    from vllm.model_executor.models.interfaces import SupportsLoRA
+
+    defaults = {name: value for name, value in vars(SupportsLoRA).items() if name in SupportsLoRA.__annotations__}
+    # Query, key and value have one adapter together, as in the checkpoint.
+    for name, value in (defaults | {"packed_modules_mapping": {"c_attn": ["c_attn"]}, "lora_manager": None}).items():
+        setattr(GPT2LMHeadModel, name, value)
+
+
+def _mapper(model: Any) -> Any:
+    """Renames tensors from transformers' names to vLLM's; None where they are the same."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper and mapper.get_rename_mapper()
