@@ -14,14 +14,15 @@ from transformers import PreTrainedModel
 
 from slipstream.broker.messages import Member, OpenEpoch, Update
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
 from slipstream.buffer.trajectory import Sampling
-from slipstream.configs.data import ModelConfig
+from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, Engine
 from slipstream.generators.engines.hf_engine import HfEngine
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.runtime.lora import adapter_parameters
 from tests.tiny_model import make_tiny_model, make_tiny_module
 
 T = TypeVar("T")
@@ -33,8 +34,8 @@ MAX_LENGTH = 112
 VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
 
 
-def make_engine(kind: str, folder: Path, *, vllm: VllmEngineConfig) -> Engine:
-    model = ModelConfig(path=str(folder), max_length=MAX_LENGTH)
+def make_engine(kind: str, folder: Path, *, vllm: VllmEngineConfig, lora: LoraConfig | None = None) -> Engine:
+    model = ModelConfig(path=str(folder), max_length=MAX_LENGTH, lora=lora)
     receiver = CollectiveReceiver(device="cpu")
     if kind == "scripted":
         return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01), receiver=receiver)
@@ -56,13 +57,15 @@ class Rig:
         is_tied: bool = False,
         vllm: VllmEngineConfig = VLLM_CONFIG,
         module: PreTrainedModel | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """`module`: of the model that lies in `folder`; without it the tiny one is written there."""
         self.kind = kind
         self.is_tied = is_tied
+        self.has_adapter = lora is not None
         if module is None:
             make_tiny_model(folder, is_tied=is_tied)
-        self.engine = make_engine(kind, folder, vllm=vllm)
+        self.engine = make_engine(kind, folder, vllm=vllm, lora=lora)
         self.module: PreTrainedModel = module or make_tiny_module(is_tied=is_tied)
         self.epoch = 0
         self._runner = asyncio.Runner()
@@ -119,9 +122,10 @@ class Rig:
         await self.engine.update(update)
 
     def _announce(self, module: PreTrainedModel, *, version: int, timeout_s: float) -> tuple[Update, list[Tensor]]:
-        names = CheckpointNames(module)
+        names = AdapterNames(module) if self.has_adapter else CheckpointNames(module)
         slots, sizes = buckets.plan(names.metadata(torch.float32), bucket_bytes=40_000)
-        packed = buckets.pack(names.convert(module.state_dict().items()), slots, sizes=sizes)
+        held = adapter_parameters(module) if self.has_adapter else module.state_dict().items()
+        packed = buckets.pack(names.convert(held), slots, sizes=sizes)
         update = Update(
             self.epoch,
             members=[Member("generator-0", "0")],

@@ -292,7 +292,7 @@ class VllmEngine:
             while True:
                 # Salted with the update rather than the version: a version may be loaded twice, first incorrectly.
                 prompt = tokens_input(token_ids, cache_salt=str(self._num_updates))
-                adapter = ADAPTER if self._model.lora else None
+                adapter = ADAPTER if self._model.lora and self._version >= 0 else None
                 async for output in self._running.generate(prompt, params, request_id, lora_request=adapter):
                     final = output
                 if request_id not in self._to_restart:

@@ -1,0 +1,109 @@
+"""Contract of every engine with a model, when an adapter is trained on top of it."""
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.configs.data import LoraConfig
+from slipstream.generators.engines.vllm.environment import engine_environment
+from slipstream.runtime.lora import adapter_parameters, attach_adapter
+from tests.contract.engines import VLLM_CONFIG, Rig, make_sampling, reference_logits, reference_logprobs
+from tests.tiny_model import make_tiny_module
+
+LORA = LoraConfig(rank=5, rslora=True)
+PROMPT = [6, 10, 4, 3, 5, 12]
+TOLERANCE = 1e-4
+
+
+def make_policy(seed: int, *, lora: LoraConfig = LORA) -> Qwen2ForCausalLM:
+    """The base of every rig with an adapter: seed 0 has one of no effect."""
+    module = make_tiny_module()
+    torch.manual_seed(seed)
+    attach_adapter(module, lora, base="tiny")
+    for _, parameter in adapter_parameters(module):
+        if seed:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return module.requires_grad_(False)
+
+
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "vllm":
+            for name, value in engine_environment(VLLM_CONFIG).items():
+                patch.setenv(name, value)
+        opened = Rig(request.param, tmp_path_factory.mktemp(request.param), lora=LORA)
+        yield opened
+        opened.close()
+
+
+def publish(rig: Rig, module: Qwen2ForCausalLM, **options: bool) -> None:
+    rig.run(rig.publish(module, version=rig.engine.version + 1, **options))
+
+
+def difference(rig: Rig, module: Qwen2ForCausalLM) -> float:
+    """Largest difference of log-probabilities between the engine and the module, of a prompt and of what it samples."""
+    expected = reference_logits(module, PROMPT).log_softmax(-1).gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    read = torch.tensor(rig.run(rig.engine.prompt_logprobs(PROMPT))) - expected
+    samplings = [make_sampling(seed) for seed in range(4)]
+    found = [abs(float(value)) for value in read]
+    for one in rig.run(rig.generate([PROMPT] * 4, samplings)):
+        sampled = reference_logprobs(module, PROMPT, one.token_ids, samplings[0])
+        found += [abs(ours - theirs) for ours, theirs in zip(sampled, one.logprobs, strict=True)]
+    return max(found)
+
+
+def test_before_the_first_update_the_base_answers(rig: Rig):
+    assert rig.engine.version == -1
+    assert difference(rig, make_tiny_module()) < TOLERANCE
+
+
+def test_log_probabilities_are_those_of_each_version(rig: Rig):
+    publish(rig, make_policy(0))
+    assert difference(rig, make_tiny_module()) < TOLERANCE
+    for seed in (1, 2):
+        publish(rig, make_policy(seed))
+        assert difference(rig, make_policy(seed)) < TOLERANCE
+    assert difference(rig, make_policy(1)) > 0.1
+
+
+def test_a_corrupted_adapter_leaves_the_one_before(rig: Rig):
+    publish(rig, make_policy(3))
+    with pytest.raises(WeightTransferError, match="checksum"):
+        publish(rig, make_policy(4), is_corrupted=True)
+    assert difference(rig, make_policy(3)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "lora", [LoraConfig(rank=4, rslora=True), LoraConfig(rank=5, targets=["q_proj"])], ids=["rank", "targets"]
+)
+def test_an_adapter_of_other_settings_leaves_the_one_before(rig: Rig, lora: LoraConfig):
+    publish(rig, make_policy(5))
+    with pytest.raises(WeightTransferError, match=r"must have shape|every parameter must be sent"):
+        publish(rig, make_policy(6, lora=lora))
+    assert difference(rig, make_policy(5)) < TOLERANCE
+
+
+def test_requests_continue_on_the_new_adapter(rig: Rig):
+    publish(rig, make_policy(7))
+    before = rig.engine.version
+
+    async def scenario() -> list:
+        requests = asyncio.create_task(
+            rig.generate([PROMPT] * 8, [make_sampling(seed, max_tokens=100) for seed in range(8)])
+        )
+        await asyncio.sleep(0.05)
+        await rig.publish(make_policy(8), version=before + 1)
+        return await requests
+
+    spans = [(one, span) for one in rig.run(scenario()) for span in one.version_spans]
+    assert {span.version for _, span in spans} == {before, before + 1}
+    for completion, span in spans:
+        if span.first_token == 0 and span.version == before:
+            end = completion.version_spans[1].first_token if len(completion.version_spans) > 1 else None
+            own = reference_logprobs(make_policy(7), PROMPT, completion.token_ids[:end], make_sampling())
+            assert completion.logprobs[:end] == pytest.approx(own, abs=TOLERANCE)
