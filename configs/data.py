@@ -13,27 +13,13 @@ class LoraConfig(Config):
 
     rank: Annotated[int, Meta(ge=1, le=512)] = 16
     """Rank of the adapter's matrices; 512 is the largest that vLLM serves."""
-    alpha: Annotated[float, Meta(gt=0)] | None = None
-    """The adapter's product is scaled by alpha / rank. null = 2 x rank."""
+    alpha: Annotated[float, Meta(gt=0)] = 32.0
+    """The product of the matrices is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, which keeps the size of updates alike over ranks."""
-    targets: str | list[str] = "all-linear"
+    targets: str | Annotated[list[str], Meta(min_length=1)] = "all-linear"
     """Names of the layers that get an adapter, or their last parts, such as `[q_proj, v_proj]`; `all-linear` = every
     linear layer but the head and a mixture's experts."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.targets == "all-linear" or (isinstance(self.targets, list) and bool(self.targets)),
-            "model.lora.targets",
-            "be all-linear or a list of names",
-            got=self.targets or "an empty list",
-            why="nothing would be trained",
-        )
-
-    @property
-    def scaled_alpha(self) -> float:
-        """Alpha, its default filled in."""
-        return 2.0 * self.rank if self.alpha is None else self.alpha
 
 
 class ModelConfig(Config):

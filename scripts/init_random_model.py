@@ -7,6 +7,7 @@ are 32 wide, the narrowest that vLLM's CPU build knows, and embeddings are not t
 """
 
 import argparse
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTok
     """Write model and tokenizer in transformers format; replaces an existing folder, completely or not at all."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
+    # Where accelerate is, which peft needs, transformers imports DeepSpeed here, which warns that there is no GPU.
+    logging.getLogger("DeepSpeed").disabled = True
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     # The folder's presence means that it is complete: preparation steps check for it.

@@ -1,5 +1,6 @@
 """TorchEngine: plain torch in one process, the reference for DeepSpeed."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic
@@ -22,6 +23,8 @@ class TorchEngine(Generic[M]):
         self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
     ) -> None:
         """`setting`: config section of `optimizer`."""
+        # transformers imports DeepSpeed to save a model where accelerate is, which peft needs: no word of it here.
+        logging.getLogger("DeepSpeed").disabled = True
         self._model = model
         self._device = device
         self._setting = setting

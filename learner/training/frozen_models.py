@@ -14,6 +14,7 @@ from slipstream.learner.engines.engine import TrainEngine
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import Policy
+from slipstream.runtime.lora import adapter_off
 
 
 class AuxInputs(NamedTuple):
@@ -33,12 +34,12 @@ class AdapterOff:
 
     def __call__(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """Collective."""
-        with self._engine.model.adapter_off():
+        with adapter_off(self._engine.model.causal_lm):
             return self._engine.forward(microbatch)
 
     def logits(self, microbatch: Microbatch) -> Tensor:
         """Collective."""
-        with self._engine.model.adapter_off():
+        with adapter_off(self._engine.model.causal_lm):
             return self._engine.model.logits(microbatch)
 
 

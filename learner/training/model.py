@@ -1,7 +1,6 @@
 """The policy: a transformers causal language model that answers with log-probabilities of tokens."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Req
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
-from slipstream.runtime.lora import adapter_off, adapter_parameters, attach_adapter, check_targets, merge, save_adapter
+from slipstream.runtime.lora import adapter_parameters, attach_adapter, check_targets, merge, save_adapter
 from slipstream.runtime.model_files import read_chat_template
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
@@ -149,10 +148,6 @@ class Policy(nn.Module):
         """
         is_adapter = self.has_adapter and not is_whole
         return adapter_parameters(self.causal_lm) if is_adapter else named_weights(self.causal_lm)
-
-    def adapter_off(self) -> AbstractContextManager[None]:
-        """Context in which the policy is the model that its adapter is trained on."""
-        return adapter_off(self.causal_lm)
 
 
 class RewardModel(Policy):

@@ -38,10 +38,11 @@ def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
         for name, part in parts.items()
         if isinstance(part, nn.Linear | Conv1D) and ".experts." not in name and not any(part is head for head in heads)
     ]
-    if lora.targets == "all-linear":
+    targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
+    if "all-linear" in targets:
         return fit
     found = set[str]()
-    for target in lora.targets:
+    for target in targets:
         matching = {name for name in parts if f".{name}".endswith(f".{target}")}
         known = f"this {type(module).__name__} has {', '.join(sorted({_last(name) for name in fit}))}"
         require(bool(matching), "model.lora.targets", "name layers of the model", got=target, why=known)
@@ -69,7 +70,7 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
     has_head = hasattr(module, _HEAD)
     settings = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.scaled_alpha,  # type: ignore[arg-type]
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
         use_rslora=lora.rslora,
         target_modules=sorted(ends if is_exact else names),
         fan_in_fan_out=any(isinstance(parts[name], Conv1D) for name in names),

@@ -27,10 +27,10 @@ def lora_arguments(lora: LoraConfig | None, *, targets: list[str]) -> dict[str, 
 
 
 def describe(lora: LoraConfig | None) -> dict[str, Any]:
-    """What a worker must know beside the tensors, as peft writes it; empty without an adapter."""
+    """Settings of the adapter that a worker needs beside its tensors, as peft writes them; empty without an adapter."""
     if lora is None:
         return {}
-    return {"r": lora.rank, "lora_alpha": lora.scaled_alpha, "use_rslora": lora.rslora, "target_modules": []}
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": []}
 
 
 def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:
