@@ -18,12 +18,12 @@ ADAPTER = LoRARequest("policy", 1, lora_path="updated in memory")
 """The adapter of the run, which every request names; nothing lies at its path."""
 
 
-def lora_arguments(lora: LoraConfig | None, *, targets: list[str]) -> dict[str, Any]:
+def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[str, Any]:
     """vLLM's arguments for a slot of that size, in the layers of these names; empty without an adapter."""
     if lora is None:
         return {}
     rank = next(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": targets}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": list(targets)}
 
 
 def describe(lora: LoraConfig | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
@@ -36,7 +36,7 @@ def engine_arguments(
     seed: int,
     max_positions: int,
     reads_text: bool,
-    lora_targets: list[str],
+    lora_targets: Sequence[str] = (),
 ) -> AsyncEngineArgs:
     """Translate the config into vLLM's arguments. Raises EngineError for an unknown one.
 
