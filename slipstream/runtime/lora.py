@@ -64,15 +64,12 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
         raise ConfigError(f"model.lora needs peft, got {error}: install the `cpu` or `gpu` extra.") from error
     names = find_targets(module, lora)
     parts = dict(module.named_modules())
-    # By their last parts where these name no other module: that is how people and tools write them.
-    ends = {_last(name) for name in names}
-    is_exact = set(names) == {name for name in parts if _last(name) in ends}
     has_head = hasattr(module, _HEAD)
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
         use_rslora=lora.rslora,
-        target_modules=sorted(ends if is_exact else names),
+        target_modules=names,
         fan_in_fan_out=any(isinstance(parts[name], Conv1D) for name in names),
         base_model_name_or_path=base,
         task_type="SEQ_CLS" if has_head else "CAUSAL_LM",
