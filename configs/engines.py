@@ -25,6 +25,9 @@ _SET_BY_OTHERS = {
     "max_num_batched_tokens": "generators.engine.max_num_batched_tokens",
     "kv_cache_dtype": "generators.engine.kv_cache_dtype",
     "quantization": "generators.engine.quantization",
+    "enable_lora": "model.lora",
+    "max_lora_rank": "model.lora.rank",
+    "lora_target_modules": "model.lora.targets",
 }
 """Argument of vLLM -> setting that it follows from."""
 _NEEDED = {
@@ -35,6 +38,8 @@ _NEEDED = {
     "worker_extension_cls",
     "disable_log_stats",
     "load_format",
+    "max_loras",
+    "lora_dtype",
 }
 """Arguments of vLLM on which weight updates and exact log-probabilities rest."""
 
