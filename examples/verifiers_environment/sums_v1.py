@@ -1,5 +1,6 @@
 """A verifiers environment (0.4): a sum, doubted once by the environment, with a rubric of two rewards and a metric."""
 
+import itertools
 import random
 
 import verifiers.v1 as vf
@@ -33,20 +34,19 @@ class SumTask(vf.Task[SumData]):
 
 
 class SumsConfig(vf.TasksetConfig):
-    """Number of sums, and their seed."""
+    """Number of sums, at most 1600, and their seed."""
 
     size: int = 100
     seed: int = 0
 
 
 class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
-    """Sums of two numbers."""
+    """Sums of two numbers from 10 to 49, each once."""
 
     def load(self):
         """Make the sums."""
-        rng = random.Random(self.config.seed)
-        for _ in range(self.config.size):
-            a, b = rng.randrange(10, 50), rng.randrange(10, 50)
+        pairs = list(itertools.product(range(10, 50), repeat=2))
+        for a, b in random.Random(self.config.seed).sample(pairs, self.config.size):
             yield SumTask(SumData(prompt=f"what is {a} + {b}?", answer=str(a + b)), self.config.task)
 
 

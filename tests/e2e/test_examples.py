@@ -1,5 +1,6 @@
 """The examples, in a short form: every command of theirs, with fewer steps."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -138,4 +139,22 @@ def test_reasoning_gym(folder: Path):
         assert row[own + "failed_fraction"] == 0
         # Its verifier gives a share of the reward for each letter in its place.
         assert row[own + "correct_fraction"] < row[own + "reward_mean"] < 0.9
+        assert row["learner/mismatch_max"] < 1e-4
+
+
+VERIFIERS = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON", "")
+
+
+@pytest.mark.skipif(not VERIFIERS, reason="SLIPSTREAM_VERIFIERS_PYTHON names no Python with verifiers")
+def test_a_verifiers_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    beside = runs.ROOT / "examples" / "verifiers_environment"
+    monkeypatch.setenv("PYTHONPATH", f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{beside}")
+    (folder / "envs").mkdir()
+    (folder / "envs" / "verifiers").symlink_to(Path(VERIFIERS).parents[1])
+    for row in short_run(folder, "verifiers_environment"):
+        own = "learner/by_source/sums_v1/"
+        assert (row[own + "failed_fraction"], row[own + "turns_mean"]) == (0, 2)
+        # What its rubric gives, and no reward function of the run.
+        parts = row[own + "part_right"] + row[own + "part_short"]
+        assert row[own + "reward_mean"] == pytest.approx(parts)
         assert row["learner/mismatch_max"] < 1e-4

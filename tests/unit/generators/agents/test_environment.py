@@ -176,7 +176,7 @@ PYTHON = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON", "")
 
 
 @pytest.mark.skipif(not PYTHON, reason="SLIPSTREAM_VERIFIERS_PYTHON names no Python with verifiers")
-@pytest.mark.parametrize(("texts", "reward"), [(["it is 41", "it is 70"], 1.25), (["it is 41", "it is 43"], 0.25)])
+@pytest.mark.parametrize(("texts", "reward"), [(["it is 41", "it is 67"], 1.25), (["it is 41", "it is 43"], 0.25)])
 def test_a_verifiers_environment_with_a_rubric(texts: list[str], reward: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4] / "examples" / "verifiers_environment"))
     agent = {"kind": "environment", "environment": "sums_v1", "python": PYTHON, "max_turns": 4}
