@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests import runs
 
 pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "serial_3_steps.json"
+FINAL = "runs/adapter/final_model"
 KEYS = ("learner/loss", "learner/reward_mean", "learner/grad_norm", "lag/mean", "version")
 SMALL = (
     "experiment=digits_serial",
@@ -47,6 +49,17 @@ def test_a_serial_run_equals_the_recorded_one(first: list[dict[str, float]]):
 
 def test_two_runs_with_one_seed_are_equal_bit_for_bit(folder: Path, first: list[dict[str, float]]):
     assert train(folder, "second") == first
+
+
+def test_an_adapter_is_published_and_saved(folder: Path):
+    train(folder, "adapter", "model.lora.rank=4", "buffer.staleness.max_lag=0")
+    for row in runs.metrics(folder, "adapter"):
+        assert row["learner/mismatch_max"] < 1e-4
+        assert row["weights/probe_diff_max"] < 1e-4
+    saved, base = (load_file(folder / path / "model.safetensors") for path in (FINAL, "models/digits-random"))
+    adapted = {name for name, tensor in base.items() if not tensor.equal(saved[name])}
+    assert adapted == {name for name in base if "_proj.weight" in name}
+    assert load_file(folder / FINAL / "adapter/adapter_model.safetensors")
 
 
 @pytest.mark.long

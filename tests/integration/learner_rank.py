@@ -13,6 +13,7 @@ from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.advantages import GaeConfig, GrpoConfig
 from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, save_model
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
@@ -32,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--die", action="store_true", help="after the model is built, without a word")
     parser.add_argument("--critic", action="store_true")
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--microbatch", type=int, default=8192)
     return parser.parse_args()
 
@@ -52,7 +54,9 @@ def main() -> None:
     ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
     learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
-    run = make_run(args.folder / "model", learner=learner, algorithm=algorithm)
+    model = ModelConfig(path=str(args.folder / "model"), lora=LoraConfig(rank=4) if args.lora else None)
+    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm)
+    torch.manual_seed(run.seed)
     trainer = build_trainer(run, ranks=ranks, device=CPU)
     checkpoints = Checkpoints(args.folder / f"{args.out}-checkpoints", run=run, trainer=trainer, ranks=ranks)
     if names := checkpoints.names():

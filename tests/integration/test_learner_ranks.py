@@ -74,6 +74,16 @@ def test_two_ranks_make_the_weights_of_one(tmp_path, zero, microbatch_tokens):
     assert largest_difference(alone, together) < 1e-5
 
 
+@pytest.mark.slow
+def test_two_ranks_train_the_adapter_of_one(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    (alone, _), (together, _) = (
+        train(tmp_path, ranks=ranks, zero=3, out=f"ranks-{ranks}", extra=("--lora",)) for ranks in (1, 2)
+    )
+    base = load_file(tmp_path / "model" / "model.safetensors")
+    assert largest_difference(alone, together) < 1e-5 < largest_difference(base, together)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("zero", "critic"), [(2, ()), (3, ("--critic",))], ids=["policy", "critic"])
 def test_two_ranks_continue_bit_for_bit_after_a_restart(tmp_path, zero, critic):
