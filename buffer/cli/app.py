@@ -108,7 +108,7 @@ def ls(
     with _open(where, run, runs_dir) as source:
         found = source.read(selected, decode=_decoder(source, tokenizer, selected))
         table, count = (list_trajectories if trajectories else list_groups)(found, limit=limit)
-        make_console().print(table if count else "nothing matches")
+        make_console().print(table if count else f"nothing matches{source.elsewhere}")
         if count == limit:
             print(f"the first {limit}; more with --limit")
 
@@ -126,7 +126,9 @@ def show(
     with _open(where, run, runs_dir) as source:
         stored = next(source.read(TrajectoryFilter(id=trajectory_id), decode=None), None)
         if stored is None:
-            raise ConfigError(f"ID must be a trajectory in {where}, got {trajectory_id!r}: `ls -t` lists the ids.")
+            raise ConfigError(
+                f"ID must be a trajectory in {where}, got {trajectory_id!r}: `ls -t` lists the ids{source.elsewhere}."
+            )
         decode = find_decoder(tokenizer, candidates=source.model_paths())
         console = make_console()
         console.print(show_facts(stored, step_versions=source.step_versions()))
@@ -150,7 +152,7 @@ def stats(
         tables = TrajectoryStats(islice(found, limit), step_versions=source.step_versions()).tables()
         console = make_console()
         if not tables:
-            console.print("nothing matches")
+            console.print(f"nothing matches{source.elsewhere}")
         for table in tables:
             console.print(table)
             console.print()

@@ -90,6 +90,7 @@ class ArchiveSource:
         # Answers of `slipstream evaluate` and `generate` lie beside their settings.
         has_settings = (folder / "config.yaml").is_file()
         self._run_folder = folder.resolve() if has_settings else folder.resolve().parent
+        self.elsewhere = ""
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         return self.archive.read(selected, decode=decode, on_refused=self._warn)
@@ -119,6 +120,12 @@ class StoreSource:
         """`run_folder` is None when only the server is known."""
         self._store = store
         self._run_folder = run_folder
+
+    @property
+    def elsewhere(self) -> str:
+        """Folder of the run's other groups, for messages: those that are over leave the store for the archive."""
+        archive = self._run_folder / "archive" if self._run_folder else None
+        return f"; groups that are over are in {archive}" if archive and (archive / MANIFEST).is_file() else ""
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         self._store.run_state()

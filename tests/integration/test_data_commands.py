@@ -17,7 +17,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.buffer import ReuseConfig, ZeroSignalConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
-from tests.builders import make_run
+from tests.builders import make_finished, make_run, write_archive
 from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, lease, make_ready, open_run
 from tests.unit.buffer.cli.run import run as run_command
 
@@ -93,6 +93,18 @@ def test_the_filters_are_those_of_an_archive(
 ):
     _, lines = run(capsys, "ls", *where(config), *options.split())
     assert "".join(line.split()[0] for line in lines[1:]) == groups
+
+
+def test_where_groups_are_that_left_the_store(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+    assert run(capsys, "ls", *where(config), "--min-reward", "7") == (0, ["nothing matches"])
+    archive = write_archive(RunFolder(config).path / "archive", [make_finished("9")])
+    hint = f"groups that are over are in {archive}"
+    for command in ("ls", "stats"):
+        _, lines = run(capsys, command, *where(config), "--min-reward", "7")
+        assert " ".join(lines) == f"nothing matches; {hint}"
+    assert run_command("show", "mine", "9-0-0", "--runs-dir", config.runs_dir) == 2
+    assert hint in capsys.readouterr().err
+    assert run(capsys, "show", str(archive), "9-0-0")[0] == 0
 
 
 def test_one_trajectory_is_shown_with_its_lag(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
