@@ -6,10 +6,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 from vllm.config.lora import MaxLoRARanks
-from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
-from vllm.lora.utils import parse_fine_tuned_lora_name
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.configs.data import LoraConfig
@@ -35,6 +33,9 @@ def describe(lora: LoraConfig | None) -> dict[str, Any]:
 
 def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:
     """Replace the adapter in the slot. Raises WeightTransferError, whatever vLLM raises."""
+    # Here and below: vLLM's layers with adapters take most of a second to import, in every process of every run.
+    from vllm.lora.lora_model import LoRAModel
+
     manager = model.lora_manager
     try:
         adapter = LoRAModel.from_lora_tensors(
@@ -55,6 +56,8 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
 
 def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> str:
     """Return the name of the first tensor that the slot does not hold as sent; empty if there is none."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
     manager = model.lora_manager
     scaling = PEFTHelper.from_dict(settings).vllm_lora_scaling_factor
     index = manager.lora_index_to_id.index(ADAPTER.lora_int_id)
