@@ -104,8 +104,19 @@ class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
     """Sharded over ranks. 0: nothing. 1: optimizer state. 2: also gradients. 3: also parameters."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory."""
+    offload_parameters: bool = False
+    """Keep this rank's shards of the parameters in host memory, with ZeRO stage 3."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.zero_stage == 3 or not self.offload_parameters,
+            "learner.engine.zero_stage",
+            "be 3 with offload_parameters",
+            got=str(self.zero_stage),
+            why="only ZeRO-3 shards parameters",
+        )
 
 
 class TorchEngineConfig(Config, tag="torch", tag_field="kind"):

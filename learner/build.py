@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,12 +14,13 @@ from slipstream.broker.transport.inbox import Inbox
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.archive.rollouts import Rollouts
 from slipstream.buffer.store import Store
+from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.checkpoint import Checkpoints
-from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine
-from slipstream.learner.engines.engine import Trainable, TrainEngine
-from slipstream.learner.engines.torch_engine import TorchEngine
+from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine, ShardedModel, sharded_loading
+from slipstream.learner.engines.engine import ModelEngine, Trainable, TrainEngine
+from slipstream.learner.engines.torch_engine import TorchEngine, WholeModel
 from slipstream.learner.errors import ModelError, TrainEngineError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics.log import MetricsLog
@@ -32,7 +34,7 @@ from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
 from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
-from slipstream.learner.training.model import Policy, load_policy
+from slipstream.learner.training.model import Policy, is_sharded, load_policy
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
@@ -58,13 +60,16 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
         device=device,
         gradient_checkpointing=_recomputes_activations(run),
         is_reward_model=run.trains_reward_model,
+        loading=_loading(run, ranks=ranks, device=device),
     )
-    # Each model is probed before an engine shards it, when ranks need not compute together.
-    chooser = LayoutChooser(run, policy, ranks=ranks, device=device)
+    # Before anything is computed, as a sharded model computes only within an engine.
     engine = _build_engine(
         run, policy, optimizer=run.learner.optimizer, setting="learner.optimizer", ranks=ranks, device=device
     )
-    frozen_models = _load_frozen_models(run, engine, device=device, chooser=chooser)
+    if is_sharded(policy):
+        policy.check_head()
+    chooser = LayoutChooser(run, policy, ranks=ranks, device=device)
+    frozen_models = _load_frozen_models(run, engine, ranks=ranks, device=device, chooser=chooser)
     critic = None
     if run.algorithm.advantage.needs_critic:
         critic = _build_critic(run, policy, ranks=ranks, device=device, chooser=chooser)
@@ -99,25 +104,44 @@ def _build_critic(
 
 
 def _load_frozen_models(
-    run: RunConfig, engine: TrainEngine[Policy], *, device: torch.device, chooser: LayoutChooser
+    run: RunConfig, engine: TrainEngine[Policy], *, ranks: Ranks, device: torch.device, chooser: LayoutChooser
 ) -> FrozenModels:
     """Load the reference and the teacher if the settings need them."""
     policy, teacher = engine.model, None
-    reference: Policy | AdapterOff | None = None
+    reference: ModelEngine[Policy] | AdapterOff | None = None
     if run.algorithm.kl.coefficient and run.model.lora:
         reference = AdapterOff(engine)
     elif run.algorithm.kl.coefficient:
-        reference = load_policy(run.model, device=device).requires_grad_(False)
+        reference = _load_frozen(run, run.model, ranks=ranks, device=device)
     if distillation := run.algorithm.distillation:
         config = msgspec.structs.replace(run.model, path=distillation.teacher_path, lora=None)
-        teacher = load_policy(config, device=device).requires_grad_(False)
-        if teacher.vocab_size != policy.vocab_size:
+        teacher = _load_frozen(run, config, ranks=ranks, device=device)
+        if teacher.model.vocab_size != policy.vocab_size:
             raise ModelError(
                 f"algorithm.distillation.teacher_path must name a model with the learner's vocabulary "
-                f"({policy.vocab_size} tokens), got {teacher.vocab_size} in {distillation.teacher_path}."
+                f"({policy.vocab_size} tokens), got {teacher.model.vocab_size} in {distillation.teacher_path}."
             )
-        chooser.check(teacher, setting="algorithm.distillation.teacher_path", path=distillation.teacher_path)
+        chooser.check(teacher.model, setting="algorithm.distillation.teacher_path", path=distillation.teacher_path)
     return FrozenModels(run.algorithm, reference=reference, teacher=teacher)
+
+
+def _load_frozen(run: RunConfig, model: ModelConfig, *, ranks: Ranks, device: torch.device) -> ModelEngine[Policy]:
+    policy = load_policy(model, device=device, loading=_loading(run, ranks=ranks, device=device))
+    policy.requires_grad_(False)
+    if not is_sharded(policy):
+        return WholeModel(policy)
+    config = run.learner.engine
+    assert isinstance(config, DeepSpeedEngineConfig), "only DeepSpeed shards"
+    engine = ShardedModel(policy, config=config, ranks=ranks, device=device)
+    policy.check_head()
+    return engine
+
+
+def _loading(run: RunConfig, *, ranks: Ranks, device: torch.device) -> AbstractContextManager[None]:
+    config = run.learner.engine
+    if isinstance(config, DeepSpeedEngineConfig):
+        return sharded_loading(config, device=device, ranks=ranks)
+    return nullcontext()
 
 
 def _recomputes_activations(run: RunConfig) -> bool:

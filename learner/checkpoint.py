@@ -35,12 +35,12 @@ from slipstream.buffer.trajectory import Record
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
-from slipstream.learner.engines.engine import TrainEngine
+from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.engines.optimizer import named_weights, read_tensors
 from slipstream.learner.errors import CheckpointError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import load_value_model, save_value_model
-from slipstream.learner.training.model import Policy, load_policy, save_pretrained
+from slipstream.learner.training.model import Policy, is_sharded, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.disk import is_disk_full
 from slipstream.runtime.lora import ADAPTER_FILE
@@ -206,8 +206,7 @@ class Checkpoints:
         writes.attempt(lambda: save_random_state(draft / f"random-rank-{self._ranks.rank}"))
         writes.attempt(lambda: save_model(self._trainer, draft / "model", run=self._run, ranks=self._ranks))
         writes.attempt(lambda: self._save_critic(draft / _CRITIC))
-        if self._ranks.is_first:
-            writes.attempt(lambda: self._save_reference(draft / _REFERENCE))
+        writes.attempt(lambda: self._save_reference(draft / _REFERENCE))
         # The rename declares the draft complete: every rank must have written its files before.
         writes.agree()
         if self._ranks.is_first:
@@ -223,10 +222,10 @@ class Checkpoints:
 
     def _save_reference(self, folder: Path) -> None:
         """Write the reference policy, if it is refreshed; else it is the initial policy."""
-        reference = self._trainer.reference
-        if isinstance(reference, Policy) and self._run.algorithm.kl.refresh_every_steps:
-            weights = {name: parameter.detach().cpu() for name, parameter in named_weights(reference.causal_lm)}
-            save_pretrained(reference, folder, weights=weights, config=self._run.model)
+        if reference := self._trainer.reference:
+            weights = gather_to_first(reference, ranks=self._ranks)
+            if self._ranks.is_first:
+                save_pretrained(reference.model, folder, weights=weights, config=self._run.model)
 
     def _save_critic(self, folder: Path) -> None:
         if not (critic := self._trainer.critic):
@@ -280,8 +279,8 @@ class Checkpoints:
         self._trainer.engine.restore_state(folder, weights=self._read_weights(folder / "model"))
         self._trainer.num_updates = state.num_updates
         self._trainer.objective.state.restore(state.objective)
-        if isinstance(self._trainer.reference, Policy) and self._run.algorithm.kl.refresh_every_steps:
-            self._trainer.reference.load_state_dict(self._read_policy(folder / _REFERENCE).state_dict())
+        if reference := self._trainer.reference:
+            reference.load_parameters(self._read_weights(folder / _REFERENCE).items())
         self._restore_critic(folder / _CRITIC, num_updates=state.critic_updates)
         # Last, because loading a model may draw random numbers.
         restore_random_state(folder / f"random-rank-{self._ranks.rank}")
@@ -318,7 +317,9 @@ class Checkpoints:
             )
 
     def _read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Read what is trained: the model, or its adapter alone."""
+        """Read what is trained: the model, or its adapter alone; nothing where rank 0 deals out the shards."""
+        if not self._ranks.is_first and is_sharded(self._trainer.engine.model):
+            return {}
         if self._run.model.lora:
             return read_tensors(folder / ADAPTER_FILE)
         return {name: weight.detach() for name, weight in named_weights(self._read_policy(folder).causal_lm)}
@@ -336,7 +337,7 @@ def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) 
         save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model)
 
 
-def gather_to_first(engine: TrainEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
+def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
     """All parameters in host memory on rank 0, nothing on the others; `is_whole`: see Trainable. Collective."""
     return {name: tensor.cpu() for name, tensor in engine.gather_parameters(is_whole=is_whole) if ranks.is_first}
 

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic
@@ -21,6 +21,8 @@ from slipstream.learner.ranks import Ranks
 
 _GATHER_BYTES = 256 * 1024 * 1024
 """Parameters that ZeRO-3 gathers at once."""
+_BUCKET_ELEMENTS = 50_000_000
+"""Elements that ZeRO reduces or gathers at once; it takes a buffer of that size for gradients, whatever the model's."""
 
 
 # --- DeepSpeed's configuration ---------------------------------------------------------------------------------------
@@ -29,9 +31,19 @@ def deepspeed_environment(device: torch.device) -> dict[str, str]:
     return {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
 
 
-def deepspeed_config(config: DeepSpeedEngineConfig, *, optimizer: OptimizerConfig, num_ranks: int) -> dict[str, Any]:
+def deepspeed_config(
+    config: DeepSpeedEngineConfig, *, num_ranks: int, optimizer: OptimizerConfig | None = None
+) -> dict[str, Any]:
     """Configuration that `deepspeed.initialize` gets, for one microbatch per backward pass."""
-    zero: dict[str, Any] = {"stage": config.zero_stage, "overlap_comm": False, "contiguous_gradients": True}
+    zero: dict[str, Any] = {
+        "stage": config.zero_stage,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": _BUCKET_ELEMENTS,
+        "allgather_bucket_size": _BUCKET_ELEMENTS,
+    }
+    if config.offload_parameters:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     if config.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
@@ -41,7 +53,7 @@ def deepspeed_config(config: DeepSpeedEngineConfig, *, optimizer: OptimizerConfi
         "train_batch_size": num_ranks,
         "managed_gradient_accumulation": False,
         # At stage 0 DeepSpeed clips without reporting the norm, so a hook of the optimizer clips instead.
-        "gradient_clipping": optimizer.max_grad_norm if config.zero_stage else 0.0,
+        "gradient_clipping": optimizer.max_grad_norm if optimizer and config.zero_stage else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
@@ -50,9 +62,83 @@ def deepspeed_config(config: DeepSpeedEngineConfig, *, optimizer: OptimizerConfi
     }
 
 
+@contextlib.contextmanager
+def sharded_loading(config: DeepSpeedEngineConfig, *, device: torch.device, ranks: Ranks) -> Iterator[None]:
+    """Within it, transformers loads models straight into ZeRO-3's shards: no rank holds a whole one. Collective."""
+    if config.zero_stage < 3:
+        yield
+        return
+    _import_deepspeed(device).init_distributed(dist_init_required=False)
+    # It imports DeepSpeed, too, which must find its environment.
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    # transformers keeps a weak reference, and loads whole models again once it is gone.
+    settings = HfDeepSpeedConfig(deepspeed_config(config, num_ranks=ranks.size))
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        unset_hf_deepspeed_config()
+        del settings
+
+
 # --- the engine ------------------------------------------------------------------------------------------------------
-class DeepSpeedEngine(Generic[M]):
-    """TrainEngine on DeepSpeed. Methods: see TrainEngine. Needs the process group of `slipstream.learner.ranks`."""
+class ShardedModel(Generic[M]):
+    """ModelEngine on DeepSpeed. Needs the process group of `slipstream.learner.ranks`."""
+
+    def __init__(
+        self,
+        model: M,
+        *,
+        config: DeepSpeedEngineConfig,
+        device: torch.device,
+        ranks: Ranks,
+        optimizer: OptimizerConfig | None = None,
+        adamw: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._deepspeed = _import_deepspeed(device)
+        self._model = model
+        self._ranks = ranks
+        self._stage = config.zero_stage
+        settings = deepspeed_config(config, optimizer=optimizer, num_ranks=ranks.size)
+        with contextlib.redirect_stdout(sys.stderr):
+            self._engine: Any = self._deepspeed.initialize(
+                model=model, optimizer=adamw, config=settings, dist_init_required=False
+            )[0]
+
+    @property
+    def model(self) -> M:
+        return self._model
+
+    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
+        return self._engine(microbatch, **options)
+
+    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for bucket in _buckets(self._model.weights(is_whole=is_whole)):
+            with self._gathered([parameter for _, parameter in bucket]):
+                whole = [(name, parameter.detach()) for name, parameter in bucket]
+                # ZeRO-3 frees the gathered memory when the context ends, but a consumer may keep the tensors.
+                yield from [(name, tensor.clone() if self._stage == 3 else tensor) for name, tensor in whole]
+
+    @torch.no_grad()
+    def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        given = dict(tensors)
+        for bucket in _buckets(self._model.weights()):
+            with self._gathered([parameter for _, parameter in bucket], modifier_rank=0):
+                for name, parameter in bucket:
+                    if self._stage < 3 or self._ranks.is_first:
+                        parameter.copy_(given[name])
+
+    def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Any:
+        """Context in which the parameters are unsharded; changes by `modifier_rank` are sent to all ranks."""
+        if self._stage < 3:
+            return contextlib.nullcontext()
+        unique = list({id(parameter): parameter for parameter in parameters}.values())
+        return self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank)
+
+
+class DeepSpeedEngine(ShardedModel[M]):
+    """TrainEngine on DeepSpeed. Methods: see TrainEngine."""
 
     def __init__(
         self,
@@ -65,26 +151,14 @@ class DeepSpeedEngine(Generic[M]):
         setting: str = "learner.optimizer",
     ) -> None:
         """`setting`: config section of `optimizer`."""
-        self._deepspeed = _import_deepspeed(device)
-        self._model = model
         self._device = device
-        self._ranks = ranks
-        self._stage = config.zero_stage
         self._setting = setting
         self._max_grad_norm = optimizer.max_grad_norm
         self._grad_norm = 0.0
         self._adamw = make_optimizer(model, optimizer)
-        if not self._stage:
+        if not config.zero_stage:
             self._adamw.register_step_pre_hook(self._clip)
-        settings = deepspeed_config(config, optimizer=optimizer, num_ranks=ranks.size)
-        with contextlib.redirect_stdout(sys.stderr):
-            self._engine: Any = self._deepspeed.initialize(
-                model=model, optimizer=self._adamw, config=settings, dist_init_required=False
-            )[0]
-
-    @property
-    def model(self) -> M:
-        return self._model
+        super().__init__(model, config=config, device=device, ranks=ranks, optimizer=optimizer, adamw=self._adamw)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -93,9 +167,6 @@ class DeepSpeedEngine(Generic[M]):
     @property
     def device(self) -> torch.device:
         return self._device
-
-    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
-        return self._engine(microbatch, **options)
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages gradients over ranks, but each rank's loss is a part of one sum with a global denominator.
@@ -107,21 +178,11 @@ class DeepSpeedEngine(Generic[M]):
         norm = self._engine.get_global_grad_norm() if self._stage else self._grad_norm
         return check_grad_norm(float(norm), setting=self._setting)
 
-    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for bucket in _buckets(self._model.weights(is_whole=is_whole)):
-            with self._gathered([parameter for _, parameter in bucket]):
-                whole = [(name, parameter.detach()) for name, parameter in bucket]
-                # ZeRO-3 frees the gathered memory when the context ends, but a consumer may keep the tensors.
-                yield from [(name, tensor.clone() if self._stage == 3 else tensor) for name, tensor in whole]
-
     def save_state(self, folder: Path) -> None:
         save_optimizer(folder / self._state_file, self._masters(), self._adamw)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        for bucket in _buckets(self._model.weights()):
-            with self._gathered([parameter for _, parameter in bucket], modifier_rank=0), torch.no_grad():
-                for name, parameter in bucket:
-                    parameter.copy_(weights[name])
+        self.load_parameters(weights.items())
         restore_optimizer(folder / self._state_file, self._masters(), self._adamw)
 
     @property
@@ -140,13 +201,6 @@ class DeepSpeedEngine(Generic[M]):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
         self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
-
-    def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Any:
-        """Context in which the parameters are unsharded; changes by `modifier_rank` are sent to all ranks."""
-        if self._stage < 3:
-            return contextlib.nullcontext()
-        unique = list({id(parameter): parameter for parameter in parameters}.values())
-        return self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank)
 
 
 def _buckets(

@@ -1,7 +1,7 @@
 """TrainEngine: the protocol of DeepSpeed and plain torch, and the checks for divergence that both share."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -59,17 +59,38 @@ class Trainable(Protocol):
 M = TypeVar("M", bound=Trainable, covariant=True)
 
 
-class TrainEngine(Protocol[M]):
+class ModelEngine(Protocol[M]):
+    """Holds the parameters of a model. With several ranks every method is collective: see TrainEngine."""
+
+    @property
+    def model(self) -> M:
+        """The module; with ZeRO-3 its parameters are sharded."""
+        ...
+
+    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
+        """Outputs of `model` for the predicted tokens, with its options; differentiable unless under no_grad."""
+        ...
+
+    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield unsharded parameters, and buffers, under the names that `model` gives them, float32, on its device.
+
+        `is_whole`: see Trainable.
+
+        A parameter that is not sharded is yielded itself: copy it before the next step.
+        """
+        ...
+
+    def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Inverse of `gather_parameters`; with ZeRO-3 rank 0's tensors count, and the others may give none."""
+        ...
+
+
+class TrainEngine(ModelEngine[M], Protocol[M]):
     """Holds the parameters and the optimizer.
 
     Life: ((forward -> backward)* -> step)*. With several ranks every method is collective: all ranks make the same
     calls in the same order, `forward` equally often.
     """
-
-    @property
-    def model(self) -> M:
-        """The trained module; with ZeRO-3 its parameters are sharded."""
-        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -81,10 +102,6 @@ class TrainEngine(Protocol[M]):
         """Device on which microbatches must be."""
         ...
 
-    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
-        """Outputs of `model` for the predicted tokens, with its options; differentiable unless under no_grad."""
-        ...
-
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient of `loss`. The losses of all microbatches and all ranks are summed, not averaged."""
         ...
@@ -93,15 +110,6 @@ class TrainEngine(Protocol[M]):
         """Clip, update the parameters, clear the gradients; returns the gradient norm before clipping.
 
         Raises DivergenceError when the norm is not finite: the parameters are unchanged, the engine is unusable.
-        """
-        ...
-
-    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield unsharded parameters, and buffers, under the names that `model` gives them, float32, on `device`.
-
-        `is_whole`: see Trainable.
-
-        A parameter that is not sharded is yielded itself: copy it before the next step.
         """
         ...
 

@@ -1,7 +1,7 @@
 """TorchEngine: plain torch in one process, the reference for DeepSpeed."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic
 
@@ -16,7 +16,31 @@ from slipstream.learner.engines.optimizer import make_optimizer, restore_optimiz
 _STATE_FILE = "optimizer-rank-0.safetensors"
 
 
-class TorchEngine(Generic[M]):
+class WholeModel(Generic[M]):
+    """ModelEngine of a model that is whole on this rank."""
+
+    def __init__(self, model: M) -> None:
+        self._model = model
+
+    @property
+    def model(self) -> M:
+        return self._model
+
+    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
+        return self._model(microbatch, **options)
+
+    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.weights(is_whole=is_whole):
+            yield name, parameter.detach()
+
+    @torch.no_grad()
+    def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        held = dict(self._model.weights())
+        for name, tensor in tensors:
+            held[name].copy_(tensor)
+
+
+class TorchEngine(WholeModel[M]):
     """TrainEngine on one process. Methods: see TrainEngine."""
 
     def __init__(
@@ -25,15 +49,11 @@ class TorchEngine(Generic[M]):
         """`setting`: config section of `optimizer`."""
         # transformers imports DeepSpeed to save a model where accelerate is, which peft needs: no word of it here.
         logging.getLogger("DeepSpeed").disabled = True
-        self._model = model
+        super().__init__(model)
         self._device = device
         self._setting = setting
         self._max_grad_norm = optimizer.max_grad_norm
         self._optimizer = make_optimizer(model, optimizer)
-
-    @property
-    def model(self) -> M:
-        return self._model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -42,9 +62,6 @@ class TorchEngine(Generic[M]):
     @property
     def device(self) -> torch.device:
         return self._device
-
-    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
-        return self._model(microbatch, **options)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -56,10 +73,6 @@ class TorchEngine(Generic[M]):
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self._model.weights(is_whole=is_whole):
-            yield name, parameter.detach()
 
     def save_state(self, folder: Path) -> None:
         save_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)

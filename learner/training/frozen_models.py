@@ -1,7 +1,7 @@
 """FrozenModels: reference and teacher, the policies that give log-probabilities and are not trained."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.microbatch import Microbatch, recompute
-from slipstream.learner.engines.engine import TrainEngine
-from slipstream.learner.engines.optimizer import named_weights
+from slipstream.learner.engines.engine import ModelEngine, TrainEngine
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import Policy
 from slipstream.runtime.lora import adapter_off
@@ -32,39 +31,40 @@ class AdapterOff:
     def __init__(self, engine: TrainEngine[Policy]) -> None:
         self._engine = engine
 
-    def __call__(self, microbatch: Microbatch) -> dict[str, Tensor]:
+    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Any]:
         """Collective."""
         with adapter_off(self._engine.model.causal_lm):
-            return self._engine.forward(microbatch)
-
-    def logits(self, microbatch: Microbatch) -> Tensor:
-        """Collective."""
-        with adapter_off(self._engine.model.causal_lm):
-            return self._engine.model.logits(microbatch)
+            return self._engine.forward(microbatch, **options)
 
 
 class FrozenModels:
-    """Whole on every rank, and loaded only where the settings need them."""
+    """Loaded only where the settings need them; with ZeRO-3 sharded as the policy is."""
 
     def __init__(
         self,
         config: AlgorithmConfig,
         *,
-        reference: Policy | AdapterOff | None = None,
-        teacher: Policy | None = None,
+        reference: ModelEngine[Policy] | AdapterOff | None = None,
+        teacher: ModelEngine[Policy] | None = None,
     ) -> None:
         self._config = config
-        self.reference = reference
-        """Policy that the KL term keeps the learner close to."""
+        self._reference = reference
         self._teacher = teacher
+
+    @property
+    def refreshed(self) -> ModelEngine[Policy] | None:
+        """The reference, where it changes during training."""
+        if isinstance(self._reference, AdapterOff):
+            return None
+        return self._reference if self._config.kl.refresh_every_steps else None
 
     def recompute_logprobs(self, batch: Batch, microbatches: Sequence[Microbatch], *, ranks: Ranks) -> Batch:
         """Fill `reference_logprobs` and `teacher_logprobs` where they are used. Collective."""
-        if self.reference and self._config.kl.estimator != "full":
-            columns = recompute(batch, microbatches, self.reference, names=["logprobs"], ranks=ranks)
+        if self._reference and self._config.kl.estimator != "full":
+            columns = recompute(batch, microbatches, self._reference.forward, names=["logprobs"], ranks=ranks)
             batch = batch.with_tokens(reference_logprobs=columns["logprobs"])
         if self._teacher and self._config.distillation and not self._config.distillation.takes_candidates:
-            columns = recompute(batch, microbatches, self._teacher, names=["logprobs"], ranks=ranks)
+            columns = recompute(batch, microbatches, self._teacher.forward, names=["logprobs"], ranks=ranks)
             batch = batch.with_tokens(teacher_logprobs=columns["logprobs"])
         return batch
 
@@ -72,10 +72,10 @@ class FrozenModels:
     def aux_inputs(self, microbatch: Microbatch) -> AuxInputs:
         """Outputs over the vocabulary, too large for a column of the batch, so computed per microbatch."""
         aux = AuxInputs({}, {})
-        if self.reference and self._config.kl.estimator == "full":
-            aux.arguments["reference_logits"] = self.reference.logits(microbatch)
+        if self._reference and self._config.kl.estimator == "full":
+            aux.arguments["reference_logits"] = self._reference.forward(microbatch, requested=None)["logits"]
         if self._teacher and self._config.distillation and self._config.distillation.takes_candidates:
-            likely = self._teacher(microbatch, requested=Requested(top_k=self._config.distillation.top_k))
+            likely = self._teacher.forward(microbatch, requested=Requested(top_k=self._config.distillation.top_k))
             aux.arguments["candidates"] = likely["top_tokens"]
             aux.outputs["teacher_candidate_logprobs"] = likely["top_logprobs"]
         return aux
@@ -84,7 +84,5 @@ class FrozenModels:
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
         """Replace the reference by the learner of this step, if one is due. Collective."""
         every = self._config.kl.refresh_every_steps
-        if isinstance(self.reference, Policy) and every and step % every == 0:
-            targets = dict(named_weights(self.reference.causal_lm))
-            for name, parameter in engine.gather_parameters():
-                targets[name].copy_(parameter)
+        if self.refreshed and every and step % every == 0:
+            self.refreshed.load_parameters(engine.gather_parameters())

@@ -1,6 +1,7 @@
 """The policy: a transformers causal language model that answers with log-probabilities of tokens."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,18 @@ class OutputHead(nn.Module):
         self.weight, self.bias = projection.weight, getattr(projection, "bias", None)
         self._cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
 
-    def defer(self, states: Tensor, *, dtype: torch.dtype) -> DeferredLogits:
-        """Logits of the tokens with these hidden states, float[N, D], to be computed when they are needed."""
-        return DeferredLogits(states, self.weight, self.bias, self._soft_cap if self._cap else None, dtype)
+    def forward(
+        self, states: Tensor, *inputs: Tensor, dtype: torch.dtype, requested: Requested | None, **options: Any
+    ) -> dict[str, Any]:
+        """`measure_tokens` from hidden states, float[N, D]; `logits`, to be computed when they are needed, if None."""
+        if requested:
+            return measure_tokens(self._defer(states, self.weight, dtype), *inputs, requested=requested, **options)
+        # A sharded parameter is whole only within this call.
+        weight = self.weight.clone() if is_sharded(self) else self.weight
+        return {"logits": self._defer(states, weight, dtype)}
 
-    def forward(self, states: Tensor, *inputs: Tensor, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
-        """`measure_tokens` from hidden states."""
-        return measure_tokens(self.defer(states, dtype=dtype), *inputs, **options)
+    def _defer(self, states: Tensor, weight: Tensor, dtype: torch.dtype) -> DeferredLogits:
+        return DeferredLogits(states, weight, self.bias, self._soft_cap if self._cap else None, dtype)
 
     def _soft_cap(self, logits: Tensor) -> Tensor:
         return torch.tanh(logits / self._cap) * self._cap
@@ -103,26 +109,21 @@ class Policy(nn.Module):
         self,
         microbatch: Microbatch,
         *,
-        requested: Requested = LOGPROBS,
+        requested: Requested | None = LOGPROBS,
         candidates: Tensor | None = None,
         reference_logits: Tensor | DeferredLogits | None = None,
-    ) -> dict[str, Tensor]:
-        """`logprobs` of the trained tokens, float32[N], and the requested numbers: see `measure_tokens`."""
-        columns = microbatch.targets, microbatch.temperatures
-        options: dict[str, Any] = {
-            "requested": requested,
-            "candidates": candidates,
-            "reference_logits": reference_logits,
-        }
-        if self.head:
-            return self.head(self._states(microbatch), *columns, dtype=self.compute_dtype, **options)
-        return measure_tokens(self._logits(microbatch), *columns, **options)
+    ) -> dict[str, Any]:
+        """`logprobs` of the trained tokens, float32[N], and the requested numbers: see `measure_tokens`.
 
-    def logits(self, microbatch: Microbatch) -> Tensor | DeferredLogits:
-        """Logits that predict the trained tokens, [N, V]."""
+        With nothing requested, `logits` that predict the trained tokens, [N, V].
+        """
+        columns = microbatch.targets, microbatch.temperatures
+        options: dict[str, Any] = {"candidates": candidates, "reference_logits": reference_logits}
         if self.head:
-            return self.head.defer(self._states(microbatch), dtype=self.compute_dtype)
-        return self._logits(microbatch)
+            states = self._states(microbatch)
+            return self.head(states, *columns, dtype=self.compute_dtype, requested=requested, **options)
+        logits = self._logits(microbatch)
+        return measure_tokens(logits, *columns, requested=requested, **options) if requested else {"logits": logits}
 
     def _states(self, microbatch: Microbatch) -> Tensor:
         """Hidden states that predict the trained tokens, [N, D]."""
@@ -135,6 +136,22 @@ class Policy(nn.Module):
         output = forward_pass(self.causal_lm, microbatch, compute_dtype=self.compute_dtype, logits_to_keep=kept)
         logits = output.logits.flatten(0, 1)
         return logits if is_one_row else logits[microbatch.sources]
+
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Leave logits to the model where it does more to its last hidden states than the head. Collective."""
+        if not self.head:
+            return
+        token_ids = torch.arange(_HEAD_PROBE_TOKENS, device=self.head.weight.device)[None] % self.vocab_size
+        inputs = {"input_ids": token_ids, "use_cache": False}
+        is_mixed = self.compute_dtype != torch.float32
+        with torch.autocast(token_ids.device.type, dtype=self.compute_dtype, enabled=is_mixed):
+            expected = self.causal_lm(**inputs).logits[0].float()
+            states = self.causal_lm.base_model(**inputs).last_hidden_state[0]
+        found = self.head(states, dtype=self.compute_dtype, requested=None)["logits"].compute().float()
+        is_same_shape = found.shape == expected.shape
+        if not is_same_shape or (found - expected).abs().max() > _HEAD_TOLERANCE * expected.abs().max():
+            self.head = None
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
@@ -203,24 +220,34 @@ def _additive(visible: Tensor) -> Tensor:
 
 
 def load_policy(
-    config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False, is_reward_model: bool = False
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    is_reward_model: bool = False,
+    loading: AbstractContextManager[None] | None = None,
 ) -> Policy:
     """Load the checkpoint with float32 weights and without dropout; for a reward model a language model's will do, too.
 
-    With `config.lora`, it gets a new adapter. Raises ModelError, ConfigError.
+    With `config.lora`, it gets a new adapter. `loading`: context in which the checkpoint is read, such as
+    `sharded_loading`. Raises ModelError, ConfigError.
     """
     if config.lora:
         check_targets(config)
     kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
-    module, _ = load_module(kind, config, device=device, setting="model.path")
+    # ZeRO-3 draws random numbers while it loads: an adapter must begin with the same ones in every layout.
+    with torch.random.fork_rng(), loading or nullcontext():
+        module, _ = load_module(kind, config, device=device, setting="model.path")
     if config.lora:
         attach_adapter(module, config.lora, base=config.path)
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     wrap = RewardModel if is_reward_model else Policy
     policy = wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype], has_adapter=config.lora is not None)
-    if not is_reward_model:
-        policy.head = _find_head(policy)
+    if not is_reward_model and module.get_output_embeddings() is not None and module.base_model is not module:
+        policy.head = OutputHead(module)
+        if not is_sharded(module):
+            policy.check_head()
     try:
         # Now: sharded, its parameters would have other shapes.
         policy.checkpoint_names  # noqa: B018
@@ -229,23 +256,9 @@ def load_policy(
     return policy
 
 
-@torch.no_grad()
-def _find_head(policy: Policy) -> OutputHead | None:
-    """The head, where it computes the model's logits from its last hidden states: some families do more to them."""
-    causal_lm = policy.causal_lm
-    if causal_lm.get_output_embeddings() is None or causal_lm.base_model is causal_lm:
-        return None
-    head = OutputHead(causal_lm)
-    token_ids = torch.arange(_HEAD_PROBE_TOKENS, device=head.weight.device)[None] % policy.vocab_size
-    is_mixed = policy.compute_dtype != torch.float32
-    with torch.autocast(token_ids.device.type, dtype=policy.compute_dtype, enabled=is_mixed):
-        expected = causal_lm(input_ids=token_ids, use_cache=False).logits.float()
-        states = causal_lm.base_model(input_ids=token_ids, use_cache=False).last_hidden_state
-    found = head.defer(states, dtype=policy.compute_dtype).compute().float()
-    is_exact = (
-        found.shape == expected.shape and (found - expected).abs().max() <= _HEAD_TOLERANCE * expected.abs().max()
-    )
-    return head if is_exact else None
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ZeRO-3 has sharded its parameters: they are whole only while it computes."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig) -> None:

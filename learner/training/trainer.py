@@ -61,8 +61,8 @@ class Trainer:
         """Holds the policy's parameters and optimizer."""
         self.objective = objective
         self.critic = critic
-        self.reference = frozen_models.reference
-        """Policy that the KL term keeps the learner close to."""
+        self.reference = frozen_models.refreshed
+        """Policy that the KL term keeps the learner close to, where it changes during training."""
         self.gradients = GradientSimilarity(engine.optimizer, seed=run.seed)
         self.num_updates = 0
         """Optimizer updates made so far; restored from a checkpoint."""

@@ -7,13 +7,15 @@ import torch
 
 from slipstream.configs.advantages import GaeConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.algorithm_terms import CriticConfig, CriticOptimizerConfig
-from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
+from slipstream.configs.algorithm_terms import CriticConfig, CriticOptimizerConfig, KlConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
+from slipstream.learner import build
 from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.publishing.staging import canary_logprobs
+from slipstream.learner.training.model import is_sharded, load_policy
 from tests.unit.learner.builders import (
     VOCABULARY,
     make_alone,
@@ -31,6 +33,7 @@ ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for sta
 SETTINGS = {
     "whole": {},
     "split": {"learner": {"tokens_per_microbatch": 64}},
+    "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coefficient=0.1, estimator="full", refresh_every_steps=2))},
     "critic": {"algorithm": AlgorithmConfig(advantage=GaeConfig(), critic=CriticConfig(optimizer=QUICK))},
 }
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
@@ -94,6 +97,36 @@ def test_logits_of_a_few_tokens_at_a_time_change_no_step(tmp_path, engine, is_ti
     assert chunked_losses == pytest.approx(losses, rel=1e-6)
     assert chunked_norm == pytest.approx(norm, rel=1e-5)
     assert largest_difference(whole, chunked) < 1e-5
+
+
+def test_zero_3_shards_models_while_they_are_loaded(tmp_path, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(
+        build, "load_policy", lambda *args, **kwargs: loaded.append(load_policy(*args, **kwargs)) or loaded[-1]
+    )
+    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1))
+    shapes = []
+
+    def seen(model, **kwargs):
+        shapes.append({tuple(parameter.shape) for parameter in model.parameters()})
+        return original(model, **kwargs)
+
+    original = build.DeepSpeedEngine
+    monkeypatch.setattr(build, "DeepSpeedEngine", seen)
+    make_trainer(make_run(make_model(tmp_path), algorithm=algorithm, learner={"engine": zero(3)}))
+    assert shapes == [{(0,)}]
+    assert [is_sharded(policy) and policy.head is not None for policy in loaded] == [True, True]
+
+
+def test_parameters_and_optimizer_in_host_memory_change_nothing(tmp_path):
+    found = []
+    for is_offloaded in (False, True):
+        engine = DeepSpeedEngineConfig(zero_stage=3, offload_parameters=is_offloaded, offload_optimizer=is_offloaded)
+        trainer = make_trainer(make_run(make_model(tmp_path), learner={"engine": engine}))
+        for i in range(2):
+            trainer.step(make_groups(seed=i), learner_version=0, step=i + 1)
+        found.append(weights(trainer))
+    assert largest_difference(*found) < 1e-6
 
 
 @every_engine

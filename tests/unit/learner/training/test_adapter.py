@@ -134,7 +134,9 @@ def test_the_reference_is_the_base_without_a_second_model(tmp_path, engine, esti
     twin = load_policy(ModelConfig(path=str(path)), device=CPU)
     samples = trainer.collate(trainer._build(make_groups(), 0, max_lags=(), weights=(), num_mixed=0).updates[0])
     with torch.no_grad():
-        assert all(trainer.reference(one)["logprobs"].equal(twin(one)["logprobs"]) for one in samples)
+        assert all(
+            trainer._frozen_models._reference.forward(one)["logprobs"].equal(twin(one)["logprobs"]) for one in samples
+        )
         assert not trainer.engine.forward(samples[0])["logprobs"].equal(twin(samples[0])["logprobs"])
 
 
