@@ -7,6 +7,9 @@ from msgspec import Meta
 
 from slipstream.configs.base import Config, require
 
+SHARD_SIZE = r"^[0-9]+(\.[0-9]+)?[KMGT]B\Z"
+"""Sizes of files, as the hub's library reads them."""
+
 
 class MetricBound(Config):
     """Condition on a metric of an evaluation.
@@ -139,6 +142,8 @@ class CheckpointConfig(Config):
     """Steps between checkpoints; the last step always makes one."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """Newest checkpoints that are kept."""
+    max_shard_size: Annotated[str, Meta(pattern=SHARD_SIZE)] = "50GB"
+    """Largest safetensors file of a saved model, such as `5GB`."""
     best: BestConfig | None = None
     """Metric by which one more checkpoint is kept, whatever its age, and exported as `best_model` at the end; every
     monitored evaluation makes a checkpoint then. null = none."""

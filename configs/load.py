@@ -52,6 +52,16 @@ def load(overrides: list[str]) -> RunConfig:
     return convert(data, RunConfig)
 
 
+def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
+    """Return the models named beside overrides, and the settings with the first of them. Raises ConfigError."""
+    models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
+    if not models:
+        raise ConfigError("MODEL must be a folder in transformers format or a name on the hub, got none.")
+    settings = load([word for word in words if word not in models])
+    model = msgspec.structs.replace(settings.model, path=models[0], lora=None)
+    return models, msgspec.structs.replace(settings, model=model)
+
+
 def to_yaml(config: RunConfig) -> str:
     """Every value of the run as YAML, defaults included."""
     return yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)

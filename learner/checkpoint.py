@@ -250,10 +250,7 @@ class Checkpoints:
             objective=self._trainer.objective.state.save(),
         )
         (draft / _STATE).write_bytes(msgspec.json.encode(state))
-        (draft / _CHECKSUMS).write_bytes(msgspec.json.encode(_checksums(draft)))
-        # Contents before the name: after the rename the checkpoint must survive a power failure.
-        for path in (*draft.rglob("*"), draft):
-            sync_path(path)
+        seal(draft)
         # A step that was rolled back and trained again gets a new name: the store may still point at the old one.
         names = [f"step-{step:08d}", *(f"step-{step:08d}.{repeat}" for repeat in range(2, 1000))]
         folder = next(self._folder / name for name in names if not (self._folder / name).exists())
@@ -267,7 +264,7 @@ class Checkpoints:
         folder = self._folder / name
         state = _read_state(folder)
         # Rank 0 alone reads them all; the others load nothing before it has.
-        if self._ranks.is_first and (damage := _find_damage(folder)):
+        if self._ranks.is_first and (damage := find_damage(folder)):
             raise CheckpointError(f"{damage}: restore the file from a copy{self._advise_other(name)}.")
         if self._ranks.is_first and state.base != self._base:
             raise CheckpointError(
@@ -290,7 +287,7 @@ class Checkpoints:
     def _advise_other(self, damaged: str) -> str:
         """Return advice to begin a new run with the newest checkpoint that is whole."""
         others = (self._folder / name for name in reversed(self.names()) if name != damaged)
-        whole = next((folder for folder in others if not _find_damage(folder)), None)
+        whole = next((folder for folder in others if not find_damage(folder)), None)
         return f", or start a new run with model.path={whole / 'model'}" if whole else ""
 
     def _restore_critic(self, folder: Path, *, num_updates: int) -> None:
@@ -334,7 +331,8 @@ def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) 
     """Write the weights (float32, transformers format) and the tokenizer. Collective; rank 0 writes."""
     weights = gather_to_first(trainer.engine, ranks=ranks, is_whole=True)
     if ranks.is_first:
-        save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model)
+        size = run.learner.checkpoint.max_shard_size
+        save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
 
 
 def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
@@ -363,7 +361,20 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _find_damage(folder: Path) -> str:
+def seal(draft: Path) -> None:
+    """Write the checksums of a folder and sync it all: only a rename is missing then. Raises OSError."""
+    (draft / _CHECKSUMS).write_bytes(msgspec.json.encode(_checksums(draft)))
+    # Contents before the name: after the rename the folder must survive a power failure.
+    for path in (*draft.rglob("*"), draft):
+        sync_path(path)
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether the folder has checksums."""
+    return (folder / _CHECKSUMS).is_file()
+
+
+def find_damage(folder: Path) -> str:
     """Return which file of a checkpoint is not as it was written, as the beginning of a sentence; empty if none."""
     path = folder / _CHECKSUMS
     try:

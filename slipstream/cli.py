@@ -15,7 +15,6 @@ import typer
 from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import ConfigError
-from slipstream.configs.run import RunConfig
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
 from slipstream.runtime.command_line import fail_cleanly, run_app
@@ -24,8 +23,8 @@ from slipstream.runtime.process import RoleDiedError
 SETTINGS = """\b
 Most used settings:
   experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, gsm8k_1gpu, gsm8k_8gpu,
-                                math_1gpu, retool_1gpu, search_r1_1gpu, environment_1gpu, digits_serial,
-                                digits_replay, digits_sft, sft, reward_model; or a file of your own, mine.yaml
+                                gsm8k_lora_1gpu, math_1gpu, retool_1gpu, search_r1_1gpu, environment_1gpu,
+                                digits_serial, digits_replay, digits_sft, sft, reward_model; or your own mine.yaml
   recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
   name=NAME                     run folder runs/NAME; resume=true continues it
   seed=0                        every random choice of the run derives from it
@@ -244,11 +243,12 @@ def evaluate(
     a run reports its final accuracy: evaluation.final_prompts rows of data.heldout, after the first
     evaluation.monitor_prompts; of a shorter file, its share.
     """
+    from slipstream.configs.load import load_with_models
     from slipstream.launch.evaluate import evaluate as measure
     from slipstream.launch.evaluate import tables
     from slipstream.runtime.console import make_console
 
-    models, settings = _split_models(words)
+    models, settings = load_with_models(words)
     found = measure(settings, models, out=out, is_whole=whole)
     if json:
         print(msgspec.json.encode({"evaluations": found}).decode())
@@ -275,9 +275,10 @@ def generate(
 
     The folder holds Parquet files in the form of an archive. One that was killed goes on where it stopped.
     """
+    from slipstream.configs.load import load_with_models
     from slipstream.launch.generate import generate as make_answers
 
-    models, settings = _split_models(words)
+    models, settings = load_with_models(words)
     if len(models) != 1:
         raise ConfigError(f"generate must have one model, got {', '.join(models)}.")
     stored, made = make_answers(settings, out, samples=samples, num_prompts=prompts, is_scored=not unscored)
@@ -345,24 +346,31 @@ def compare(
     compare_replays(archive, replay, shared=shared or [], out=out)
 
 
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Checkpoint, model, adapter, or folder of shards.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder to be made.")],
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest safetensors file.")] = "5GB",
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="By default that of most weights.")] = None,
+    base: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Model of an adapter or of shards.")] = None,
+) -> None:
+    """Write a checkpoint as a model in transformers format.
+
+    slipstream convert runs/mine/checkpoints/step-00000050 models/mine --dtype bfloat16
+
+    docs/weights.md lists what is read: also adapters, verl's FSDP shards and ZeRO checkpoints.
+    """
+    from slipstream.launch.convert import convert as write_model
+
+    print(write_model(source, target, base=base, dtype=dtype, max_shard_size=max_shard_size))
+
+
 @fail_cleanly(BrokerError, ReplayBufferError, GeneratorError, LearnerError, RoleDiedError)
 def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> None:
     """Parse the command line and dispatch."""
     # As `python -m` does for the roles: a reward function may be in the current folder.
     sys.path.insert(0, str(Path.cwd()))
     run_app(app, _with_command(sys.argv[1:] if arguments is None else arguments), program=program)
-
-
-def _split_models(words: list[str]) -> tuple[list[str], RunConfig]:
-    """Return the models named beside overrides, and the settings with the first of them. Raises ConfigError."""
-    from slipstream.configs.load import load
-
-    models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
-    if not models:
-        raise ConfigError("MODEL must be a folder in transformers format or a name on the hub, got none.")
-    settings = load([word for word in words if word not in models])
-    model = msgspec.structs.replace(settings.model, path=models[0], lora=None)
-    return models, msgspec.structs.replace(settings, model=model)
 
 
 def _with_command(arguments: list[str]) -> list[str]:

@@ -134,7 +134,11 @@ class SftRun:
         if self._ranks.is_first:
             self._disk.retry(
                 lambda: save_pretrained(
-                    self._trainer.engine.model, self._final_model, weights=weights, config=self._run.model
+                    self._trainer.engine.model,
+                    self._final_model,
+                    weights=weights,
+                    config=self._run.model,
+                    max_shard_size=self._run.learner.checkpoint.max_shard_size,
                 ),
                 what="the final model",
                 path=self._final_model,

@@ -261,7 +261,9 @@ def is_sharded(module: nn.Module) -> bool:
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
-def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig) -> None:
+def save_pretrained(
+    policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig, max_shard_size: str = "50GB"
+) -> None:
     """Write a checkpoint in transformers format, with the tokenizer of the initial one where it has one.
 
     `weights`: all of the module's. An adapter is merged into them, and also written beside them.
@@ -269,7 +271,7 @@ def save_pretrained(policy: Policy, folder: Path, *, weights: dict[str, Tensor],
     if policy.has_adapter:
         save_adapter(policy.causal_lm, folder, weights=weights)
         weights = merge(policy.causal_lm, weights)
-    policy.causal_lm.save_pretrained(folder, state_dict=weights)
+    policy.causal_lm.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError):

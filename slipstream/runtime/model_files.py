@@ -59,7 +59,7 @@ def _invalid_path(path: str, reason: str) -> ConfigError:
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = "model.safetensors"
 _HEAD = "lm_head.weight"
-_TOKENIZER_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "vocab.json",
@@ -155,7 +155,7 @@ def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, 
 
 
 def _tokenizer_files(path: str) -> dict[str, str]:
-    contents = {name: _read(found) for name in _TOKENIZER_FILES if (found := find_file(path, name))}
+    contents = {name: _read(found) for name in TOKENIZER_FILES if (found := find_file(path, name))}
     return {name: _digest(content) for name, content in contents.items() if content}
 
 

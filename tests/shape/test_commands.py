@@ -51,6 +51,7 @@ TRIED_BY = {
     "slipstream evaluate": "tests/e2e/test_pipeline.py",
     "slipstream generate": "tests/unit/slipstream/launch/test_generate.py",
     "slipstream compare": "tests/unit/slipstream/launch/test_compare.py",
+    "slipstream convert": "tests/unit/slipstream/launch/test_convert.py",
     "slipstream drain": "tests/integration/test_scaling.py",
     "slipstream data ls": "tests/integration/test_data_commands.py",
     "slipstream data refused": "tests/integration/test_data_commands.py",

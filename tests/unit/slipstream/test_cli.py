@@ -26,6 +26,7 @@ COMMANDS = [
     "check",
     "plot",
     "compare",
+    "convert",
 ]
 
 

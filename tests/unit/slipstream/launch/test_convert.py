@@ -1,0 +1,162 @@
+"""Conversion into transformers folders: round trips, adapters, shards of other trainers, and bad input."""
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slipstream.configs.base import ConfigError
+from slipstream.configs.data import LoraConfig, ModelConfig
+from slipstream.configs.learner import CheckpointConfig
+from slipstream.launch.convert import convert
+from slipstream.learner.checkpoint import Checkpoints, find_damage
+from tests.fakes import no_file_above
+from tests.families import make_family
+from tests.tiny_model import make_tiny_model, make_tiny_module
+from tests.unit.learner.builders import make_alone, make_groups, make_run, make_trainer, zero
+
+
+def run(source, target, *, base=None, dtype=None, max_shard_size="5GB"):
+    return convert(source, target, base=base, dtype=dtype, max_shard_size=max_shard_size)
+
+
+def held(folder, **options):
+    """The weights that transformers loads."""
+    return AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
+
+
+def stored(folder):
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_same(first, second):
+    assert set(first) == set(second)
+    assert all(tensor.equal(second[name]) for name, tensor in first.items())
+
+
+def refusal(*arguments, **options):
+    with pytest.raises(ConfigError) as caught:
+        run(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def trained(folder, *, engine=None, lora=None):
+    """A trainer after one step on the tiny model, and its checkpoint."""
+    model = make_tiny_model(folder / "base")
+    learner = {"checkpoint": CheckpointConfig(max_shard_size="50KB")} | ({"engine": engine} if engine else {})
+    settings = make_run(model, learner=learner, model=ModelConfig(path=str(model), lora=lora))
+    trainer = make_trainer(settings)
+    trainer.step(make_groups(), learner_version=0, step=1)
+    checkpoints = Checkpoints(folder / "checkpoints", run=settings, trainer=trainer, ranks=make_alone())
+    return trainer, folder / "checkpoints" / checkpoints.save(step=1, version=1)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_model_becomes_shards_with_the_names_of_the_hub(tmp_path, family):
+    source = make_family(tmp_path / "source", family)
+    assert "float32" in run(source, tmp_path / "target", max_shard_size="100KB")
+    assert_same(stored(tmp_path / "target"), stored(source))
+    assert_same(held(tmp_path / "target"), held(source))
+    index = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert not find_damage(tmp_path / "target")
+    again = tmp_path / "again"
+    run(tmp_path / "target", again)
+    assert_same(stored(again), stored(source))
+
+
+def test_a_checkpoint_is_written_in_another_dtype_with_its_tokenizer(tmp_path):
+    _, checkpoint = trained(tmp_path)
+    assert len(list((checkpoint / "model").glob("model-*.safetensors"))) > 2
+    run(checkpoint, tmp_path / "target", dtype="bfloat16")
+    expected = {name: tensor.bfloat16() for name, tensor in held(checkpoint / "model").items()}
+    assert_same(held(tmp_path / "target", dtype="auto"), expected)
+    one, other = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "base", tmp_path / "target"))
+    assert (one.chat_template, one.get_vocab()) == (other.chat_template, other.get_vocab())
+    assert not list(tmp_path.glob("*.draft"))
+
+
+def test_an_adapter_is_merged_into_its_base(tmp_path):
+    _, checkpoint = trained(tmp_path, lora=LoraConfig(rank=4))
+    adapter = checkpoint / "model" / "adapter"
+    run(adapter, tmp_path / "target", base=tmp_path / "base")
+    run(adapter, tmp_path / "found")
+    assert_same(stored(tmp_path / "found"), stored(tmp_path / "target"))
+    merged, expected = held(tmp_path / "target"), held(checkpoint / "model")
+    assert max(float((merged[name] - expected[name]).abs().max()) for name in expected) <= 1e-6
+    assert any(not tensor.equal(merged[name]) for name, tensor in held(tmp_path / "base").items())
+    other = make_family(tmp_path / "other", "llama")
+    assert "--base must be the causal language model" in refusal(adapter, tmp_path / "no", base=other)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_zero_checkpoint_is_gathered(tmp_path, stage):
+    trainer, checkpoint = trained(tmp_path, engine=zero(stage))
+    trainer.engine._engine.save_checkpoint(str(tmp_path / "zero"))
+    run(tmp_path / "zero", tmp_path / "target", base=tmp_path / "base")
+    assert_same(held(tmp_path / "target"), held(checkpoint / "model"))
+    (states,) = (tmp_path / "zero").glob("*/*_optim_states.pt")
+    states.unlink()
+    assert "SOURCE must be a folder with" in refusal(tmp_path / "zero", tmp_path / "no", base=tmp_path / "base")
+
+
+class Planted:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+@pytest.mark.parametrize("name", ["model_world_size_1_rank_0.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_nothing_of_a_checkpoint_is_executed(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    make_tiny_model(tmp_path / "base")
+    (tmp_path / "source").mkdir()
+    for file in (name, "mp_rank_00_model_states.pt"):
+        torch.save({"lm_head.weight": Planted()}, tmp_path / "source" / file)
+    assert "UnpicklingError" in refusal(tmp_path / "source", tmp_path / "target", base=tmp_path / "base")
+    assert not (tmp_path / "executed").exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
+
+
+def test_bad_input_is_refused_in_one_sentence(tmp_path):
+    model, target = make_tiny_model(tmp_path / "model"), tmp_path / "target"
+    assert "SOURCE must be a folder with" in refusal(tmp_path / "none", target)
+    assert "TARGET must be a folder to be made" in refusal(model, model)
+    assert "--dtype must be one of float32" in refusal(model, target, dtype="int8")
+    assert "--max-shard-size must be" in refusal(model, target, max_shard_size="5 GiB")
+    run(model, target, max_shard_size="50KB")
+    shard = sorted(target.glob("model-*.safetensors"))[0]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert "must have the checksum" in refusal(target, tmp_path / "no")
+    (target / "checksums.json").unlink()
+    shard.unlink()
+    assert "hold every safetensors file" in refusal(target, tmp_path / "no")
+    weights = load_file(model / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, model / "model.safetensors")
+    assert "missing keys: model.norm.weight" in refusal(model, tmp_path / "no")
+    (model / "model.safetensors").write_bytes(b"{}")
+    assert "readable safetensors" in refusal(model, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path):
+    model = make_tiny_model(tmp_path / "model")
+    with no_file_above(2**15):
+        assert "TARGET must be on a disk with room" in refusal(model, tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_fsdp_shards_of_one_rank_are_joined(tmp_path):
+    make_tiny_model(tmp_path / "actor" / "huggingface")
+    (tmp_path / "actor" / "huggingface" / "model.safetensors").unlink()
+    weights = make_tiny_module(seed=3).state_dict()
+    torch.save(weights, tmp_path / "actor" / "model_world_size_1_rank_0.pt")
+    run(tmp_path, tmp_path / "target")
+    assert_same(held(tmp_path / "target"), weights)
+    (tmp_path / "actor" / "model_world_size_1_rank_0.pt").rename(tmp_path / "actor" / "model_world_size_2_rank_0.pt")
+    assert "must hold FSDP shards" in refusal(tmp_path, tmp_path / "no")
