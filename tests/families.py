@@ -24,8 +24,8 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "layer_types": ["linear_attention", "full_attention"],
 }
 LATENT = EXPERTS | {
@@ -39,7 +39,6 @@ LATENT = EXPERTS | {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
-    "topk_method": "noaux_tc",
 }
 FAMILIES = {
     "qwen2": ("shared_rows", {}),
@@ -57,7 +56,8 @@ FAMILIES = {
     "glm4_moe": ("shared_rows", LATENT | {"head_dim": 32}),
     "falcon": ("shared_rows", {"alibi": False}),
     "deepseek_v2": ("shared_rows", LATENT),
-    "deepseek_v3": ("shared_rows", LATENT),
+    # As on the hub; transformers writes neither.
+    "deepseek_v3": ("shared_rows", LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
     # A window in every layer, or in some.
     "mistral": ("shared_rows", WINDOW),
     "mixtral": ("shared_rows", WINDOW | {"num_local_experts": 4}),

@@ -56,7 +56,6 @@ _CHECKS = {
     "kept their old values": "report of the loaded parameters",
     "could not load them": "the engine's loader",
     "as it was sent": "verification of the loaded model",
-    "kept the old one": "replacement of kernels",
     "agree with the learner's": "probe",
 }
 """Phrase of an error message -> the check that raises it."""
@@ -186,7 +185,10 @@ FAULTS = [
         sent=lambda new, _: [*new, (_HEAD, dict(new)[_EMBEDDING])],
     ),
     Fault(
-        "the head's kernel keeps the old weights", "replacement of kernels", is_loaded=True, worker=_keep_head_kernel
+        "the head's kernel keeps the old weights",
+        "verification of the loaded model",
+        is_loaded=True,
+        worker=_keep_head_kernel,
     ),
     Fault(
         "the engine's loader leaves a norm out", "report of the loaded parameters", is_loaded=True, worker=_leave_out

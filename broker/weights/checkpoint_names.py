@@ -30,8 +30,14 @@ class CheckpointNames:
     def __init__(self, module: PreTrainedModel) -> None:
         """`module` may be on the meta device or sharded: only its shapes are read.
 
-        Raises WeightTransferError for a model that cannot be converted one layer at a time.
+        Raises WeightTransferError for a model that cannot be published.
         """
+        if quantized := getattr(module.config, "quantization_config", None):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized.quant_method
+            raise WeightTransferError(
+                f"{type(module).__name__} cannot be published: its checkpoint must be unquantised, as the learner's "
+                f"weights are, got {method}; convert it to bfloat16 first"
+            )
         # Every generator must come to the same names, whatever was saved in which layout: so the conversions of the
         # model's type count, not those its own file happened to need.
         conversions = [

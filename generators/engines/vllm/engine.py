@@ -6,9 +6,12 @@ Cached prefixes are salted with the update they were computed under and never re
 """
 
 import asyncio
+import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import TypeVar
 
 import msgspec
@@ -68,6 +71,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._end_token_ids: list[int] = []
         self._names: CheckpointNames | None = None
+        self._uncompared = Counter[str]()
         self._num_probes = 0
         self._version = -1
         self._num_updates = 0
@@ -261,7 +265,11 @@ class VllmEngine:
     async def _pop_weight_outcome(self) -> tuple[str, bool]:
         """Return the workers' first error (empty = none) and whether any of them wrote to its model."""
         outcomes = await self._call(self._running.collective_rpc("pop_weight_outcome"))
-        errors, is_changed = zip(*outcomes, strict=True)
+        errors, is_changed, uncompared = zip(*outcomes, strict=True)
+        kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted({*chain(*uncompared)}))
+        if kinds and kinds != self._uncompared:
+            log.info("weights_not_compared", parameters=dict(kinds))
+            self._uncompared = kinds
         return next(filter(None, errors), ""), any(is_changed)
 
     def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:

@@ -1,65 +1,182 @@
-"""Verification of a loaded model: does it hold the tensors that were loaded into it?
+"""Verification of a loaded model: does it hold the tensors that were sent?
 
-Tensors that the engine stores as sent are compared bit for bit, also inside a packed parameter (query, key and value in
-one). For a layer that a CPU kernel repacks, only the replacement of the kernel can be checked. Does not support models
-that are split between workers.
+vLLM loads layer by layer: loaders of the parameters place tensors, then the layer may repack them. RecordedLoad keeps
+each call; afterwards it has the loaders place the same tensors beside the model, one layer at a time, and compares bit
+for bit.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from copy import copy
+from inspect import BoundArguments
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+    make_online_process_loader,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-Packing = Mapping[str, Sequence[str]]
-"""Parts of each module that vLLM packs, in the order of their rows. Example: {"qkv_proj": ["q_proj", "k_proj",
-"v_proj"]}."""
-
-
-def first_mismatch(model: nn.Module, sent: Sequence[tuple[str, Tensor]], *, packing: Packing) -> str:
-    """Return the name of the first tensor that the model does not hold as sent; empty if there is none."""
-    for name, held, tensor in _comparable(model, sent, packing=packing):
-        if not torch.equal(held, tensor.to(device=held.device, dtype=held.dtype)):
-            return name
-    return ""
-
-
-def cpu_kernels(model: nn.Module) -> dict[str, object]:
-    """Return the kernel of each layer that has a repacked weight; vLLM rebuilds it with every load."""
-    kernels = {name: getattr(layer, "cpu_linear", None) for name, layer in model.named_modules()}
-    return {name: kernel for name, kernel in kernels.items() if kernel not in (None, nn.functional.linear)}
+Call = tuple[str, BoundArguments]
+"""Name of a layer's parameter, and the arguments of its loader."""
 
 
-def first_stale_kernel(model: nn.Module, before: Mapping[str, object]) -> str:
-    """Return the name of the first layer that still has its kernel of `before`; empty if there is none."""
-    return next((name for name, kernel in cpu_kernels(model).items() if kernel is before.get(name)), "")
+class _Calls(list[Call]):
+    """vLLM's list of the calls for one layer, which it empties when it has loaded them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Call] = []
+
+    def append(self, call: Call) -> None:
+        name, arguments = call
+        # vLLM puts the loaded parameter into the arguments: kept, it would be a second copy of the model.
+        kept = copy(arguments)
+        kept.arguments = dict(arguments.arguments)
+        self.kept.append((name, kept))
+        super().append(call)
 
 
-def _comparable(
-    model: nn.Module, sent: Sequence[tuple[str, Tensor]], *, packing: Packing
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield (name, the model's rows, the sent tensor) for everything that the model stores as sent."""
-    held, tensors = dict(model.named_parameters(remove_duplicate=False)), dict(sent)
-    packed_in = {part: whole for whole, parts in packing.items() for part in parts}
-    for name, tensor in sent:
-        if name in held:
-            whole, first_row = held[name], 0
-        else:
-            whole_name, part_names = _packed_names(name, packed_in, packing)
-            if whole_name not in held or not all(part in tensors for part in part_names):
-                continue
-            whole, rows = held[whole_name], [tensors[part].shape[0] for part in part_names]
-            if whole.shape[0] != sum(rows):
-                continue
-            first_row = sum(rows[: part_names.index(name)])
-        # vLLM may pad a vocabulary with further rows.
-        if whole.shape[1:] == tensor.shape[1:] and whole.shape[:1] >= tensor.shape[:1]:
-            yield name, whole.data[first_row : first_row + tensor.shape[0]] if tensor.dim() else whole.data, tensor
+class RecordedLoad(TorchDispatchMode):
+    """Life: created after `initialize_layerwise_reload` -> `with` it, the model's `load_weights` -> first_mismatch.
+
+    A model's own loader may copy straight into a parameter, as gpt-oss does. vLLM would lose that: until a layer is
+    complete its parameters are on the meta device. Here such a copy becomes a call of a loader like any other.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._layers = dict(model.named_modules())
+        self._calls = {path: _Calls() for path in self._layers}
+        self._owners: dict[int, tuple[str, str]] = {}
+        for path, layer in self._layers.items():
+            get_layerwise_info(layer).loaded_weights = self._calls[path]
+            for name, parameter in layer.named_parameters(recurse=False):
+                self._owners[parameter.untyped_storage()._cdata] = path, name
+        self.uncompared: list[str] = []
+        """Parameters of the model and sent tensors that could not be compared; filled by `first_mismatch`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_meta:
+            path, name = self._owners.get(args[0].untyped_storage()._cdata, ("", ""))
+            parameter: Any = self._layers[path]._parameters.get(name)
+            # Within a loader's call, which is kept by then, vLLM copies to count the elements.
+            is_called = any(name == called for called, _ in self._calls[path].kept)
+            if parameter is not None and not is_called and args[0].shape == parameter.shape:
+                parameter.weight_loader = default_weight_loader
+                parameter.weight_loader = make_online_process_loader(self._layers[path], name)
+                parameter.weight_loader(parameter, args[1])
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+    @torch.no_grad()
+    def first_mismatch(self, sent: Sequence[tuple[str, Tensor]]) -> str:
+        """Return the name of the first tensor that the model does not hold as sent; empty if there is none."""
+        compared = set[int]()
+        for path, layer in self._layers.items():
+            for name, is_held in _compare(layer, self._calls[path].kept):
+                if is_held is False:
+                    return f"{path}.{name}"
+                if is_held:
+                    compared.add(id(layer._parameters[name]))
+        held = dict(self._layers[""].named_parameters(remove_duplicate=False))
+        # Loaders that get no part of a sent tensor may get another one that the model made of it, or took for it.
+        calls = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
+        tensors = dict(sent)
+        missed = _not_passed(tensors, [v for c in calls for k, v in c.arguments.items() if k != "param"])
+        for name in missed:
+            # vLLM may pad a vocabulary with further rows.
+            rows = held[name][: len(tensors[name])] if name in held and tensors[name].dim() else held.get(name)
+            if rows is not None and rows.shape == tensors[name].shape:
+                if not torch.equal(rows, tensors[name].to(rows)):
+                    return name
+                compared.add(id(held[name]))
+        unknown = [name for name, tensor in self._layers[""].named_parameters() if id(tensor) not in compared]
+        self.uncompared = sorted({*unknown, *(name for name in missed if id(held.get(name)) not in compared)})
+        return ""
 
 
-def _packed_names(name: str, packed_in: Mapping[str, str], packing: Packing) -> tuple[str, list[str]]:
-    """Return the names of the packed parameter and of all its parts; empty if the tensor is not packed."""
-    path, _, kind = name.rpartition(".")
-    prefix, _, module = path.rpartition(".")
-    whole = packed_in.get(module, "")
-    parts = [f"{prefix}.{part}.{kind}" for part in packing.get(whole, ())]
-    return f"{prefix}.{whole}.{kind}" if whole else "", parts
+def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, bool | None]]:
+    """Yield each parameter's name and whether the layer holds what the calls of its loader give; None = unknown."""
+    expected = _place(layer, calls)
+    kernel = getattr(layer, "cpu_linear", nn.functional.linear)
+    is_held = {name: _is_same(layer._parameters[name], tensor) for name, tensor in expected.items()}
+    # A layer without a method keeps its parameters as they are.
+    if not hasattr(layer, "quant_method") or (all(is_held.values()) and kernel is nn.functional.linear):
+        yield from is_held.items()
+        return
+    if (repacked := _repack(layer, expected)) is None:
+        yield from ((name, same or None) for name, same in is_held.items())
+        return
+    for name, tensor in repacked.named_parameters():
+        yield name, _is_same(layer._parameters[name], tensor)
+    if kernel is not nn.functional.linear:
+        # What a kernel has packed can only be seen in what it computes.
+        row = torch.randn(1, expected["weight"].shape[1], generator=torch.Generator().manual_seed(0))
+        row = row.to(expected["weight"].dtype)
+        yield "weight", torch.equal(*(made.cpu_linear(row, made.weight, None) for made in (layer, repacked)))
+
+
+def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
+    """Parameters as the calls fill them, before the layer repacks them; NaN where they write nothing."""
+    placed: dict[str, Tensor] = {}
+    with get_layerwise_info(layer).restore_device:
+        for name, call in calls:
+            parameter = call.arguments["param"]
+            if name not in placed:
+                placed[name] = materialize_meta_tensor(to_meta_tensor(parameter))
+                placed[name].fill_(torch.nan if placed[name].is_floating_point() else 0)
+            again = copy(call)
+            again.arguments = call.arguments | {"param": placed[name]}
+            _get_original_loader(parameter)(*again.args, **again.kwargs)
+    return placed
+
+
+def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
+    """Another layer of these parameters, repacked as vLLM repacks this one; None where it takes more than them."""
+    if any(tensor.isnan().any() for tensor in placed.values()):
+        return None
+    other, method = nn.Module(), layer.quant_method
+    for name, tensor in placed.items():
+        other.register_parameter(name, nn.Parameter(tensor.data, requires_grad=False))
+    if kernel := getattr(method, "moe_kernel", None):
+        method = kernel.fused_experts if next(other.parameters()).device.type == "cpu" else None
+    try:
+        method.process_weights_after_loading(other)
+    except (AttributeError, TypeError, NotImplementedError):
+        return None
+    return other
+
+
+def _is_same(held: Tensor | None, expected: Tensor) -> bool:
+    """Whether each element is the expected one, or none is expected (NaN)."""
+    is_alike = held is not None and held.shape == expected.shape and held.dtype == expected.dtype
+    return is_alike and bool(((held == expected) | expected.isnan()).all())
+
+
+def _not_passed(sent: dict[str, Tensor], passed: Sequence[Any]) -> list[str]:
+    """Names of sent tensors that loaders did not get, neither themselves nor with their elements in another order."""
+    first_at = {tensor.data_ptr(): name for name, tensor in reversed(sent.items())}
+    starts = sorted(first_at)
+    missing = {name: tensor.numel() for name, tensor in sent.items()}
+    others = set[tuple[int, ...]]()
+    for tensor in passed:
+        if isinstance(tensor, Tensor):
+            index = bisect_right(starts, tensor.data_ptr()) - 1
+            name = first_at[starts[index]] if index >= 0 else ""
+            if name and tensor.data_ptr() < starts[index] + sent[name].nbytes:
+                missing[name] -= tensor.numel()
+            else:
+                others.add(_fingerprint(tensor))
+    return [name for name, count in missing.items() if count > 0 and _fingerprint(sent[name]) not in others]
+
+
+def _fingerprint(tensor: Tensor) -> tuple[int, ...]:
+    """Numbers that do not depend on the order of the elements."""
+    bits = tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    return tensor.numel(), int(bits.sum(dtype=torch.int64)), int((bits * bits).sum(dtype=torch.int64))

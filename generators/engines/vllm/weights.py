@@ -34,7 +34,7 @@ from slipstream.broker.weights.shared_buckets import map_buckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
 from slipstream.generators.engines.vllm.fatal_error import report_fatal_errors
-from slipstream.generators.engines.vllm.verify import cpu_kernels, first_mismatch, first_stale_kernel
+from slipstream.generators.engines.vllm.verify import RecordedLoad
 
 BACKEND = "slipstream"
 """Name in vLLM's registry of weight transfer engines."""
@@ -121,11 +121,13 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         self._received: list[tuple[str, Tensor]] = []
         self._error = ""
         self._is_model_changed = False
+        self._uncompared: list[str] = []
 
-    def pop_outcome(self) -> tuple[str, bool]:
-        """Return and reset the error since the last call (empty = none) and whether the model was written to."""
-        outcome = self._error, self._is_model_changed
-        self._error, self._is_model_changed = "", False
+    def pop_outcome(self) -> tuple[str, bool, list[str]]:
+        """Return and reset the error since the last call (empty = none), whether the model was written to, and the
+        names of what could not be compared after it was loaded."""
+        outcome = self._error, self._is_model_changed, self._uncompared
+        self._error, self._is_model_changed, self._uncompared = "", False, []
         return outcome
 
     def init_transfer_engine(self, init_info: EpochInfo) -> None:
@@ -152,12 +154,13 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             return
         self._is_model_changed = True
         with self._recording_errors():
-            # Taken before the load: a kernel that is the same object afterwards still holds the old weights.
-            kernels_before = cpu_kernels(self.model)
-            self._check_complete(self._load(received))
-            if layer := first_stale_kernel(self.model, kernels_before):
-                raise WeightTransferError(f"every layer must get a new kernel, {layer} kept the old one")
-            self._verify_loaded(received)
+            load = self._load(received)
+            if name := load.first_mismatch(received):
+                raise WeightTransferError(f"the engine must hold {name} as it was sent, it holds something else")
+            held = dict(self.model.named_parameters())
+            # With pipeline parallelism, tensors of other workers' layers were sent, too.
+            is_whole = self.parallel_config.pipeline_parallel_size == 1
+            self._uncompared = [name for name in load.uncompared if is_whole or name in held]
 
     def update_adapter(self, update_info: BroadcastInfo) -> None:
         """Receive, verify and load an adapter; vLLM's own end of an update would empty the slot."""
@@ -191,12 +194,13 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
         """Tensors under further names that the model has a layer for: vLLM's CPU build packs a tied head on its own."""
-        layers = dict(self.model.named_parameters(remove_duplicate=False))
+        # Each layer under its first path: a head that is the embedding itself has no parameter of its own.
+        own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
         for first, *others in tied:
-            yield from ((name, sent[first]) for name in others if name in layers)
+            yield from ((name, sent[first]) for name in others if name in own)
 
-    def _load(self, tensors: list[tuple[str, Tensor]]) -> set[str] | None:
-        """Load tensors; returns the names of the loaded parameters, or None if the model does not report them."""
+    def _load(self, tensors: list[tuple[str, Tensor]]) -> RecordedLoad:
+        """Load tensors. Raises WeightTransferError if the model reports that it left out any of its parameters."""
         if self.device.type == "cpu":
             # vLLM 0.32 repacks experts for the CPU only when it builds their kernel: let it build that again.
             for layer in self.model.modules():
@@ -204,31 +208,25 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
                 if hasattr(method, "moe_kernel"):
                     method.moe_kernel = None
         initialize_layerwise_reload(self.model)
+        # Before the load: afterwards there are also parameters that vLLM derives from others.
+        loadable = {name for name, _ in self.model.named_parameters()}
+        load = RecordedLoad(self.model)
         try:
-            return self.model.load_weights(tensors)
+            with load:
+                loaded = self.model.load_weights(tensors)
         except Exception as error:
             # A model's own loader may raise anything; the engine survives, unverified, until an update heals it.
             raise WeightTransferError(f"the engine could not load them: {type(error).__name__}: {error}") from error
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
-
-    def _check_complete(self, loaded: set[str] | None) -> None:
-        """Check, as vLLM does for a checkpoint, that no parameter was left out."""
-        # Quantised models have parameters that never come from outside.
-        if loaded is None or self.model_config.quantization is not None:
-            return
-        if stale := sorted({name for name, _ in self.model.named_parameters()} - loaded):
+        # Quantised models have parameters that never come from outside, and some models report nothing.
+        is_reported = loaded is not None and self.model_config.quantization is None
+        if stale := sorted(loadable - loaded) if is_reported else []:
             raise WeightTransferError(
                 f"every parameter of the engine must be loaded, {stale[0]} and {len(stale) - 1} more kept their old "
                 "values"
             )
-
-    def _verify_loaded(self, tensors: list[tuple[str, Tensor]]) -> None:
-        # A split model holds slices of the tensors; the probe still checks it.
-        if self._is_split:
-            return
-        if name := first_mismatch(self.model, tensors, packing=getattr(self.model, "packed_modules_mapping", {})):
-            raise WeightTransferError(f"the engine must hold {name} as it was sent, it holds something else")
+        return load
 
     @contextmanager
     def _recording_errors(self) -> Iterator[None]:
@@ -241,7 +239,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 class OutcomeReport:
     """Mixin of vLLM's worker class that lets `collective_rpc` call methods of BroadcastWeights."""
 
-    def pop_weight_outcome(self) -> tuple[str, bool]:
+    def pop_weight_outcome(self) -> tuple[str, bool, list[str]]:
         return self.weight_transfer_engine.pop_outcome()  # type: ignore[attr-defined]
 
     def update_adapter(self, update_info: dict[str, Any]) -> None:

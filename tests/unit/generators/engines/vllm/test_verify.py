@@ -1,69 +1,144 @@
+"""A load is compared with the tensors that were sent, through vLLM's own reload of a model in layers."""
+
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from slipstream.generators.engines.vllm.verify import cpu_kernels, first_mismatch, first_stale_kernel
+from slipstream.generators.engines.vllm.verify import RecordedLoad
 
-PACKING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-PARTS = ("q_proj", "k_proj", "v_proj")
+Tensors = list[tuple[str, Tensor]]
 
 
-class Packed(nn.Module):
-    """Storage of an engine: three projections packed into one, a vocabulary padded to four rows."""
+class Repacks(QuantizeMethodBase):
+    """As on a CPU: a kernel of its own holds the weight, and nothing remains of the parameter."""
 
-    def __init__(self, sent: list[tuple[str, Tensor]]) -> None:
+    def create_weights(self, *_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    def apply(self, *_: object, **__: object) -> Tensor:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        packed = layer.weight.detach().clone()
+        layer.cpu_linear = lambda row, weight, bias: nn.functional.linear(row, packed, bias)
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+
+def load_rows(param: nn.Parameter, tensor: Tensor, first: int = 0) -> None:
+    param.data[first : first + len(tensor)].copy_(tensor)
+
+
+class Model(nn.Module):
+    """Queries and keys packed into one repacked layer, a norm, a padded head, experts that are copied in transposed."""
+
+    def __init__(self) -> None:
         super().__init__()
-        tensors = dict(sent)
-        self.attention = nn.Module()
-        self.attention.qkv_proj = nn.Linear(4, 8, bias=False)
-        self.attention.qkv_proj.weight.data = torch.cat([tensors[f"attention.{part}.weight"] for part in PARTS])
+        self.qk = nn.Linear(4, 6, bias=False)
+        self.qk.weight.weight_loader = load_rows
+        self.qk.quant_method = Repacks()
         self.norm = nn.LayerNorm(4, bias=False)
-        self.norm.weight.data = tensors["norm.weight"].clone()
         self.head = nn.Linear(4, 4, bias=False)
-        self.head.weight.data = torch.cat([tensors["head.weight"], torch.zeros(1, 4)])
+        self.head.weight.weight_loader = load_rows
+        self.experts = nn.Module()
+        self.experts.weight = nn.Parameter(torch.zeros(2, 3, 4))
+        self.requires_grad_(False)
+        record_metadata_for_reloading(self)
+        self.qk.quant_method.process_weights_after_loading(self.qk)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name == "experts":
+                self.experts.weight.copy_(tensor.permute(0, 2, 1).contiguous())
+            elif name in ("q", "k"):
+                self.qk.weight.weight_loader(self.qk.weight, tensor, 0 if name == "q" else 4)
+            elif name in ("norm.weight", "head.weight"):
+                parameter = self.get_parameter(name)
+                getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
 
 
-@pytest.fixture
-def sent() -> list[tuple[str, Tensor]]:
-    shapes = {"q_proj": 4, "k_proj": 2, "v_proj": 2}
-    projections = [(f"attention.{name}.weight", torch.randn(rows, 4)) for name, rows in shapes.items()]
-    return [*projections, ("norm.weight", torch.randn(4)), ("head.weight", torch.randn(3, 4))]
+def make_sent(seed: int = 0) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": (4, 4), "k": (2, 4), "norm.weight": (4,), "head.weight": (3, 4), "experts": (2, 4, 3)}
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in shapes.items()]
 
 
-def test_a_model_that_holds_all_tensors_has_no_mismatch(sent: list[tuple[str, Tensor]]):
-    assert first_mismatch(Packed(sent), sent, packing=PACKING) == ""
+def load(model: Model, tensors: Tensors) -> RecordedLoad:
+    initialize_layerwise_reload(model)
+    record = RecordedLoad(model)
+    with record:
+        model.load_weights(tensors)
+    finalize_layerwise_reload(model, None)
+    return record
 
 
-@pytest.mark.parametrize("index", range(5))
-def test_one_changed_element_is_found_in_any_tensor(index: int, sent: list[tuple[str, Tensor]]):
-    model = Packed(sent)
-    name, tensor = sent[index]
-    other = tensor.clone()
-    other.view(-1)[-1] += 1e-3
-    assert first_mismatch(model, [*sent[:index], (name, other), *sent[index + 1 :]], packing=PACKING) == name
+def test_a_model_that_holds_all_tensors_has_no_mismatch_and_nothing_is_left_uncompared():
+    model = Model()
+    for seed in range(3):
+        sent = make_sent(seed)
+        record = load(model, sent)
+        assert record.first_mismatch(sent) == ""
+        assert record.uncompared == []
+        assert model.norm.weight.equal(dict(sent)["norm.weight"])
+        # vLLM alone loses what is copied straight into a parameter.
+        assert model.experts.weight.equal(dict(sent)["experts"].permute(0, 2, 1))
 
 
-def test_nan_is_always_a_mismatch(sent: list[tuple[str, Tensor]]):
-    sent[3][1][0] = torch.nan
-    assert first_mismatch(Packed(sent), sent, packing=PACKING) == "norm.weight"
+def corrupt(parameter: str) -> Callable[[Model], None]:
+    def change(model: Model) -> None:
+        model.get_parameter(parameter).view(-1)[5 % model.get_parameter(parameter).numel()] += 1e-6
+
+    return change
 
 
-def test_repacked_tensors_are_not_compared(sent: list[tuple[str, Tensor]]):
-    model = Packed(sent)
-    model.attention.qkv_proj.weight.data = torch.empty(0)
-    model.head.weight.data = torch.empty(0)
-    assert first_mismatch(model, sent, packing=PACKING) == ""
+def keep_old_kernel(model: Model) -> None:
+    load(model, make_sent(1))
+    kernel = model.qk.cpu_linear
+    load(model, make_sent(0))
+    model.qk.cpu_linear = kernel
 
 
-def test_a_stale_kernel_is_found(sent: list[tuple[str, Tensor]]):
-    model = Packed(sent)
-    layers = [model.attention.qkv_proj, model.head]
-    for layer in layers:
-        layer.cpu_linear = lambda x: x
-    model.norm.cpu_linear = nn.functional.linear
-    before = cpu_kernels(model)
-    for layer in layers:
-        layer.cpu_linear = lambda x: x
-    assert first_stale_kernel(model, before) == ""
-    layers[1].cpu_linear = before["head"]
-    assert first_stale_kernel(model, before) == "head"
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (corrupt("norm.weight"), "norm.weight"),
+        (corrupt("head.weight"), "head.weight"),
+        (corrupt("experts.weight"), "experts.weight"),
+        (keep_old_kernel, "qk.weight"),
+    ],
+)
+def test_one_changed_element_is_found_in_any_parameter(change: Callable[[Model], None], name: str):
+    model, sent = Model(), make_sent()
+    record = load(model, sent)
+    change(model)
+    assert record.first_mismatch(sent) == name
+
+
+def test_another_tensor_than_the_one_that_was_sent_is_found():
+    model, sent = Model(), make_sent()
+    record = load(model, [(name, tensor + 1e-6 if name == "norm.weight" else tensor) for name, tensor in sent])
+    assert record.first_mismatch(sent) == "norm.weight"
+
+
+def test_what_could_not_be_compared_is_named():
+    model, sent = Model(), make_sent()
+    record = load(model, [(name, 2 * tensor if name == "q" else tensor) for name, tensor in sent if name != "experts"])
+    assert record.first_mismatch(sent) == ""
+    # Sent, but no loader got it; and a parameter that nothing was loaded into.
+    assert record.uncompared == ["experts", "experts.weight", "q"]
+
+
+def test_a_record_keeps_no_second_copy_of_the_model():
+    model, sent = Model(), make_sent()
+    record = load(model, sent)
+    kept = [call.arguments["param"] for calls in record._calls.values() for _, call in calls.kept]
+    assert len(kept) == 5
+    assert all(parameter.is_meta for parameter in kept)

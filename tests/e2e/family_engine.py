@@ -1,0 +1,92 @@
+"""python -m tests.e2e.family_engine: a process that loads one tiny model after the other into vLLM and updates it.
+
+Engine and worker of vLLM run in this process, so that a family takes seconds. Apart from the tests, because vLLM
+changes classes of transformers when it runs them.
+"""
+
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import msgspec
+import torch
+
+from slipstream.broker.messages import TensorSlot
+from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.configs.data import ModelConfig
+from slipstream.configs.engines import VllmEngineConfig
+from slipstream.generators.engines.vllm.environment import engine_environment
+from slipstream.generators.engines.weight_layout import WeightLayout
+
+CONFIG = VllmEngineConfig(max_num_seqs=8)
+
+
+def serve() -> None:
+    """Answer one order per line of input: the arguments of `run` as JSON."""
+    for line in sys.stdin:
+        try:
+            answer = run(**json.loads(line))
+        except Exception as error:
+            answer = {"failure": " ".join(f"{type(error).__name__}: {error}".split())}
+        print("ANSWER " + json.dumps(answer), flush=True)
+
+
+def run(folder: str, dtype: str, token_ids: list[int], updates: list[dict[str, Any]]) -> dict[str, Any]:
+    """Log-probabilities of the tokens at the start and after each update, and what the worker says of each update."""
+    # Here, because vLLM reads the environment when it is imported.
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from slipstream.generators.engines.vllm.engine import _read_checkpoint
+    from slipstream.generators.engines.vllm.process import engine_arguments
+    from slipstream.generators.engines.vllm.weights import register
+
+    register()
+    model = ModelConfig(path=folder, dtype=dtype)
+    _, max_positions, names = _read_checkpoint(model)
+    arguments = engine_arguments(model, CONFIG, seed=0, max_positions=max_positions, reads_text=False)
+    llm: Any = LLMEngine.from_engine_args(arguments)
+    try:
+        weights = llm.engine_core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine
+        found, outcomes = [logprobs(llm, token_ids)], []
+        for update in updates:
+            outcomes.append(apply(weights, names, update, dtype=dtype))
+            found.append(logprobs(llm, token_ids))
+        return {"architecture": type(weights.model).__name__, "logprobs": found, "outcomes": outcomes}
+    finally:
+        llm.engine_core.shutdown()
+        weights = llm = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def apply(weights: Any, names: CheckpointNames, update: dict[str, Any], *, dtype: str) -> list[Any]:
+    """Load fetched buckets as generator and worker do: check the layout, verify, load, compare."""
+    from slipstream.generators.engines.vllm.weights import BroadcastInfo
+
+    WeightLayout(names, dtype=dtype).check(msgspec.convert(update["slots"], list[TensorSlot]))
+    weights.start_weight_update()
+    weights.receive_weights(BroadcastInfo(timeout_s=60, tied=names.tied, **update))
+    weights.finish_weight_update()
+    return list(weights.pop_outcome())
+
+
+def logprobs(llm: Any, token_ids: list[int]) -> list[float]:
+    """Log-probability of every token but the first."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+    llm.add_request("probe", tokens_input(token_ids), params)
+    outputs: list[Any] = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    return list(outputs[-1].prompt_logprobs.logprobs)
+
+
+if __name__ == "__main__":
+    os.environ.update(engine_environment(CONFIG))
+    torch.set_num_threads(1)
+    serve()
