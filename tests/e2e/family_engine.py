@@ -45,7 +45,8 @@ def run(folder: str, dtype: str, token_ids: list[int], updates: list[dict[str, A
 
     register()
     model = ModelConfig(path=folder, dtype=dtype)
-    _, max_positions, names = _read_checkpoint(model)
+    _, module = _read_checkpoint(model)
+    names, max_positions = CheckpointNames(module), module.config.get_text_config().max_position_embeddings
     arguments = engine_arguments(model, CONFIG, seed=0, max_positions=max_positions, reads_text=False)
     llm: Any = LLMEngine.from_engine_args(arguments)
     try:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     get_layerwise_info,
@@ -107,14 +109,15 @@ def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, boo
     kernel = getattr(layer, "cpu_linear", nn.functional.linear)
     is_held = {name: _is_same(layer._parameters[name], tensor) for name, tensor in expected.items()}
     # A layer without a method keeps its parameters as they are.
-    if not hasattr(layer, "quant_method") or (all(is_held.values()) and kernel is nn.functional.linear):
+    is_plain = not expected or not hasattr(layer, "quant_method")
+    if is_plain or (all(is_held.values()) and kernel is nn.functional.linear):
         yield from is_held.items()
         return
     if (repacked := _repack(layer, expected)) is None:
         yield from ((name, same or None) for name, same in is_held.items())
         return
     for name, tensor in repacked.named_parameters():
-        yield name, _is_same(layer._parameters[name], tensor)
+        yield name, _is_same(layer._parameters.get(name), tensor)
     if kernel is not nn.functional.linear:
         # What a kernel has packed can only be seen in what it computes.
         row = torch.randn(1, expected["weight"].shape[1], generator=torch.Generator().manual_seed(0))
@@ -144,11 +147,15 @@ def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
     other, method = nn.Module(), layer.quant_method
     for name, tensor in placed.items():
         other.register_parameter(name, nn.Parameter(tensor.data, requires_grad=False))
-    if kernel := getattr(method, "moe_kernel", None):
-        method = kernel.fused_experts if next(other.parameters()).device.type == "cpu" else None
+    if next(other.parameters()).device.type == "cpu":
+        # Of experts, the kernel repacks them.
+        method = method.moe_kernel.fused_experts if hasattr(method, "moe_kernel") else method
+    elif not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return None
     try:
         method.process_weights_after_loading(other)
-    except (AttributeError, TypeError, NotImplementedError):
+    except Exception:
+        # Code of any method, on a layer that has nothing but parameters: it may miss anything.
         return None
     return other
 
