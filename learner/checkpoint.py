@@ -49,7 +49,7 @@ from slipstream.runtime.model_files import weight_files
 _REFERENCE = "reference"
 _CRITIC = "critic"
 _STATE = "state.json"
-_CHECKSUMS = "checksums.json"
+CHECKSUMS = "checksums.json"
 _HASH_BLOCK_BYTES = 4 * 2**20
 _MAX_HASH_THREADS = 8
 """One thread reads about as fast as one disk; the hash lets go of the interpreter's lock."""
@@ -348,7 +348,7 @@ def _engine_name(run: RunConfig) -> str:
 # --- damage ----------------------------------------------------------------------------------------------------------
 def _checksums(folder: Path) -> dict[str, str]:
     """Return the checksum of every file but that of the checksums, by its path within the folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / _CHECKSUMS)
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
     with ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip((str(path.relative_to(folder)) for path in files), pool.map(_checksum, files), strict=True))
 
@@ -363,20 +363,15 @@ def _checksum(path: Path) -> str:
 
 def seal(draft: Path) -> None:
     """Write the checksums of a folder and sync it all: only a rename is missing then. Raises OSError."""
-    (draft / _CHECKSUMS).write_bytes(msgspec.json.encode(_checksums(draft)))
+    (draft / CHECKSUMS).write_bytes(msgspec.json.encode(_checksums(draft)))
     # Contents before the name: after the rename the folder must survive a power failure.
     for path in (*draft.rglob("*"), draft):
         sync_path(path)
 
 
-def is_sealed(folder: Path) -> bool:
-    """Whether the folder has checksums."""
-    return (folder / _CHECKSUMS).is_file()
-
-
 def find_damage(folder: Path) -> str:
     """Return which file of a checkpoint is not as it was written, as the beginning of a sentence; empty if none."""
-    path = folder / _CHECKSUMS
+    path = folder / CHECKSUMS
     try:
         expected = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
         found = _checksums(folder)

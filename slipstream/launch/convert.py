@@ -26,7 +26,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.learner import SHARD_SIZE
-from slipstream.learner.checkpoint import find_damage, is_sealed, seal
+from slipstream.learner.checkpoint import CHECKSUMS, find_damage, seal
 from slipstream.learner.training.model import COMPUTE_DTYPES
 from slipstream.runtime.disk import describe_disk, is_disk_full
 from slipstream.runtime.lora import ADAPTER_FILE
@@ -47,8 +47,8 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
     require(dtype is None or dtype in COMPUTE_DTYPES, "--dtype", must, got=dtype, why="models are written in these")
     fits = re.fullmatch(SHARD_SIZE, max_shard_size) is not None
     require(fits, "--max-shard-size", "be a number and a unit, 5GB or 500MB", got=max_shard_size, why="it limits files")
-    kind, weights, settings = _read(source, base)
-    chosen = COMPUTE_DTYPES[dtype] if dtype else _common_dtype(weights)
+    kind, weights, settings, found = _read(source, base)
+    chosen = COMPUTE_DTYPES[dtype] if dtype else found
     module = _build(settings, weights, dtype=chosen, source=source)
     draft = target.with_name(f"{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -69,32 +69,34 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
     except WeightTransferError as error:
         raise ConfigError(f"SOURCE must hold a model with a layout of the hub, got {source}: {error}.") from None
     except Exception as error:
-        if not is_disk_full(error):
+        if not (is_disk_full(error) or isinstance(error, OSError)):
             raise
-        raise ConfigError(f"TARGET must be on a disk with room for it, got {describe_disk(target)}.") from error
+        where = describe_disk(target)
+        raise ConfigError(f"TARGET must be on a disk with room for it, got {where}: {error}.") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in tensors.values())
     return f"{kind} -> {target}: {len(tensors)} tensors, {size / 2**20:.1f} MiB, {str(chosen).removeprefix('torch.')}"
 
 
-def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path]:
-    """Return (kind of checkpoint, its weights, the folder of its config and tokenizer)."""
+def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:
+    """Return (kind of checkpoint, its weights, the folder of its config and tokenizer, dtype of most weights)."""
     if folder := _with_file(source, "adapter_config.json", ""):
         root = _base(base, Path(str(read_json(str(folder), "adapter_config.json").get("base_model_name_or_path"))))
-        return "adapter", _merged(folder, root), root
-    if is_sealed(source) and (damage := find_damage(source)):
+        weights = _load_folder(root)
+        return "adapter", _merged(folder, root, weights), root, _common_dtype(weights)
+    if (source / CHECKSUMS).is_file() and (damage := find_damage(source)):
         raise ConfigError(f"{damage}: restore the file from a copy.")
     if folder := _with_file(source, "model*.safetensors*", "", "model"):
-        return "model", _load_folder(folder), base or folder
-    if folder := _with_file(source, "model_world_size_*_rank_*.pt", "", "actor"):
-        return "FSDP shards", _gather_fsdp(folder), _base(base, folder / "huggingface")
-    if folder := _with_file(source, "*_optim_states.pt", "", _latest(source)):
-        return "ZeRO checkpoint", _gather_zero(folder), _base(base, folder, folder.parent)
-    raise ConfigError(
-        f"SOURCE must be a folder with a checkpoint of this program, a model or adapter in safetensors, a DeepSpeed "
-        f"ZeRO checkpoint or verl's FSDP shards, got {str(source)!r}."
-    )
+        kind, weights, root = "model", _load_folder(folder), base or folder
+    elif folder := _with_file(source, "model_world_size_*_rank_*.pt", "", "actor"):
+        kind, weights, root = "FSDP shards", _gather_fsdp(folder), _base(base, folder / "huggingface")
+    elif folder := _with_file(source, "*_optim_states.pt", "", _latest(source)):
+        kind, weights, root = "ZeRO checkpoint", _gather_zero(folder), _base(base, folder, folder.parent)
+    else:
+        must = "be a folder with a checkpoint of a run, a model or adapter, verl's FSDP shards or a ZeRO checkpoint"
+        raise ConfigError(f"SOURCE must {must}, got {str(source)!r}.")
+    return kind, weights, root, _common_dtype(weights)
 
 
 def _with_file(source: Path, pattern: str, *parts: str) -> Path | None:
@@ -133,12 +135,11 @@ def _load_folder(folder: Path) -> dict[str, Tensor]:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def _merged(folder: Path, base: Path) -> dict[str, Tensor]:
-    """Weights of the base with the adapter added to them in float32, in the base's dtype."""
+def _merged(folder: Path, base: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The base's weights with the adapter added to them, in float32."""
     import peft
 
-    held = _load_folder(base)
-    module = _build(base, held, dtype=torch.float32, source=base)
+    module = _build(base, weights, dtype=torch.float32, source=base)
     must = f"--base must be the causal language model that the adapter in {folder} was trained on"
     with _reading(must):
         tensors = load_file(folder / Path(ADAPTER_FILE).name)
@@ -147,9 +148,7 @@ def _merged(folder: Path, base: Path) -> dict[str, Tensor]:
         expected = peft.get_peft_model_state_dict(wrapped)
         if others := sorted(set(expected) ^ set(tensors)):
             raise ConfigError(f"{must}, got {base}: {others[0]} is in one of them only ({len(others)} such in all).")
-        merged = wrapped.merge_and_unload().state_dict()
-    dtype = _common_dtype(held)
-    return {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in merged.items()}
+        return dict(wrapped.merge_and_unload().state_dict())
 
 
 def _gather_fsdp(folder: Path) -> dict[str, Tensor]:
@@ -246,9 +245,6 @@ def _without_prefix(weights: dict[str, Tensor], kind: Any, config: PreTrainedCon
         held = kind(config).state_dict()
     first = next(iter(held))
     prefix = next((name.removesuffix(first) for name in weights if name.endswith(f".{first}")), "")
-    inner = {id(tensor) for name, tensor in weights.items() if name.startswith(prefix)}
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in weights.items()
-        if name.startswith(prefix) or id(tensor) not in inner
-    }
+    inner = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
+    known = {id(tensor) for tensor in inner.values()}
+    return inner if all(id(tensor) in known for tensor in weights.values()) else weights

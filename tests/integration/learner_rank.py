@@ -33,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--die", action="store_true", help="after the model is built, without a word")
     parser.add_argument("--critic", action="store_true")
+    parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--microbatch", type=int, default=8192)
     return parser.parse_args()
@@ -67,6 +68,8 @@ def main() -> None:
     metrics = [trainer.step(share_groups(ranks, seed=step), learner_version=0, step=step + 1) for step in args.steps]
     trainer.canary()
     checkpoints.save(step=args.steps[-1] + 1, version=0)
+    if args.engine_checkpoint:
+        trainer.engine._engine.save_checkpoint(str(args.folder / f"{args.out}-zero"))
     save_model(trainer, args.folder / args.out, run=run, ranks=ranks)
     (args.folder / f"{args.out}.rank-{args.rank}.metrics").write_text(repr(metrics))
     exit_rank()

@@ -89,11 +89,17 @@ def test_an_adapter_is_merged_into_its_base(tmp_path):
     merged, expected = held(tmp_path / "target"), held(checkpoint / "model")
     assert max(float((merged[name] - expected[name]).abs().max()) for name in expected) <= 1e-6
     assert any(not tensor.equal(merged[name]) for name, tensor in held(tmp_path / "base").items())
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    run(adapter, tmp_path / "as_base", base=tmp_path / "half")
+    run(adapter, tmp_path / "finer", base=tmp_path / "half", dtype="float32")
+    finer = stored(tmp_path / "finer")
+    assert_same(stored(tmp_path / "as_base"), {name: tensor.bfloat16() for name, tensor in finer.items()})
+    assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in finer.values())
     other = make_family(tmp_path / "other", "llama")
     assert "--base must be the causal language model" in refusal(adapter, tmp_path / "no", base=other)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_a_zero_checkpoint_is_gathered(tmp_path, stage):
     trainer, checkpoint = trained(tmp_path, engine=zero(stage))
     trainer.engine._engine.save_checkpoint(str(tmp_path / "zero"))
@@ -146,6 +152,9 @@ def test_bad_input_is_refused_in_one_sentence(tmp_path):
 
 def test_a_full_disk_leaves_nothing(tmp_path):
     model = make_tiny_model(tmp_path / "model")
+    (tmp_path / "file").touch()
+    assert "TARGET must be on a disk" in refusal(model, tmp_path / "file" / "target")
+    (tmp_path / "file").unlink()
     with no_file_above(2**15):
         assert "TARGET must be on a disk with room" in refusal(model, tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
