@@ -130,6 +130,8 @@ def test_the_rate_follows_the_schedule_of_the_whole_run(tmp_path):
 def test_a_token_that_the_model_finds_impossible_has_no_loss_and_is_counted(tmp_path):
     impossible = Demonstration(np.array([4, 8, 5]), np.array([False, True, True]))
     sft, trainer = make_sft_trainer(tmp_path)
+    # The model itself makes the logits, so that they can be changed.
+    trainer.engine.model.head = None
     head = trainer.engine.model.causal_lm.lm_head
     head.register_forward_hook(lambda _module, _inputs, logits: logits.index_fill(-1, torch.tensor([5]), -torch.inf))
     # The softmax of the other token lacks it, too.
