@@ -48,6 +48,11 @@ BENCHMARKS = [
         ["--updates=1", "--requests=2", "--layers=1", "--width=64", "--kv-on-update=keep"],
         marks=REAL,
     ),
+    pytest.param(
+        "generators.prefix_caching",
+        ["--rounds=1", "--conversations=2", "--turns=2", "--prompt=8", "--tokens=4", "--layers=1", "--width=32"],
+        marks=REAL,
+    ),
     pytest.param("weights.planted_faults", ["--faults=1"], marks=REAL),
 ]
 
