@@ -32,9 +32,7 @@ console = Console(highlight=False)
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure every kind at every size, in turn, and print medians."""
-    table = Table(
-        "tokens", "vocabulary", *(f"{kind}, s" for kind in KINDS), *(f"{kind}, MiB" for kind in KINDS), "gradient"
-    )
+    table = Table("tokens", "vocabulary", "head", "s", "MiB", "gradient's difference")
     rows = []
     for num_tokens, vocabulary in ((n, v) for v in arguments.vocabulary for n in arguments.tokens):
         found: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -44,10 +42,10 @@ def main(arguments: argparse.Namespace) -> None:
             kind: {name: statistics.median(run[name] for run in runs) for name in runs[0]}
             for kind, runs in found.items()
         }
-        difference = abs(medians["deferred"]["gradient"] / medians["plain"]["gradient"] - 1)
-        seconds = [f"{medians[kind]['seconds']:.2f}" for kind in KINDS]
-        memory = [f"{medians[kind]['mib']:,.0f}" for kind in KINDS]
-        table.add_row(f"{num_tokens}", f"{vocabulary}", *seconds, *memory, f"{difference:.0e}")
+        for kind, median in medians.items():
+            difference = abs(median["gradient"] / medians["plain"]["gradient"] - 1)
+            figures = f"{median['seconds']:.2f}", f"{median['mib']:,.0f}", f"{difference:.0e}"
+            table.add_row(f"{num_tokens}", f"{vocabulary}", kind, *figures)
         rows.append({"tokens": num_tokens, "vocabulary": vocabulary} | medians)
     console.print(table)
     write_result(arguments, {"rows": rows})
