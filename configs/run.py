@@ -183,7 +183,7 @@ def _check_learner(run: RunConfig) -> None:
     require(
         run.model.lora is None or not run.algorithm.kl.refresh_every_steps,
         "algorithm.kl.refresh_every_steps",
-        "be 0 with model.lora",
+        "be null with model.lora",
         got=run.algorithm.kl.refresh_every_steps,
         why="the reference is the model without its adapter, and that never changes",
     )

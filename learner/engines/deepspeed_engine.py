@@ -44,7 +44,7 @@ def deepspeed_config(
     }
     if config.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    if config.offload_optimizer:
+    if config.offload_optimizer and optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -122,11 +122,13 @@ class ShardedModel(Generic[M]):
 
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        given = dict(tensors)
+        # All ranks take part in what makes the tensors, but only rank 0 keeps them where it deals out the shards.
+        is_copied = self._stage < 3 or self._ranks.is_first
+        given = {name: tensor if is_copied else None for name, tensor in tensors}
         for bucket in _buckets(self._model.weights()):
             with self._gathered([parameter for _, parameter in bucket], modifier_rank=0):
                 for name, parameter in bucket:
-                    if self._stage < 3 or self._ranks.is_first:
+                    if is_copied:
                         parameter.copy_(given[name])
 
     def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Any:

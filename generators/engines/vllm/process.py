@@ -38,23 +38,12 @@ def engine_arguments(
     reads_text: bool,
     lora_targets: Sequence[str] = (),
 ) -> AsyncEngineArgs:
-    """Translate the config into vLLM's arguments. Raises EngineError for an unknown one.
+    """Translate the config into vLLM's arguments. Raises EngineError for one that it does not have, or not here.
 
     `lora_targets`: last parts of the names of layers with an adapter.
     """
-    names = [each.name for each in fields(AsyncEngineArgs)]
-    if unknown := next((name for name in engine.extra if name not in names), ""):
-        close = get_close_matches(unknown, names, n=1)
-        near = f"did you mean {close[0]}?" if close else "leave it out"
-        raise EngineError(
-            f"generators.engine.extra must name arguments of this vLLM's AsyncEngineArgs, got {unknown!r}: {near}"
-        )
     is_cpu = current_platform.is_cpu()
-    if is_cpu and engine.chunked_prefill:
-        raise EngineError(
-            "generators.engine.chunked_prefill must be false or null on a CPU, got true: vLLM cannot seed requests "
-            "there whose prompts come in chunks"
-        )
+    _check_arguments(engine, is_cpu=is_cpu)
     return AsyncEngineArgs(
         model=model.path,
         dtype=model.dtype,
@@ -87,6 +76,21 @@ def engine_arguments(
         **lora_arguments(model.lora, targets=lora_targets),
         **engine.extra,
     )
+
+
+def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool) -> None:
+    names = [each.name for each in fields(AsyncEngineArgs)]
+    if unknown := next((name for name in engine.extra if name not in names), ""):
+        close = get_close_matches(unknown, names, n=1)
+        near = f"did you mean {close[0]}?" if close else "leave it out"
+        raise EngineError(
+            f"generators.engine.extra must name arguments of this vLLM's AsyncEngineArgs, got {unknown!r}: {near}"
+        )
+    if is_cpu and engine.chunked_prefill:
+        raise EngineError(
+            "generators.engine.chunked_prefill must be false or null on a CPU, got true: vLLM cannot seed requests "
+            "there whose prompts come in chunks"
+        )
 
 
 def check_environment(required: Mapping[str, str]) -> None:
