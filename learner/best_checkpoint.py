@@ -1,6 +1,7 @@
 """BestCheckpoint: keeps the checkpoint whose evaluation is best by one metric, and exports its model."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,11 +32,12 @@ class BestEntry(Record):
 class BestCheckpoint:
     """Life: (add -> judge)* -> export. Without a config nothing is best, and nothing is pinned."""
 
-    def __init__(self, config: BestConfig | None, folder: RunFolder) -> None:
-        """Go on with the best one of a run that is resumed."""
+    def __init__(self, config: BestConfig | None, folder: RunFolder, *, flush: Callable[[], object]) -> None:
+        """Go on with the best one of a run that is resumed. `flush` waits until the newest checkpoint is durable."""
         self._config = config
         self._folder = folder
         self._file = folder.path / "best.json"
+        self._flush = flush
         self._evaluated: dict[int, CheckpointPointer] = {}
         self.entry: BestEntry | None = None
         if config and self._file.is_file():
@@ -62,6 +64,8 @@ class BestCheckpoint:
         sign = 1 if self._config.mode == "max" else -1
         # The earlier one of equals: it took fewer steps.
         if self.entry is None or sign * value > sign * self.entry.value:
+            # First, because the best one must be one that a crash would leave.
+            self._flush()
             self.entry = BestEntry(self._config.metric, value, pointer)
             write_durably(self._file, msgspec.json.encode(self.entry))
             log.info("best_checkpoint", metric=self.entry.metric, value=round(value, 4), checkpoint=pointer.name)

@@ -12,6 +12,7 @@ covers returns to the buffer when the run is resumed.
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ import structlog
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.buffer.archive.rollouts import Rollouts
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
-from slipstream.buffer.records import Claim, EvaluationResult, make_entry
+from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
@@ -78,11 +79,13 @@ class Learner:
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
         self._config_hash = config_hash(run)
-        self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder)
+        self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
         self._step = 0
         self._fence = 0
         """Fencing token of the last committed claim; after a rollback and before the first commit, the rollback's."""
+        self._committing = threading.Lock()
+        """Held while the store's fencing token and `_fence` change, or must agree."""
         self._version = 0
         self._reason = "starting"
         self._must_stop = False
@@ -90,7 +93,7 @@ class Learner:
     def status(self) -> PeerStatus:
         """Content of the next Pong; callable from any thread."""
         gauges = self._metrics_log.gauges() | self._stall.gauges()
-        full = self._disk.reason
+        full = self._disk.reason or self._rank_group.saver.reason
         waits = {"waits_for": "disk"} if full else {}
         return PeerStatus("ready", version=self._version, reason=full or self._reason, gauges=gauges | waits)
 
@@ -166,6 +169,7 @@ class Learner:
         # The token of the last claim: a step that is rolled back and trained again is another policy.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
+        self._rank_group.flush_checkpoint()
         folder = self._metrics_log.folder
         final = folder.final_model
         self._disk.retry(lambda: self._rank_group.save_model(final), what="the final model", path=final)
@@ -184,12 +188,14 @@ class Learner:
     def _save_failed(self, dead_end: DeadEndError) -> None:
         """Checkpoint the steps trained so far and set the phase; an error in doing so must not hide the dead end."""
         try:
+            self._rank_group.flush_checkpoint()
             covered = self._store.run_state().checkpoint
             if self._step > (covered.step if covered else 0):
                 if not self._is_due(self._run.weights.publish_every_steps):
                     # These weights are not the ones published under the current number.
                     self._version += 1
                 self._checkpoint()
+                self._rank_group.flush_checkpoint()
             self._store.set_phase("failed", detail=str(dead_end))
         except (ReplayBufferError, LearnerError, OSError) as error:
             log.warning("not_saved", error=str(error))
@@ -288,8 +294,9 @@ class Learner:
                 config_hash=self._config_hash,
                 mixed_group_ids=mixed_ids,
             )
-            self._store.commit(claim, entry)
-        self._step, self._fence = claim.step, claim.fence
+            with self._committing:
+                self._store.commit(claim, entry)
+                self._step, self._fence = claim.step, claim.fence
         return metrics
 
     def _buffer_metrics(self, claim: Claim) -> dict[str, float]:
@@ -313,16 +320,19 @@ class Learner:
 
     def _checkpoint(self, *, is_candidate: bool = False) -> None:
         self._reason = f"saving the checkpoint of step {self._step}"
-        pointer = self._disk.retry(
-            lambda: self._rank_group.save_checkpoint(step=self._step, version=self._version),
-            what="a checkpoint",
-            path=self._metrics_log.folder.checkpoints,
-        )
-        # In this order: the store never points at a checkpoint that is incomplete or deleted.
-        self._store.checkpoint(pointer, fence=self._fence)
+        # Those that a result may unpin meanwhile stay until the next checkpoint.
+        finish = partial(self._cover, pinned=self._best.pinned)
+        pointer = self._rank_group.save_checkpoint(step=self._step, version=self._version, finish=finish)
         if is_candidate:
             self._best.add(pointer)
-        self._rank_group.prune_checkpoints(pinned={pointer.name, *self._best.pinned})
+
+    def _cover(self, pointer: CheckpointPointer, *, pinned: set[str]) -> None:
+        """Point the store at a durable checkpoint, in the thread that has written it."""
+        # In this order: the store never points at a checkpoint that is incomplete or deleted. Its fencing token is that
+        # of the step that is committed last, which may be one after the checkpoint's.
+        with self._committing:
+            self._store.checkpoint(pointer, fence=self._fence)
+        self._rank_group.prune_checkpoints(pinned={pointer.name, *pinned})
 
     # --- evaluation ----------------------------------------------------------------------------------------------
     def _open_evaluation(self) -> None:

@@ -1,8 +1,7 @@
 """RankGroup: the data-parallel ranks of one learner; rank 0 broadcasts commands, every rank executes them."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from slipstream.buffer.codec import decode, encode, unpack
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Record, Trajectory, lag_histogram
 from slipstream.configs.run import RunConfig
+from slipstream.learner.background_save import BackgroundSaver
 from slipstream.learner.checkpoint import Checkpoints, save_model
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
@@ -50,11 +50,15 @@ class ComputeCanary(Command):
 
 
 class SaveCheckpoint(Command):
-    """Write a checkpoint that covers `step`."""
+    """Begin a checkpoint that covers `step`, once the one before it is durable."""
 
     step: int
     version: int
     """Policy version of the weights."""
+
+
+class FlushCheckpoint(Command):
+    """Wait until the checkpoint in flight is durable."""
 
 
 class RestoreCheckpoint(Command):
@@ -79,7 +83,15 @@ class Shutdown(Command):
 
 
 AnyCommand = (
-    TrainStep | GatherWeights | ComputeCanary | SaveCheckpoint | RestoreCheckpoint | SaveModel | KeepAlive | Shutdown
+    TrainStep
+    | GatherWeights
+    | ComputeCanary
+    | SaveCheckpoint
+    | FlushCheckpoint
+    | RestoreCheckpoint
+    | SaveModel
+    | KeepAlive
+    | Shutdown
 )
 
 
@@ -130,13 +142,22 @@ class RankGroup:
         self._broadcast(ComputeCanary())
         return self._trainer.canary()
 
-    def save_checkpoint(self, *, step: int, version: int) -> CheckpointPointer:
-        """Write a checkpoint, durable on return. Only the store's pointer makes it the one that a resume loads.
+    @property
+    def saver(self) -> BackgroundSaver:
+        """Writes checkpoints in the background; what is not collective in it may be called at any time."""
+        return self._checkpoints.saver
 
-        Raises OSError when the disk is full, and can be called again then; so does `save_model`.
-        """
+    def save_checkpoint(
+        self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
+    ) -> CheckpointPointer:
+        """Begin a checkpoint: see Checkpoints. Only the store's pointer makes it the one that a resume loads."""
         self._broadcast(SaveCheckpoint(step, version))
-        return CheckpointPointer(step, version, self._checkpoints.save(step=step, version=version))
+        return self._checkpoints.save(step=step, version=version, finish=finish)
+
+    def flush_checkpoint(self) -> None:
+        """Wait until the checkpoint in flight is durable, and `finish` has returned; raises what either raised."""
+        self._broadcast(FlushCheckpoint())
+        self.saver.flush()
 
     def prune_checkpoints(self, *, pinned: set[str]) -> None:
         """Delete old checkpoints; call it only after the store points at one of the `pinned` ones."""
@@ -152,7 +173,7 @@ class RankGroup:
         self._checkpoints.restore(pointer.name)
 
     def save_model(self, folder: Path) -> None:
-        """Write weights and tokenizer in transformers format."""
+        """Write weights and tokenizer in transformers format. Raises OSError when the disk is full; repeatable."""
         self._broadcast(SaveModel(str(folder)))
         save_model(self._trainer, folder, run=self._run, ranks=self._ranks)
 
@@ -171,6 +192,8 @@ class RankGroup:
         """Execute commands until Shutdown. Raises RankGroupError when rank 0 is gone."""
         while True:
             head, *payloads = self._ranks.broadcast_bytes(None)
+            # Here rather than at the next checkpoint, for which rank 0 would wait.
+            self.saver.raise_error()
             command: Command = decode(head, AnyCommand)  # type: ignore[arg-type]
             if isinstance(command, Shutdown):
                 return
@@ -187,9 +210,9 @@ class RankGroup:
             case ComputeCanary():
                 self._trainer.canary()
             case SaveCheckpoint(step=step, version=version):
-                # Rank 0 raises the same, waits for room, and repeats the command.
-                with suppress(OSError):
-                    self._checkpoints.save(step=step, version=version)
+                self._checkpoints.save(step=step, version=version)
+            case FlushCheckpoint():
+                self.saver.flush()
             case RestoreCheckpoint(name=name):
                 self._checkpoints.restore(name)
             case SaveModel(folder=folder):

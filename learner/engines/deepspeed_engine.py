@@ -15,7 +15,15 @@ from torch import Tensor
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.engine import M, check_grad_norm
-from slipstream.learner.engines.optimizer import make_optimizer, restore_optimizer, save_optimizer, set_learning_rate
+from slipstream.learner.engines.optimizer import (
+    Shard,
+    copy_moments,
+    make_optimizer,
+    restore_moments,
+    set_learning_rate,
+    trained_names,
+    whole_shards,
+)
 from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.ranks import Ranks
 
@@ -180,23 +188,41 @@ class DeepSpeedEngine(ShardedModel[M]):
         norm = self._engine.get_global_grad_norm() if self._stage else self._grad_norm
         return check_grad_norm(float(norm), setting=self._setting)
 
-    def save_state(self, folder: Path) -> None:
-        save_optimizer(folder / self._state_file, self._masters(), self._adamw)
+    def copy_state(self) -> dict[str, Tensor]:
+        shards = self._shards()
+        # At stage 0 every rank has them all, and writes its share of them.
+        return copy_moments(shards if self._stage else shards[self._ranks.rank :: self._ranks.size], self._adamw)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         self.load_parameters(weights.items())
-        restore_optimizer(folder / self._state_file, self._masters(), self._adamw)
+        if self._stage:
+            # The optimizer updates copies of the parameters.
+            self._engine.optimizer.refresh_fp32_params()
+        restore_moments(folder, self._shards(), self._adamw, names=trained_names(self._model).values())
 
-    @property
-    def _state_file(self) -> str:
-        return f"optimizer-rank-{self._ranks.rank}.safetensors"
-
-    def _masters(self) -> list[Tensor]:
-        """Tensors that AdamW updates on this rank: parameters, or this rank's flat shards of them."""
+    def _shards(self) -> list[Shard]:
+        """Parts of parameters that AdamW updates on this rank, in DeepSpeed's flat tensors."""
         if not self._stage:
-            return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
-        zero = self._engine.optimizer
-        return zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
+            return whole_shards(self._model)
+        names, zero, shards = trained_names(self._model), self._engine.optimizer, list[Shard]()
+        if self._stage < 3:
+            for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+                for parameter in group:
+                    # One flat tensor is cut into a part for each rank, within parameters; None: not in this rank's.
+                    if held := parameter._hp_mapping:
+                        part, within = held.lp_fragment_address, held.hp_fragment_address
+                        shards.append(Shard(names[id(parameter)], part.start, part.numel, flat, within.start))
+            return shards
+        for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
+            offset = 0
+            for parameter in group:
+                # Each parameter is cut into a part for each rank, of which the last ones are padded, or only padding.
+                length = parameter.partition_numel()
+                begin = self._ranks.rank * length
+                if (size := min(length, parameter.ds_numel - begin)) > 0:
+                    shards.append(Shard(names[id(parameter)], begin, size, flat, offset))
+                offset += length
+        return shards
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Hook before AdamW's update, after gradients were reduced over ranks."""

@@ -113,10 +113,10 @@ class TrainEngine(ModelEngine[M], Protocol[M]):
         """
         ...
 
-    def save_state(self, folder: Path) -> None:
-        """Write this rank's optimizer state into an existing folder."""
+    def copy_state(self) -> dict[str, Tensor]:
+        """Copy the optimizer state that this rank has to write to host memory: see `STATE_FILE`."""
         ...
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        """Load unsharded parameters and this rank's optimizer state. Raises CheckpointError."""
+        """Load unsharded parameters, and optimizer state that an engine of any layout wrote. Raises CheckpointError."""
         ...

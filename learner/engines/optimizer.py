@@ -1,15 +1,19 @@
 """AdamW of the training engines: construction, learning rate schedule, and state on disk."""
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slipstream.configs.learner import OptimizerConfig
+from slipstream.learner.engines.engine import Trainable
 from slipstream.learner.errors import CheckpointError
 
 
@@ -55,30 +59,128 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
-def save_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Write master weights and moments; `masters` are the tensors that the optimizer updates, in a fixed order."""
-    tensors = {f"master.{i}": master.detach() for i, master in enumerate(masters)}
-    for i, master in enumerate(masters):
-        tensors |= {f"{name}.{i}": value.detach() for name, value in optimizer.state.get(master, {}).items()}
-    # Cloned: shards are views into one flat tensor, and safetensors refuses tensors that share memory.
-    save_file({name: tensor.contiguous().cpu().clone() for name, tensor in tensors.items()}, path)
+# --- state on disk ---------------------------------------------------------------------------------------------------
+STATE_FILE = "optimizer-rank-{}.safetensors"
+"""Moments of the elements that a rank updates, `<field>/<first element>/<parameter>` -> float32[elements], and `step`,
+the number of updates. Master weights are not among them: they are those of the model, which is stored in float32."""
+_FIELDS = ("exp_avg", "exp_avg_sq")
+_STEP = "step"
 
 
-def restore_optimizer(path: Path, masters: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Inverse of `save_optimizer`. Raises CheckpointError when the tensors do not fit."""
-    tensors = read_tensors(path)
-    for i, master in enumerate(masters):
-        saved = tensors.pop(f"master.{i}", None)
-        if saved is None or saved.shape != master.shape:
+class Shard(NamedTuple):
+    """Consecutive elements of a flattened parameter, and where they lie in a tensor that the optimizer updates.
+
+    Example: Shard("model.norm.weight", begin=64, size=64, master=<float32[4096]>, offset=128)
+    """
+
+    name: str
+    begin: int
+    """First element, in the flattened parameter."""
+    size: int
+    master: Tensor
+    """The parameter itself, or a flat part of many, with padding that belongs to none."""
+    offset: int
+    """First element, in the flattened `master`."""
+
+
+def trained_names(model: Trainable) -> dict[int, str]:
+    """Names of the trained parameters by their `id`, for one that is tied its first."""
+    names = dict[int, str]()
+    for name, parameter in model.weights():
+        names.setdefault(id(parameter), name)
+    return {id(each): names[id(each)] for each in model.parameters() if each.requires_grad}
+
+
+def whole_shards(model: Trainable) -> list[Shard]:
+    """Shards of an optimizer that updates every parameter whole."""
+    names = trained_names(model)
+    return [Shard(names[id(each)], 0, each.numel(), each, 0) for each in model.parameters() if each.requires_grad]
+
+
+def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copy the moments to host memory, by the names that they have in a file."""
+    copies = {}
+    for shard in shards:
+        # Without a gradient yet there is no state, which is that of zero updates.
+        state = optimizer.state.get(shard.master, {})
+        for field in _FIELDS:
+            whole = state[field].detach().flatten() if state else torch.zeros_like(shard.master).flatten()
+            part = whole[shard.offset : shard.offset + shard.size]
+            copies[f"{field}/{shard.begin}/{shard.name}"] = part.to("cpu", copy=True)
+        step = state.get(_STEP, torch.tensor(0.0)).detach()
+        copies[f"{_STEP}/{shard.begin}/{shard.name}"] = step.reshape(1).to("cpu", copy=True)
+    return copies
+
+
+def restore_moments(
+    folder: Path, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, *, names: Collection[str]
+) -> None:
+    """Read the elements of these shards from the files of all ranks that wrote, however they divided them.
+
+    `names`: all trained parameters, of this rank or not. Raises CheckpointError when they are not those of the files.
+    """
+    with ExitStack() as files:
+        pieces = _find_pieces(folder, files)
+        if differing := sorted(pieces[_STEP].keys() ^ set(names)):
             raise CheckpointError(
-                f"{path} must hold an optimizer state for this model, engine and number of ranks; tensor {i} should be "
-                f"{list(master.shape)}, got {saved if saved is None else list(saved.shape)}."
+                f"{folder} must hold the optimizer state of this model, got another's: {differing[0]} is trained in "
+                f"one of them only ({len(differing)} such in all); resume with that model, or start a new run."
             )
-        master.data.copy_(saved)
-        names = [name for name in tensors if name.rpartition(".")[2] == str(i)]
-        optimizer.state[master] = {name.rpartition(".")[0]: tensors.pop(name).to(master.device) for name in names}
-    if tensors:
-        raise CheckpointError(f"{path} must hold {len(masters)} optimizer tensors, got more: {sorted(tensors)[:3]} ...")
+        for master in {id(shard.master): shard.master for shard in shards}.values():
+            optimizer.state[master] = {field: torch.zeros_like(master.detach()) for field in _FIELDS}
+            optimizer.state[master][_STEP] = torch.zeros((), device=master.device)
+        for shard in shards:
+            state = optimizer.state[shard.master]
+            for field in _FIELDS:
+                flat = state[field].view(-1)[shard.offset : shard.offset + shard.size]
+                num_read = sum(_read_overlap(piece, shard, into=flat) for piece in pieces[field][shard.name])
+                if num_read != shard.size:
+                    raise CheckpointError(
+                        f"{folder} must hold each element of {shard.name} once, got {num_read} of {shard.size} from "
+                        f"{shard.begin} on in {field}: restore the files of all its ranks, or start a new run."
+                    )
+            # A tensor of many parameters counts its updates together; a parameter that got no gradient lags behind.
+            counts = [piece.file.get_tensor(piece.key).to(master.device) for piece in pieces[_STEP][shard.name]]
+            state[_STEP] = torch.stack([state[_STEP], *(count[0] for count in counts)]).max()
+
+
+class _Piece(NamedTuple):
+    file: Any
+    """Open safetensors file."""
+    key: str
+    begin: int
+    size: int
+
+
+def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Piece]]]:
+    """Pieces of all parameters by field and name; `files` closes those that hold them."""
+    pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP)}
+    for path in sorted(folder.glob(STATE_FILE.format("*"))):
+        try:
+            file = files.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} must be a readable part of a checkpoint, got {error}") from error
+        for key in file.keys():  # noqa: SIM118
+            field, _, rest = key.partition("/")
+            begin, _, name = rest.partition("/")
+            if field not in pieces or not name:
+                raise CheckpointError(
+                    f"{path} must hold moments by parameter, got {key}: it is from before checkpoints could be resumed "
+                    f"with other ranks and engines; start a new run with model.path={folder / 'model'}."
+                )
+            (size,) = file.get_slice(key).get_shape()
+            pieces[field][name].append(_Piece(file, key, int(begin), size))
+    return pieces
+
+
+def _read_overlap(piece: _Piece, shard: Shard, *, into: Tensor) -> int:
+    """Copy the elements that are in both; returns their number."""
+    first, end = max(piece.begin, shard.begin), min(piece.begin + piece.size, shard.begin + shard.size)
+    if first >= end:
+        return 0
+    stored = piece.file.get_slice(piece.key)[first - piece.begin : end - piece.begin]
+    into[first - shard.begin : end - shard.begin].copy_(stored)
+    return end - first
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -11,9 +11,14 @@ from torch import Tensor
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.engine import M, check_grad_norm
-from slipstream.learner.engines.optimizer import make_optimizer, restore_optimizer, save_optimizer, set_learning_rate
-
-_STATE_FILE = "optimizer-rank-0.safetensors"
+from slipstream.learner.engines.optimizer import (
+    copy_moments,
+    make_optimizer,
+    restore_moments,
+    set_learning_rate,
+    trained_names,
+    whole_shards,
+)
 
 
 class WholeModel(Generic[M]):
@@ -74,12 +79,10 @@ class TorchEngine(WholeModel[M]):
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def save_state(self, folder: Path) -> None:
-        save_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)
+    def copy_state(self) -> dict[str, Tensor]:
+        return copy_moments(whole_shards(self._model), self._optimizer)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        # The masters are the parameters themselves, so their file restores the weights as well.
-        restore_optimizer(folder / _STATE_FILE, self._masters(), self._optimizer)
-
-    def _masters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self.load_parameters(weights.items())
+        names = trained_names(self._model).values()
+        restore_moments(folder, whole_shards(self._model), self._optimizer, names=names)

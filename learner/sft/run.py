@@ -117,19 +117,17 @@ class SftRun:
         return count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
 
     def _checkpoint(self) -> None:
-        # Every rank raises, waits and tries again together.
-        name = self._disk.retry(
-            lambda: self._checkpoints.save(step=self._step, version=self._step),
-            what="a checkpoint",
-            path=self._final_model.parent,
+        self._checkpoints.save(
+            step=self._step,
+            version=self._step,
+            finish=lambda pointer: self._checkpoints.prune(pinned={pointer.name}),
         )
-        if self._ranks.is_first:
-            self._checkpoints.prune(pinned={name})
         self._saved_step = self._step
 
     def _finish(self) -> None:
         if self._saved_step < self._step:
             self._checkpoint()
+        self._checkpoints.saver.flush()
         weights = gather_to_first(self._trainer.engine, ranks=self._ranks, is_whole=True)
         if self._ranks.is_first:
             self._disk.retry(

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
 import xxhash
+from safetensors.torch import load_file
 
 from slipstream.buffer.accounting import Audit, StoreCounts
 from slipstream.buffer.archive.archive import Archive, ArchiveCheck
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.sampling import row_of
 from slipstream.buffer.trajectory import Record, Trajectory
+from slipstream.learner.engines.optimizer import STATE_FILE
 from tests.chaos.watched.journal import content_of
 
-LINEAGE_FILE = "lineage.json"
-"""File in a checkpoint's folder."""
+_LINEAGE = "lineage"
+"""Tensor in a checkpoint's optimizer state."""
 _MAX_SAMPLES_NAMED = 5
 """Samples named per kind of problem."""
 
@@ -90,14 +93,15 @@ def samples_of(groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
     return [(member.group_id, member.prompt_uid, member.index) for group in groups for member in group]
 
 
-def write_lineage(folder: Path, lineage: list[Trained]) -> None:
-    """Write into a checkpoint in progress, which makes the file durable."""
-    (folder / LINEAGE_FILE).write_bytes(msgspec.json.encode(lineage))
+def pack_lineage(lineage: list[Trained]) -> dict[str, torch.Tensor]:
+    """The lineage as the optimizer state of a checkpoint."""
+    return {_LINEAGE: torch.frombuffer(bytearray(msgspec.json.encode(lineage)), dtype=torch.uint8)}
 
 
 def read_lineage(folder: Path) -> list[Trained]:
     """Read from a checkpoint."""
-    return msgspec.json.decode((folder / LINEAGE_FILE).read_bytes(), type=list[Trained])
+    tensor = load_file(folder / STATE_FILE.format(0))[_LINEAGE]
+    return msgspec.json.decode(tensor.numpy().tobytes(), type=list[Trained])
 
 
 def count_samples(lineage: Iterable[Trained]) -> Counter[Sample]:

@@ -42,7 +42,7 @@ from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
-from tests.chaos.outcome import Trained, read_lineage, samples_of, write_lineage
+from tests.chaos.outcome import Trained, pack_lineage, read_lineage, samples_of
 from tests.chaos.stage import HOLD_FILE, JOURNALS, MEAN_STEP_S, POINTS
 from tests.chaos.watched.channel import WatchedChannel
 from tests.chaos.watched.journal import Journal, content_of
@@ -63,8 +63,8 @@ class LineageEngine(TorchEngine):
 
     lineage: list[Trained]
 
-    def save_state(self, folder: Path) -> None:
-        write_lineage(folder, self.lineage)
+    def copy_state(self) -> dict[str, Tensor]:
+        return pack_lineage(self.lineage)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         self.lineage = read_lineage(folder)

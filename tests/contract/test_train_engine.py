@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from slipstream.configs.advantages import GaeConfig
 from slipstream.configs.algorithm import AlgorithmConfig
@@ -12,6 +13,7 @@ from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, T
 from slipstream.learner import build
 from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.publishing.staging import canary_logprobs
@@ -233,7 +235,7 @@ def test_training_continues_bit_for_bit_from_the_saved_state(tmp_path, engine):
     first, second = make_engine(tmp_path, engine), make_engine(tmp_path, engine)
     accumulate(first, make_microbatches())
     first.step(learning_rate=1e-3)
-    first.save_state(tmp_path)
+    save_file(first.copy_state(), tmp_path / STATE_FILE.format(0))
     second.restore_state(tmp_path, weights=copied(first))
     for each in (first, second):
         accumulate(each, make_microbatches(seed=1))

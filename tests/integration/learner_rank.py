@@ -68,6 +68,7 @@ def main() -> None:
     metrics = [trainer.step(share_groups(ranks, seed=step), learner_version=0, step=step + 1) for step in args.steps]
     trainer.canary()
     checkpoints.save(step=args.steps[-1] + 1, version=0)
+    checkpoints.saver.flush()
     if args.engine_checkpoint:
         trainer.engine._engine.save_checkpoint(str(args.folder / f"{args.out}-zero"))
     save_model(trainer, args.folder / args.out, run=run, ranks=ranks)

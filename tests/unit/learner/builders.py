@@ -18,6 +18,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.answer_metrics import ANSWER_METRICS, BY_SOURCE
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.build import build_trainer
+from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.metrics.step_metrics import BY_LAG, TOKEN_METRICS
 from slipstream.learner.metrics.token_stats import LAG_BUCKETS
@@ -170,6 +171,13 @@ def critic_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """A copy of the critic's parameters, none without one."""
     critic = trainer.critic
     return {name: tensor.clone() for name, tensor in critic.engine.gather_parameters()} if critic else {}
+
+
+def save(checkpoints: Checkpoints, *, step: int, version: int | None = None) -> str:
+    """Save a checkpoint and wait until it is durable; its name. The version is the step's number by default."""
+    pointer = checkpoints.save(step=step, version=step if version is None else version)
+    checkpoints.saver.flush()
+    return pointer.name
 
 
 def zero(stage: int) -> DeepSpeedEngineConfig:

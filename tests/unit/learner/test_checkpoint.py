@@ -1,17 +1,30 @@
 import random
 import shutil
+import time
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
-from slipstream.learner import checkpoint
-from slipstream.learner.checkpoint import Checkpoints, restore_random_state, save_random_state
+from slipstream.learner.checkpoint import Checkpoints
+from slipstream.learner.engines.optimizer import Shard, copy_moments, restore_moments
 from slipstream.learner.errors import CheckpointError
-from slipstream.runtime.disk import is_disk_full
+from slipstream.learner.ranks import Ranks
+from slipstream.runtime.sealed_folder import seal
 from tests.fakes import no_file_above
-from tests.unit.learner.builders import make_alone, make_groups, make_model, make_run, make_trainer, weights, zero
+from tests.unit.learner.builders import (
+    CPU,
+    make_alone,
+    make_groups,
+    make_model,
+    make_run,
+    make_trainer,
+    save,
+    weights,
+    zero,
+)
 
 ENGINES = [TorchEngineConfig(), zero(0), zero(1), zero(2), zero(3)]
 
@@ -34,7 +47,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
 
     trainer, checkpoints = make_checkpoints(run, tmp_path)
     steps(trainer, range(2))
-    name = checkpoints.save(step=2, version=2)
+    name = save(checkpoints, step=2)
 
     resumed, checkpoints = make_checkpoints(run, tmp_path)
     state = checkpoints.restore(name)
@@ -45,16 +58,21 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
     assert all(tensor.equal(final[name]) for name, tensor in weights(straight).items())
 
 
-def test_random_number_generators_are_restored(tmp_path):
+def test_random_numbers_go_on_after_a_checkpoint_as_after_a_resume_and_differ_between_ranks_and_steps(tmp_path):
     def draw():
         return random.random(), random.gauss(0, 1), np.random.normal(), np.random.rand(), torch.rand(3).tolist()
 
-    draw()
-    save_random_state(tmp_path / "state")
-    expected = draw()
-    draw()
-    restore_random_state(tmp_path / "state")
-    assert draw() == expected
+    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
+    names, drawn = [], []
+    for step in (1, 2):
+        names.append(save(checkpoints, step=step))
+        drawn.append([draw(), draw()])
+    assert drawn[0] != drawn[1]
+    checkpoints.restore(names[0])
+    assert [draw(), draw()] == drawn[0]
+    checkpoints._ranks = Ranks(rank=1, size=2, device=CPU)
+    checkpoints._seed_generators(step=1)
+    assert [draw(), draw()] not in drawn
 
 
 def test_a_missing_checkpoint_is_named(tmp_path):
@@ -67,7 +85,7 @@ def test_only_the_newest_are_kept(tmp_path):
     run = make_run(make_model(tmp_path), learner={"checkpoint": CheckpointConfig(keep=2)})
     _, checkpoints = make_checkpoints(run, tmp_path)
     for step in (1, 2, 3, 4):
-        checkpoints.save(step=step, version=step)
+        save(checkpoints, step=step)
     checkpoints.prune(pinned={"step-00000002"})
     assert checkpoints.names() == ["step-00000002", "step-00000003", "step-00000004"]
     checkpoints.prune(pinned={"step-00000004"})
@@ -77,37 +95,38 @@ def test_only_the_newest_are_kept(tmp_path):
 def test_a_crash_while_writing_leaves_the_one_before(tmp_path):
     run = make_run(make_model(tmp_path))
     _, checkpoints = make_checkpoints(run, tmp_path)
-    first = checkpoints.save(step=1, version=1)
+    first = save(checkpoints, step=1)
     folder = tmp_path / "checkpoints"
     shutil.copytree(folder / "step-00000001", folder / "draft")  # died before the rename
     shutil.copytree(folder / "step-00000001", folder / "step-00000002")  # died before the store pointed at it
-    again = checkpoints.save(step=2, version=5)
+    again = save(checkpoints, step=2, version=5)
     assert again == "step-00000002.2", "the folder of the one that does not count is not taken"
     assert (checkpoints.restore(first).step, checkpoints.restore(again).version) == (1, 5)
 
 
-def test_a_checkpoint_of_another_engine_is_refused_in_one_sentence(tmp_path):
-    path = make_model(tmp_path)
-    _, checkpoints = make_checkpoints(make_run(path), tmp_path)
-    checkpoints.save(step=1, version=1)
-    _, other = make_checkpoints(make_run(path, learner={"engine": zero(2)}), tmp_path)
-    with pytest.raises(CheckpointError, match=r"must have been written with .*zero-2.*, got .*torch") as caught:
-        other.restore("step-00000001")
+def test_a_checkpoint_from_before_layouts_could_change_is_refused_in_one_sentence(tmp_path):
+    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
+    name = save(checkpoints, step=1)
+    folder = tmp_path / "checkpoints" / name
+    save_file({"master.0": torch.zeros(3), "exp_avg.0": torch.zeros(3)}, folder / "optimizer-rank-0.safetensors")
+    seal(folder)
+    with pytest.raises(CheckpointError, match=r"start a new run with model\.path=.*/model\.$") as caught:
+        checkpoints.restore(name)
     assert "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    checkpoints.save(step=1, version=1)
+    save(checkpoints, step=1)
     _, tied = make_checkpoints(make_run(make_model(tmp_path, is_tied=True)), tmp_path)
     with pytest.raises(CheckpointError):
         tied.restore("step-00000001")
 
 
-@pytest.mark.parametrize("part", ["state.json", "optimizer-rank-0.safetensors", "random-rank-0"])
+@pytest.mark.parametrize("part", ["state.json", "optimizer-rank-0.safetensors"])
 def test_a_damaged_checkpoint_is_refused(tmp_path, part):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    checkpoints.save(step=1, version=1)
+    save(checkpoints, step=1)
     (tmp_path / "checkpoints" / "step-00000001" / part).write_bytes(b"{")
     with pytest.raises(CheckpointError, match=part if part != "state.json" else "complete checkpoint"):
         checkpoints.restore("step-00000001")
@@ -120,11 +139,13 @@ def parts_of(folder):
 def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
     run = make_run(make_model(tmp_path))
     trainer, checkpoints = make_checkpoints(run, tmp_path)
-    whole, name = checkpoints.save(step=1, version=1), checkpoints.save(step=2, version=2)
+    whole, name = save(checkpoints, step=1), save(checkpoints, step=2)
     steps(trainer, range(1))
     before = {key: tensor.clone() for key, tensor in weights(trainer).items()}
     folder = tmp_path / "checkpoints" / name
-    assert {"state.json", "checksums.json", "random-rank-0", "model/config.json"} <= set(parts_of(folder))
+    assert {"state.json", "checksums.json", "optimizer-rank-0.safetensors", "model/config.json"} <= set(
+        parts_of(folder)
+    )
     for part in parts_of(folder):
         intact = (folder / part).read_bytes()
         at = len(intact) // 2
@@ -144,35 +165,167 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("engine", [TorchEngineConfig(), zero(2)], ids=["torch", "zero-2"])
-@pytest.mark.parametrize("room", [100, 10_000])
-def test_a_full_disk_leaves_no_part_of_a_checkpoint_and_it_can_be_written_later(tmp_path, engine, room):
+def test_a_full_disk_is_waited_for_with_its_reason_and_leaves_no_part_of_a_checkpoint(tmp_path, engine):
     trainer, checkpoints = make_checkpoints(make_run(make_model(tmp_path), learner={"engine": engine}), tmp_path)
     steps(trainer, range(1))
-    with no_file_above(room), pytest.raises(OSError, match="No space left") as raised:
-        checkpoints.save(step=1, version=1)
-    assert is_disk_full(raised.value)
-    assert list((tmp_path / "checkpoints").iterdir()) == []
-    assert checkpoints.restore(checkpoints.save(step=1, version=1)).step == 1
+    saved = copies(trainer)
+    with no_file_above(10_000):
+        name = checkpoints.save(step=1, version=1).name
+        await_until(lambda: "room for a checkpoint on the disk" in checkpoints.saver.reason)
+        assert not [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
+        steps(trainer, range(1, 2))  # training goes on meanwhile, and its steps are not those of the checkpoint
+    checkpoints.saver.flush()
+    assert checkpoints.saver.reason == ""
+    assert checkpoints.restore(name).step == 1
+    assert all(tensor.equal(saved[key]) for key, tensor in copies(trainer).items())
 
 
-class TwoRanks:
-    """Rank 0 of two, the other of which has met a full disk."""
-
-    is_first, rank, size = True, 0, 2
-
-    def __init__(self):
-        self.num_failed = 0.0
-
-    def max(self, values):
-        return torch.maximum(values, torch.tensor([self.num_failed]))
+def copies(trainer):
+    """Weights and moments."""
+    return weights(trainer) | {name: tensor.clone() for name, tensor in trainer.engine.copy_state().items()}
 
 
-def test_a_full_disk_of_another_rank_is_raised_on_this_one_too(tmp_path):
-    ranks = TwoRanks()
-    writes = checkpoint._Writes(tmp_path / "draft", ranks)
-    writes.attempt((tmp_path / "draft").mkdir)
-    writes.agree()
-    ranks.num_failed = 1.0
-    with pytest.raises(OSError, match="another rank"):
-        writes.agree()
-    assert not (tmp_path / "draft").exists()
+def await_until(is_met, *, timeout_s=20.0):
+    ends_at = time.monotonic() + timeout_s
+    while not is_met():
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+
+
+# --- other layouts ---------------------------------------------------------------------------------------------------
+SIZES = {"embedding": 37, "a.weight": 12, "a.bias": 1, "b.weight": 30, "norm": 5}
+
+
+class Moments:
+    """The state of an optimizer whose tensors have values of their own everywhere, also in their padding."""
+
+    def __init__(self, masters, *, is_filled):
+        self.state = {}
+        for master in {id(each): each for each in masters}.values():
+            fields = {name: torch.full_like(master, torch.nan) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[master] = {**fields, "step": torch.tensor(3.0)} if is_filled else {}
+
+
+def flat_shards(*, rank, num_ranks, align=2):
+    """One flat tensor of all parameters, cut into equal parts, padded at its end."""
+    whole = sum(SIZES.values())
+    length = -(-whole // (align * num_ranks)) * align
+    master, shards, begin = torch.zeros(length), [], 0
+    for name, size in SIZES.items():
+        first, end = max(begin, rank * length), min(begin + size, (rank + 1) * length)
+        if first < end:
+            shards.append(Shard(name, first - begin, end - first, master, first - rank * length))
+        begin += size
+    return shards
+
+
+def padded_shards(*, rank, num_ranks):
+    """Each parameter cut into equal parts, each padded, in two flat tensors."""
+    shards = []
+    for names in (list(SIZES)[:3], list(SIZES)[3:]):
+        lengths = [-(-SIZES[name] // num_ranks) for name in names]
+        master, offset = torch.zeros(sum(lengths)), 0
+        for name, length in zip(names, lengths, strict=True):
+            if (size := min(length, SIZES[name] - rank * length)) > 0:
+                shards.append(Shard(name, rank * length, size, master, offset))
+            offset += length
+    return shards
+
+
+def whole_parameters(*, rank, num_ranks):
+    """Each parameter whole on one of the ranks."""
+    return [Shard(name, 0, size, torch.zeros(size), 0) for name, size in SIZES.items()][rank::num_ranks]
+
+
+LAYOUTS = [(cut, ranks) for cut in (flat_shards, padded_shards, whole_parameters) for ranks in (1, 2, 3, 8)]
+
+
+def true_moments(field, name):
+    return torch.arange(SIZES[name]) + 1000.0 * list(SIZES).index(name) + (0.5 if field == "exp_avg" else 0.25)
+
+
+def write_layout(folder, cut, num_ranks):
+    for rank in range(num_ranks):
+        shards = cut(rank=rank, num_ranks=num_ranks)
+        optimizer = Moments([shard.master for shard in shards], is_filled=True)
+        for name, begin, size, master, offset in shards:
+            for field in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[master][field][offset : offset + size] = true_moments(field, name)[begin : begin + size]
+        save_file(copy_moments(shards, optimizer), folder / f"optimizer-rank-{rank}.safetensors")
+
+
+def test_every_division_into_ranks_is_read_by_every_other(tmp_path):
+    for number, (cut, num_ranks) in enumerate(LAYOUTS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_layout(folder, cut, num_ranks)
+        for other, num_readers in LAYOUTS:
+            seen = dict.fromkeys(SIZES, 0)
+            for rank in range(num_readers):
+                shards = other(rank=rank, num_ranks=num_readers)
+                optimizer = Moments([shard.master for shard in shards], is_filled=False)
+                restore_moments(folder, shards, optimizer, names=SIZES)
+                for name, begin, size, master, offset in shards:
+                    state = optimizer.state[master]
+                    assert state["step"] == 3.0
+                    for field in ("exp_avg", "exp_avg_sq"):
+                        found = state[field][offset : offset + size]
+                        assert found.equal(true_moments(field, name)[begin : begin + size])
+                        assert state[field].isfinite().all(), "padding counts for nothing, and must not be garbage"
+                    seen[name] += size
+            assert seen == SIZES
+
+
+def shift(pieces, key):
+    field, begin, name = key.split("/", 2)
+    pieces[f"{field}/{int(begin) + 1}/{name}"] = pieces.pop(key)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (shift, "must hold each element of .* once, got"),
+        (lambda pieces, key: pieces.update({key: pieces[key][:-1].clone()}), "must hold each element of .* once, got"),
+        (lambda pieces, key: pieces.pop(key.replace("exp_avg", "step")), "must hold the optimizer state of this model"),
+        (lambda pieces, key: pieces.update({"step/0/other": torch.ones(1)}), "this model, got another's: other is"),
+    ],
+    ids=["shifted", "cut short", "no count", "another model"],
+)
+def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
+    write_layout(tmp_path, flat_shards, 2)
+    path = tmp_path / "optimizer-rank-1.safetensors"
+    pieces = load_file(path)
+    key = next(key for key in pieces if key.startswith("exp_avg/0/"))
+    damage(pieces, key)
+    save_file(pieces, path)
+    shards = padded_shards(rank=0, num_ranks=1)
+    optimizer = Moments([shard.master for shard in shards], is_filled=False)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        restore_moments(tmp_path, shards, optimizer, names=SIZES)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(ENGINES[0], zero(3)), (zero(3), zero(1)), (zero(2), ENGINES[0]), (zero(0), zero(2))]
+)
+def test_a_run_goes_on_with_another_engine_and_the_same_moments(tmp_path, before, after):
+    optimizer = OptimizerConfig(epsilon=1.0, learning_rate=1.0)  # smooth, so that rounding stays small
+    path = make_model(tmp_path, is_tied=True)
+
+    def start(engine):
+        learner = {"engine": engine, "max_steps": 4, "optimizer": optimizer}
+        return make_checkpoints(make_run(path, learner=learner), tmp_path)
+
+    straight, _ = start(after)
+    steps(straight, range(3))
+    trainer, checkpoints = start(before)
+    steps(trainer, range(2))
+    saved, name = trainer.engine.copy_state(), save(checkpoints, step=2)
+    resumed, checkpoints = start(after)
+    checkpoints.restore(name)
+    found = resumed.engine.copy_state()
+    assert saved.keys() == found.keys()
+    assert all(tensor.equal(found[key]) for key, tensor in saved.items())
+    steps(resumed, [2])
+    final = weights(resumed)
+    assert max(float((tensor - final[key]).abs().max()) for key, tensor in weights(straight).items()) < 1e-5

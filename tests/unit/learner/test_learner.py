@@ -2,7 +2,9 @@
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -32,12 +34,21 @@ class FakeRanks:
     def train(self, **_: Any) -> dict[str, Any]:
         return {"learner/tokens": 8.0, "learner/reward_mean": 1.0, "lag/mean": 0.0, "lag/max": 0}
 
-    def save_checkpoint(self, *, step: int, version: int) -> CheckpointPointer:
+    def save_checkpoint(
+        self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
+    ) -> CheckpointPointer:
         pointer = CheckpointPointer(step, version, f"step-{step:08d}")
         model = self._folder.checkpoints / pointer.name / "model"
         model.mkdir(parents=True, exist_ok=True)
         (model / "step").write_text(str(step))
+        finish(pointer)
         return pointer
+
+    @property
+    def saver(self) -> SimpleNamespace:
+        return SimpleNamespace(reason="")
+
+    def flush_checkpoint(self) -> None: ...
 
     def checkpoint_names(self) -> list[str]:
         return []

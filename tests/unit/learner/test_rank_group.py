@@ -3,6 +3,7 @@
 import traceback
 from collections import deque
 from functools import wraps
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,8 @@ class FakeTrainer:
 
 
 def make_rank_group(ranks: FakeRanks, *, trainer: FakeTrainer | None = None) -> RankGroup:
-    return RankGroup(run=make_run(), trainer=trainer, ranks=ranks, checkpoints=None)
+    saver = SimpleNamespace(raise_error=lambda: None)
+    return RankGroup(run=make_run(), trainer=trainer, ranks=ranks, checkpoints=SimpleNamespace(saver=saver))
 
 
 def lag_metrics(*versions: int, learner_version: int) -> dict[str, object]:

@@ -18,7 +18,17 @@ from slipstream.learner.training.model import load_policy
 from slipstream.runtime.lora import ADAPTER_FILE
 from slipstream.scripts.init_random_model import make_model as make_random_model
 from tests.tiny_model import make_tokenizer
-from tests.unit.learner.builders import CPU, make_alone, make_groups, make_model, make_run, make_trainer, weights, zero
+from tests.unit.learner.builders import (
+    CPU,
+    make_alone,
+    make_groups,
+    make_model,
+    make_run,
+    make_trainer,
+    save,
+    weights,
+    zero,
+)
 
 PROMPT = torch.tensor([[4, 8, 2, 9, 5, 6, 7, 3]])
 RECOMPUTING = msgspec.structs.replace(zero(2), gradient_checkpointing=True)
@@ -79,7 +89,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
     expected = steps(straight, range(3))
     trainer, checkpoints = start(run, tmp_path)
     steps(trainer, range(2))
-    name = checkpoints.save(step=2, version=2)
+    name = save(checkpoints, step=2)
     torch.manual_seed(7)  # another adapter, which the checkpoint must replace
     resumed, checkpoints = start(msgspec.structs.replace(run, seed=7), tmp_path)
     assert checkpoints.restore(name).step == 2
@@ -91,7 +101,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
 def test_a_base_that_changed_is_refused(tmp_path):
     run = make_lora_run(make_model(tmp_path))
     _, checkpoints = start(run, tmp_path)
-    name = checkpoints.save(step=1, version=1)
+    name = save(checkpoints, step=1)
     file = Path(run.model.path) / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -21,6 +21,7 @@ from tests.unit.learner.builders import (
     make_response,
     make_run,
     make_trainer,
+    save,
     weights,
     zero,
 )
@@ -232,7 +233,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, engine):
     expected = steps(straight, range(4))[2:]
     steps(first, range(2))
     folder = tmp_path / "checkpoints"
-    name = Checkpoints(folder, run=run, trainer=first, ranks=make_alone()).save(step=2, version=2)
+    name = save(Checkpoints(folder, run=run, trainer=first, ranks=make_alone()), step=2)
     Checkpoints(folder, run=run, trainer=resumed, ranks=make_alone()).restore(name)
     found = steps(resumed, range(2, 4))
     for one, other in zip(expected, found, strict=True):
@@ -244,9 +245,8 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, engine):
 
 def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(tmp_path):
     plain = make_run(make_model(tmp_path))
-    name = Checkpoints(tmp_path / "checkpoints", run=plain, trainer=make_trainer(plain), ranks=make_alone()).save(
-        step=1, version=1
-    )
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run=plain, trainer=make_trainer(plain), ranks=make_alone())
+    name = save(checkpoints, step=1)
     assert not (tmp_path / "checkpoints" / name / "critic").exists()
     run = make_critic_run(tmp_path)
     other = Checkpoints(tmp_path / "checkpoints", run=run, trainer=make_trainer(run), ranks=make_alone())
@@ -257,7 +257,7 @@ def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(tmp_path):
 def test_a_checkpoints_critic_can_begin_another_run(tmp_path):
     run = make_critic_run(tmp_path)
     trainer, _ = train(run)
-    name = Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone()).save(step=2, version=2)
+    name = save(Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone()), step=2)
     path = tmp_path / "checkpoints" / name / "critic" / "model"
     other = make_trainer(make_critic_run(tmp_path, critic={"path": str(path)}))
     assert largest_difference(critic_weights(trainer), critic_weights(other)) == 0

@@ -12,11 +12,12 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import CheckpointConfig
 from slipstream.launch.convert import convert
-from slipstream.learner.checkpoint import Checkpoints, find_damage
+from slipstream.learner.checkpoint import Checkpoints
+from slipstream.runtime.sealed_folder import find_damage
 from tests.fakes import no_file_above
 from tests.families import make_family
 from tests.tiny_model import make_tiny_model, make_tiny_module
-from tests.unit.learner.builders import make_alone, make_groups, make_run, make_trainer, zero
+from tests.unit.learner.builders import make_alone, make_groups, make_run, make_trainer, save, zero
 
 
 def run(source, target, *, base=None, dtype=None, max_shard_size="5GB"):
@@ -52,7 +53,7 @@ def trained(folder, *, engine=None, lora=None):
     trainer = make_trainer(settings)
     trainer.step(make_groups(), learner_version=0, step=1)
     checkpoints = Checkpoints(folder / "checkpoints", run=settings, trainer=trainer, ranks=make_alone())
-    return trainer, folder / "checkpoints" / checkpoints.save(step=1, version=1)
+    return trainer, folder / "checkpoints" / save(checkpoints, step=1)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])

@@ -1,0 +1,141 @@
+"""BackgroundSaver: writes a checkpoint while the learner trains on.
+
+Consumes: writes of a state that is copied, on every rank.
+Produces: a folder with the files of all ranks, durable and with checksums.
+Waits for: room on the disk, and, on rank 0, the files of the other ranks.
+Invariant: one save is in flight. Its threads make no collectives, which would get between those of the training: they
+meet in the draft's folder, where a rank's files appear as a whole.
+
+<folder>/draft-5f3a09c1/rank-0/  a rank's files, sealed: of the save in flight, or what a crash left of one
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+
+import structlog
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slipstream.buffer.durable_files import sync_path
+from slipstream.learner.ranks import Ranks
+from slipstream.runtime.disk import DiskWait
+from slipstream.runtime.sealed_folder import merge, seal
+
+Write = Callable[[Path], object]
+"""Writes a part of a rank's files into a folder."""
+
+_POLL_S = 0.02
+
+log = structlog.get_logger(__name__)
+
+
+class BackgroundSaver:
+    """One per rank. Life: (start -> flush)*."""
+
+    def __init__(self, folder: Path, *, ranks: Ranks, in_background: bool) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._in_background = in_background
+        self._disk = DiskWait()
+        self._waits_for_ranks = ""
+        self._in_flight: Future[None] = Future()
+        self._in_flight.set_result(None)
+
+    @property
+    def reason(self) -> str:
+        """Wait of the save in flight for room on the disk or for other ranks; else empty. Callable from any thread."""
+        return self._disk.reason or self._waits_for_ranks
+
+    def start(self, draft: str, writes: Sequence[Write], *, name: str, finish: Callable[[], object]) -> None:
+        """Write this rank's files; rank 0 makes them all the folder `name`, then calls `finish`.
+
+        None may be in flight. A full disk is waited for.
+        """
+
+        def run() -> None:
+            try:
+                self._write(self._folder / draft, writes, name=name, finish=finish)
+                in_flight.set_result(None)
+            except BaseException as error:
+                in_flight.set_exception(error)
+
+        in_flight = self._in_flight = Future()
+        if self._in_background:
+            # A daemon thread: what a learner that is told to stop leaves half written does not count.
+            Thread(target=run, name="checkpoint", daemon=True).start()
+        else:
+            run()
+            self.raise_error()
+
+    def flush(self) -> None:
+        """Block until no rank has a save in flight. Raises what this rank's raised. Collective.
+
+        Without a limit as long as a disk is full, which a person ends: `reason` says so.
+        """
+        is_busy = True
+        while is_busy:
+            self.raise_error()
+            is_busy = bool(self._ranks.max(torch.tensor([float(not self._in_flight.done())])).item())
+            time.sleep(_POLL_S * is_busy)
+        self.raise_error()
+
+    def join(self, *, timeout_s: float) -> None:
+        """Wait for the save in flight without the other ranks' main threads; its errors are not raised."""
+        ends_at = time.monotonic() + timeout_s
+        while not self._in_flight.done() and time.monotonic() < ends_at:
+            time.sleep(_POLL_S)
+
+    def raise_error(self) -> None:
+        """Raise what the newest save raised, if it has ended with an error."""
+        if self._in_flight.done():
+            self._in_flight.result()
+
+    # --- the thread ----------------------------------------------------------------------------------------------
+    def _write(self, draft: Path, writes: Sequence[Write], *, name: str, finish: Callable[[], object]) -> None:
+        began_at = time.monotonic()
+        own = draft / f"rank-{self._ranks.rank}"
+        self._disk.retry(lambda: _write_sealed(own, writes), what="a checkpoint", path=self._folder)
+        if not self._ranks.is_first:
+            return
+        self._await_others(draft)
+        others = [draft / f"rank-{rank}" for rank in range(1, self._ranks.size)]
+        self._disk.retry(lambda: merge(others, into=own), what="a checkpoint", path=self._folder)
+        own.rename(self._folder / name)
+        sync_path(self._folder)
+        shutil.rmtree(draft, ignore_errors=True)
+        finish()
+        log.info("checkpoint_durable", name=name, after_s=round(time.monotonic() - began_at, 3))
+
+    def _await_others(self, draft: Path) -> None:
+        """Wait for the files of all ranks. One that dies, or cannot write, ends this process in its next collective."""
+        began_at = time.monotonic()
+        while missing := [rank for rank in range(self._ranks.size) if not (draft / f"rank-{rank}").is_dir()]:
+            waited_s = time.monotonic() - began_at
+            self._waits_for_ranks = f"waiting {waited_s:.0f} s for the files that ranks {missing} write of a checkpoint"
+            time.sleep(_POLL_S)
+        self._waits_for_ranks = ""
+
+
+def _write_sealed(folder: Path, writes: Sequence[Write]) -> None:
+    """Write one rank's files: `folder` is there once they are durable, and nothing is left of a write that fails."""
+    temporary = folder.with_suffix(".tmp")
+    try:
+        temporary.mkdir(parents=True)
+        for write in writes:
+            write(temporary)
+        seal(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    temporary.rename(folder)
+
+
+def write_tensors(folder: Path, *, name: str, tensors: dict[str, Tensor]) -> None:
+    """Write a safetensors file, perhaps in a folder of its own."""
+    (folder / name).parent.mkdir(exist_ok=True)
+    save_file(tensors, folder / name)
