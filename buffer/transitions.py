@@ -16,10 +16,12 @@ PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
 MAY_CHANGE = (
     "resume", "runs_dir",
     "learner.max_steps", "learner.stop",
+    "learner.num_ranks", "learner.engine", "learner.device", "learner.tokens_per_microbatch",
     "generators.count", "generators.reward.num_workers", "generators.reward.timeout_s",
     "learner.dead_end", "learner.wait_timeout_s", "evaluation.timeout_s",
 )  # fmt: skip
-"""Settings that a resumed run may change: how it is started, when it ends, its workers and its timeouts."""
+"""Settings that a resumed run may change: how it is started, when it ends, how the learner divides its model and its
+work, which changes no gradient, its workers and its timeouts."""
 
 
 def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tuple[str, RowCount, int]) -> None:

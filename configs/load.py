@@ -13,7 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from msgspec.inspect import ListType, LiteralType, NoneType, StructType, UnionType, type_info
+from msgspec.inspect import BoolType, ListType, LiteralType, NoneType, StructType, UnionType, type_info
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -166,6 +166,10 @@ def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
         yield from _variant_errors(expected, value, path)
     elif isinstance(expected, StructType) and isinstance(value, dict):
         yield from _record_errors(expected, value, path)
+    elif isinstance(expected, UnionType) and {type(each) for each in expected.types} == {BoolType, LiteralType}:
+        words = [word for each in expected.types if isinstance(each, LiteralType) for word in each.values]
+        if not isinstance(value, bool) and value not in words:
+            yield f"{path} must be one of true, false, {', '.join(map(str, words))}, got {value!r}."
     elif isinstance(expected, UnionType) and isinstance(value, list):
         for option in expected.types:
             if isinstance(option, ListType):

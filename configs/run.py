@@ -38,8 +38,9 @@ class RunConfig(Config):
     """Seed of every random choice of the run."""
     runs_dir: str = "runs"
     """Parent of the run folder."""
-    resume: bool = False
-    """Continue from the newest checkpoint of the run of this name; without it a name that is taken is refused."""
+    resume: bool | Literal["auto"] = False
+    """Continue the run of this name from its newest checkpoint, which must exist; `false`: the name must be unused;
+    `auto`: continue it if it exists, else begin it."""
     prepare: list[PrepareStep] = []
     """Commands that create missing inputs before the roles start, in this order."""
     generators: GeneratorsConfig = GeneratorsConfig()

@@ -135,6 +135,13 @@ def _write_sealed(folder: Path, writes: Sequence[Write]) -> None:
     temporary.rename(folder)
 
 
+def delete_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint. First its name: a crash must not leave a part of it that seems the newest."""
+    doomed = folder.with_name(f"draft-{folder.name}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
 def write_tensors(folder: Path, *, name: str, tensors: dict[str, Tensor]) -> None:
     """Write a safetensors file, perhaps in a folder of its own."""
     (folder / name).parent.mkdir(exist_ok=True)

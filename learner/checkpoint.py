@@ -32,7 +32,7 @@ from slipstream.buffer.trajectory import Record
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
-from slipstream.learner.background_save import BackgroundSaver, Write, write_tensors
+from slipstream.learner.background_save import BackgroundSaver, Write, delete_checkpoint, write_tensors
 from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
 from slipstream.learner.errors import CheckpointError, ModelError
@@ -99,7 +99,7 @@ class Checkpoints:
         """Delete all but the newest `keep`, and none that is `pinned`."""
         for name in self.names()[: -self._run.learner.checkpoint.keep]:
             if name not in pinned:
-                shutil.rmtree(self._folder / name, ignore_errors=True)
+                delete_checkpoint(self._folder / name)
 
     @cached_property
     def _base(self) -> dict[str, str]:

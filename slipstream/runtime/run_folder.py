@@ -123,7 +123,7 @@ class RunFolder:
             self.unlock()
 
     def check_name(self) -> None:
-        """Raise ConfigError when the name is in use and the run is not to be resumed, or runs already."""
+        """Raise ConfigError when the run exists and is not to be resumed, is to be and does not, or runs already."""
         if self.path.is_dir() and not self._lock:
             self.lock()
             self.unlock()
@@ -131,6 +131,12 @@ class RunFolder:
             raise ConfigError(
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
                 "choose another with name=..., continue it with resume=true, or delete the folder."
+            )
+        if self._run.resume is True and not self.has_run:
+            others = describe_others(Path(self._run.runs_dir), self._run.name)
+            raise ConfigError(
+                f"name must be that of a run with resume=true, got {self._run.name!r}, but there is no {self.path}: "
+                f"{others}; correct name=..., or begin the run with resume=auto, which continues it where there is one."
             )
 
     def lock(self) -> None:

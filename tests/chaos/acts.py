@@ -76,6 +76,8 @@ class Acts:
             Act("zombie at a commit", 1, lambda: self._zombie("after_commit")),
             Act("zombie at a checkpoint", 1, lambda: self._zombie("before_pointer", is_overtaken=True)),
             Act("claim lapses in a step", 0, lambda: self._lapse("in_step")),
+            Act("death before a checkpoint is sealed", 1, lambda: self._die("learner", "before_seal")),
+            Act("death before a checkpoint has its name", 1, lambda: self._die("learner", "before_merge")),
             Act("death before groups retire", 1, lambda: self._die("learner", "before_retire")),
             Act("death before groups are forgotten", 1, lambda: self._die("broker", "before_forget")),
             Act("death before a shard", 1, lambda: self._die("broker", "before_shard")),

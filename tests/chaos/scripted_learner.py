@@ -27,6 +27,7 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
+from slipstream.learner import background_save
 from slipstream.learner.batching.collate import Layout
 from slipstream.learner.build import build_learner
 from slipstream.learner.checkpoint import Checkpoints
@@ -147,7 +148,11 @@ class NoSender:
 def watch() -> None:
     """Write journals of the channel and of the store."""
     journal = WatchedChannel.journal = WatchedStore.journal = Journal(Path(JOURNALS), "learner")
-    WatchedStore.points = Points(Path(POINTS), "learner", on_obey=lambda at: journal.write("obeyed", point=at))
+    points = WatchedStore.points = Points(Path(POINTS), "learner", on_obey=lambda at: journal.write("obeyed", point=at))
+    seal, merge = background_save.seal, background_save.merge
+    # Within a save, in its thread: nothing is sealed yet, and all is sealed but has no name.
+    vars(background_save)["seal"] = lambda folder: (points.reach("before_seal"), seal(folder))
+    vars(background_save)["merge"] = lambda parts, *, into: (points.reach("before_merge"), merge(parts, into=into))
     WatchedStore.repeats = True
     session.ZmqClientChannel = WatchedChannel  # type: ignore[misc]
     run_store.RedisStore = WatchedStore  # type: ignore[misc]

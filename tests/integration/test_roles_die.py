@@ -104,6 +104,26 @@ def test_a_killed_learner_and_a_resumed_run_continue_from_the_checkpoint(folder:
 
 
 @pytest.mark.long
+def test_a_run_killed_on_one_rank_goes_on_with_two_and_zero_2(folder: Path) -> None:
+    same = ("learner.checkpoint.every_steps=5", "resume=auto")
+    with Run(folder, "layouts", "learner.max_steps=100000", *same) as run:
+        until(has_stepped(run, 12), timeout_s=120, what="a checkpoint")
+        kill_tree(run.launcher)
+    until(lambda: runs.processes_of(folder) == [], timeout_s=30, what="the end of all roles")
+    others = ("learner.max_steps=40", "learner.num_ranks=2", "learner/engine=deepspeed_zero2")
+    with Run(folder, "layouts", *others, *same).ended_at_last() as resumed:
+        assert resumed.await_end() == 0, resumed.printed[-3000:]
+    pattern = r"starting groups_returned=\d+ role=learner step=(\d+)"
+    first, second = [int(step) for step in re.findall(pattern, resumed.log("learner"))]
+    assert first == 0
+    assert second >= 10
+    assert second % 5 == 0
+    assert_all_steps_once(resumed, 40)
+    assert_reconciled(resumed)
+    runs.assert_none_left(folder)
+
+
+@pytest.mark.long
 def test_roles_started_by_hand_find_each_other_in_any_order(folder: Path) -> None:
     settings = (*SMALL, "name=hand", "learner.max_steps=100000")
     first_log, second_log = (folder / f"by-hand-generators-{name}.log" for name in ("first", "second"))

@@ -19,7 +19,7 @@ def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
 
 
-@pytest.mark.parametrize("chosen", ["name=digits_cpu", "resume=true"])
+@pytest.mark.parametrize("chosen", ["name=digits_cpu", "resume=true", "resume=auto"])
 def test_a_chosen_or_resumed_name_stays(tmp_path: Path, chosen: str) -> None:
     overrides = [f"runs_dir={tmp_path}", chosen]
     (tmp_path / "digits_cpu").mkdir()

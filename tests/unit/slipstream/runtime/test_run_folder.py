@@ -24,6 +24,16 @@ def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path):
     RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).claim()
 
 
+def test_auto_begins_a_run_or_goes_on_with_it_where_true_only_goes_on(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"name must be that of a run with resume=true, got 'test', .*resume=auto"):
+        RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).claim()
+    assert not (tmp_path / "test" / "config.yaml").exists()
+    for _ in range(2):
+        folder = RunFolder(make_run(runs_dir=str(tmp_path), resume="auto"))
+        folder.claim()
+        folder.unlock()
+
+
 def test_a_run_that_is_discarded_frees_its_name_and_keeps_what_was_there_before(tmp_path: Path):
     folder = RunFolder(make_run(runs_dir=str(tmp_path)))
     folder.claim()
