@@ -30,6 +30,7 @@ Write = Callable[[Path], object]
 """Writes a part of a rank's files into a folder."""
 
 _POLL_S = 0.02
+_LAST_SAVE_S = 60.0
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +44,7 @@ class BackgroundSaver:
         self._in_background = in_background
         self._disk = DiskWait()
         self._waits_for_ranks = ""
+        self._draft = folder / "draft"
         self._in_flight: Future[None] = Future()
         self._in_flight.set_result(None)
 
@@ -59,11 +61,12 @@ class BackgroundSaver:
 
         def run() -> None:
             try:
-                self._write(self._folder / draft, writes, name=name, finish=finish)
+                self._write(writes, name=name, finish=finish)
                 in_flight.set_result(None)
             except BaseException as error:
                 in_flight.set_exception(error)
 
+        self._draft = self._folder / draft
         in_flight = self._in_flight = Future()
         if self._in_background:
             # A daemon thread: what a learner that is told to stop leaves half written does not count.
@@ -84,10 +87,10 @@ class BackgroundSaver:
             time.sleep(_POLL_S * is_busy)
         self.raise_error()
 
-    def join(self, *, timeout_s: float) -> None:
-        """Wait for the save in flight without the other ranks' main threads; its errors are not raised."""
-        ends_at = time.monotonic() + timeout_s
-        while not self._in_flight.done() and time.monotonic() < ends_at:
+    def join(self) -> None:
+        """Wait, at most a minute, until all ranks have written the save in flight: for a training that has failed."""
+        ends_at = time.monotonic() + _LAST_SAVE_S
+        while (not self._in_flight.done() or self._draft.exists()) and time.monotonic() < ends_at:
             time.sleep(_POLL_S)
 
     def raise_error(self) -> None:
@@ -96,27 +99,27 @@ class BackgroundSaver:
             self._in_flight.result()
 
     # --- the thread ----------------------------------------------------------------------------------------------
-    def _write(self, draft: Path, writes: Sequence[Write], *, name: str, finish: Callable[[], object]) -> None:
-        began_at = time.monotonic()
-        own = draft / f"rank-{self._ranks.rank}"
+    def _write(self, writes: Sequence[Write], *, name: str, finish: Callable[[], object]) -> None:
+        began_at, draft = time.monotonic(), self._draft
+        parts = [draft / f"rank-{rank}" for rank in range(self._ranks.size)]
+        own = parts[self._ranks.rank]
         self._disk.retry(lambda: _write_sealed(own, writes), what="a checkpoint", path=self._folder)
         if not self._ranks.is_first:
             return
-        self._await_others(draft)
-        others = [draft / f"rank-{rank}" for rank in range(1, self._ranks.size)]
-        self._disk.retry(lambda: merge(others, into=own), what="a checkpoint", path=self._folder)
+        self._await_others(parts)
+        self._disk.retry(lambda: merge(parts[1:], into=own), what="a checkpoint", path=self._folder)
         own.rename(self._folder / name)
         sync_path(self._folder)
-        shutil.rmtree(draft, ignore_errors=True)
         finish()
+        shutil.rmtree(draft, ignore_errors=True)
         log.info("checkpoint_durable", name=name, after_s=round(time.monotonic() - began_at, 3))
 
-    def _await_others(self, draft: Path) -> None:
+    def _await_others(self, parts: Sequence[Path]) -> None:
         """Wait for the files of all ranks. One that dies, or cannot write, ends this process in its next collective."""
         began_at = time.monotonic()
-        while missing := [rank for rank in range(self._ranks.size) if not (draft / f"rank-{rank}").is_dir()]:
+        while missing := [part.name for part in parts if not part.is_dir()]:
             waited_s = time.monotonic() - began_at
-            self._waits_for_ranks = f"waiting {waited_s:.0f} s for the files that ranks {missing} write of a checkpoint"
+            self._waits_for_ranks = f"waiting {waited_s:.0f} s for the files of a checkpoint of {', '.join(missing)}"
             time.sleep(_POLL_S)
         self._waits_for_ranks = ""
 

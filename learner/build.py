@@ -89,16 +89,21 @@ def _build_critic(
 ) -> Critic:
     config = run.algorithm.critic
     chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
-    model = load_value_model(chosen, device=device, gradient_checkpointing=_recomputes_activations(run))
+    model = load_value_model(
+        chosen,
+        device=device,
+        gradient_checkpointing=_recomputes_activations(run),
+        loading=_loading(run, ranks=ranks, device=device),
+    )
     if model.vocab_size != policy.vocab_size:
         raise ModelError(
             f"algorithm.critic.path must name a model with the policy's vocabulary ({policy.vocab_size} tokens), got "
             f"{model.vocab_size} in {chosen.path}."
         )
-    chooser.check(model, setting=PATH_SETTING, path=chosen.path)
     engine = _build_engine(
         run, model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING, ranks=ranks, device=device
     )
+    chooser.check(model, setting=PATH_SETTING, path=chosen.path)
     total = run.learner.max_steps * run.algorithm.updates_per_step
     return Critic(config, engine=engine, ranks=ranks, total_updates=total)
 

@@ -223,9 +223,10 @@ class Checkpoints:
     def _restore_critic(self, folder: Path, *, num_updates: int) -> None:
         if not (critic := self._trainer.critic):
             return
-        config = msgspec.structs.replace(self._run.model, path=str(folder / "model"))
+        config, weights = msgspec.structs.replace(self._run.model, path=str(folder / "model")), dict[str, Tensor]()
         try:
-            weights = dict(load_value_model(config, device=critic.engine.device).weights())
+            if self._ranks.is_first or not is_sharded(critic.engine.model):
+                weights = dict(load_value_model(config, device=critic.engine.device).weights())
         except ModelError as error:
             raise CheckpointError(
                 f"{folder} must hold the critic that algorithm.advantage needs, got: {error} Resume with the advantage "

@@ -29,7 +29,7 @@ from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestCheckpoint
-from slipstream.learner.errors import DeadEndError, LearnerError
+from slipstream.learner.errors import DeadEndError, DivergenceError, LearnerError
 from slipstream.learner.evaluator import Evaluator
 from slipstream.learner.metrics.log import MetricsLog, Row
 from slipstream.learner.publishing.background import BackgroundPublisher
@@ -89,6 +89,7 @@ class Learner:
         self._version = 0
         self._reason = "starting"
         self._must_stop = False
+        self._checkpoint_s = 0.0
 
     def status(self) -> PeerStatus:
         """Content of the next Pong; callable from any thread."""
@@ -109,6 +110,10 @@ class Learner:
             self._finish()
         except DeadEndError as dead_end:
             self._save_failed(dead_end)
+            raise
+        except DivergenceError:
+            # The newest checkpoint, to resume from, may still be in flight.
+            self._rank_group.saver.join()
             raise
 
     # --- start and end -------------------------------------------------------------------------------------------
@@ -170,8 +175,7 @@ class Learner:
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
         self._rank_group.flush_checkpoint()
-        folder = self._metrics_log.folder
-        final = folder.final_model
+        folder, final = self._metrics_log.folder, self._metrics_log.folder.final_model
         self._disk.retry(lambda: self._rank_group.save_model(final), what="the final model", path=final)
         self._disk.retry(self._best.export, what="the best model", path=folder.best_model)
         self._end_run(after)
@@ -219,16 +223,17 @@ class Learner:
         row = self._metrics_log.add_step(
             step=self._step,
             version=self._version,
-            metrics=metrics | self._buffer_metrics(claim),
+            metrics=metrics | self._metrics_log.buffer_metrics(claim),
             published=self._publisher.take_published(),
             evaluated=self._evaluator.metrics(evaluated) if evaluated else None,
             times={
                 "learner/wait_s": claimed_at - started_at,
                 "learner/train_s": trained_at - claimed_at,
                 "learner/publish_s": self._clock() - trained_at,
+                "learner/checkpoint_s": self._checkpoint_s,
             },
         )
-        self._must_stop = self._meets_stop(row)
+        self._must_stop, self._checkpoint_s = self._meets_stop(row), 0.0
         is_candidate = is_evaluated and self._run.learner.checkpoint.best is not None
         if is_candidate or self._is_due(self._run.learner.checkpoint.every_steps):
             self._checkpoint(is_candidate=is_candidate)
@@ -299,18 +304,6 @@ class Learner:
                 self._step, self._fence = claim.step, claim.fence
         return metrics
 
-    def _buffer_metrics(self, claim: Claim) -> dict[str, float]:
-        counts = self._store.counts()
-        return (counts.curriculum_metrics if self._run.data.curriculum else {}) | {
-            "buffer/lag_in_flight": claim.lag.in_flight,
-            "buffer/lag_publish": claim.lag.publish,
-            "buffer/lag_queue": claim.lag.queue,
-            "buffer/reused_fraction": sum(claim.reused) / len(claim.group_ids),
-            "buffer/length_bias": counts.length_bias,
-            "buffer/waste_fraction": counts.waste_fraction,
-            "buffer/filtered_fraction": counts.filtered_fraction,
-        }
-
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"
         # The canary first: weights are gathered while they are consumed, and no command may come between.
@@ -320,16 +313,16 @@ class Learner:
 
     def _checkpoint(self, *, is_candidate: bool = False) -> None:
         self._reason = f"saving the checkpoint of step {self._step}"
-        # Those that a result may unpin meanwhile stay until the next checkpoint.
-        finish = partial(self._cover, pinned=self._best.pinned)
-        pointer = self._rank_group.save_checkpoint(step=self._step, version=self._version, finish=finish)
+        began_at, cover = self._clock(), partial(self._cover, pinned=self._best.pinned)
+        pointer = self._rank_group.save_checkpoint(step=self._step, version=self._version, finish=cover)
+        self._checkpoint_s = self._clock() - began_at
         if is_candidate:
             self._best.add(pointer)
 
     def _cover(self, pointer: CheckpointPointer, *, pinned: set[str]) -> None:
         """Point the store at a durable checkpoint, in the thread that has written it."""
-        # In this order: the store never points at a checkpoint that is incomplete or deleted. Its fencing token is that
-        # of the step that is committed last, which may be one after the checkpoint's.
+        # In this order: the store never points at a checkpoint that is incomplete or deleted. The fencing token is that
+        # of the newest step, not of the checkpoint's.
         with self._committing:
             self._store.checkpoint(pointer, fence=self._fence)
         self._rank_group.prune_checkpoints(pinned={pointer.name, *pinned})

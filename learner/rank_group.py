@@ -15,6 +15,7 @@ from slipstream.buffer.trajectory import Record, Trajectory, lag_histogram
 from slipstream.configs.run import RunConfig
 from slipstream.learner.background_save import BackgroundSaver
 from slipstream.learner.checkpoint import Checkpoints, save_model
+from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.trainer import Trainer
@@ -197,7 +198,11 @@ class RankGroup:
             command: Command = decode(head, AnyCommand)  # type: ignore[arg-type]
             if isinstance(command, Shutdown):
                 return
-            self._execute(command, payloads)
+            try:
+                self._execute(command, payloads)
+            except DivergenceError:
+                self.saver.join()
+                raise
 
     def _execute(self, command: Command, payloads: list[bytes]) -> None:
         match command:

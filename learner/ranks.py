@@ -21,8 +21,11 @@ COLLECTIVE_TIMEOUT_S = 2400.0
 its store; all longer waits keep the others alive, so that no setting of the user can be too short for it."""
 
 
-def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int) -> NoReturn:
+def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool) -> NoReturn:
     """Run `python -m module arguments` as `num_ranks` ranks under torchrun; when one rank ends, all do.
+
+    Beside GPUs they divide the cores, on which an offloaded optimizer computes; on CPUs each gets one, as other roles
+    need the rest. `OMP_NUM_THREADS` overrides that.
 
     Exits with the code of the rank that failed first, because torchrun itself exits with 1 whatever happened; with 75,
     which asks the launcher for a restart, when a signal killed that rank.
@@ -31,6 +34,8 @@ def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int) -> No
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     try:
         torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))

@@ -50,7 +50,8 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
         check_sft(run)
     die_with_launcher()
     if run.learner.num_ranks > 1 and not is_rank:
-        launch_ranks("slipstream.learner", overrides, num_ranks=run.learner.num_ranks)
+        on_cpu = choose_device(run.learner.device).type == "cpu"
+        launch_ranks("slipstream.learner", overrides, num_ranks=run.learner.num_ranks, on_cpu=on_cpu)
     rank = int(os.environ.get("RANK", "0"))
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
     raise_on_stop_signal()

@@ -6,7 +6,7 @@ from typing import Any
 import structlog
 
 from slipstream.broker.status.role_status import Roles, role_statuses
-from slipstream.buffer.records import EvaluationResult
+from slipstream.buffer.records import Claim, EvaluationResult
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.run import RunConfig
@@ -26,7 +26,8 @@ ROW_KEYS = (
     "buffer/lag_in_flight", "buffer/lag_publish", "buffer/lag_queue", "buffer/reused_fraction", "buffer/length_bias",
     "buffer/waste_fraction", "buffer/filtered_fraction",
     "buffer/skipped_too_easy", "buffer/skipped_too_hard", "buffer/explored", "buffer/in_band_fraction",
-    "learner/wait_s", "learner/train_s", "learner/publish_s", "learner/tokens_per_s", "generators/tokens_per_s",
+    "learner/wait_s", "learner/train_s", "learner/publish_s", "learner/checkpoint_s",
+    "learner/tokens_per_s", "generators/tokens_per_s",
     "weights/sync_s", "weights/members", "weights/pause_s", "weights/probe_diff_mean", "weights/probe_diff_max",
     "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/reward_sampled", "eval/reward_greedy", "eval/version",
 )  # fmt: skip
@@ -131,6 +132,19 @@ class MetricsLog:
         self._alerts.check(row)
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
         return row
+
+    def buffer_metrics(self, claim: Claim) -> Row:
+        """Keys `buffer/...` of the step of a claim."""
+        counts = self._store.counts()
+        return (counts.curriculum_metrics if self._run.data.curriculum else {}) | {
+            "buffer/lag_in_flight": claim.lag.in_flight,
+            "buffer/lag_publish": claim.lag.publish,
+            "buffer/lag_queue": claim.lag.queue,
+            "buffer/reused_fraction": sum(claim.reused) / len(claim.group_ids),
+            "buffer/length_bias": counts.length_bias,
+            "buffer/waste_fraction": counts.waste_fraction,
+            "buffer/filtered_fraction": counts.filtered_fraction,
+        }
 
     def write_summary(
         self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None

@@ -25,6 +25,7 @@ from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, gather_to_first
+from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.sft.dataset import read_heldout, read_train
 from slipstream.learner.sft.log import SftLog
@@ -74,8 +75,12 @@ class SftRun:
     def run(self) -> None:
         """Train from the newest checkpoint (or the beginning) to the end. Raises LearnerError."""
         self._start()
-        while self._step < self._num_steps:
-            self._train_one_step()
+        try:
+            while self._step < self._num_steps:
+                self._train_one_step()
+        except DivergenceError:
+            self._checkpoints.saver.join()
+            raise
         self._finish()
 
     def _start(self) -> None:

@@ -7,7 +7,7 @@ correction has rejected for the whole step have no loss.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -124,9 +124,18 @@ class ValueModel(nn.Module):
         return named_weights(self)
 
 
-def load_value_model(config: ModelConfig, *, device: torch.device, gradient_checkpointing: bool = False) -> ValueModel:
-    """Load a policy's checkpoint, with zeros as the head, or a value model's, without dropout. Raises ModelError."""
-    with _without_report():
+def load_value_model(
+    config: ModelConfig,
+    *,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    loading: AbstractContextManager[None] | None = None,
+) -> ValueModel:
+    """Load a policy's checkpoint, with zeros as the head, or a value model's, without dropout. Raises ModelError.
+
+    `loading`: see `load_policy`. The head is small and whole until an engine shards it.
+    """
+    with torch.random.fork_rng(), _without_report(), loading or nullcontext():
         trunk, missing = load_module(AutoModel, config, device=device, setting=PATH_SETTING)
     if missing:
         raise ModelError(

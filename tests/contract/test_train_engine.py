@@ -17,6 +17,7 @@ from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.publishing.staging import canary_logprobs
+from slipstream.learner.training.critic import load_value_model
 from slipstream.learner.training.model import is_sharded, load_policy
 from tests.unit.learner.builders import (
     VOCABULARY,
@@ -102,21 +103,26 @@ def test_logits_of_a_few_tokens_at_a_time_change_no_step(tmp_path, engine, is_ti
 
 
 def test_zero_3_shards_models_while_they_are_loaded(tmp_path, monkeypatch):
-    loaded = []
+    loaded, critics = [], []
     monkeypatch.setattr(
         build, "load_policy", lambda *args, **kwargs: loaded.append(load_policy(*args, **kwargs)) or loaded[-1]
     )
-    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1))
+    monkeypatch.setattr(
+        build, "load_value_model", lambda *a, **options: critics.append(load_value_model(*a, **options)) or critics[-1]
+    )
+    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1), advantage=GaeConfig())
     shapes = []
 
     def seen(model, **kwargs):
-        shapes.append({tuple(parameter.shape) for parameter in model.parameters()})
+        trunk = getattr(model, "trunk", model)
+        shapes.append({tuple(parameter.shape) for parameter in trunk.parameters()})
         return original(model, **kwargs)
 
     original = build.DeepSpeedEngine
     monkeypatch.setattr(build, "DeepSpeedEngine", seen)
     make_trainer(make_run(make_model(tmp_path), algorithm=algorithm, learner={"engine": zero(3)}))
-    assert shapes == [{(0,)}]
+    assert shapes == [{(0,)}, {(0,)}]
+    assert all(tuple(parameter.shape) == (0,) for parameter in critics[0].parameters())
     assert [is_sharded(policy) and policy.head is not None for policy in loaded] == [True, True]
 
 

@@ -1,4 +1,4 @@
-"""A rank that ends as it is told, the others after it: `python -m tests.integration.ending_rank kill | CODE`."""
+"""A rank that ends as it is told, the others after it: `python -m tests.integration.ending_rank kill | threads | CODE`."""
 
 import os
 import signal
@@ -9,5 +9,7 @@ if __name__ == "__main__":
     if os.environ["RANK"] == "1":
         if sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[1].startswith("threads"):
+            sys.exit(10 + int(os.environ["OMP_NUM_THREADS"]))
         sys.exit(int(sys.argv[1]))
     time.sleep(0 if sys.argv[1] == "0" else 120)

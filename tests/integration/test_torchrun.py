@@ -1,5 +1,6 @@
 """A learner of several ranks ends with the code of the rank that failed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 
 RUN = """
-import sys
+import os, sys
+os.sched_getaffinity = lambda pid: set(range(8))
 from slipstream.learner.ranks import launch_ranks
-launch_ranks(sys.argv[1], sys.argv[2:], num_ranks=2)
+launch_ranks(sys.argv[1], sys.argv[2:], num_ranks=2, on_cpu=sys.argv[2] != "threads")
 """
 
 
@@ -18,3 +20,20 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(end: str, code: int
     command = [sys.executable, "-c", RUN, "tests.integration.ending_rank", end]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, timeout=120, check=False)
     assert ended.returncode == code, ended.stderr.decode()[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("end", "chosen", "threads"),
+    [
+        ("threads", {}, 4),
+        ("threads", {"OMP_NUM_THREADS": "3"}, 3),
+        ("threads on a CPU", {}, 1),
+    ],
+)
+def test_ranks_divide_the_cores_unless_the_user_does(end: str, chosen: dict[str, str], threads: int):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | chosen
+    command = [sys.executable, "-c", RUN, "tests.integration.ending_rank", end]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, timeout=120, check=False
+    )
+    assert ended.returncode == 10 + threads, ended.stderr.decode()[-2000:]
