@@ -91,7 +91,8 @@ def main(overrides: list[str]) -> None:
     die_with_launcher()
     run = load(overrides)
     if "RANK" not in os.environ:
-        launch_ranks("slipstream.launch.replay", overrides, num_ranks=run.learner.num_ranks)
+        on_cpu = choose_device(run.learner.device).type == "cpu"
+        launch_ranks("slipstream.launch.replay", overrides, num_ranks=run.learner.num_ranks, on_cpu=on_cpu)
     raise_on_stop_signal()
     rank = int(os.environ["RANK"])
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")

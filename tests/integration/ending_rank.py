@@ -1,4 +1,4 @@
-"""A rank that ends as it is told, the others after it: `python -m tests.integration.ending_rank kill | threads | CODE`."""
+"""A rank that ends as it is told, the others after it: `python -m tests.integration.ending_rank kill|threads|CODE`."""
 
 import os
 import signal
