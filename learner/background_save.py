@@ -23,8 +23,8 @@ from torch import Tensor
 
 from slipstream.buffer.durable_files import sync_path
 from slipstream.learner.ranks import Ranks
+from slipstream.learner.sealed_folder import merge, seal
 from slipstream.runtime.disk import DiskWait
-from slipstream.runtime.sealed_folder import merge, seal
 
 Write = Callable[[Path], object]
 """Writes a part of a rank's files into a folder."""

@@ -37,12 +37,12 @@ from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
 from slipstream.learner.errors import CheckpointError, ModelError
 from slipstream.learner.ranks import Ranks
+from slipstream.learner.sealed_folder import checksum, find_damage
 from slipstream.learner.training.critic import load_value_model, save_value_model
 from slipstream.learner.training.model import Policy, is_sharded, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.lora import ADAPTER_FILE
 from slipstream.runtime.model_files import weight_files
-from slipstream.runtime.sealed_folder import checksum, find_damage
 
 _REFERENCE = "reference"
 _CRITIC = "critic"

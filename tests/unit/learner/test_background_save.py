@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.buffer.durable_files import write_durably
 from slipstream.learner.background_save import BackgroundSaver, delete_checkpoint
-from slipstream.runtime.sealed_folder import find_damage
+from slipstream.learner.sealed_folder import find_damage
 
 TRACED = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink")
 

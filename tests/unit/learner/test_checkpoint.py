@@ -12,7 +12,7 @@ from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.optimizer import Shard, copy_moments, restore_moments
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
-from slipstream.runtime.sealed_folder import seal
+from slipstream.learner.sealed_folder import seal
 from tests.fakes import no_file_above
 from tests.unit.learner.builders import (
     CPU,

@@ -13,7 +13,7 @@ from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import CheckpointConfig
 from slipstream.launch.convert import convert
 from slipstream.learner.checkpoint import Checkpoints
-from slipstream.runtime.sealed_folder import find_damage
+from slipstream.learner.sealed_folder import find_damage
 from tests.fakes import no_file_above
 from tests.families import make_family
 from tests.tiny_model import make_tiny_model, make_tiny_module
