@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,10 +23,11 @@ import structlog
 
 from slipstream.broker.status.role_status import WaitsFor
 from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.archive.archive import missing_images, write_images
 from slipstream.buffer.archive.ledger import LedgerWriter
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
-from slipstream.buffer.records import FinishedGroup, RunState, StepEntry
+from slipstream.buffer.records import FinishedGroup, RunState, StepEntry, image_names
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.buffer import ArchiveConfig
 from slipstream.runtime.clock import Clock
@@ -52,6 +53,8 @@ class ArchiverStore(Protocol):
     def counts(self) -> StoreCounts: ...
 
     def finished(self, *, limit: int) -> list[FinishedGroup]: ...
+
+    def images(self, names: list[str]) -> dict[str, bytes]: ...
 
     def forget(self, group_ids: list[str]) -> int: ...
 
@@ -138,6 +141,7 @@ class Archiver:
     ) -> None:
         """`folder`: of the archive. Raises ArchiveError if another process writes there, OSError."""
         self._store = store
+        self._folder = folder
         self._config = config
         self._max_shard_bytes = max_shard_bytes
         self._clock = clock
@@ -203,6 +207,10 @@ class Archiver:
             self.num_left_out += len(new)
             new = []
         else:
+            # First, so that a shard in the manifest lacks none.
+            names = missing_images(self._folder, image_names(chain(*(group.payloads for group in new))))
+            if names:
+                write_images(self._folder, self._store.images(names))
             if new and (shard := self._writer.write(new)):
                 log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
             self._steps.mark_archived(group.id for group in groups)

@@ -29,6 +29,7 @@ from slipstream.buffer.store import Store
 from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.images import image_id
 
 log = structlog.get_logger(__name__)
 
@@ -220,7 +221,12 @@ class LeaseScheduler:
         self._fair_share.record_leases(peer, leases)
         # The lease has changed the counts that the next request's share is computed from.
         self._counts = None if leases else self._counts
-        return [self._prompt(lease) for lease in leases]
+        prompts = [self._prompt(lease) for lease in leases]
+        trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
+        if trained:
+            # Before any answer refers to them. Answers to evaluations are trained on by nobody.
+            self._store.put_images({image_id(data): data for prompt in trained for data in prompt.images})
+        return prompts
 
     def _prompt(self, lease: Lease) -> Prompt:
         dataset = self._train if lease.purpose == "train" else self._heldout[lease.purpose]
@@ -237,6 +243,7 @@ def make_prompt(lease: Lease, row: Row) -> Prompt:
         data_source=row.data_source,
         extra_info=row.extra_info,
         agent_name=row.agent_name,
+        images=row.images,
     )
 
 

@@ -160,6 +160,8 @@ class Prompt(Record):
     """Record of the row that agent and reward function get as it is."""
     agent_name: str = ""
     """Agent loop of this row; empty: that of `generators.agent`."""
+    images: list[bytes] = []
+    """Its images, encoded, in the order of their places in the prompt: once for all members of the group."""
 
 
 class LeaseRequest(Message):

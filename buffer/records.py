@@ -1,13 +1,14 @@
 """Records that the store takes and returns: leases, claims, ledger entries, the run's state, evaluations, events."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import msgspec
 import xxhash
 
 from slipstream.buffer.codec import decode, unpack
-from slipstream.buffer.trajectory import Purpose, Record, Trajectory, TrajectoryHeader
+from slipstream.buffer.trajectory import Media, Purpose, Record, Trajectory, TrajectoryHeader
 
 # --- limits of what is stored for people only ------------------------------------------------------------------------
 METRICS_KEPT = 1000
@@ -193,6 +194,18 @@ def make_entry(
         reused=claim.reused,
         mixed_group_ids=list(mixed_group_ids),
     )
+
+
+class _MediaOf(msgspec.Struct):
+    """Decodes what an encoded Trajectory refers to and skips the rest."""
+
+    media: list[Media] = []
+
+
+def image_names(payloads: Iterable[bytes]) -> set[str]:
+    """Names of the images that encoded trajectories refer to, under which their bytes are stored."""
+    found = chain.from_iterable(decode(payload, _MediaOf).media for payload in payloads)
+    return {media.checksum for media in found if media.kind == "image"}
 
 
 class CheckpointPointer(Record):

@@ -6,6 +6,7 @@ reason, and gives its admission back. Each transition is one atomic operation. A
 it is archived, if the run has an archive.
 """
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from slipstream.buffer.accounting import Audit, StoreCounts
@@ -146,6 +147,15 @@ class Store(Protocol):
         Groups that wait too long for their last members become ready without them, if the run's filter lets them, or
         expire, as `group_deadline` says. Returns one log line per event.
         """
+        ...
+
+    # --- images of prompts -----------------------------------------------------------------------------------------
+    def put_images(self, images: Mapping[str, bytes]) -> None:
+        """Keep images by name, each once, for the run; those that are there stay as they are."""
+        ...
+
+    def images(self, names: list[str]) -> dict[str, bytes]:
+        """Return the bytes of the named images that are stored."""
         ...
 
     # --- trajectories ------------------------------------------------------------------------------------------------

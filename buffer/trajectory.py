@@ -80,15 +80,15 @@ class Reward(Record):
 class Media(Record):
     """Reference to an image, video or sound that the model saw; its bytes do not travel with the trajectory.
 
-    Example: Media(kind="image", uri="images/00017.png", checksum="9f86d081884c7d65", first_token=4, num_tokens=64)
+    Example: Media(kind="image", uri="train/00017/0", checksum="9f86d081...", first_token=4, num_tokens=64)
     """
 
     kind: ShortName
     """`image`, `video`, `audio`."""
     uri: str
-    """Path relative to the dataset's folder, or address."""
-    checksum: str
-    """xxh3-64 of the bytes, hexadecimal."""
+    """Name of its row and its number among the row's images, from 0."""
+    checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,64}\Z")]
+    """SHA-256 of the bytes, hexadecimal: the name under which the store and the archive have them."""
     first_token: int
     """First of its tokens, an index into `token_ids`."""
     num_tokens: int

@@ -36,6 +36,8 @@ class ModelConfig(Config):
     tokenizer's own."""
     trust_remote_code: bool = False
     """Whether code that comes with the checkpoint may run."""
+    freeze_vision: bool = False
+    """Whether the visual encoder of a model that is given images stays as it is; else it is trained with the rest."""
     lora: LoraConfig | None = None
     """Adapter to train on top of the model, which stays as it is: `model.lora.rank=16`; null = all weights are
     trained."""

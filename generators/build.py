@@ -15,6 +15,7 @@ from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.images import VisionModel
 
 
 def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
@@ -53,7 +54,9 @@ def assemble(
         run=run,
         engine=engine,
         rewards=pool,
-        encoder=PromptEncoder(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens),
+        encoder=PromptEncoder(
+            tokenizer, max_prompt_tokens=run.data.max_prompt_tokens, vision=VisionModel(run.model.path)
+        ),
         generator_id=member.peer_id,
         token=token,
     )

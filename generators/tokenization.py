@@ -10,6 +10,7 @@ from slipstream.broker.messages import Prompt
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.generators.errors import EngineError, PromptError
+from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.model_files import read_chat_template
 
 
@@ -34,15 +35,23 @@ _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
 class PromptEncoder:
     """All uses of the tokenizer. Engine and learner exchange token ids: no text of the model is tokenised again."""
 
-    def __init__(self, tokenizer: Any, *, max_prompt_tokens: int) -> None:
+    def __init__(self, tokenizer: Any, *, max_prompt_tokens: int, vision: VisionModel | None = None) -> None:
+        """`vision`: of the model, for prompts with images."""
         self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
+        self._vision = vision
 
     def encode(self, prompt: Prompt, *, tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Encode plain text without special tokens, chat messages with the chat template. Raises PromptError.
 
         `tools`: JSON schemas of the functions that the model may call, for the template.
         """
+        return self.encode_with_images(prompt, tools=tools)[0]
+
+    def encode_with_images(
+        self, prompt: Prompt, *, tools: list[dict[str, Any]] | None = None
+    ) -> tuple[list[int], list[PromptImage]]:
+        """The same, and the prompt's images, whose tokens are as many as the model reads."""
         if isinstance(prompt.prompt, str):
             token_ids = self._encode_prompt_text(prompt)
         else:
@@ -50,6 +59,13 @@ class PromptEncoder:
             # The template has already written the special tokens; a row may name further ones.
             text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
             token_ids = self.encode_text(text, special_tokens=True)
+        images: list[PromptImage] = []
+        if prompt.images:
+            try:
+                assert self._vision, "prompts with images come with a model that is given them"
+                token_ids, images = self._vision.expand(token_ids, prompt.images)
+            except ConfigError as error:
+                raise PromptError(f"prompt {prompt.uid}: {error}") from error
         if not token_ids:
             raise PromptError(f"prompt {prompt.uid} must hold at least one token, got none: drop the row")
         if len(token_ids) > self._max_prompt_tokens:
@@ -57,7 +73,7 @@ class PromptEncoder:
                 f"prompt {prompt.uid} must hold at most data.max_prompt_tokens ({self._max_prompt_tokens}) tokens, "
                 f"got {len(token_ids)}: raise the limit or drop the row"
             )
-        return token_ids
+        return token_ids, images
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode a response for the reward function, without special tokens."""

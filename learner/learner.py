@@ -275,10 +275,8 @@ class Learner:
         with ClaimKeeper(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
             self._reason = f"training step {claim.step}"
             payloads = self._store.fetch(claim.group_ids)
-            num_mixed = self._run.mixed_groups_per_step
-            mixed_ids, mixed = (
-                self._rollouts.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if self._rollouts else ([], [])
-            )
+            num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
+            mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
             # A reused group may be older than a fresh one; versions of mixed groups are another run's and have no lag.
             fresh_lag, reused_lag = self._run.buffer.staleness.max_lag, self._run.buffer.reuse.max_age
             is_reused = claim.reused or [False] * len(payloads)
@@ -289,6 +287,7 @@ class Learner:
                 weights=[*(claim.weights or [1.0] * len(payloads)), *([1.0] * len(mixed))],
                 max_lags=[*(reused_lag if reused else fresh_lag for reused in is_reused), *([None] * len(mixed))],
                 num_mixed=len(mixed),
+                fetch_images=lambda names: self._store.images(names) | (mix.images(names) if mix else {}),
             )
             # Refused when the claim has lapsed: by then another learner may have trained on its groups.
             entry = make_entry(

@@ -1,8 +1,8 @@
 """RankGroup: the data-parallel ranks of one learner; rank 0 broadcasts commands, every rank executes them."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.buffer.codec import decode, encode, unpack
-from slipstream.buffer.records import CheckpointPointer
+from slipstream.buffer.records import CheckpointPointer, image_names
 from slipstream.buffer.trajectory import Record, Trajectory, lag_histogram
 from slipstream.configs.run import RunConfig
 from slipstream.learner.background_save import BackgroundSaver
@@ -19,6 +19,8 @@ from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.trainer import Trainer
+
+FetchImages = Callable[[list[str]], Mapping[str, bytes]]
 
 
 # --- commands of rank 0 ----------------------------------------------------------------------------------------------
@@ -40,6 +42,8 @@ class TrainStep(Command):
     """Lag beyond which the tokens of each group are masked, None = no bound; empty: `buffer.staleness.max_lag`."""
     num_mixed: int = 0
     """Groups of another run, at the end of the list: their versions do not compare with this run's."""
+    images: list[str] = []
+    """Names of the images that no rank has yet, whose bytes follow the payloads."""
 
 
 class GatherWeights(Command):
@@ -119,14 +123,25 @@ class RankGroup:
         weights: Sequence[float] = (),
         max_lags: Sequence[int | None] = (),
         num_mixed: int = 0,
+        fetch_images: FetchImages = lambda _names: {},
     ) -> dict[str, Any]:
-        """Train one step on encoded groups; returns its metrics. See TrainStep for the other arguments."""
+        """Train one step on encoded groups; returns its metrics. See TrainStep for the other arguments.
+
+        `fetch_images`: names of images -> the bytes of those that are stored.
+        """
         # The other ranks get the payloads from here, as bytes: one rank's connection to the store is enough, and all
         # ranks decode the same.
         sizes = [len(group) for group in payloads]
-        command = TrainStep(step, version, sizes, list(weights), list(max_lags), num_mixed)
-        self._ranks.broadcast_bytes([encode(command), *(payload for group in payloads for payload in group)])
-        return self._train(command, payloads)
+        images = self._fetch(payloads, fetch_images)
+        command = TrainStep(step, version, sizes, list(weights), list(max_lags), num_mixed, list(images))
+        flat = (payload for group in payloads for payload in group)
+        self._ranks.broadcast_bytes([encode(command), *flat, *images.values()])
+        return self._train(command, payloads, list(images.values()))
+
+    def _fetch(self, payloads: list[list[bytes]], fetch_images: FetchImages) -> Mapping[str, bytes]:
+        held = self._trainer.images
+        missing = held.missing(image_names(chain(*payloads))) if held else []
+        return fetch_images(missing) if missing else {}
 
     @property
     def weight_names(self) -> CheckpointNames:
@@ -208,7 +223,7 @@ class RankGroup:
         match command:
             case TrainStep(group_sizes=sizes):
                 members = iter(payloads)
-                self._train(command, [[next(members) for _ in range(size)] for size in sizes])
+                self._train(command, [[next(members) for _ in range(size)] for size in sizes], list(members))
             case GatherWeights():
                 # Gathering needs every rank, though only rank 0 keeps the result.
                 deque(self._trainer.engine.gather_parameters(), maxlen=0)
@@ -226,8 +241,11 @@ class RankGroup:
                 return
 
     # --- all ranks -----------------------------------------------------------------------------------------------
-    def _train(self, command: TrainStep, payloads: list[list[bytes]]) -> dict[str, Any]:
+    def _train(self, command: TrainStep, payloads: list[list[bytes]], images: list[bytes]) -> dict[str, Any]:
         groups: list[list[Trajectory]] = [[unpack(payload) for payload in group] for group in payloads]
+        if held := self._trainer.images:
+            names = {media.checksum for trajectory in chain(*groups) for media in trajectory.media}
+            held.keep(names, dict(zip(command.images, images, strict=True)))
         metrics = self._trainer.step(
             groups,
             learner_version=command.version,

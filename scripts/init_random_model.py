@@ -1,12 +1,14 @@
-"""Makes a randomly initialized GPT-2 or Qwen2 model with a character tokenizer, in transformers format.
+"""Makes a randomly initialized GPT-2, Qwen2 or Qwen2.5-VL model with a character tokenizer, in transformers format.
 
     python -m slipstream.scripts.init_random_model --architecture=gpt2 --layers=2 --width=64 --out=models/digits
 
 GPT-2 learns its positions and reverses digits with one attention step; the rotary positions of Qwen2 need two. Heads
-are 32 wide, the narrowest that vLLM's CPU build knows, and embeddings are not tied.
+are 32 wide, the narrowest that vLLM's CPU build knows, and embeddings are not tied. A token of a picture is a square of
+8 x 8 pixels.
 """
 
 import argparse
+import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -15,12 +17,13 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
@@ -29,6 +32,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.images import takes_images
+from slipstream.runtime.lora import language_model_class
+from slipstream.runtime.model_files import IMAGE_FILES
 
 
 def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -39,6 +45,8 @@ def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTok
     logging.getLogger("DeepSpeed").disabled = True
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    if takes_images(str(unfinished)):
+        (unfinished / IMAGE_FILES[0]).write_text(json.dumps(_PICTURES, indent=2))
     # The folder's presence means that it is complete: preparation steps check for it.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
@@ -48,7 +56,7 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Read model (float32) and tokenizer. Raises ConfigError."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} must be a model in transformers format, but has no config.json.")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = language_model_class(str(folder)).from_pretrained(folder, dtype=torch.float32)
     return model, AutoTokenizer.from_pretrained(folder)
 
 
@@ -58,13 +66,31 @@ VOCABULARY_SIZE = 16
 """Ids of characters and special tokens, rounded up to a power of two."""
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
+VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+"""Ids 14 to 17."""
+_PATCH = 4
+_LIVELY = 0.1
+"""Deviation of first weights: from 0.02, the usual one, a model this narrow does not find its pictures."""
+_PICTURES = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": _PATCH,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 64, "longest_edge": 4096},
+}
+"""Settings of the image processor: pictures up to 64 tokens stay as they are."""
+
+
+def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
     """Build a tokenizer with one id per character. It drops unknown characters silently, so that readers must check.
 
     Of class Qwen2Tokenizer, because transformers loads no other for a model of this type, whatever the folder says.
     """
-    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS])}
-    return Qwen2Tokenizer(vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=EOS)
+    more = [*VISION_TOKENS] if architecture == "qwen2_5_vl" else []
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS, *more])}
+    return Qwen2Tokenizer(
+        vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=EOS, additional_special_tokens=more or None
+    )
 
 
 def make_model(
@@ -112,13 +138,55 @@ def _make_qwen2(*, layers: int, width: int, num_heads: int, max_length: int) -> 
     )
 
 
+def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int) -> Qwen2_5_VLForConditionalGeneration:
+    text = _make_qwen2(layers=layers, width=width, num_heads=num_heads, max_length=max_length).config.to_dict()
+    # Halves of a head: a quarter of each for time, the rest for rows and columns.
+    half = width // num_heads // 2
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half // 4, half * 3 // 8, half * 3 // 8]}
+    vision = {
+        "initializer_range": _LIVELY,
+        "depth": layers,
+        "hidden_size": width,
+        "intermediate_size": width * 2,
+        "num_heads": num_heads,
+        "out_hidden_size": width,
+        "patch_size": _PATCH,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": _PATCH * 4,
+        "fullatt_block_indexes": [layers - 1],
+    }
+    start, image, end, video = range(len(CHARACTERS) + 2, len(CHARACTERS) + 6)
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config=text
+            | {
+                "vocab_size": 2 * VOCABULARY_SIZE,
+                "rope_parameters": rope,
+                "model_type": None,
+                "initializer_range": _LIVELY,
+            },
+            vision_config=vision,
+            vision_start_token_id=start,
+            image_token_id=image,
+            vision_end_token_id=end,
+            video_token_id=video,
+            **_SHARED,
+        )
+    )
+
+
 _SHARED: dict[str, Any] = {
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": 1,
     "dtype": "float32",
 }
-_ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {"gpt2": _make_gpt2, "qwen2": _make_qwen2}
+_ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
+    "gpt2": _make_gpt2,
+    "qwen2": _make_qwen2,
+    "qwen2_5_vl": _make_qwen2_5_vl,
+}
 
 
 @fail_cleanly()
@@ -149,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
         head_width=options.head_width,
         max_length=options.max_length,
     )
-    save_model(options.out, model=model, tokenizer=make_tokenizer())
+    save_model(options.out, model=model, tokenizer=make_tokenizer(architecture=options.architecture))
     print(f"{options.out}: {model.num_parameters():,} parameters, {options.layers} layers of width {options.width}")
 
 

@@ -1,4 +1,4 @@
-"""Makes prompts of a task that a tiny model learns in minutes: reversing digits, or adding two-digit numbers.
+"""Makes prompts of a task that a tiny model learns in minutes: reversing digits, adding numbers, reading pictures.
 
     python -m slipstream.scripts.make_digits_data --task=reverse --digits=5 --out=data/digits
 
@@ -6,12 +6,14 @@ Training and held-out prompts never overlap; the same seed gives the same files.
 """
 
 import argparse
+import io
 import random
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from PIL import Image, ImageDraw
 
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly
@@ -65,16 +67,50 @@ def addition(number: int) -> tuple[str, str]:
     return f"{left}+{right}=", str(left + right)
 
 
+SEGMENTS = {
+    "a": (0, 0, 4, 0), "b": (4, 0, 4, 3), "c": (4, 3, 4, 6), "d": (0, 6, 4, 6), "e": (0, 3, 0, 6), "f": (0, 0, 0, 3),
+    "g": (0, 3, 4, 3),
+}  # fmt: skip
+"""Lines of a seven-segment display: x and y of both ends."""
+LIT = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
+"""Digit -> segments that are lit."""
+CELL = 8
+"""Width and height of a digit's part of the picture, pixels."""
+
+
+def draw(digits: str, *, seed: int) -> bytes:
+    """Draw digits as a seven-segment display does, each a little out of place, with noise: a PNG."""
+    chosen = random.Random(seed)
+    width, height = CELL * len(digits), CELL
+    image = Image.new("L", (width, height), chosen.randrange(160, 256))
+    canvas, ink = ImageDraw.Draw(image), chosen.randrange(96)
+    for index, digit in enumerate(digits):
+        left, top = index * CELL + chosen.randrange(1, 3), chosen.randrange(2)
+        for name in LIT[int(digit)]:
+            x, y, to_x, to_y = SEGMENTS[name]
+            canvas.line((left + x, top + y, left + to_x, top + to_y), fill=ink)
+    noise = Image.frombytes("L", image.size, chosen.randbytes(width * height))
+    buffer = io.BytesIO()
+    Image.blend(image, noise, 0.1).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def picture(number: int, digits: int) -> tuple[str, str]:
+    """Make prompt and answer of a number that is drawn: 4711 -> ("<image>=", "4711")."""
+    return "<image>=", f"{number:0{digits}d}"
+
+
 def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tuple[str, str]]:
     """Draw `count` different (prompt, answer) pairs. Raises ConfigError when there are fewer."""
-    available = 10**digits if task == "reverse" else 8100
+    available = 8100 if task == "addition" else 10**digits
     if count > available:
         raise ConfigError(
             f"--train-rows + --heldout-rows must be <= {available}, the number of {task} problems, got {count}."
         )
     # One draw for both splits, so that they cannot overlap.
     numbers = random.Random(seed).sample(range(available), count)
-    return [reverse(number, digits) if task == "reverse" else addition(number) for number in numbers]
+    made = {"reverse": lambda number: reverse(number, digits), "picture": lambda number: picture(number, digits)}
+    return [made.get(task, addition)(number) for number in numbers]
 
 
 def make_files(folder: Path, *, task: str, digits: int, train_rows: int, heldout_rows: int, seed: int) -> None:
@@ -88,6 +124,10 @@ def make_files(folder: Path, *, task: str, digits: int, train_rows: int, heldout
         ]
         for split, pairs in splits.items()
     }
+    if task == "picture":
+        for row in (*rows["train"], *rows["heldout"]):
+            answer = row["reward_model"]["ground_truth"]
+            row["images"] = [{"bytes": draw(answer, seed=seed * 10**digits + int(answer))}]
     write_pair(folder, train=rows["train"], heldout=rows["heldout"])
 
 
@@ -100,8 +140,10 @@ def main(arguments: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--task", choices=["reverse", "addition"], default="reverse", help="what to learn (reverse)")
-    parser.add_argument("--digits", type=int, default=5, help="length of the numbers to reverse (5)")
+    parser.add_argument(
+        "--task", choices=["reverse", "addition", "picture"], default="reverse", help="what to learn (reverse)"
+    )
+    parser.add_argument("--digits", type=int, default=5, help="length of the numbers to reverse or read (5)")
     parser.add_argument("--train-rows", type=int, default=20_000, help="prompts to train on (20000)")
     parser.add_argument("--heldout-rows", type=int, default=2_000, help="prompts to evaluate on (2000)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of problems (0)")

@@ -25,8 +25,10 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from slipstream.broker.prompts.rows import make_row
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly
+from slipstream.runtime.images import Grid, VisionModel, takes_images
 from slipstream.scripts.init_random_model import load_model, save_model
 from slipstream.scripts.make_digits_data import HELDOUT, TRAIN
 
@@ -34,11 +36,22 @@ IGNORED = -100
 """Label of tokens that stay out of the loss."""
 
 
+class Pictures(NamedTuple):
+    """Images of a prompt."""
+
+    patches: Tensor
+    """float32[P, D], of all of them."""
+    grids: list[Grid]
+    positions: Tensor
+    """int64[3, T], of prompt and response."""
+
+
 class Problem(NamedTuple):
     """Token ids of a prompt and of its right response, end token included."""
 
     prompt: list[int]
     response: list[int]
+    pictures: Pictures | None = None
 
 
 class Band(NamedTuple):
@@ -55,14 +68,30 @@ class Budget(NamedTuple):
     seconds: float
 
 
-def read_problems(path: Path, *, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
-    """Tokenize a prompt file. Raises ConfigError when it is missing or the tokenizer lacks a character."""
+def read_problems(
+    path: Path, *, tokenizer: PreTrainedTokenizerBase, vision: VisionModel | None = None
+) -> list[Problem]:
+    """Tokenize a prompt file. Raises ConfigError when it is missing or the tokenizer lacks a character.
+
+    `vision`: of the model, for prompts with images.
+    """
     if not path.is_file():
         raise ConfigError(
             f"{path} must be a prompt file, but there is none: make it with slipstream.scripts.make_digits_data."
         )
-    table = pq.read_table(path, columns=["prompt", "reward_model"])
-    return [_tokenise(row["prompt"], row["reward_model"]["ground_truth"], tokenizer) for row in table.to_pylist()]
+    rows = [make_row(row, uid="", file_name="", folder=path.parent) for row in pq.read_table(path).to_pylist()]
+    problems = [_tokenise(str(row.prompt), row.ground_truth, tokenizer) for row in rows]
+    if not vision:
+        return problems
+    return [_add_pictures(problem, row.images, vision) for problem, row in zip(problems, rows, strict=True)]
+
+
+def _add_pictures(problem: Problem, images: list[bytes], vision: VisionModel) -> Problem:
+    prompt, placed = vision.expand(problem.prompt, images)
+    grids = [(image.first_token, image.grid) for image in placed]
+    positions = torch.from_numpy(vision.positions(len(prompt) + len(problem.response), grids))
+    patches = torch.cat([torch.from_numpy(vision.patches(data)) for data in images])
+    return Problem(prompt, problem.response, Pictures(patches, [grid for _, grid in grids], positions))
 
 
 def _tokenise(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> Problem:
@@ -75,14 +104,30 @@ def _tokenise(prompt: str, answer: str, tokenizer: PreTrainedTokenizerBase) -> P
 
 def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
     """Return token ids and labels, int64 [B, T], padded on the right; prompts and padding are labelled IGNORED."""
-    length = max(len(prompt) + len(response) for prompt, response in problems)
+    length = max(len(problem.prompt) + len(problem.response) for problem in problems)
     ids = torch.full((len(problems), length), pad_id)
     labels = torch.full((len(problems), length), IGNORED)
-    for row, (prompt, response) in enumerate(problems):
+    for row, (prompt, response, _) in enumerate(problems):
         end = len(prompt) + len(response)
         ids[row, :end] = torch.tensor(prompt + response)
         labels[row, len(prompt) : end] = torch.tensor(response)
     return ids, labels
+
+
+def image_inputs(problems: list[Problem], *, length: int) -> dict[str, Tensor]:
+    """Arguments of the model for images among `length` tokens; positions of padding are 0. Empty without any."""
+    pictures = [problem.pictures for problem in problems if problem.pictures]
+    if not pictures:
+        return {}
+    positions = torch.zeros(3, len(problems), length, dtype=torch.long)
+    for row, own in enumerate(pictures):
+        known = min(length, own.positions.shape[1])
+        positions[:, row, :known] = own.positions[:, :known]
+    return {
+        "pixel_values": torch.cat([own.patches for own in pictures]),
+        "image_grid_thw": torch.tensor([grid for own in pictures for grid in own.grids]),
+        "position_ids": positions,
+    }
 
 
 def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[Problem]]:
@@ -122,9 +167,13 @@ def _num_right(model: PreTrainedModel, problems: list[Problem], generator: torch
     """
     longest = max(len(problem.response) for problem in problems)
     ids, cache = torch.tensor([problem.prompt for problem in problems]), None
+    inputs = image_inputs(problems, length=ids.shape[1])
     written = []
     for _ in range(longest):
-        output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True, **inputs)
+        if inputs:
+            # Text goes on from the largest position.
+            inputs = {"position_ids": inputs["position_ids"].amax((0, 2))[None, :, None].expand(3, -1, 1) + 1}
         logits, cache = output.logits[:, -1], output.past_key_values
         ids = torch.multinomial(logits.softmax(-1), 1, generator=generator) if generator else logits.argmax(-1, True)
         written.append(ids)
@@ -147,7 +196,7 @@ class WarmUp:
     def step(self, problems: list[Problem], *, pad_id: int) -> float:
         """Make one optimizer update; return the loss in nats per token."""
         ids, labels = collate(problems, pad_id=pad_id)
-        logits = self._model(input_ids=ids).logits[:, :-1]
+        logits = self._model(input_ids=ids, **image_inputs(problems, length=ids.shape[1])).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
         self._optimizer.zero_grad()
         loss.backward()
@@ -254,11 +303,12 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     model, tokenizer = load_model(options.model)
+    vision = VisionModel(str(options.model)) if takes_images(str(options.model)) else None
     # From the end, because runs are evaluated on the first rows.
-    heldout = read_problems(options.data / HELDOUT, tokenizer=tokenizer)[-options.evaluation_rows :]
+    heldout = read_problems(options.data / HELDOUT, tokenizer=tokenizer, vision=vision)[-options.evaluation_rows :]
     accuracy = warm_up(
         model,
-        train=read_problems(options.data / TRAIN, tokenizer=tokenizer),
+        train=read_problems(options.data / TRAIN, tokenizer=tokenizer, vision=vision),
         heldout=heldout,
         pad_id=tokenizer.pad_token_id,
         band=Band(options.low, options.high),

@@ -22,8 +22,9 @@ from slipstream.runtime.process import RoleDiedError
 
 SETTINGS = """\b
 Most used settings:
-  experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, gsm8k_1gpu, gsm8k_8gpu,
-                                gsm8k_lora_1gpu, math_1gpu, retool_1gpu, search_r1_1gpu, environment_1gpu,
+  experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, picture_digits_cpu,
+                                gsm8k_1gpu, gsm8k_8gpu, gsm8k_lora_1gpu, math_1gpu, retool_1gpu, search_r1_1gpu,
+                                environment_1gpu,
                                 digits_serial, digits_replay, digits_sft, sft, reward_model; or your own mine.yaml
   recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
   name=NAME                     run folder runs/NAME; resume=true continues it

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import structlog
 
 from slipstream.broker.prompts.lengths import count_tokens, is_short
-from slipstream.broker.prompts.rows import PromptText, Row, make_row, open_rows
+from slipstream.broker.prompts.rows import PromptText, Row, image_sources, make_row, open_rows, place_images
 from slipstream.buffer.codec import encode
 from slipstream.buffer.sampling import FileShare, RowCount
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.images import VisionModel
 
 _MOST_OVERHEAD = 8
 """A row's bytes in a message are fewer than so many times those of `RowFile.num_bytes`."""
@@ -66,6 +67,11 @@ class Dataset:
         for file in self._files:
             file.keep_short(num_tokens, most=most, drops=drops)
 
+    def check_images(self, vision: VisionModel) -> None:
+        """Read the headers of all images. Raises ConfigError for the first that cannot be used, or by this model."""
+        for file in self._files:
+            file.check_images(vision)
+
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
         """Refuse a row that would fill more than half of a message, which holds its lease, too. Raises ConfigError."""
         for file in self._files:
@@ -91,6 +97,8 @@ class _PromptFile:
         self._name = name
         self._file = open_rows(path)
         self._rows: Sequence[int] = range(len(self._file))
+        self._images: dict[int, tuple[int, int]] = {}
+        """Row -> bytes of its images, and tokens that they take beside their places."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -99,12 +107,28 @@ class _PromptFile:
         return self._row(self._rows[index])
 
     def _row(self, number: int) -> Row:
-        return make_row(self._file.values(number), uid=f"{self._name}/{number:05d}", file_name=self._name)
+        values, folder = self._file.values(number), self.path.parent
+        return make_row(values, uid=f"{self._name}/{number:05d}", file_name=self._name, folder=folder)
+
+    def check_images(self, vision: VisionModel) -> None:
+        for number in self._rows if self._file.may_have_images else ():
+            if not image_sources(self._file.values(number)):
+                continue
+            # First, because it is about all rows.
+            vision.token_id  # noqa: B018
+            try:
+                images = self._row(number).images
+                tokens = [vision.num_tokens(vision.grid(data)) for data in images]
+            except ConfigError as error:
+                raise ConfigError(f"{self.path}, row {number}: {error}") from None
+            self._images[number] = sum(map(len, images)), sum(tokens) - len(tokens)
 
     def keep_short(self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool) -> None:
         prompts = self._file.prompts()
-        unmeasured = [row for row in self._rows if not is_short(prompts[row], most)]
-        lengths = dict(zip(unmeasured, num_tokens([prompts[row] for row in unmeasured]), strict=True))
+        unmeasured = [row for row in self._rows if row in self._images or not is_short(prompts[row], most)]
+        placed = [place_images(self._file.values(row)) if row in self._images else prompts[row] for row in unmeasured]
+        found_lengths = zip(unmeasured, num_tokens(placed), strict=True)
+        lengths = {row: length + self._images.get(row, (0, 0))[1] for row, length in found_lengths}
         longer = {row: length for row, length in lengths.items() if length > most}
         if not longer:
             return
@@ -134,7 +158,9 @@ class _PromptFile:
 
     def _find_large(self, start: int, end: int, *, most: int) -> "_LargeRow | None":
         """First row in this range whose message is too large."""
-        if start == end or self._file.num_bytes(start, end) <= most // _MOST_OVERHEAD:
+        # Images may lie in files of their own.
+        num_bytes = self._file.num_bytes(start, end) + sum(self._images.get(i, (0, 0))[0] for i in range(start, end))
+        if start == end or num_bytes <= most // _MOST_OVERHEAD:
             return None
         if end - start == 1:
             size = len(encode(self._row(start)))
@@ -172,6 +198,7 @@ def open_datasets(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
     """
     train, heldout = read_train(run), read_heldout(run)
     for dataset in dict.fromkeys([train, *heldout.values()]):
+        dataset.check_images(VisionModel(run.model.path))
         dataset.keep_short(
             lambda prompts: count_tokens(prompts, run.model),
             most=run.data.max_prompt_tokens,

@@ -1,7 +1,7 @@
 """Rows of a prompt file, Parquet or JSON lines: what they must hold, and how they become prompts.
 
 A row has a prompt (`prompt`, else `question`) and a truth (`reward_model.ground_truth`, else `answer`). `data_source`,
-`agent_name` and `extra_info` are optional; every other column goes into `extra_info` under its own name.
+`agent_name`, `images` and `extra_info` are optional; every other column goes into `extra_info` under its own name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
+from slipstream.runtime.images import PLACEHOLDER, load_image
 
 Values = dict[str, Any]
 """A row by column, without nulls."""
@@ -25,7 +26,11 @@ PromptText = str | list[dict[str, Any]]
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _PROMPTS = ("prompt", "question")
 _TRUTHS = ("reward_model", "answer")
-_OWN = ("data_source", "agent_name", "extra_info")
+_OWN = ("data_source", "agent_name", "extra_info", "images")
+_PLACE = "<image>"
+"""Text that stands for an image in a prompt."""
+_IMAGE = {"type": "image"}
+"""The same as a part of a message."""
 _SHOWN = 60
 """Characters of a wrong value that an error quotes."""
 
@@ -47,10 +52,15 @@ class Row(Record):
     """Record of the row, and its further columns, that agent and reward function get as they are."""
     agent_name: str = ""
     """Agent loop of this row; empty: that of `generators.agent`."""
+    images: list[bytes] = []
+    """Encoded images, in the order of their places in the prompt."""
 
 
-def make_row(values: Values, *, uid: str, file_name: str) -> Row:
-    """Build the prompt of a row that has passed `check_values`; `file_name` replaces a missing `data_source`."""
+def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path()) -> Row:
+    """Build the prompt of a row that has passed `check_values`; `file_name` replaces a missing `data_source`.
+
+    `folder`: of the file, in which images lie that it names. Raises ConfigError for one that cannot be read.
+    """
     prompt, truth = _first(_PROMPTS, values), _first(_TRUTHS, values)
     used = {prompt, truth, *_OWN}
     further = {name: value for name, value in values.items() if name not in used}
@@ -60,7 +70,8 @@ def make_row(values: Values, *, uid: str, file_name: str) -> Row:
             further["reward_model"] = extra
     return Row(
         uid=uid,
-        prompt=values[prompt],
+        prompt=place_images(values),
+        images=[load_image(source, folder=folder) for source in image_sources(values)],
         ground_truth=values["reward_model"]["ground_truth"] if truth == "reward_model" else values["answer"],
         data_source=values.get("data_source", file_name),
         extra_info=further | values.get("extra_info", {}),
@@ -90,6 +101,44 @@ def check_values(values: Values) -> None:
     ):
         if name in values and not isinstance(values[name], kind):
             raise _wrong(name, must, _show(values[name]))
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+def image_sources(values: Values) -> list[Any]:
+    """Images of a row as its file has them: those of the column `images`, else those in parts of its messages."""
+    if (column := values.get("images")) is not None:
+        return column if isinstance(column, list) else [column]
+    prompt = values[_first(_PROMPTS, values)]
+    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    return [part["image"] for part in parts if part.get("type") == "image" and "image" in part]
+
+
+def place_images(values: Values) -> PromptText:
+    """The prompt with a place for each image: the models' own text in a text, parts in messages.
+
+    Raises ConfigError unless there are as many places as images.
+    """
+    prompt: PromptText = values[_first(_PROMPTS, values)]
+    if not (count := len(image_sources(values))):
+        return prompt
+    if isinstance(prompt, str):
+        places = prompt.count(_PLACE)
+        prompt = prompt.replace(_PLACE, PLACEHOLDER)
+    else:
+        prompt = [m | {"content": _parts(m["content"])} if "content" in m else m for m in prompt]
+        places = sum(part == _IMAGE for message in prompt for part in message.get("content", ()))
+    if places != count:
+        raise ConfigError(f"the prompt must have a place ({_PLACE}) for each of {count} images, got {places}.")
+    return prompt
+
+
+def _parts(content: str | list[Any]) -> list[Any]:
+    """The parts of a content, images without their bytes."""
+    if isinstance(content, list):
+        return [_IMAGE if isinstance(part, dict) and part.get("type") == "image" else part for part in content]
+    pairs = [[_IMAGE, {"type": "text", "text": text}] for text in content.split(_PLACE)]
+    return [part for pair in pairs for part in pair if part.get("text") != ""][1:]
 
 
 def _first(names: tuple[str, str], values: Values) -> str:
@@ -133,6 +182,10 @@ class RowFile(Protocol):
     def prompts(self) -> list[PromptText]:
         """Return the prompts of all rows."""
 
+    @property
+    def may_have_images(self) -> bool:
+        """Whether a row may have an image, as far as can be told without reading all of them."""
+
     def num_bytes(self, start: int, end: int) -> int:
         """Return the bytes that these rows take here: known without reading them, and more than an eighth of those in
         a message."""
@@ -174,6 +227,12 @@ class _ParquetRows:
 
     def prompts(self) -> list[PromptText]:
         return [values[_first(_PROMPTS, values)] for values in self._scan(_PROMPTS)]
+
+    @property
+    def may_have_images(self) -> bool:
+        kind = _type(self._table, _PROMPTS[0]) if _PROMPTS[0] in self._table.schema.names else pa.string()
+        is_parts = pa.types.is_list(kind) and not _has_texts(kind)
+        return "images" in self._table.schema.names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:
         # Arrow's own bytes leave out the names of the fields of a record.
@@ -238,6 +297,13 @@ def _are_filled(prompts: pa.ChunkedArray) -> bool:
     )
 
 
+def _has_texts(messages: pa.DataType) -> bool:
+    """Whether the contents of messages of this type are texts."""
+    message = messages.value_type
+    index = message.get_field_index("content") if pa.types.is_struct(message) else -1
+    return index >= 0 and pa.types.is_string(message.field(index).type)
+
+
 def _is_json(kind: pa.DataType) -> bool:
     """Whether values of this type travel as they are."""
     if pa.types.is_dictionary(kind):
@@ -277,6 +343,10 @@ class _JsonRows:
     def prompts(self) -> list[PromptText]:
         found = (self.values(number) for number in range(len(self)))
         return [values[_first(_PROMPTS, values)] for values in found]
+
+    @property
+    def may_have_images(self) -> bool:
+        return any(b'"image' in line for line in self._lines)
 
     def num_bytes(self, start: int, end: int) -> int:
         return sum(map(len, self._lines[start:end]))

@@ -1,7 +1,7 @@
 """Archive: reads a folder of shards, also while a run adds to it."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from slipstream.buffer.archive.ledger import read_ledger
@@ -9,9 +9,35 @@ from slipstream.buffer.archive.manifest import ShardEntry, read_manifest
 from slipstream.buffer.archive.shard_reader import check_shard, read_shard, trajectory_ids_of
 from slipstream.buffer.archive.shard_writer import overflow_groups
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
+from slipstream.buffer.durable_files import write_durably
 from slipstream.buffer.errors import ShardError
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.trajectory import Record
+
+# --- images of prompts -----------------------------------------------------------------------------------------------
+_IMAGES = "images"
+"""Folder of the images in the archive's, each by its name."""
+
+
+def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
+    """Write images that the archive lacks; durable on return. Raises OSError."""
+    for name, data in images.items():
+        path = folder / _IMAGES / name
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            write_durably(path, data)
+
+
+def missing_images(folder: Path, names: Iterable[str]) -> list[str]:
+    """Those of these images that the archive lacks."""
+    return [name for name in names if not (folder / _IMAGES / name).is_file()]
+
+
+def read_images(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the bytes of the named images that the archive has."""
+    # A name comes from a trajectory: it must not lead out of the folder.
+    paths = {name: folder / _IMAGES / Path(name).name for name in names}
+    return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 
 # --- the check: every shard against the manifest, every step of the ledger against the shards ------------------------

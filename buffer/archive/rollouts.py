@@ -5,12 +5,13 @@ so that one shard at a time is in memory. The groups of a step depend on seed an
 continues where it stopped.
 """
 
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
-from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.archive import Archive, read_images
 from slipstream.buffer.archive.manifest import ShardEntry
 from slipstream.buffer.archive.shard_reader import TRAINABLE, read_shard, trainable_groups_of
 from slipstream.buffer.codec import encode
@@ -46,6 +47,10 @@ class Rollouts:
         """Return ids and encoded trajectories (by index) of `count` groups from number `first` of the sequence on."""
         found = [self._group_at(number) for number in range(first, first + count)]
         return [group_id for group_id, _ in found], [payloads for _, payloads in found]
+
+    def images(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return the bytes of the named images that the archive has."""
+        return read_images(self._folder, names)
 
     def _group_at(self, number: int) -> tuple[str, list[bytes]]:
         epoch, offset = divmod(number, self.num_groups)

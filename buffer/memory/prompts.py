@@ -1,5 +1,6 @@
 """MemoryStore, the generators' side: leases, arriving trajectories, evaluations."""
 
+from collections.abc import Mapping
 from math import ceil
 from typing import Any
 
@@ -60,6 +61,14 @@ class MemoryPrompts(MemoryState):
             group_ids += self._take_pending_rows((room - len(group_ids)) * group_size, version)
             deadline = self._deadline(lease_s)
             return [self._hand_out(group_id, owner=owner, deadline=deadline) for group_id in group_ids]
+
+    def put_images(self, images: Mapping[str, bytes]) -> None:
+        with self._changed:
+            self._images = dict(images) | self._images
+
+    def images(self, names: list[str]) -> dict[str, bytes]:
+        with self._changed:
+            return {name: self._images[name] for name in names if name in self._images}
 
     def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
         with self._changed:

@@ -183,6 +183,7 @@ class MemoryState:
         self._evaluation_leases: dict[str, int] = {}
         # Group ids by sequence.
         self._evaluation_pending: dict[int, str] = {}
+        self._images: dict[str, bytes] = {}
         self._ready: dict[int, str] = {}
         self._reusable: dict[int, str] = {}
         self._returned: set[int] = set()

@@ -1,5 +1,6 @@
 """RedisStore, the generators' side: leases, arriving trajectories, evaluations."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -68,6 +69,19 @@ class RedisPrompts(RedisConnection):
             )
             for group, attempt, purpose, missing in leased
         ]
+
+    def put_images(self, images: Mapping[str, bytes]) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for name, data in images.items():
+            # A write that changes nothing is not logged.
+            pipeline.hsetnx(self._key("images"), name, data)
+        with self._mapped_errors():
+            pipeline.execute()
+
+    def images(self, names: list[str]) -> dict[str, bytes]:
+        with self._mapped_errors():
+            found = self._client.hmget(self._key("images"), names) if names else []
+        return {name: data for name, data in zip(names, found, strict=True) if data is not None}
 
     def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
         return self._run("renew_leases", owner, int(lease_s * 1000), *dict.fromkeys(lease_ids))

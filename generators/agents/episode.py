@@ -12,6 +12,7 @@ from slipstream.generators.agents.agent import Transcript
 from slipstream.generators.engines.engine import Completion, Engine
 from slipstream.generators.errors import EngineError, GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
+from slipstream.runtime.images import PromptImage
 
 
 class Turn(Record):
@@ -65,12 +66,15 @@ class Episode:
         encoder: PromptEncoder,
         request_id: str,
         seed_of: Callable[[int], int],
+        images: Sequence[PromptImage] = (),
     ) -> None:
-        """`max_length`: most tokens of prompt and answer. `seed_of`: turn, from 0 -> seed of its request."""
+        """`max_length`: most tokens of prompt and answer. `seed_of`: turn, from 0 -> seed of its request. `images`:
+        those of the prompt, which its own context shows."""
         self.id = request_id
         """Unlike that of any other answer of the run."""
         self.prompt = prompt
         """Row that is answered: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
+        self.images = images
         self.sampling = sampling
         """Sampling of the first turn; later ones have what is left of `max_tokens`, and another seed."""
         self.contexts = [Transcript(prompt_token_ids)]
@@ -130,17 +134,22 @@ class Episode:
             self.stop_reason = self.reason_of_no_room(transcript.token_ids)
             return Turn("", [], self.stop_reason)
         limit = self.room if max_tokens is None else min(max_tokens, self.room)
-        turn = self.record(transcript, await self.sample(list(transcript.token_ids), max_tokens=limit, stop=stop))
+        token_ids = list(transcript.token_ids)
+        completion = await self.sample(token_ids, max_tokens=limit, stop=stop, images=self.images)
+        turn = self.record(transcript, completion)
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
 
-    async def sample(self, token_ids: list[int], *, max_tokens: int, stop: Sequence[str]) -> Completion:
+    async def sample(
+        self, token_ids: list[int], *, max_tokens: int, stop: Sequence[str], images: Sequence[PromptImage] = ()
+    ) -> Completion:
         """Request a turn of the engine, without recording it. Raises EngineError."""
         number, self._num_requests = self._num_requests, self._num_requests + 1
         sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self._seed_of(number))
         request_id = f"{self.id}-turn-{number}" if number else self.id
+        shown: dict[str, Any] = {"images": images} if images else {}
         try:
-            return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=stop)
+            return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=stop, **shown)
         except GeneratorError as error:
             self.fault = error
             raise

@@ -17,7 +17,7 @@ import xxhash
 from slipstream.broker.messages import Prompt
 from slipstream.buffer.codec import check_additions
 from slipstream.buffer.records import Lease
-from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, make_trajectory_id
+from slipstream.buffer.trajectory import Media, Reward, Sampling, Trajectory, make_trajectory_id
 from slipstream.configs.generators import ExternalAgentConfig, SingleTurnConfig
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.agent import AgentLoop, Scorer, Transcript
@@ -210,13 +210,14 @@ class AgentRunner:
         episode = self._episode(prompt, index, tools=loop.tools(prompt))
         async with self._door.open(episode, form) if self._door and form else nullcontext():
             failure = await _run_loop(loop, episode, timeout_s=timeout_s)
+        own = episode.transcript
         episode.contexts = [context for context in episode.contexts if context.num_turns]
         if not episode.contexts:
             raise PromptError(f"prompt {prompt.uid} must get an answer, but the agent ended without one: {failure}")
         for context in episode.contexts:
             context.trim()
         reward = failure or episode.reward or await self._score(episode, index, comparison)
-        build = partial(self._trajectory, episode, index, started_at=started_at)
+        build = partial(self._trajectory, episode, index, own=own, started_at=started_at)
         try:
             trajectory = build(reward=reward)
             check_additions(trajectory)
@@ -229,9 +230,11 @@ class AgentRunner:
         return trajectory
 
     def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
+        token_ids, images = self._encoder.encode_with_images(prompt, tools=tools)
         return Episode(
             prompt=prompt,
-            prompt_token_ids=self._encoder.encode(prompt, tools=tools),
+            prompt_token_ids=token_ids,
+            images=images,
             sampling=self._sampling(prompt.lease, index),
             max_length=self._run.model.max_length,
             engine=self._engine,
@@ -240,8 +243,13 @@ class AgentRunner:
             seed_of=partial(self._seed, prompt.lease, index),
         )
 
-    def _trajectory(self, episode: Episode, index: int, *, reward: Reward, started_at: float) -> Trajectory:
+    def _trajectory(
+        self, episode: Episode, index: int, *, own: Transcript, reward: Reward, started_at: float
+    ) -> Trajectory:
+        """`own`: the context of the prompt, whether or not the model wrote in it."""
         prompt, transcript, starts = episode.prompt, Transcript([]), []
+        # Requests at the door show none: only the prompt's own context, which is the first.
+        images = episode.images if episode.contexts[0] is own else ()
         for context in episode.contexts:
             starts.append(len(transcript.token_ids))
             transcript.append(context)
@@ -265,6 +273,10 @@ class AgentRunner:
             num_turns=transcript.num_turns,
             extras=episode.extras,
             context_starts=starts[1:],
+            media=[
+                Media("image", f"{prompt.uid}/{number}", image.id, image.first_token, image.num_tokens)
+                for number, image in enumerate(images)
+            ],
             metrics={name: float(number) for name, number in episode.metrics.items()},
         )
 

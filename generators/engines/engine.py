@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Record, Sampling, VersionSpan
+from slipstream.runtime.images import PromptImage
 
 
 class Completion(Record):
@@ -59,11 +60,18 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        stop: Sequence[str] = (),
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Generate one response, across updates if need be. Cancelling aborts the request. Raises EngineError.
 
         It ends with the token that completes one of the texts in `stop`, which may go on behind that text.
+        `images`: those of the prompt, in the order of their tokens.
         """
         ...
 

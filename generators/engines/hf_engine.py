@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
@@ -22,7 +22,8 @@ from slipstream.configs.engines import HfEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
 from slipstream.generators.engines.weight_layout import WeightLayout, receive_update
 from slipstream.generators.errors import EngineDiedError, EngineError
-from slipstream.runtime.lora import attach_adapter
+from slipstream.runtime.images import PromptImage, VisionModel
+from slipstream.runtime.lora import attach_adapter, language_model_class
 
 log = structlog.get_logger(__name__)
 
@@ -82,11 +83,18 @@ class HfRequest:
     """A request and its response so far."""
 
     def __init__(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, stop: Sequence[str] = (), tokenizer: Any = None
+        self,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        *,
+        stop: Sequence[str] = (),
+        tokenizer: Any = None,
+        images: Sequence[PromptImage] = (),
     ) -> None:
         """`tokenizer` decodes the response, for texts in `stop`."""
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
+        self.images = images
         self._stop = stop
         self._tokenizer = tokenizer
         self.uniforms = draw_uniforms(sampling)
@@ -121,8 +129,12 @@ class HfBatch:
     The model's weights may change between steps; the KV cache of earlier tokens is kept.
     """
 
-    def __init__(self, requests: list[HfRequest], *, pad_token_id: int, device: torch.device) -> None:
+    def __init__(
+        self, requests: list[HfRequest], *, pad_token_id: int, device: torch.device, vision: VisionModel | None = None
+    ) -> None:
+        """`vision`: of a model that is given images."""
         self._requests = requests
+        self._vision = vision
         self._cache = DynamicCache()
         longest = max(len(request.prompt_token_ids) for request in requests)
         # Padding on the left: the last column then holds the last token of every row.
@@ -130,6 +142,8 @@ class HfBatch:
         rows = [[pad_token_id] * n + r.prompt_token_ids for n, r in zip(padding, requests, strict=True)]
         self._input_ids = torch.tensor(rows, device=device)
         self._mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device)
+        # What an image's positions lack of its tokens, for those behind it.
+        self._shift = torch.zeros(len(requests), 1, dtype=torch.long, device=device)
 
     @property
     def is_done(self) -> bool:
@@ -152,16 +166,37 @@ class HfBatch:
 
     def _next_logits(self, model: Any) -> Tensor:
         # Positions count from each row's first real token, as without the left padding.
-        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :]
+        positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :] + self._shift
+        images: dict[str, Tensor] = {}
+        if self._vision and not self._cache.get_seq_length() and any(request.images for request in self._requests):
+            positions, images = self._read_images(positions, self._vision)
+            images["inputs_embeds"] = model.get_input_embeddings()(self._input_ids)
         output = model(
-            input_ids=self._input_ids,
+            input_ids=images.pop("input_ids", self._input_ids),
             attention_mask=self._mask,
             position_ids=positions,
             past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **images,
         )
         return output.logits[:, -1].cpu()
+
+    def _read_images(self, positions: Tensor, vision: VisionModel) -> tuple[Tensor, dict[str, Tensor]]:
+        """Positions of the prompts in three axes; the patches of all images, and ids of nothing but their tokens."""
+        positions, ids = positions.repeat(3, 1, 1), torch.full_like(self._input_ids, -1)
+        for row, request in enumerate(self._requests):
+            length = len(request.prompt_token_ids)
+            own = vision.positions(length, [(image.first_token, image.grid) for image in request.images])
+            positions[:, row, -length:] = torch.from_numpy(own)
+            self._shift[row] = int(own.max()) + 1 - length
+            for image in request.images:
+                ids[row, -length:][image.first_token :][: image.num_tokens] = vision.token_id
+        images = [image for request in self._requests for image in request.images]
+        patches = torch.cat([torch.from_numpy(vision.patches(image.data)) for image in images])
+        grids = torch.tensor([image.grid for image in images])
+        inputs = {"input_ids": ids, "pixel_values": patches, "image_grid_thw": grids}
+        return positions, {name: tensor.to(positions.device) for name, tensor in inputs.items()}
 
     def _drop_finished(self) -> None:
         open_rows = [row for row, request in enumerate(self._requests) if not request.completion.done()]
@@ -170,7 +205,7 @@ class HfBatch:
         # Finished rows leave the cache as well, so that the batch gets cheaper as it empties.
         self._requests = [self._requests[row] for row in open_rows]
         index = torch.tensor(open_rows, dtype=torch.long, device=self._mask.device)
-        self._input_ids, self._mask = self._input_ids[index], self._mask[index]
+        self._input_ids, self._mask, self._shift = self._input_ids[index], self._mask[index], self._shift[index]
         if self._requests and self._cache.get_seq_length():
             self._cache.batch_select_indices(index)
 
@@ -204,7 +239,7 @@ class HfEngine:
         path, trust = self._config.path, self._config.trust_remote_code
         try:
             dtype = getattr(torch, self._config.dtype)
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
+            model = language_model_class(path).from_pretrained(path, dtype=dtype, trust_remote_code=trust)
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust)
         except (OSError, ValueError) as error:
             raise EngineError(f"model.path must hold a transformers checkpoint, got {path!r}: {error}") from error
@@ -221,10 +256,16 @@ class HfEngine:
         self._pad_token_id = tokenizer.pad_token_id or 0
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        stop: Sequence[str] = (),
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         self._check_started()
-        request = HfRequest(prompt_token_ids, sampling, stop=stop, tokenizer=self._tokenizer)
+        request = HfRequest(prompt_token_ids, sampling, stop=stop, tokenizer=self._tokenizer, images=images)
         self._queue.append(request)
         if self._decoding is None or self._decoding.done():
             self._decoding = asyncio.create_task(self._decode())
@@ -284,7 +325,12 @@ class HfEngine:
             self._queue.clear()
 
     async def _decode_batch(self, requests: list[HfRequest]) -> None:
-        batch = HfBatch(requests, pad_token_id=self._pad_token_id, device=self._model.device)
+        batch = HfBatch(
+            requests,
+            pad_token_id=self._pad_token_id,
+            device=self._model.device,
+            vision=VisionModel(self._config.path) if any(request.images for request in requests) else None,
+        )
         while not batch.is_done:
             batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
             await asyncio.sleep(0)

@@ -13,6 +13,7 @@ from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad
 from slipstream.generators.engines.weight_layout import receive_update
+from slipstream.runtime.images import PromptImage
 
 END_TOKEN_ID = 1
 """Last token of every response that is not cut off at max_tokens."""
@@ -41,7 +42,13 @@ class ScriptedEngine:
         """There is no model to load."""
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        stop: Sequence[str] = (),
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Return about `tokens_per_response` tokens ending in the end token, cut off at `max_tokens`.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.buffer.trajectory import Trajectory, stale_mask
 from slipstream.learner.batching.answer_metrics import describe_answers
 from slipstream.learner.batching.batch import Batch, Tokens, Trajectories
+from slipstream.learner.batching.images import PromptImages
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import BatchError
 
@@ -61,12 +62,14 @@ def build_batch(
     has_baseline: bool = False,
     masks_truncated: bool = False,
     num_mixed: int = 0,
+    images: PromptImages | None = None,
 ) -> BuiltBatch:
     """Distribute groups over `num_updates` updates and lay out their columns. Raises BatchError.
 
     `max_lags` (None = no bound) and `weights` have one entry per group. `has_baseline`: whether a greedy answer may be
     among the members of a group (`generators.baseline`). `masks_truncated`: responses cut off at the longest length
-    leave the loss and stay in the baseline. `num_mixed`: groups at the end that are another run's.
+    leave the loss and stay in the baseline. `num_mixed`: groups at the end that are another run's. `images`: those of
+    the prompts, for a model that is given any.
     """
     num_own = len(groups) - num_mixed
     members = []
@@ -83,7 +86,7 @@ def build_batch(
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights)
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]
-    for member, samples in zip(members, _samples(members), strict=True):
+    for member, samples in zip(members, _samples(members, images), strict=True):
         updates[update_of[member.group]] += samples
     return BuiltBatch(batch, updates, _metrics(members, batch.trajectories))
 
@@ -137,13 +140,14 @@ def _check_sampling(trajectory: Trajectory, *, has_baseline: bool) -> None:
         )
 
 
-def _samples(members: Sequence[_Member]) -> list[list[Sample]]:
+def _samples(members: Sequence[_Member], images: PromptImages | None) -> list[list[Sample]]:
     """Those of each member's contexts; their tokens have the columns of `Tokens` in this order."""
     first_indices = [0, *accumulate(len(member.trained) for member in members)][:-1]
-    return [list(_samples_of(member, first_index)) for member, first_index in zip(members, first_indices, strict=True)]
+    starts = zip(members, first_indices, strict=True)
+    return [list(_samples_of(member, first_index, images)) for member, first_index in starts]
 
 
-def _samples_of(member: _Member, first_index: int) -> Iterator[Sample]:
+def _samples_of(member: _Member, first_index: int, images: PromptImages | None) -> Iterator[Sample]:
     trajectory = member.trajectory
     bounds = trajectory.context_bounds()
     # Most trajectories have one context, with all of their tokens.
@@ -155,6 +159,7 @@ def _samples_of(member: _Member, first_index: int) -> Iterator[Sample]:
             first_index + first,
             group_id=trajectory.group_id,
             temperature=trajectory.sampling.temperature,
+            images=images.of(trajectory, start, end) if images else None,
         )
 
 

@@ -18,6 +18,7 @@ from slipstream.learner.batching.packing import (
     pack,
     row_length,
 )
+from slipstream.runtime.images import Grid
 
 _PADDING = -1
 
@@ -37,9 +38,12 @@ class MicrobatchBuilder:
         self._position_ids = np.zeros(shape, dtype=np.int64)
         self._segments = np.full(shape, _PADDING)
         self._parents = np.full(shape, _PADDING)
+        self._axes: np.ndarray | None = None
+        self._is_image = np.zeros(shape, dtype=np.bool_)
         self._num_segments = 0
         self._samples: list[Sample] = []
         self._sources: list[np.ndarray] = []
+        self._images: list[tuple[Grid, np.ndarray]] = []
 
     def fill_row(self, row: int, bundles: Row) -> None:
         """Put the bundles side by side into row `row`, which must be empty."""
@@ -53,39 +57,58 @@ class MicrobatchBuilder:
         samples = self._samples
         targets = np.concatenate([sample.token_ids[sample.trained] for sample in samples])
         temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)
+        positions = torch.from_numpy(self._position_ids) if has_positions else None
+        if self._axes is not None:
+            positions = torch.from_numpy(np.concatenate([self._position_ids[None], self._axes]))
+        patches = [patches for _, patches in self._images]
         return Microbatch(
             token_ids=torch.from_numpy(self._token_ids),
-            position_ids=torch.from_numpy(self._position_ids) if has_positions else None,
+            position_ids=positions,
             attention_mask=self._mask() if is_masked else None,
             sources=torch.from_numpy(np.concatenate(self._sources)),
             targets=torch.from_numpy(targets.astype(np.int64)),
             temperatures=torch.from_numpy(np.repeat(temperatures, [len(sample.trained) for sample in samples])),
             indices=torch.from_numpy(np.concatenate([sample.indices for sample in samples])),
+            pixel_values=torch.from_numpy(np.concatenate(patches)) if patches else None,
+            image_grids=torch.tensor([grid for grid, _ in self._images]) if patches else None,
+            is_image=torch.from_numpy(self._is_image) if patches else None,
         )
 
     def _put_bundle(self, row: int, column: int, bundle: Bundle) -> int:
         shared = bundle.num_shared
         # The shared prompt lies in the row once; each branch continues its positions, not the row's.
         trunk = self._next_segment()
-        self._put(row, column, bundle.samples[0].token_ids[:shared], 0, segment=trunk, parent=trunk)
+        self._put(row, column, bundle.samples[0], 0, shared, segment=trunk, parent=trunk)
         trunk_end = column = column + shared
         for sample in bundle.samples:
-            own = sample.token_ids[shared : sample.num_inputs]
-            self._put(row, column, own, shared, segment=self._next_segment(), parent=trunk)
+            self._put(row, column, sample, shared, sample.num_inputs, segment=self._next_segment(), parent=trunk)
             sources = sample.trained - 1 + column - shared
             # The first token of a branch is predicted by the last one of the prompt, which other branches may follow.
             sources[sample.trained == shared] = trunk_end - 1
             self._samples.append(sample)
             self._sources.append(sources + row * self._length)
-            column += len(own)
+            column += sample.num_inputs - shared
         return column
 
-    def _put(self, row: int, column: int, token_ids: np.ndarray, position: int, *, segment: int, parent: int) -> None:
-        span = slice(column, column + len(token_ids))
-        self._token_ids[row, span] = token_ids
-        self._position_ids[row, span] = np.arange(position, position + len(token_ids))
+    def _put(self, row: int, column: int, sample: Sample, start: int, end: int, *, segment: int, parent: int) -> None:
+        span = slice(column, column + end - start)
+        self._token_ids[row, span] = sample.token_ids[start:end]
+        self._position_ids[row, span] = np.arange(start, end)
         self._segments[row, span] = segment
         self._parents[row, span] = parent
+        if images := sample.images:
+            if self._axes is None:
+                # Without an image a token has the same position along all axes, also in the rows so far.
+                self._axes = np.repeat(self._position_ids[None], 3, axis=0)
+            self._axes[:, row, span] = images.positions[:, start:end]
+            self._is_image[row, span] = images.is_image[start:end]
+            # The prompt's, and so in the first part of it, or in each of those that share nothing.
+            if start == 0 and end > start:
+                self._images += [
+                    (grid, images.patches(name)) for name, grid in zip(images.ids, images.grids, strict=True)
+                ]
+        elif self._axes is not None:
+            self._axes[:, row, span] = self._position_ids[row, span]
 
     def _next_segment(self) -> int:
         self._num_segments += 1

@@ -11,6 +11,22 @@ from torch import Tensor
 
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.ranks import Ranks
+from slipstream.runtime.images import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class SampleImages:
+    """The images of a sample's prompt, and the positions that its tokens have beside them."""
+
+    ids: list[str]
+    """Names of the images, in the order of their tokens."""
+    grids: list[Grid]
+    is_image: np.ndarray
+    """bool[T]: tokens that stand for images; the model may write the same ones, which do not."""
+    positions: np.ndarray
+    """int64[3, T], see `VisionModel.positions`."""
+    patches: Callable[[str], np.ndarray]
+    """Name of an image -> its patches, float32[P, D]; made where a microbatch needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +47,8 @@ class Sample:
     """Samples of one group may begin with the same prompt, which is then computed once."""
     temperature: float = 1.0
     """Divisor of the logits; above 0."""
+    images: SampleImages | None = None
+    """Images of its prompt; None: it has none."""
 
     @property
     def indices(self) -> np.ndarray:
@@ -53,8 +71,9 @@ class Microbatch:
 
     token_ids: Int[Tensor, "R L"]
     """Input tokens; 0 in the padding at the end of a row."""
-    position_ids: Int[Tensor, "R L"] | None
-    """Position within the own sequence; None: that in the row, which holds one sequence."""
+    position_ids: Int[Tensor, "... R L"] | None
+    """Position within the own sequence; None: that in the row, which holds one sequence. With images also those along
+    time, height and width: [4, R, L]."""
     attention_mask: Bool[Tensor, "R 1 L L"] | None
     """Tokens (last axis) that each token sees; None: causal, restarted wherever `position_ids` restart."""
     sources: Int[Tensor, "N"]
@@ -65,6 +84,12 @@ class Microbatch:
     """Divisor of the logits of each trained token."""
     indices: Int[Tensor, "N"]
     """Index of each trained token in the columns of `Tokens`."""
+    pixel_values: Float[Tensor, "P D"] | None = None
+    """Patches of all images, in the order of their tokens in the rows; None: there are none."""
+    image_grids: Int[Tensor, "K 3"] | None = None
+    """Patches of each image along time, height and width."""
+    is_image: Bool[Tensor, "R L"] | None = None
+    """Tokens that stand for images."""
 
     @property
     def num_tokens(self) -> int:

@@ -93,7 +93,10 @@ def _num_common(group: list[Sample]) -> int:
     num_untrained = min(int(sample.trained[0]) for sample in group)
     first = group[0].token_ids[:num_untrained]
     others = (sample.token_ids[:num_untrained] for sample in group[1:])
-    return num_untrained if all(np.array_equal(first, other) for other in others) else 0
+    is_shared = all(np.array_equal(first, other) for other in others)
+    # Other images may have as many tokens, which are alike.
+    is_shared = is_shared and len({tuple(sample.images.ids) if sample.images else () for sample in group}) == 1
+    return num_untrained if is_shared else 0
 
 
 def _fill_rows(bundles: Sequence[Bundle], *, row_tokens: int) -> list[Row]:

@@ -1,5 +1,6 @@
 """The policy: a transformers causal language model that answers with log-probabilities of tokens."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -12,7 +13,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedConfig,
@@ -28,8 +28,16 @@ from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Req
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
-from slipstream.runtime.lora import adapter_parameters, attach_adapter, check_targets, merge, save_adapter
-from slipstream.runtime.model_files import read_chat_template
+from slipstream.runtime.images import takes_images
+from slipstream.runtime.lora import (
+    adapter_parameters,
+    attach_adapter,
+    check_targets,
+    language_model_class,
+    merge,
+    save_adapter,
+)
+from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_template
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 """float16 gradients underflow without loss scaling, so the learner computes in float32 where engines use float16."""
@@ -183,13 +191,22 @@ class RewardModel(Policy):
 def forward_pass(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **arguments: Any) -> Any:
     """Forward pass of a transformers model over all tokens of a microbatch; `arguments` go to its forward method."""
     is_mixed = compute_dtype != torch.float32
-    positions = {} if microbatch.position_ids is None else {"position_ids": microbatch.position_ids}
+    inputs = {
+        "position_ids": microbatch.position_ids,
+        "pixel_values": microbatch.pixel_values,
+        "image_grid_thw": microbatch.image_grids,
+    }
+    token_ids = microbatch.token_ids
+    if microbatch.is_image is not None:
+        # The model puts images where its image tokens are, and may have written some of its own.
+        inputs["inputs_embeds"] = module.get_input_embeddings()(token_ids)
+        token_ids = torch.where(microbatch.is_image, module.config.image_token_id, -1)
     with torch.autocast(microbatch.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
         return module(
-            input_ids=microbatch.token_ids,
+            input_ids=token_ids,
             attention_mask=_attention_mask(module.config, microbatch),
             use_cache=False,
-            **positions,
+            **{name: tensor for name, tensor in inputs.items() if tensor is not None},
             **arguments,
         )
 
@@ -210,6 +227,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
         return finish(mask)
     # Counted along the sequence, not along the row: siblings may lie between a response and its prompt.
     positions = known(microbatch.position_ids)
+    positions = positions if positions.dim() == 2 else positions[0]
     near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
     return {_WINDOWED: finish(near), _FULL: finish(mask)} if _FULL in kinds else finish(near)
 
@@ -234,12 +252,14 @@ def load_policy(
     """
     if config.lora:
         check_targets(config)
-    kind = AutoModelForSequenceClassification if is_reward_model else AutoModelForCausalLM
+    kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
     # ZeRO-3 draws random numbers while it loads: an adapter must begin with the same ones in every layout.
     with torch.random.fork_rng(), loading or nullcontext():
         module, _ = load_module(kind, config, device=device, setting="model.path")
     if config.lora:
         attach_adapter(module, config.lora, base=config.path)
+    if config.freeze_vision and takes_images(config.path):
+        module.base_model.visual.requires_grad_(False)
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
     wrap = RewardModel if is_reward_model else Policy
@@ -272,6 +292,8 @@ def save_pretrained(
         save_adapter(policy.causal_lm, folder, weights=weights)
         weights = merge(policy.causal_lm, weights)
     policy.causal_lm.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
+    for file in filter(None, (find_file(config.path, name) for name in IMAGE_FILES)):
+        shutil.copy(file, folder / file.name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError):

@@ -20,6 +20,7 @@ from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.build_batch import BuiltBatch, build_batch
 from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.images import PromptImages
 from slipstream.learner.batching.microbatch import Microbatch, Sample, recompute
 from slipstream.learner.engines.engine import TrainEngine, check_loss
 from slipstream.learner.engines.optimizer import learning_rate
@@ -32,6 +33,7 @@ from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import Policy
+from slipstream.runtime.images import takes_images
 
 
 class Trainer:
@@ -64,6 +66,8 @@ class Trainer:
         self.reference = frozen_models.refreshed
         """Policy that the KL term keeps the learner close to, where it changes during training."""
         self.gradients = GradientSimilarity(engine.optimizer, seed=run.seed)
+        self.images = PromptImages(run.model.path) if takes_images(run.model.path) else None
+        """Images of the prompts, for a model that is given any."""
         self.num_updates = 0
         """Optimizer updates made so far; restored from a checkpoint."""
 
@@ -139,6 +143,7 @@ class Trainer:
             has_baseline=run.generators.has_baseline,
             vocab_size=self.engine.model.vocab_size,
             num_mixed=num_mixed,
+            images=self.images,
         )
 
     def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:

@@ -30,9 +30,9 @@ from slipstream.learner.sealed_folder import CHECKSUMS, find_damage, seal
 from slipstream.learner.training.model import COMPUTE_DTYPES
 from slipstream.runtime.disk import describe_disk, is_disk_full
 from slipstream.runtime.lora import ADAPTER_FILE
-from slipstream.runtime.model_files import TOKENIZER_FILES, read_json, weight_files
+from slipstream.runtime.model_files import IMAGE_FILES, TOKENIZER_FILES, read_json, weight_files
 
-_COPIED = (*TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json")
+_COPIED = (*TOKENIZER_FILES, *IMAGE_FILES, "generation_config.json")
 _VERL = re.compile(r"model_world_size_(\d+)_rank_0\.pt")
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 

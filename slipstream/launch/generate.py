@@ -16,7 +16,7 @@ from slipstream.broker.lease_scheduler import make_prompt
 from slipstream.broker.messages import Prompt
 from slipstream.broker.prompts.dataset import open_datasets
 from slipstream.broker.weights.memory import MemoryReceiver, MemoryWeights
-from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.archive import Archive, write_images
 from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.codec import encode
@@ -32,6 +32,7 @@ from slipstream.generators.engines.vllm.environment import vllm_environment
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput, failed_reward
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
+from slipstream.runtime.images import VisionModel, image_id
 from slipstream.runtime.model_files import check_model_path
 
 _SETTINGS = "settings.json"
@@ -59,6 +60,7 @@ class AnswerFolder:
 
     def __init__(self, folder: Path, *, run: RunConfig, outcome: Outcome, **settings: Any) -> None:
         """`settings`: those beside the run's. Raises RunConflictError if they changed, ConfigError, ArchiveError."""
+        self._folder = folder
         self._outcome: Outcome = outcome
         self._members: dict[str, dict[int, bytes]] = {}
         self._complete: list[FinishedGroup] = []
@@ -85,6 +87,7 @@ class AnswerFolder:
 
     def add(self, job: Job, trajectory: Trajectory) -> None:
         """Keep an answer; it is written soon after the last of its group."""
+        write_images(self._folder, {image_id(data): data for data in job.prompt.images})
         members = self._members.setdefault(trajectory.group_id, {})
         members[job.member] = encode(trajectory)
         if len(members) == job.num_members:
@@ -154,7 +157,8 @@ async def _answer(
     # The receiver is never used: the engine samples from the weights of the folder.
     engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
     pool = RewardPool(run.generators.reward) if is_scored else None
-    encoder = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
+    vision = VisionModel(run.model.path)
+    encoder = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens, vision=vision)
     agent = AgentRunner(run=run, engine=engine, rewards=pool or Unscored(), encoder=encoder, generator_id="generate")
     waiting = iter(jobs)
 

@@ -17,6 +17,7 @@ from slipstream.configs.data import PrepareStep
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.launch.replay_plan import plan_replay
+from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import check_model_path, read_chat_template
 
 _STEP_TIMEOUT_S = 3600.0
@@ -56,6 +57,8 @@ def make_inputs(run: RunConfig) -> None:
     for shortage in describe_shortages(run, heldout):
         print(f"note: {shortage}", flush=True)
     check_model_path(run.model.path)
+    for rows in dict.fromkeys([train, *heldout.values()]):
+        rows.check_images(VisionModel(run.model.path))
     read_chat_template(run.model)
     if run.mode == "replay":
         plan_replay(run)

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -24,10 +25,11 @@ import torch
 
 from slipstream.broker.prompts.dataset import Dataset, read_train
 from slipstream.broker.prompts.rows import Row
+from slipstream.buffer.archive.archive import read_images
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.memory.store import MemoryStore
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import FinishedGroup, image_names
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
@@ -112,6 +114,8 @@ def _run_rank_0(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) ->
 
     def fill(store: MemoryStore) -> None:
         store.load(groups, samples=plan.samples)
+        names = image_names(payload for group in groups for payload in group.payloads)
+        store.put_images(read_images(Path(run.replay.path), names))
 
     run_serial(run, folder, prepare_store=fill, device=_device(run), rendezvous=rendezvous)
 

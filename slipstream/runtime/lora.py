@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.data import LoraConfig, ModelConfig
+from slipstream.runtime.images import takes_images
 
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
 """Beside the merged weights. Not among them, where transformers would load it on top of what it is merged into."""
@@ -31,6 +32,8 @@ def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
 
     `module` may be on the meta device.
     """
+    why = "vLLM serves no adapter beside images here yet: train all weights, or a text-only model"
+    require(not hasattr(module.base_model, "visual"), "model.lora", "be null with images", got="an adapter", why=why)
     heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]
     parts = dict(module.named_modules())
     fit = [
@@ -136,6 +139,11 @@ def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tenso
     (file.parent / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True))
 
 
+def language_model_class(path: str) -> Any:
+    """transformers' Auto class by which learner and engines load the model of this path."""
+    return AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
+
+
 def meta_model(config: ModelConfig) -> PreTrainedModel:
     """The model of `model.path` without memory for its weights, with the adapter if there is one.
 
@@ -143,7 +151,8 @@ def meta_model(config: ModelConfig) -> PreTrainedModel:
     """
     settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(settings, trust_remote_code=config.trust_remote_code)
+        kind = language_model_class(config.path)
+        module = kind.from_config(settings, trust_remote_code=config.trust_remote_code)
         if config.lora:
             attach_adapter(module, config.lora, base=config.path)
     return module

@@ -70,6 +70,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
+IMAGE_FILES = ("preprocessor_config.json", "processor_config.json")
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 10**8
 """Limit of the safetensors format."""
@@ -155,7 +156,7 @@ def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, 
 
 
 def _tokenizer_files(path: str) -> dict[str, str]:
-    contents = {name: _read(found) for name in TOKENIZER_FILES if (found := find_file(path, name))}
+    contents = {name: _read(found) for name in (*TOKENIZER_FILES, *IMAGE_FILES) if (found := find_file(path, name))}
     return {name: _digest(content) for name, content in contents.items() if content}
 
 

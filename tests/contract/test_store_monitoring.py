@@ -107,3 +107,11 @@ def test_ready_groups_are_counted_by_their_oldest_version(store):
     assert store.ready_versions() == {0: 2, 12: 1, 3: 1}
     claim(store, 1, 2)
     assert store.ready_versions() == {12: 1, 3: 1}
+
+
+# --- images of prompts -----------------------------------------------------------------------------------------------
+def test_images_are_kept_once_by_name(store):
+    store.put_images({"aa": b"\x89PNG\x00", "bb": b"2"})
+    store.put_images({"bb": b"other", "cc": b"3"})
+    assert store.images(["cc", "aa", "bb", "dd"]) == {"aa": b"\x89PNG\x00", "bb": b"2", "cc": b"3"}
+    assert store.images([]) == {}

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.weight_layout import WeightLayout
+from slipstream.runtime.images import VisionModel
 
 CONFIG = VllmEngineConfig(max_num_seqs=8)
 
@@ -33,10 +35,16 @@ def serve() -> None:
         print("ANSWER " + json.dumps(answer), flush=True)
 
 
-def run(folder: str, dtype: str, token_ids: list[int], updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """Log-probabilities of the tokens at the start and after each update, and what the worker says of each update."""
+def run(
+    folder: str, dtype: str, token_ids: list[int], updates: list[dict[str, Any]], images: list[str] | None = None
+) -> dict[str, Any]:
+    """Log-probabilities of the tokens at the start and after each update, and what the worker says of each update.
+
+    `images`: files of the pictures that stand among the tokens, which are not expanded yet.
+    """
     # Here, because vLLM reads the environment when it is imported.
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.inputs import tokens_input
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from slipstream.generators.engines.vllm.engine import _read_checkpoint
@@ -48,13 +56,23 @@ def run(folder: str, dtype: str, token_ids: list[int], updates: list[dict[str, A
     _, module = _read_checkpoint(model)
     names, max_positions = CheckpointNames(module), module.config.get_text_config().max_position_embeddings
     arguments = engine_arguments(model, CONFIG, seed=0, max_positions=max_positions, reads_text=False)
+    if images:
+        from slipstream.generators.engines.vllm.images import image_input
+
+        vision = VisionModel(folder)
+        expanded, placed = vision.expand(token_ids, [Path(image).read_bytes() for image in images])
+        # Under one name through all updates: what vLLM keeps of a picture must go with the weights.
+        prompt: Any = image_input(expanded, placed, vision=vision, salt="")
+    else:
+        prompt = tokens_input(token_ids)
     llm: Any = LLMEngine.from_engine_args(arguments)
     try:
         weights = llm.engine_core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine
-        found, outcomes = [logprobs(llm, token_ids)], []
+        found, outcomes = [logprobs(llm, prompt)], []
         for update in updates:
             outcomes.append(apply(weights, names, update, dtype=dtype))
-            found.append(logprobs(llm, token_ids))
+            llm.engine_core.engine_core.reset_encoder_cache()
+            found.append(logprobs(llm, prompt))
         return {"architecture": type(weights.model).__name__, "logprobs": found, "outcomes": outcomes}
     finally:
         llm.engine_core.shutdown()
@@ -74,13 +92,12 @@ def apply(weights: Any, names: CheckpointNames, update: dict[str, Any], *, dtype
     return list(weights.pop_outcome())
 
 
-def logprobs(llm: Any, token_ids: list[int]) -> list[float]:
+def logprobs(llm: Any, prompt: Any) -> list[float]:
     """Log-probability of every token but the first."""
     from vllm import SamplingParams
-    from vllm.inputs import tokens_input
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-    llm.add_request("probe", tokens_input(token_ids), params)
+    llm.add_request("probe", prompt, params)
     outputs: list[Any] = []
     while llm.has_unfinished_requests():
         outputs += llm.step()

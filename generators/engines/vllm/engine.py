@@ -19,7 +19,7 @@ import structlog
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
-from vllm.inputs import tokens_input
+from vllm.inputs import EngineInput, tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -37,6 +37,7 @@ from slipstream.generators.engines.engine import Completion, EngineLoad, end_tok
 from slipstream.generators.engines.vllm.adapter import ADAPTER, describe
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.vllm.fatal_error import read_fatal_error
+from slipstream.generators.engines.vllm.images import image_input
 from slipstream.generators.engines.vllm.process import (
     check_environment,
     engine_arguments,
@@ -47,6 +48,7 @@ from slipstream.generators.engines.vllm.process import (
 from slipstream.generators.engines.vllm.stats import StepWatchdog, read_load
 from slipstream.generators.engines.weight_layout import WeightLayout
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
+from slipstream.runtime.images import PromptImage, VisionModel, takes_images
 from slipstream.runtime.lora import adapted_layers, meta_model
 
 T = TypeVar("T")
@@ -66,6 +68,7 @@ class VllmEngine:
         """`reads_text`: whether requests may come with texts that end them."""
         self._model = model
         self._reads_text = reads_text
+        self._vision = VisionModel(model.path) if takes_images(model.path) else None
         self._config = engine
         self._seed = seed
         self._llm: AsyncLLM | None = None
@@ -106,7 +109,13 @@ class VllmEngine:
         await self._call(self._llm.update_weight_version(str(self._version)))
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        *,
+        request_id: str,
+        stop: Sequence[str] = (),
+        images: Sequence[PromptImage] = (),
     ) -> Completion:
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -126,7 +135,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
-        output = await self._final_output(prompt_token_ids, params, request_id)
+        output = await self._final_output(prompt_token_ids, params, request_id, images)
         answer = output.outputs[0]
         if answer.finish_reason not in ("stop", "length") or answer.weight_versions is None:
             raise EngineError(f"request {request_id} must run to its end, vLLM ended it with {answer.finish_reason!r}")
@@ -249,6 +258,9 @@ class VllmEngine:
         self._num_updates += 1
         # Before the resume: vLLM stamps every token with the version set when it is sampled, which makes the spans.
         await self._call(llm.update_weight_version(str(version)))
+        if self._vision:
+            # Of requests that read their prompts again; new ones name their images by the update.
+            await self._call(llm.reset_encoder_cache())
         if self._config.kv_on_update == "recompute":
             # Preempts running requests: vLLM prefills their prompts and tokens again when it resumes.
             await self._call(llm.reset_prefix_cache(reset_running_requests=True))
@@ -293,13 +305,19 @@ class VllmEngine:
         )
 
     # --- requests ------------------------------------------------------------------------------------------------
-    async def _final_output(self, token_ids: list[int], params: SamplingParams, request_id: str) -> RequestOutput:
+    async def _final_output(
+        self, token_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[PromptImage] = ()
+    ) -> RequestOutput:
         """Submit a request, again after every update that restarts it. Raises EngineError."""
         self._open_requests.add(request_id)
         try:
             while True:
                 # Salted with the update rather than the version: a version may be loaded twice, first incorrectly.
-                prompt = tokens_input(token_ids, cache_salt=str(self._num_updates))
+                salt = str(self._num_updates)
+                if images and self._vision:
+                    prompt: EngineInput = image_input(token_ids, images, vision=self._vision, salt=salt)
+                else:
+                    prompt = tokens_input(token_ids, cache_salt=salt)
                 adapter = ADAPTER if self._model.lora and self._version >= 0 else None
                 async for output in self._running.generate(prompt, params, request_id, lora_request=adapter):
                     final = output

@@ -20,9 +20,11 @@ from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.fatal_error import forget_fatal_error, read_fatal_error
+from slipstream.generators.engines.vllm.images import image_arguments
 from slipstream.generators.engines.vllm.stats import LoadRecorder
 from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
 from slipstream.generators.errors import EngineError, EngineStartError
+from slipstream.runtime.images import takes_images
 
 _STOP_GRACE_S = 1.0
 """Time for the engine process to clean up; it holds no state worth waiting for."""
@@ -44,11 +46,13 @@ def engine_arguments(
     """
     is_cpu = current_platform.is_cpu()
     _check_arguments(engine, is_cpu=is_cpu)
+    has_images = takes_images(model.path)
     return AsyncEngineArgs(
         model=model.path,
         dtype=model.dtype,
         trust_remote_code=model.trust_remote_code,
-        skip_tokenizer_init=not reads_text,
+        # vLLM wants one beside images, though it gets none to tokenise.
+        skip_tokenizer_init=not (reads_text or has_images),
         # One more than a full trajectory: a probe is a prompt with one token to generate.
         max_model_len=min(model.max_length + 1, max_positions),
         # With slots to spare, so that a probe never waits for a response to end.
@@ -74,6 +78,7 @@ def engine_arguments(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         **lora_arguments(model.lora, targets=lora_targets),
+        **(image_arguments(is_cpu=is_cpu) if has_images else {}),
         **engine.extra,
     )
 

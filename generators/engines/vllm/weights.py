@@ -34,6 +34,7 @@ from slipstream.broker.weights.shared_buckets import map_buckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
 from slipstream.generators.engines.vllm.fatal_error import report_fatal_errors
+from slipstream.generators.engines.vllm.images import serve_images_without_torchvision
 from slipstream.generators.engines.vllm.verify import RecordedLoad
 
 BACKEND = "slipstream"
@@ -47,6 +48,7 @@ def register() -> None:
     # vLLM may call the entry point twice in a process, and refuses a name that is taken.
     with suppress(ValueError):
         WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
+    serve_images_without_torchvision()
     if multiprocessing.current_process().name.startswith(VLLM_PROCESSES):
         die_with_parent()
         report_fatal_errors()

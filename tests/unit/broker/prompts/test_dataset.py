@@ -178,7 +178,7 @@ def test_every_column_reaches_agent_and_reward(tmp_path: Path, suffix: str) -> N
         "ability": "maths",
         "tools_kwargs": calls,
         "interaction_kwargs": {"name": "corrective", "max_turns": 4},
-        "images": ["a.png"],
+        "videos": ["a.mp4"],
         "extra_info": {"index": 17, "ability": "kept"},
         "reward_model": {"style": "rule", "ground_truth": "1", "rubric": "be brief"},
     }
@@ -189,7 +189,7 @@ def test_every_column_reaches_agent_and_reward(tmp_path: Path, suffix: str) -> N
         "ability": "kept",
         "tools_kwargs": calls,
         "interaction_kwargs": {"name": "corrective", "max_turns": 4},
-        "images": ["a.png"],
+        "videos": ["a.mp4"],
         "reward_model": {"rubric": "be brief"},
     }
 
@@ -207,8 +207,8 @@ def test_question_and_answer_are_a_row_too(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_the_parts_of_a_message_are_kept(tmp_path: Path, suffix: str) -> None:
-    # Parquet gives every part the fields of all parts: templates ask `'image' in part`.
-    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is this?"}]
+    # Parquet gives every part the fields of all parts: templates ask `'video' in part`.
+    parts = [{"type": "video", "video": "a.mp4"}, {"type": "text", "text": "What is this?"}]
     prompt = [{"role": "user", "content": parts}]
     assert Dataset(write(tmp_path, [ROW | {"prompt": prompt}], suffix)).row(0).prompt == prompt
 
@@ -242,9 +242,9 @@ def test_dates_become_text_and_nested_ones_are_refused(tmp_path: Path) -> None:
 
 
 def test_bytes_and_records_travel_in_a_message(tmp_path: Path) -> None:
-    row = ROW | {"images": [{"bytes": b"\x89PNG"}], "reward_model": {"ground_truth": {"a": [True], "b": 2.5}}}
+    row = ROW | {"sounds": [{"bytes": b"RIFF"}], "reward_model": {"ground_truth": {"a": [True], "b": 2.5}}}
     found = Dataset(write(tmp_path, [row])).row(0)
-    assert found.extra_info["images"] == row["images"]
+    assert found.extra_info["sounds"] == row["sounds"]
     assert decode(encode(found), Row) == found
 
 

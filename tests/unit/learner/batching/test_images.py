@@ -1,0 +1,176 @@
+"""Images in the learner: packed samples compute what each computes alone, as transformers computes it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.buffer.trajectory import Media
+from slipstream.configs.data import ModelConfig
+from slipstream.learner.batching.build_batch import build_batch
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.images import PromptImages
+from slipstream.learner.errors import BatchError
+from slipstream.learner.training.model import Policy, load_policy
+from slipstream.runtime.images import VisionModel, image_id
+from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
+from tests.unit.learner.builders import make_response
+
+ROWS = Layout("shared_rows", microbatch_tokens=4096)
+LAYOUTS = [
+    ROWS,
+    Layout("shared_rows", microbatch_tokens=80, row_tokens=40),
+    Layout("one_row", microbatch_tokens=4096),
+    Layout("one_per_row", microbatch_tokens=64),
+]
+PICTURES = [make_picture(24, 8), make_picture(16, 16, seed=1), make_picture(32, 8, seed=2)]
+NUMBERS = range(2, 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def policy(folder: Path) -> Policy:
+    return load_policy(ModelConfig(path=str(folder)), device=torch.device("cpu"))
+
+
+def make_answer(folder: Path, group: int, index: int, pictures: list[bytes], **overrides: Any) -> Any:
+    """An answer to a prompt with these pictures, into which the model wrote a token of an image itself."""
+    prompt = [3, *(token for _ in pictures for token in (*PLACE, 5)), 13]
+    token_ids, placed = VisionModel(str(folder)).expand(prompt, pictures)
+    random = np.random.default_rng([group, index])
+    response = (*random.choice(NUMBERS, size=2 + index).tolist(), IMAGE, 7, 1)
+    media = [Media("image", "test/0", image.id, image.first_token, image.num_tokens) for image in placed]
+    return make_response(group, index, prompt=tuple(token_ids), response=response, **({"media": media} | overrides))
+
+
+def hold(folder: Path, *pictures: bytes) -> PromptImages:
+    held = PromptImages(str(folder))
+    held.keep([*map(image_id, pictures)], {image_id(data): data for data in pictures})
+    return held
+
+
+def samples_of(folder: Path, groups: list[list[Any]]) -> list[Any]:
+    (samples,) = build_batch(
+        groups,
+        learner_version=0,
+        max_lags=[None] * len(groups),
+        weights=[1.0] * len(groups),
+        num_updates=1,
+        vocab_size=32,
+        images=hold(folder, *PICTURES),
+    ).updates
+    return samples
+
+
+def make_groups(folder: Path) -> list[list[Any]]:
+    """Groups of one picture, of two, of another one, and of none."""
+    chosen = [[PICTURES[0]], [PICTURES[1], PICTURES[2]], [PICTURES[1]], []]
+    return [[make_answer(folder, group, i, pictures) for i in range(3)] for group, pictures in enumerate(chosen)]
+
+
+def alone(policy: Policy, folder: Path, trajectory: Any) -> torch.Tensor:
+    """Log-probabilities of an answer, computed by transformers from what its own processor returns."""
+    ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
+    shown = torch.zeros_like(ids)
+    for media in trajectory.media:
+        shown[0, media.first_token :][: media.num_tokens] = 1
+    inputs: dict[str, Any] = {}
+    if trajectory.media:
+        vision, by_id = VisionModel(str(folder)), {image_id(data): data for data in PICTURES}
+        data = [by_id[media.checksum] for media in trajectory.media]
+        inputs["pixel_values"] = torch.cat([torch.from_numpy(vision.patches(each)) for each in data])
+        inputs["image_grid_thw"] = torch.tensor([vision.grid(each) for each in data])
+        inputs["mm_token_type_ids"] = shown.int()
+    embeds = policy.causal_lm.get_input_embeddings()(ids)
+    # What the model wrote is no image.
+    ids_shown = torch.where(shown.bool() | (ids != IMAGE), ids, 0)
+    logits = policy.causal_lm(input_ids=ids_shown, inputs_embeds=embeds, **inputs).logits[0].log_softmax(-1)
+    return logits[:-1].gather(-1, ids[0, 1:, None])[:, 0][torch.from_numpy(trajectory.model_mask[1:])]
+
+
+def packed(policy: Policy, samples: list[Any], layout: Layout) -> torch.Tensor:
+    column = torch.zeros(sum(len(sample.trained) for sample in samples))
+    for microbatch in collate(samples, layout=layout):
+        column = column.index_put((microbatch.indices,), policy(microbatch)["logprobs"])
+    return column
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_packing_changes_no_log_probability(policy: Policy, folder: Path, layout: Layout) -> None:
+    groups = make_groups(folder)
+    expected = torch.cat([alone(policy, folder, member) for group in groups for member in group])
+    assert torch.allclose(packed(policy, samples_of(folder, groups), layout), expected, atol=1e-5)
+
+
+def test_microbatches_change_no_gradient(policy: Policy, folder: Path) -> None:
+    groups = make_groups(folder)
+    weights = torch.linspace(-1, 1, sum(len(sample.trained) for sample in samples_of(folder, groups)))
+    found = []
+    for layout in LAYOUTS:
+        policy.zero_grad()
+        for microbatch in collate(samples_of(folder, groups), layout=layout):
+            (policy(microbatch)["logprobs"] * weights[microbatch.indices]).sum().backward()
+        found.append({name: parameter.grad.clone() for name, parameter in policy.named_parameters()})
+    policy.zero_grad()
+    assert found[0]["causal_lm.model.visual.patch_embed.proj.weight"].abs().max() > 0.01
+    for other in found[1:]:
+        assert all(torch.allclose(found[0][name], other[name], atol=1e-4) for name in found[0])
+
+
+def test_an_image_that_a_group_shares_is_read_once(folder: Path) -> None:
+    group = [make_answer(folder, 0, index, [PICTURES[0]]) for index in range(4)]
+    (microbatch,) = collate(samples_of(folder, [group]), layout=ROWS)
+    assert microbatch.pixel_values is not None
+    assert len(microbatch.pixel_values) == 12
+    assert microbatch.position_ids is not None
+    assert microbatch.position_ids.shape == (4, *microbatch.token_ids.shape)
+
+
+def test_answers_about_different_images_share_no_prompt(policy: Policy, folder: Path) -> None:
+    pair = [make_picture(16, 8), make_picture(16, 8, seed=1)]
+    group = [make_answer(folder, 0, index, [data]) for index, data in enumerate(pair)]
+    held = hold(folder, *pair)
+    built = build_batch(
+        [group], learner_version=0, max_lags=[None], weights=[1.0], num_updates=1, vocab_size=32, images=held
+    )
+    (microbatch,) = collate(built.updates[0], layout=ROWS)
+    assert microbatch.image_grids is not None
+    assert len(microbatch.image_grids) == 2
+
+
+def test_the_visual_encoder_is_trained_unless_it_is_frozen(folder: Path) -> None:
+    for freezes in (False, True):
+        config = ModelConfig(path=str(folder), freeze_vision=freezes)
+        loaded = load_policy(config, device=torch.device("cpu"))
+        moves = {name.split(".")[2] for name, parameter in loaded.named_parameters() if parameter.requires_grad}
+        assert ("visual" in moves) == (not freezes)
+        assert "language_model" in moves
+
+
+def test_images_are_kept_over_steps_up_to_a_size(folder: Path) -> None:
+    names = [image_id(data) for data in PICTURES]
+    held = PromptImages(str(folder), kept_bytes=len(PICTURES[1]) + len(PICTURES[2]))
+    assert held.missing(names[:2]) == sorted(names[:2])
+    held.keep(names[:2], {image_id(data): data for data in PICTURES[:2]})
+    assert held.missing(names) == [names[2]]
+    held.keep(names[1:], {names[2]: PICTURES[2]})
+    assert held.missing(names) == [names[0]]
+
+
+def test_missing_and_wrong_images_are_refused_by_name(folder: Path) -> None:
+    held, name = PromptImages(str(folder)), image_id(PICTURES[0])
+    with pytest.raises(BatchError, match=f"1 without bytes, such as {name}"):
+        held.keep([name], {})
+    with pytest.raises(BatchError, match="other bytes"):
+        held.keep([name], {name: PICTURES[1]})
+    short = [Media("image", "test/0", name, 2, 2)]
+    answer = make_answer(folder, 0, 0, [PICTURES[0]], media=short)
+    with pytest.raises(BatchError, match="must have 3 tokens 15 for this learner, got 2"):
+        samples_of(folder, [[answer]])
