@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import msgspec
 import structlog
 
 from slipstream.broker.status.role_status import WaitsFor
-from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import missing_images, write_images
 from slipstream.buffer.archive.ledger import LedgerWriter
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
-from slipstream.buffer.records import FinishedGroup, RunState, StepEntry, image_names
+from slipstream.buffer.records import FinishedGroup, StepEntry, image_names
+from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.buffer import ArchiveConfig
 from slipstream.runtime.clock import Clock
@@ -43,26 +43,6 @@ _TICK_S = 1.0
 log = structlog.get_logger(__name__)
 
 
-class ArchiverStore(Protocol):
-    """The operations of Store that an archiver uses."""
-
-    def run_state(self) -> RunState: ...
-
-    def ledger(self, *, first_step: int = 1) -> list[StepEntry]: ...
-
-    def counts(self) -> StoreCounts: ...
-
-    def finished(self, *, limit: int) -> list[FinishedGroup]: ...
-
-    def images(self, names: list[str]) -> dict[str, bytes]: ...
-
-    def forget(self, group_ids: list[str]) -> int: ...
-
-    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class StepArchiver:
     """Copies the step ledger, each step after the groups it trained on. Belongs to one thread.
 
@@ -71,7 +51,7 @@ class StepArchiver:
     Life: (poll -> mark_archived* -> write)*.
     """
 
-    def __init__(self, store: ArchiverStore, folder: Path, shards: ShardWriter) -> None:
+    def __init__(self, store: Store, folder: Path, shards: ShardWriter) -> None:
         """`shards` writes to the same archive. Raises ArchiveError if its ledger is damaged, OSError."""
         self._store = store
         self._shards = shards
@@ -131,7 +111,7 @@ class Archiver:
 
     def __init__(
         self,
-        store: ArchiverStore,
+        store: Store,
         folder: Path,
         config: ArchiveConfig,
         *,
@@ -254,7 +234,7 @@ class ArchiverThread:
 
     def __init__(
         self,
-        connect: Callable[[], ArchiverStore],
+        connect: Callable[[], Store],
         folder: Path,
         config: ArchiveConfig,
         *,
@@ -302,7 +282,7 @@ class ArchiverThread:
             self._record_error(error)
             return False
 
-    def _archive_until_stopped(self, store: ArchiverStore) -> bool:
+    def _archive_until_stopped(self, store: Store) -> bool:
         try:
             with closing(self._open(store)) as archiver:
                 self._archive(archiver, store)
@@ -313,10 +293,10 @@ class ArchiverThread:
             self._report(store)
             return False
 
-    def _open(self, store: ArchiverStore) -> Archiver:
+    def _open(self, store: Store) -> Archiver:
         return Archiver(store, self._folder, self._config, open_writer=self._open_writer)
 
-    def _archive(self, archiver: Archiver, store: ArchiverStore) -> None:
+    def _archive(self, archiver: Archiver, store: Store) -> None:
         while not self._stopping.is_set():
             moved = archiver.step()
             self._record_progress(archiver, state="archiving")
@@ -356,6 +336,6 @@ class ArchiverThread:
         waits_for: WaitsFor = "store" if isinstance(error, StoreUnavailableError) else "disk"
         self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason, waits_for=waits_for)
 
-    def _report(self, store: ArchiverStore) -> None:
+    def _report(self, store: Store) -> None:
         where = {"host": socket.gethostname(), "pid": os.getpid()}
         store.report_role(_ROLE, {"role": _ROLE, **where} | msgspec.structs.asdict(self._status))

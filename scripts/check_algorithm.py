@@ -1,11 +1,10 @@
-"""Checks a function to train with: `python -m slipstream.scripts.check_algorithm KIND module:function [name=value …]`.
+"""Checks a function to train with: `slipstream check KIND module:function [name=value …]`.
 
 Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Runs the checks that the built-in functions pass; a
 property that some sound methods lack is shown as a note. Exit codes: 0 when every required property holds, 1 when one
 does not, 2 for a function that cannot be loaded.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.learner.algorithms.inputs import AdvantageInputs, LossInputs
 from slipstream.learner.objective.formulas import load_formula
-from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.console import make_console
 
 _TOLERANCE = 1e-5
@@ -39,12 +37,14 @@ class Finding:
     """Whether training needs the property."""
 
 
-def main(arguments: list[str]) -> None:
-    """Check a function and print the findings. Raises ConfigError."""
-    parsed = _parse(arguments)
-    settings = {name: yaml.safe_load(value) for name, _, value in (text.partition("=") for text in parsed.argument)}
-    findings = check(parsed.kind, parsed.function, settings)
-    _show(findings, title=f"{parsed.kind} {parsed.function}")
+def print_findings(kind: str, path: str, words: list[str]) -> None:
+    """Check a function with arguments as words `name=value`, and print the findings.
+
+    Raises ConfigError; SystemExit with code 1 when a required property does not hold.
+    """
+    arguments = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
+    findings = check(kind, path, arguments)
+    _show(findings, title=f"{kind} {path}")
     if any(finding.is_required and not finding.holds for finding in findings):
         raise SystemExit(1)
 
@@ -161,18 +161,3 @@ def _show(findings: list[Finding], *, title: str) -> None:
     for finding in findings:
         table.add_row(finding.name, words[finding.holds, finding.is_required])
     make_console().print(table)
-
-
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m slipstream.scripts.check_algorithm")
-    parser.add_argument("kind", choices=("advantage", "policy_loss"))
-    parser.add_argument("function", help="module:function")
-    parser.add_argument("argument", nargs="*", help="name=value, passed by keyword")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    import sys
-
-    with fail_cleanly():
-        main(sys.argv[1:])

@@ -1,14 +1,8 @@
-"""Print the settings of a run, the origin of each value, or sizes derived from them.
-
-python -m slipstream.scripts.print_config experiment=gsm8k_8gpu --arithmetic
-"""
-
-import argparse
+"""Prints the settings of a run, the origin of each value, or sizes derived from them: `slipstream config`."""
 
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.load import config_hash, leaves, load, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.command_line import fail_cleanly
 
 
 def arithmetic(config: RunConfig) -> dict[str, str]:
@@ -39,24 +33,12 @@ def arithmetic(config: RunConfig) -> dict[str, str]:
     }
 
 
-@fail_cleanly()
-def main(arguments: list[str] | None = None) -> None:
-    """Parse the command line and print; raises SystemExit with code 2 for a setting that cannot work."""
-    parser = argparse.ArgumentParser(
-        allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--sources", action="store_true", help="also print the preset, argument or default that set each value"
-    )
-    parser.add_argument("--arithmetic", action="store_true", help="print derived sizes")
-    parser.add_argument("overrides", nargs="*", help="as for `slipstream run`: key=value, group=option")
-    options, unknown = parser.parse_known_intermixed_args(arguments)
-    # Settings written with dashes are unknown options here; loading them gives the advice that fits.
-    overrides = [*options.overrides, *unknown]
+def print_config(overrides: list[str], *, sources: bool, is_arithmetic: bool) -> None:
+    """Print the settings, the origin of each value, or derived sizes. Raises ConfigError."""
     config = load(overrides)
-    if options.arithmetic:
+    if is_arithmetic:
         _print_table(arithmetic(config))
-    elif options.sources:
+    elif sources:
         origins = provenance(overrides)
         _print_table({f"{key} = {value}": origins[key] for key, value in leaves(to_plain(config))})
     else:
@@ -67,7 +49,3 @@ def _print_table(rows: dict[str, str]) -> None:
     width = min(60, max(len(name) for name in rows))
     for name, value in rows.items():
         print(f"{name:<{width}}  {value}")
-
-
-if __name__ == "__main__":
-    main()

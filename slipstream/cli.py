@@ -128,10 +128,9 @@ def config(
     ] = False,
 ) -> None:
     """Print the resolved configuration of a run."""
-    from slipstream.scripts.print_config import main as print_config
+    from slipstream.scripts.print_config import print_config
 
-    options = ["--sources"] * sources + ["--arithmetic"] * arithmetic
-    print_config([*options, *(overrides or [])])
+    print_config(overrides or [], sources=sources, is_arithmetic=arithmetic)
 
 
 @app.command()
@@ -306,9 +305,9 @@ def check(
 
     Exit codes: 0, 1 when a required property does not hold, 2 for a function that cannot be loaded.
     """
-    from slipstream.scripts.check_algorithm import main as check_algorithm
+    from slipstream.scripts.check_algorithm import print_findings
 
-    check_algorithm([kind, function, *(arguments or [])])
+    print_findings(kind, function, arguments or [])
 
 
 @app.command()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slipstream.buffer.archive.ledger import read_ledger
 from slipstream.buffer.archive.manifest import ShardEntry, read_manifest
-from slipstream.buffer.archive.shard_reader import check_shard, read_shard, trajectory_ids_of
+from slipstream.buffer.archive.shard_reader import check_shard, read_column, read_shard
 from slipstream.buffer.archive.shard_writer import overflow_groups
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.durable_files import write_durably
@@ -74,7 +74,7 @@ def check_archive(folder: Path, shards: list[ShardEntry], steps: list[StepEntry]
     for shard in shards:
         try:
             check_shard(folder, shard)
-            found.update(trajectory_ids_of(folder, shard))
+            found.update(read_column(folder, shard, "id"))
         except ShardError as error:
             damages.append(str(error))
     overflow = overflow_groups(folder)
@@ -150,7 +150,7 @@ class Archive:
         for shard in filter(selected.may_be_in, self._shards):
             try:
                 # The ids are a hundredth of a shard: reading them first spares opening all shards but one.
-                if selected.id is not None and selected.id not in trajectory_ids_of(self.folder, shard):
+                if selected.id is not None and selected.id not in read_column(self.folder, shard, "id"):
                     continue
                 for stored in read_shard(self.folder, shard, where=where):
                     if selected.matches(stored, decode=decode):

@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.buffer.archive.archive import Archive, read_images
 from slipstream.buffer.archive.manifest import ShardEntry
-from slipstream.buffer.archive.shard_reader import TRAINABLE, read_shard, trainable_groups_of
+from slipstream.buffer.archive.shard_reader import TRAINABLE, read_column, read_shard
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.trajectory import Trajectory
@@ -33,7 +33,9 @@ class Rollouts:
         self._folder = folder
         self._seed = seed
         self._shards = Archive(folder).shards
-        self._group_ids = [trainable_groups_of(folder, shard) for shard in self._shards]
+        self._group_ids = [
+            list(dict.fromkeys(read_column(folder, shard, "group_id", where=TRAINABLE))) for shard in self._shards
+        ]
         self._loaded: tuple[str, dict[str, list[bytes]]] = ("", {})
         if not self.num_groups:
             raise ArchiveError(f"the archive {folder} must hold groups to train on, got none: name another.")

@@ -29,23 +29,10 @@ def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None =
             yield from from_batch(batch)
 
 
-def group_ids_of(folder: Path, shard: ShardEntry) -> set[str]:
-    """Return the groups in a shard. Raises ShardError."""
+def read_column(folder: Path, shard: ShardEntry, name: str, *, where: pc.Expression | None = None) -> list[str]:
+    """Return a column of text of the trajectories for which `where` holds, in order. Raises ShardError."""
     with _refusing(shard):
-        return set(_open(folder, shard).to_table(columns=["group_id"])["group_id"].to_pylist())
-
-
-def trainable_groups_of(folder: Path, shard: ShardEntry) -> list[str]:
-    """Return the `TRAINABLE` groups in a shard, in order. Raises ShardError."""
-    with _refusing(shard):
-        table = _open(folder, shard).to_table(columns=["group_id"], filter=TRAINABLE)
-        return list(dict.fromkeys(table["group_id"].to_pylist()))
-
-
-def trajectory_ids_of(folder: Path, shard: ShardEntry) -> list[str]:
-    """Return the ids of the trajectories in a shard, in order. Raises ShardError."""
-    with _refusing(shard):
-        return _open(folder, shard).to_table(columns=["id"])["id"].to_pylist()
+        return _open(folder, shard).to_table(columns=[name], filter=where)[name].to_pylist()
 
 
 def check_shard(folder: Path, shard: ShardEntry) -> None:

@@ -20,7 +20,7 @@ import xxhash
 
 from slipstream.buffer.archive.columns import SCHEMA, to_table
 from slipstream.buffer.archive.manifest import MANIFEST, Manifest, ShardEntry, shard_name, shard_number
-from slipstream.buffer.archive.shard_reader import group_ids_of
+from slipstream.buffer.archive.shard_reader import read_column
 from slipstream.buffer.codec import encode
 from slipstream.buffer.durable_files import sync_path, write_durably
 from slipstream.buffer.errors import ArchiveError, RecordRefusedError, ShardError
@@ -144,7 +144,7 @@ class ShardWriter:
 
     def _groups_in(self, shard: ShardEntry) -> set[str]:
         try:
-            return group_ids_of(self._folder, shard)
+            return set(read_column(self._folder, shard, "group_id"))
         except ShardError as error:
             # A damaged old shard must not keep new groups from being archived.
             log.warning("shard_refused", reason=str(error))

@@ -1,11 +1,10 @@
-"""Sources of trajectories: a run's store or an archive, behind one interface."""
+"""Sources of trajectories: a run's store or an archive, with the same methods."""
 
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -63,22 +62,6 @@ _START_TIMEOUT_S = 30.0
 """Limit for a run's own server, which loads its data if it is started for this command."""
 
 
-class Source(Protocol):
-    """A store or an archive, as the commands read it."""
-
-    def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
-        ...
-
-    def step_versions(self) -> dict[int, int]:
-        """Return step -> the learner's version at its start, of the steps that are known."""
-        ...
-
-    def model_paths(self) -> list[Path]:
-        """Return folders that may hold the run's model, and so its tokenizer."""
-        ...
-
-
 class ArchiveSource:
     """An archive, and the metrics and settings of its run folder if it still lies there."""
 
@@ -93,9 +76,11 @@ class ArchiveSource:
         self.elsewhere = ""
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+        """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
         return self.archive.read(selected, decode=decode, on_refused=self._warn)
 
     def step_versions(self) -> dict[int, int]:
+        """Return step -> the learner's version at its start, of the steps that are known."""
         # A row of metrics holds the version after its step, with which the next step begins.
         path = self._run_folder / "metrics.jsonl"
         if not path.is_file():
@@ -104,6 +89,7 @@ class ArchiveSource:
         return {1: 0} | {row["step"] + 1: row["version"] for row in rows}
 
     def model_paths(self) -> list[Path]:
+        """Return folders that may hold the run's model, and so its tokenizer."""
         if not (self._run_folder / "config.yaml").is_file():
             return []
         return _model_paths(read_config(self._run_folder), self._run_folder)
@@ -128,6 +114,7 @@ class StoreSource:
         return f"; groups that are over are in {archive}" if archive and (archive / MANIFEST).is_file() else ""
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+        """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
         self._store.run_state()
         group_id = group_of(lease_of(selected.id)) if selected.id else None
         for group in self._store.groups(group_id=group_id, state=selected.outcome):
@@ -137,9 +124,11 @@ class StoreSource:
                     yield stored
 
     def step_versions(self) -> dict[int, int]:
+        """Return step -> the learner's version at its start, of the steps that are known."""
         return {entry.step: entry.version for entry in self._store.ledger()}
 
     def model_paths(self) -> list[Path]:
+        """Return folders that may hold the run's model, and so its tokenizer."""
         try:
             config = msgspec.json.decode(self._store.run_config_json(), type=RunConfig)
         except msgspec.MsgspecError:

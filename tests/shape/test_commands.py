@@ -66,7 +66,6 @@ TRIED_BY = {
     "python -m benchmarks.staleness": "tests/unit/benchmarks/test_staleness.py",
     "python -m benchmarks.generators.slow_generator": "tests/integration/test_benchmarks.py",
     "python -m benchmarks.generators.long_answers": "tests/integration/test_benchmarks.py",
-    "python -m slipstream.scripts.check_algorithm": "tests/unit/scripts/test_check_algorithm.py",
     "python -m slipstream.scripts.make_search_index": "tests/unit/generators/tools/test_search.py",
     "python -m slipstream.scripts.make_prompts": "tests/unit/scripts/test_make_prompts.py",
     "python -m slipstream.scripts.write_docs": "tests/shape/test_documents.py",

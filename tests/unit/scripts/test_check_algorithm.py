@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from slipstream.configs.base import ConfigError
-from slipstream.scripts.check_algorithm import check, main
+from slipstream.scripts.check_algorithm import check, print_findings
 
 OWN = "tests.unit.learner.own_algorithm"
 
@@ -54,7 +54,7 @@ def test_a_sound_advantage_passes_and_its_own_baseline_is_a_note():
 def test_what_would_train_wrongly_is_named(kind, name, property_):
     assert property_ in missing(check(kind, f"{__name__}:{name}", {}))
     with pytest.raises(SystemExit, match="1"):
-        main([kind, f"{__name__}:{name}"])
+        print_findings(kind, f"{__name__}:{name}", [])
 
 
 def test_a_loss_without_a_gradient_is_refused():

@@ -3,17 +3,18 @@
 import pytest
 import yaml
 
+from slipstream.cli import main
 from slipstream.configs.load import load, to_plain
-from slipstream.scripts.print_config import arithmetic, main
+from slipstream.scripts.print_config import arithmetic
 
 
 def test_the_config_is_printed_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["learner.max_steps=3"])
+    main(["config", "learner.max_steps=3"])
     assert yaml.safe_load(capsys.readouterr().out) == to_plain(load(["learner.max_steps=3"]))
 
 
 def test_sources_stand_beside_the_values(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["learner.max_steps=3", "--sources"])
+    main(["config", "learner.max_steps=3", "--sources"])
     lines = capsys.readouterr().out.splitlines()
     assert any(
         line.split() == ["learner.max_steps", "=", "3", "command", "line", "learner.max_steps=3"] for line in lines
@@ -27,7 +28,7 @@ def test_arithmetic_follows_from_the_config(capsys: pytest.CaptureFixture[str]) 
     assert derived["trajectories per update and rank"] == "256"
     assert derived["groups running or waiting"].startswith("< 640 ")
     assert derived["devices of all generators"] == "4"
-    main(["--arithmetic"])
+    main(["config", "--arithmetic"])
     assert "256 = 32 groups x 8" in capsys.readouterr().out
 
 
@@ -42,7 +43,7 @@ def test_a_wrong_setting_is_one_sentence_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], argument: str, advice: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["--sources", argument])
+        main(["config", "--sources", argument])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
