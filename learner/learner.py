@@ -112,8 +112,7 @@ class Learner:
             self._save_failed(dead_end)
             raise
         except DivergenceError:
-            # The newest checkpoint, to resume from, may still be in flight.
-            self._rank_group.saver.join()
+            self._rank_group.saver.join()  # the newest checkpoint, to resume from, may still be in flight
             raise
 
     # --- start and end -------------------------------------------------------------------------------------------
@@ -175,9 +174,9 @@ class Learner:
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
         self._rank_group.flush_checkpoint()
-        folder, final = self._metrics_log.folder, self._metrics_log.folder.final_model
+        final = self._metrics_log.folder.final_model
         self._disk.retry(lambda: self._rank_group.save_model(final), what="the final model", path=final)
-        self._disk.retry(self._best.export, what="the best model", path=folder.best_model)
+        self._disk.retry(self._best.export, what="the best model", path=self._metrics_log.folder.best_model)
         self._end_run(after)
 
     def _end_run(self, after: dict[Purpose, EvaluationResult]) -> None:
@@ -252,6 +251,7 @@ class Learner:
             limit_setting="learner.wait_timeout_s",
         )
         while True:
+            self._rank_group.saver.raise_error()
             self._reason = self._stall.poll(missing)
             claim = self._store.claim(
                 step=step,

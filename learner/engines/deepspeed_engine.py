@@ -4,13 +4,14 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
@@ -113,6 +114,9 @@ class ShardedModel(Generic[M]):
             self._engine: Any = self._deepspeed.initialize(
                 model=model, optimizer=adamw, config=settings, dist_init_required=False
             )[0]
+        self._comm_dtypes = dict.fromkeys(self._lossless_in_compute_dtype(), model.compute_dtype)
+        """Sharded parameters -> what they are gathered as where they compute."""
+        _set_comm_dtypes(self._comm_dtypes)
 
     @property
     def model(self) -> M:
@@ -139,12 +143,33 @@ class ShardedModel(Generic[M]):
                     if is_copied:
                         parameter.copy_(given[name])
 
-    def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Any:
+    @contextlib.contextmanager
+    def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
         """Context in which the parameters are unsharded; changes by `modifier_rank` are sent to all ranks."""
         if self._stage < 3:
-            return contextlib.nullcontext()
+            yield
+            return
         unique = list({id(parameter): parameter for parameter in parameters}.values())
-        return self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank)
+        # Weights that leave the model, or come into it, keep all their bits.
+        _set_comm_dtypes(dict.fromkeys(self._comm_dtypes))
+        try:
+            with self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank):
+                yield
+        finally:
+            _set_comm_dtypes(self._comm_dtypes)
+
+    def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
+        """Parameters of linear layers alone, of which autocast uses the rounded ones only: half the bytes to gather.
+
+        Not small ones, which DeepSpeed keeps gathered, so that `_gathered` would find them rounded.
+        """
+        if self._stage < 3 or self._model.compute_dtype == torch.float32:
+            return []
+        parts = list(self._model.backbone.modules())
+        linear = [part for part in parts if type(part) is nn.Linear and part is not getattr(parts[0], "score", None)]
+        users = Counter(each for part in parts for each in part.parameters(recurse=False))
+        held = [each for part in linear for each in part.parameters(recurse=False)]
+        return [each for each in held if users[each] == 1 and not each.ds_persist]
 
 
 class DeepSpeedEngine(ShardedModel[M]):
@@ -229,6 +254,15 @@ class DeepSpeedEngine(ShardedModel[M]):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
         self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
+
+
+def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
+    """Have DeepSpeed gather parameters in another dtype than theirs; None: in theirs."""
+    for parameter, dtype in dtypes.items():
+        if dtype is None:
+            vars(parameter).pop("comm_dtype", None)
+        else:
+            vars(parameter)["comm_dtype"] = dtype
 
 
 def _buckets(

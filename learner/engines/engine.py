@@ -40,6 +40,14 @@ def check_grad_norm(norm: float, *, setting: str) -> float:
 class Trainable(Protocol):
     """Torch module that an engine trains: the policy, or the critic's value model."""
 
+    compute_dtype: torch.dtype
+    """Data type of matrix products."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The transformers model."""
+        ...
+
     def __call__(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         """Compute the outputs for the predicted tokens by name."""
         ...

@@ -346,6 +346,12 @@ def _claim_lapsed_between(evidence: Evidence, step: int, since: float, until: fl
     return any(step in entry["steps"] and since < entry["t"] < until for entry in lapses)
 
 
+def _claimed_by_another_between(evidence: Evidence, life: Life, step: int, since: float, until: float) -> bool:
+    """Whether another learner claimed that step: one that was replaced may claim once more before it notices."""
+    claims = (claim for other in evidence.learners if other is not life for claim in other.of("claimed"))
+    return any(claim["step"] == step and since < claim["t"] < until for claim in claims)
+
+
 def _commits_are_fenced(evidence: Evidence) -> Iterator[str]:
     for life in evidence.learners:
         claimed_at = {entry["fence"]: entry["t"] for entry in life.of("claimed")}
@@ -365,6 +371,7 @@ def _commits_are_fenced(evidence: Evidence) -> Iterator[str]:
             elif kind in ("commit_refused", "recommit_refused", "reclaim_refused"):
                 is_explained = _rolled_back_between(evidence, life, since, at, kind="rolling_back")
                 is_explained |= kind != "recommit_refused" and _claim_lapsed_between(evidence, step, since, at)
+                is_explained |= _claimed_by_another_between(evidence, life, step, since, at)
                 is_explained |= (
                     not evidence.is_quiet(("store",), since=at - 1.0, until=at) and kind == "reclaim_refused"
                 )

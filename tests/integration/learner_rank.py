@@ -6,6 +6,7 @@ Rank 0 alone has the trajectories, as the store would hand them over; the others
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, save_model
+from slipstream.learner.engines import deepspeed_engine
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
 from tests.unit.learner.builders import CPU, make_groups, make_run, zero
@@ -35,6 +37,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--critic", action="store_true")
     parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--bfloat16", choices=["rounded", "whole"], help="how ZeRO-3 gathers")
     parser.add_argument("--microbatch", type=int, default=8192)
     return parser.parse_args()
 
@@ -47,6 +50,29 @@ def share_groups(ranks: Ranks, *, seed: int) -> list[list[Trajectory]]:
     return [[next(members) for _ in range(size)] for size in sizes]
 
 
+def count_gathered(path: Path, *, is_whole: bool) -> None:
+    """Write the bytes that forward and backward passes gather, and keep no parameter gathered. `is_whole`: float32."""
+    import deepspeed.runtime.zero.partition_parameters as zero_parameters
+
+    original, configure = zero_parameters._dist_allgather_fn, deepspeed_engine.deepspeed_config
+    num_bytes = [0]
+
+    def gather(part: torch.Tensor, whole: torch.Tensor, group: object = None) -> object:
+        num_bytes[0] += whole.numel() * whole.element_size()
+        path.write_text(str(num_bytes[0]))
+        return original(part, whole, group)
+
+    def configure_all(*arguments: Any, **options: Any) -> dict[str, Any]:
+        config = configure(*arguments, **options)
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    zero_parameters._dist_allgather_fn = gather
+    deepspeed_engine.deepspeed_config = configure_all
+    if is_whole:
+        deepspeed_engine.ShardedModel._lossless_in_compute_dtype = lambda _: []  # type: ignore[method-assign]
+
+
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
@@ -55,9 +81,12 @@ def main() -> None:
     ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
     learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
-    model = ModelConfig(path=str(args.folder / "model"), lora=LoraConfig(rank=4) if args.lora else None)
+    dtype = "bfloat16" if args.bfloat16 else "float32"
+    model = ModelConfig(path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None)
     run = make_run(model.path, model=model, learner=learner, algorithm=algorithm)
     torch.manual_seed(run.seed)
+    if args.bfloat16:
+        count_gathered(args.folder / f"{args.out}.rank-{args.rank}.gathered", is_whole=args.bfloat16 == "whole")
     trainer = build_trainer(run, ranks=ranks, device=CPU)
     checkpoints = Checkpoints(args.folder / f"{args.out}-checkpoints", run=run, trainer=trainer, ranks=ranks)
     if names := checkpoints.names():

@@ -84,6 +84,22 @@ def test_two_ranks_train_the_adapter_of_one(tmp_path):
     assert largest_difference(alone, together) < 1e-5 < largest_difference(base, together)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", pytest.param("--critic", marks=pytest.mark.long)])
+def test_gathering_what_bfloat16_uses_changes_no_bit_and_halves_the_bytes(tmp_path, extra):
+    make_tiny_model(tmp_path / "model")
+    found, num_bytes = [], []
+    for gathered in ("whole", "rounded"):
+        options = (f"--bfloat16={gathered}", "--microbatch=64", *extra.split())
+        found.append(train(tmp_path, ranks=2, zero=3, out=gathered, extra=options))
+        num_bytes.append(int((tmp_path / f"{gathered}.rank-0.gathered").read_text()))
+    (whole, expected), (rounded, metrics) = found
+    assert largest_difference(whole, rounded) == 0
+    assert metrics == expected
+    assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in rounded.values()), "saved with all their bits"
+    assert num_bytes[1] < 0.6 * num_bytes[0]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("zero", "critic"), [(2, ()), (3, ("--critic",))], ids=["policy", "critic"])
 def test_two_ranks_continue_bit_for_bit_after_a_restart(tmp_path, zero, critic):

@@ -46,7 +46,7 @@ class FakeRanks:
 
     @property
     def saver(self) -> SimpleNamespace:
-        return SimpleNamespace(reason="")
+        return SimpleNamespace(reason="", raise_error=lambda: None)
 
     def flush_checkpoint(self) -> None: ...
 
