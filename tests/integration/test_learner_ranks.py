@@ -85,7 +85,9 @@ def test_two_ranks_train_the_adapter_of_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra", ["", pytest.param("--critic", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "extra", ["", *(pytest.param(each, marks=pytest.mark.long) for each in ("--critic", "--lora"))]
+)
 def test_gathering_what_bfloat16_uses_changes_no_bit_and_halves_the_bytes(tmp_path, extra):
     make_tiny_model(tmp_path / "model")
     found, num_bytes = [], []
