@@ -347,9 +347,9 @@ def _claim_lapsed_between(evidence: Evidence, step: int, since: float, until: fl
 
 
 def _claimed_by_another_between(evidence: Evidence, life: Life, step: int, since: float, until: float) -> bool:
-    """Whether another learner claimed that step: one that was replaced may claim once more before it notices."""
-    claims = (claim for other in evidence.learners if other is not life for claim in other.of("claimed"))
-    return any(claim["step"] == step and since < claim["t"] < until for claim in claims)
+    """Whether another learner claimed it: one that was replaced may claim once more before it notices."""
+    claims = (each for other in evidence.learners if other is not life for each in other.of("claimed"))
+    return any(each["step"] == step and since < each["t"] < until for each in claims)
 
 
 def _commits_are_fenced(evidence: Evidence) -> Iterator[str]:
@@ -369,12 +369,11 @@ def _commits_are_fenced(evidence: Evidence) -> Iterator[str]:
             elif kind == "renewed" and _claim_lapsed_between(evidence, step, since, begun_at):
                 yield f"the claim of step {step} was renewed after it had lapsed"
             elif kind in ("commit_refused", "recommit_refused", "reclaim_refused"):
-                is_explained = _rolled_back_between(evidence, life, since, at, kind="rolling_back")
+                is_explained = _claimed_by_another_between(evidence, life, step, since, at)
+                is_explained |= _rolled_back_between(evidence, life, since, at, kind="rolling_back")
                 is_explained |= kind != "recommit_refused" and _claim_lapsed_between(evidence, step, since, at)
-                is_explained |= _claimed_by_another_between(evidence, life, step, since, at)
-                is_explained |= (
-                    not evidence.is_quiet(("store",), since=at - 1.0, until=at) and kind == "reclaim_refused"
-                )
+                is_store_away = not evidence.is_quiet(("store",), since=at - 1.0, until=at)
+                is_explained |= is_store_away and kind == "reclaim_refused"
                 if not is_explained:
                     yield f"{kind} of step {step}, though nothing came between: {entry['error']}"
 
