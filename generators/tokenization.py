@@ -64,6 +64,9 @@ class PromptEncoder:
             try:
                 assert self._vision, "prompts with images come with a model that is given them"
                 token_ids, images = self._vision.expand(token_ids, prompt.images)
+                for image in images:
+                    # Now: within the engine, damaged pixels would cost every request.
+                    self._vision.patches(image.data)
             except ConfigError as error:
                 raise PromptError(f"prompt {prompt.uid}: {error}") from error
         if not token_ids:

@@ -38,7 +38,6 @@ from slipstream.learner.training.model import Policy, is_sharded, load_policy
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
-from slipstream.runtime.images import takes_images
 from slipstream.runtime.run_folder import RunFolder
 
 T = TypeVar("T", bound=Trainable)
@@ -145,11 +144,6 @@ def _load_frozen(run: RunConfig, model: ModelConfig, *, ranks: Ranks, device: to
 
 def _loading(run: RunConfig, *, ranks: Ranks, device: torch.device) -> AbstractContextManager[None]:
     config = run.learner.engine
-    if run.learner.num_ranks > 1 and takes_images(run.model.path):
-        raise ModelError(
-            f"learner.num_ranks must be 1 with a model that is given images, got {run.learner.num_ranks}: ranks whose "
-            "share has no image would not wait for the others' visual encoder."
-        )
     if isinstance(config, DeepSpeedEngineConfig):
         return sharded_loading(config, device=device, ranks=ranks)
     return nullcontext()

@@ -50,15 +50,17 @@ class RouterScene:
         *,
         model: ModelFingerprint | None = None,
         settings: dict[str, Any] | None = None,
+        rows: Path | None = None,
         **buffer: object,
     ) -> None:
-        """`buffer`: its settings in addition to `max_lag=0`; `settings`: those of other parts."""
+        """`buffer`: its settings in addition to `max_lag=0`; `settings`: those of other parts. `rows`: file of prompts
+        in place of ten."""
         self.clock = FakeClock()
         self.store_is_ahead_s = 0.0
         self.store = MemoryStore(clock=lambda: self.clock() + self.store_is_ahead_s)
         self.run = make_run(**(settings or {}), buffer={"staleness": {"max_lag": 0}} | buffer)
         self.hub = MemoryBroker()
-        data = Dataset(write_rows(folder / "rows.parquet"))
+        data = Dataset(rows or write_rows(folder / "rows.parquet"))
         self.config_json = msgspec.json.encode(self.run).decode()
         curriculum = self.run.data.curriculum
         self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0, curriculum=curriculum)

@@ -1,14 +1,16 @@
 """Collation: samples of an optimizer update -> microbatches of tensors, packed and distributed over ranks."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from slipstream.learner.batching.microbatch import Microbatch, Sample
+from slipstream.learner.batching.microbatch import Microbatch, Sample, SampleImages
 from slipstream.learner.batching.packing import (
     Bundle,
     Row,
@@ -158,7 +160,11 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     ]
     microbatches = [_build_microbatch(rows, layout) for rows in packed[rank]]
     missing = max(map(len, packed)) - len(microbatches)
-    return microbatches + [_empty_microbatch()] * missing
+    microbatches += [_empty_microbatch()] * missing
+    images = next((sample.images for sample in trained if sample.images), None)
+    if images is None or num_ranks == 1:
+        return microbatches
+    return [_with_blank(each, images) if each.pixel_values is None else each for each in microbatches]
 
 
 def _build_microbatch(rows: list[Row], layout: Layout) -> Microbatch:
@@ -166,6 +172,30 @@ def _build_microbatch(rows: list[Row], layout: Layout) -> Microbatch:
     for index, row in enumerate(rows):
         builder.fill_row(index, row)
     return builder.build(is_masked=layout.kind == "shared_rows", has_positions=layout.kind != "one_per_row")
+
+
+def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
+    """The same with an image that no token sees, in a column of its own: all ranks compute the visual encoder."""
+    num_rows, length = microbatch.token_ids.shape
+    positions = microbatch.position_ids
+    positions = torch.arange(length).expand(num_rows, -1) if positions is None else positions
+    token_ids, mask = F.pad(microbatch.token_ids, (0, 1)), microbatch.attention_mask
+    if mask is not None:
+        mask = F.pad(mask, (0, 1, 0, 1))
+        mask[..., -1, -1] = True
+    is_image = torch.zeros_like(token_ids, dtype=torch.bool)
+    is_image[0, -1] = True
+    side, width = images.merge_size, images.patches(images.ids[0]).shape[1]
+    return dataclasses.replace(
+        microbatch,
+        token_ids=token_ids,
+        position_ids=F.pad(positions, (0, 1)).expand(4, -1, -1),
+        attention_mask=mask,
+        sources=microbatch.sources + microbatch.sources // length,
+        pixel_values=torch.zeros(side**2, width),
+        image_grids=torch.tensor([[1, side, side]]),
+        is_image=is_image,
+    )
 
 
 def _empty_microbatch() -> Microbatch:

@@ -62,6 +62,7 @@ class PromptImages:
         return SampleImages(
             ids=[each.checksum for each in media],
             grids=grids,
+            merge_size=vision.merge_size,
             is_image=is_image,
             positions=vision.positions(end - start, placed),
             patches=lambda name: vision.patches(self._images[name]),

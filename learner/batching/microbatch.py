@@ -21,6 +21,8 @@ class SampleImages:
     ids: list[str]
     """Names of the images, in the order of their tokens."""
     grids: list[Grid]
+    merge_size: int
+    """Patches along each side of a token's square."""
     is_image: np.ndarray
     """bool[T]: tokens that stand for images; the model may write the same ones, which do not."""
     positions: np.ndarray

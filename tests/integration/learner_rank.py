@@ -8,10 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 
 from slipstream.buffer.codec import pack, unpack
-from slipstream.buffer.trajectory import Trajectory
+from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.advantages import GaeConfig, GrpoConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.data import LoraConfig, ModelConfig
@@ -20,6 +22,9 @@ from slipstream.learner.checkpoint import Checkpoints, save_model
 from slipstream.learner.engines import deepspeed_engine
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
+from slipstream.runtime.images import image_id
+from tests.unit.learner.batching.test_images import PICTURES
+from tests.unit.learner.batching.test_images import make_groups as make_picture_groups
 from tests.unit.learner.builders import CPU, make_groups, make_run, zero
 
 TIMEOUT_S = 60.0
@@ -38,13 +43,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--bfloat16", choices=["rounded", "whole"], help="how ZeRO-3 gathers")
+    parser.add_argument(
+        "--pictures", action="store_true", help="a model that is given images, prompts with and without"
+    )
     parser.add_argument("--microbatch", type=int, default=8192)
     return parser.parse_args()
 
 
-def share_groups(ranks: Ranks, *, seed: int) -> list[list[Trajectory]]:
-    groups = make_groups(num_groups=4, group_size=4, seed=seed) if ranks.is_first else []
-    payloads = [pack(m, lease_id="0", purpose="train", group_size=4)[1] for g in groups for m in g]
+def rewarded_pictures(folder: Path, *, seed: int) -> list[list[Trajectory]]:
+    random = np.random.default_rng(seed)
+    groups = make_picture_groups(folder / "model")
+    return [[msgspec.structs.replace(m, reward=Reward(total=float(random.random()))) for m in g] for g in groups]
+
+
+def share_groups(ranks: Ranks, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    groups = groups if ranks.is_first else []
+    payloads = [pack(m, lease_id="0", purpose="train", group_size=len(g))[1] for g in groups for m in g]
     sizes = ranks.broadcast_ints([len(group) for group in groups] if ranks.is_first else None)
     members = iter(map(unpack, ranks.broadcast_bytes(payloads if ranks.is_first else None)))
     return [[next(members) for _ in range(size)] for size in sizes]
@@ -94,7 +108,13 @@ def main() -> None:
     assert ranks.broadcast_bytes([] if ranks.is_first else None) == []
     if args.die:
         os._exit(1)
-    metrics = [trainer.step(share_groups(ranks, seed=step), learner_version=0, step=step + 1) for step in args.steps]
+    if trainer.images:
+        trainer.images.keep([*map(image_id, PICTURES)], {image_id(data): data for data in PICTURES})
+    metrics = []
+    for step in args.steps:
+        made = make_groups(num_groups=4, group_size=4, seed=step)
+        groups = share_groups(ranks, rewarded_pictures(args.folder, seed=step) if args.pictures else made)
+        metrics.append(trainer.step(groups, learner_version=0, step=step + 1))
     trainer.canary()
     checkpoints.save(step=args.steps[-1] + 1, version=0)
     checkpoints.saver.flush()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.pictures import make_vision_model
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.builders import make_groups, make_run, make_trainer, weights
 
@@ -100,6 +101,23 @@ def test_gathering_what_bfloat16_uses_changes_no_bit_and_halves_the_bytes(tmp_pa
     assert metrics == expected
     assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in rounded.values()), "saved with all their bits"
     assert num_bytes[1] < 0.6 * num_bytes[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_two_ranks_train_the_visual_encoder_of_one(tmp_path, zero):
+    make_vision_model(tmp_path / "model")
+    # Small, so that some microbatches have images and others none.
+    extra = ("--pictures", "--microbatch=64")
+    (alone, expected), (together, metrics) = (
+        train(tmp_path, ranks=ranks, zero=zero, out=f"ranks-{ranks}", extra=extra) for ranks in (1, 2)
+    )
+    assert metrics[0] == metrics[1]
+    assert metrics[0][0]["learner/loss"] == pytest.approx(expected[0][0]["learner/loss"], abs=1e-5)
+    base = load_file(tmp_path / "model" / "model.safetensors")
+    visual = [name for name in base if "visual" in name]
+    assert largest_difference(alone, together) < 1e-5
+    assert min(float((base[name] - together[name]).abs().max()) for name in visual) > 0
 
 
 @pytest.mark.long

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
@@ -9,8 +11,10 @@ from slipstream.buffer.codec import encode
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
+from slipstream.runtime.images import image_id
 from tests.builders import make_packed
 from tests.fakes import FakePeer, RouterScene
+from tests.pictures import make_picture, make_picture_row
 
 
 def complete(scene: RouterScene, peer: FakePeer, prompts: Prompts, *, seconds: float) -> None:
@@ -187,3 +191,19 @@ def test_a_run_without_a_row_in_the_band_skips_nothing_and_says_so_once(tmp_path
     assert event.text.startswith(
         "the success rate of every row of data.train lies outside data.curriculum.low and high"
     )
+
+
+def test_images_are_stored_once_and_before_anybody_can_refer_to_them(tmp_path: Path):
+    shared, own = make_picture(), make_picture(seed=1)
+    rows = [make_picture_row([{"bytes": data}]) for data in (shared, shared, own)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pictures.parquet")
+    scene = RouterScene(tmp_path, rows=tmp_path / "pictures.parquet", staleness={"max_lag": 4})
+    peer = FakePeer(scene, "generator", "g")
+    peer.exchange(Pong(0.0, "ready", 0))
+    scene.store.open_evaluation("eval", purpose="sampled", version=0, rows=[2])
+    (prompt,) = peer.lease(max_trajectories=1).prompts
+    assert (prompt.lease.purpose, prompt.images) == ("sampled", [own])
+    assert scene.store.images([image_id(own)]) == {}, "nobody trains on answers to evaluations"
+    prompts = peer.lease(max_trajectories=6).prompts
+    assert sorted(len(prompt.images) for prompt in prompts) == [1, 1, 1]
+    assert scene.store.images([image_id(own), image_id(shared)]) == {image_id(own): own, image_id(shared): shared}

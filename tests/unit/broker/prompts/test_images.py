@@ -14,9 +14,11 @@ from slipstream.buffer.codec import decode, encode, pack, unpack
 from slipstream.buffer.records import Lease, image_names
 from slipstream.buffer.trajectory import Media
 from slipstream.configs.base import ConfigError
+from slipstream.generators.errors import PromptError
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
 from slipstream.launch.preflight import make_inputs
 from slipstream.runtime.images import PLACEHOLDER, VisionModel, image_id
+from tests.builders import make_prompt as make_leased
 from tests.builders import make_run, make_trajectory
 from tests.pictures import IMAGE, make_picture, make_picture_row, make_vision_model
 from tests.tiny_model import make_tiny_model
@@ -124,6 +126,14 @@ def test_prompts_are_encoded_as_the_model_reads_them(tmp_path: Path, model: Path
     chat = make_picture_row([{"bytes": FIRST}], prompt=[{"role": "user", "content": "<image>1"}])
     asked = make_prompt(lease, open_run(tmp_path, model, [chat]).row(0))
     assert encoder.encode(asked) == [14, IMAGE, IMAGE, 16, 3, 13]
+
+
+def test_a_damaged_image_costs_its_prompt_alone(model: Path) -> None:
+    tokenizer = load_tokenizer(make_run(model={"path": str(model)}).model)
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=99, vision=VisionModel(str(model)))
+    prompt = make_leased(PLACEHOLDER, images=[make_picture(64, 64)[:-500]])
+    with pytest.raises(PromptError, match="prompt test/0: an image must be complete"):
+        encoder.encode(prompt)
 
 
 def test_an_answer_carries_the_name_of_its_image_and_not_its_bytes() -> None:

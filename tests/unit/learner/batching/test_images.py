@@ -124,6 +124,21 @@ def test_microbatches_change_no_gradient(policy: Policy, folder: Path) -> None:
         assert all(torch.allclose(found[0][name], other[name], atol=1e-4) for name in found[0])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_computes_the_visual_encoder_as_often_as_the_others(
+    policy: Policy, folder: Path, layout: Layout
+) -> None:
+    samples = samples_of(folder, make_groups(folder))
+    expected, found = packed(policy, samples, layout), torch.zeros(sum(len(sample.trained) for sample in samples))
+    for rank in range(5):
+        microbatches = collate(samples, layout=layout, rank=rank, num_ranks=5)
+        for microbatch in microbatches:
+            assert microbatch.pixel_values is not None
+            found[microbatch.indices] += policy(microbatch)["logprobs"]
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_an_image_that_a_group_shares_is_read_once(folder: Path) -> None:
     group = [make_answer(folder, 0, index, [PICTURES[0]]) for index in range(4)]
     (microbatch,) = collate(samples_of(folder, [group]), layout=ROWS)
