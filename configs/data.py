@@ -41,6 +41,12 @@ class ModelConfig(Config):
     lora: LoraConfig | None = None
     """Adapter to train on top of the model, which stays as it is: `model.lora.rank=16`; null = all weights are
     trained."""
+    router_replay: bool = False
+    """Mixtures of experts: engines record the experts that they chose for each token, and the learner's forward passes
+    use those instead of its own choice; the weights of the experts are the learner's own."""
+    router_aux_loss: Annotated[float, Meta(ge=0)] | Literal["checkpoint"] = 0.0
+    """Coefficient of the loss that balances a mixture's experts; `checkpoint` = the `router_aux_loss_coef` of the
+    checkpoint's config. 0 = off."""
 
 
 class ReplayConfig(Config):

@@ -14,6 +14,7 @@ from slipstream.configs.base import Config, ConfigError, require
 from slipstream.configs.broker import BrokerConfig, WeightsConfig
 from slipstream.configs.buffer import AccuracyConfig, BufferConfig, MemoryStoreConfig, ZeroSignalConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig
 
@@ -190,6 +191,18 @@ def _check_learner(run: RunConfig) -> None:
     )
 
 
+def _check_router_replay(run: RunConfig) -> None:
+    key, engine = "model.router_replay", run.generators.engine
+    if not run.model.router_replay:
+        return
+    require(run.mode != "sft", key, "be false with mode=sft", got=True, why="demonstrations have no recorded experts")
+    if isinstance(engine, VllmEngineConfig):
+        unfit = "pipeline_parallel_size > 1" if engine.pipeline_parallel_size > 1 else ""
+        unfit = "enable_prefix_caching=false" if engine.enable_prefix_caching is False else unfit
+        must = "be false with this generators.engine"
+        require(not unfit, key, must, got=f"true with {unfit}", why="vLLM cannot record experts so")
+
+
 def _check_one_process(run: RunConfig) -> None:
     one, why = run.is_one_process, "only roles in one process share its memory"
     if run.mode == "serial":
@@ -324,7 +337,7 @@ def _check_lease(run: RunConfig) -> None:
     )
 
 
-_LEARNER_CHECKS = (_check_mode, _check_learner)
+_LEARNER_CHECKS = (_check_mode, _check_learner, _check_router_replay)
 """Checks that apply in every mode."""
 _ROLE_CHECKS = (
     _check_bounds,

@@ -119,7 +119,9 @@ def _load_frozen_models(
     elif run.algorithm.kl.coefficient:
         reference = _load_frozen(run, run.model, ranks=ranks, device=device)
     if distillation := run.algorithm.distillation:
-        config = msgspec.structs.replace(run.model, path=distillation.teacher_path, lora=None)
+        config = ModelConfig(
+            distillation.teacher_path, dtype=run.model.dtype, trust_remote_code=run.model.trust_remote_code
+        )
         teacher = _load_frozen(run, config, ranks=ranks, device=device)
         if teacher.model.vocab_size != policy.vocab_size:
             raise ModelError(

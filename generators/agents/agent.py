@@ -77,10 +77,16 @@ class Transcript:
         """Model turns; environment turns are not counted."""
         self._model_mask: list[bool] = [False] * len(prompt_token_ids)
         self._logprobs: list[float] = [0.0] * len(prompt_token_ids)
+        self._experts: list[np.ndarray] = []
+        self._num_routed = 0
 
     def add_completion(self, completion: Completion) -> None:
         """Append the model's turn, exactly as sampled."""
         offset = len(self.token_ids)
+        if completion.experts is not None:
+            # Those of earlier turns stay: they are of the passes that sampled them.
+            self._experts.append(completion.experts[self._num_routed :])
+            self._num_routed = len(completion.experts)
         for span in completion.version_spans:
             # A turn that starts under the version of the previous one extends its span: spans mark changes only.
             if not self.version_spans or self.version_spans[-1].version != span.version:
@@ -106,6 +112,9 @@ class Transcript:
             if not self.version_spans or self.version_spans[-1].version != span.version:
                 self.version_spans.append(VersionSpan(offset + span.first_token, span.version))
         self.num_turns += other.num_turns
+        if other.experts is not None:
+            self._experts.append(other.experts)
+            self._num_routed += len(other.experts)
         self.token_ids += other.token_ids
         self._logprobs += other._logprobs
         self._model_mask += other._model_mask
@@ -119,6 +128,15 @@ class Transcript:
     def generator_logprobs(self) -> np.ndarray:
         """float32[T], 0 where the model did not write the token."""
         return np.array(self._logprobs, dtype=np.float32)
+
+    @property
+    def experts(self) -> np.ndarray | None:
+        """uint8 or int16[T, M, K]: see EXPERTS; None where the engine records none."""
+        if not self._experts:
+            return None
+        experts = np.concatenate(self._experts)
+        missing = len(self.token_ids) - len(experts)
+        return np.pad(experts, ((0, missing), (0, 0), (0, 0)))
 
     def _extend(self, token_ids: list[int], logprobs: list[float], *, is_model: bool) -> None:
         if len(token_ids) != len(logprobs):

@@ -31,6 +31,7 @@ from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import GeneratorError, PromptError
 from slipstream.generators.rewards.reward import RewardInput, failed_reward
 from slipstream.generators.tokenization import PromptEncoder
+from slipstream.runtime.routers import EXPERTS
 from slipstream.runtime.run_folder import RunFolder
 
 log = structlog.get_logger(__name__)
@@ -277,6 +278,7 @@ class AgentRunner:
                 Media("image", f"{prompt.uid}/{number}", image.id, image.first_token, image.num_tokens)
                 for number, image in enumerate(images)
             ],
+            arrays={} if transcript.experts is None else {EXPERTS: transcript.experts},
             metrics={name: float(number) for name, number in episode.metrics.items()},
         )
 

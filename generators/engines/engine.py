@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Record, Sampling, VersionSpan
+from slipstream.generators.errors import EngineError
 from slipstream.runtime.images import PromptImage
+from slipstream.runtime.routers import Router, find_routers
 
 
 class Completion(Record):
@@ -24,6 +28,9 @@ class Completion(Record):
     """Policy version of each token; `first_token` counts from the start of the response."""
     stop_reason: str
     """`stop` (end token) | `stop_string` | `length`."""
+    experts: np.ndarray | None = None
+    """uint8 or int16[T - 1, M, K]: the experts of each token of prompt and response but the last, in each router, as
+    the pass chose them that sampled the next token of the response; None unless `model.router_replay`."""
 
 
 class EngineLoad(Record):
@@ -103,6 +110,16 @@ class Engine(Protocol):
     async def stop(self) -> None:
         """End everything this engine started, within bounded time."""
         ...
+
+
+def require_routers(module: Any) -> list[Router]:
+    """The model's routers. Raises EngineError without any."""
+    if routers := find_routers(module):
+        return routers
+    raise EngineError(
+        "model.router_replay must be false for a model without routers that choose by top-k, got "
+        f"{type(module).__name__}"
+    )
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:

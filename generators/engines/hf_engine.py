@@ -19,11 +19,12 @@ from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
+from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids, require_routers
 from slipstream.generators.engines.weight_layout import WeightLayout, receive_update
 from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.lora import attach_adapter, language_model_class
+from slipstream.runtime.routers import Routers
 
 log = structlog.get_logger(__name__)
 
@@ -101,6 +102,8 @@ class HfRequest:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.version_spans: list[VersionSpan] = []
+        self.experts: list[Tensor] = []
+        """[N, M, K] of each pass that read N of its tokens, where they are recorded."""
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def append(self, token_id: int, logprob: float, *, version: int, end_token_ids: Sequence[int]) -> None:
@@ -111,7 +114,9 @@ class HfRequest:
         self.logprobs.append(logprob)
         is_full = len(self.token_ids) == self.sampling.max_tokens
         if reason := "stop" if token_id in end_token_ids else self._stop_string() or ("length" if is_full else ""):
-            self.completion.set_result(Completion(self.token_ids, self.logprobs, self.version_spans, reason))
+            experts = torch.cat(self.experts).numpy() if self.experts else None
+            completed = Completion(self.token_ids, self.logprobs, self.version_spans, reason, experts)
+            self.completion.set_result(completed)
 
     def _stop_string(self) -> str:
         """`stop_string` if the last token completes one of the texts; empty otherwise."""
@@ -130,11 +135,18 @@ class HfBatch:
     """
 
     def __init__(
-        self, requests: list[HfRequest], *, pad_token_id: int, device: torch.device, vision: VisionModel | None = None
+        self,
+        requests: list[HfRequest],
+        *,
+        pad_token_id: int,
+        device: torch.device,
+        vision: VisionModel | None = None,
+        routers: Routers | None = None,
     ) -> None:
-        """`vision`: of a model that is given images."""
+        """`vision`: of a model that is given images. `routers`: those of the model, if their choice is recorded."""
         self._requests = requests
         self._vision = vision
+        self._routers = routers
         self._cache = DynamicCache()
         longest = max(len(request.prompt_token_ids) for request in requests)
         # Padding on the left: the last column then holds the last token of every row.
@@ -180,6 +192,11 @@ class HfBatch:
             logits_to_keep=1,
             **images,
         )
+        if self._routers:
+            chosen = self._routers.chosen().unflatten(0, self._input_ids.shape).cpu()
+            is_read = self._mask[:, -self._input_ids.shape[1] :].bool().cpu()
+            for request, experts, own in zip(self._requests, chosen, is_read, strict=True):
+                request.experts.append(experts[own])
         return output.logits[:, -1].cpu()
 
     def _read_images(self, positions: Tensor, vision: VisionModel) -> tuple[Tensor, dict[str, Tensor]]:
@@ -223,6 +240,7 @@ class HfEngine:
         # A receiver belongs to one thread, and waiting for bytes must not block decoding.
         self._receiver_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._model: Any = None
+        self._routers: Routers | None = None
         self._names: CheckpointNames
         self._tokenizer: Any = None
         self._end_token_ids: list[int] = []
@@ -251,6 +269,8 @@ class HfEngine:
             attach_adapter(model, self._config.lora, base=path)
         self._tokenizer = tokenizer
         self._model = model.to(device).eval().requires_grad_(False)
+        if self._config.router_replay:
+            self._routers = Routers(require_routers(model))
         self._names = AdapterNames(self._model) if self._config.lora else CheckpointNames(self._model)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)
         self._pad_token_id = tokenizer.pad_token_id or 0
@@ -330,6 +350,7 @@ class HfEngine:
             pad_token_id=self._pad_token_id,
             device=self._model.device,
             vision=VisionModel(self._config.path) if any(request.images for request in requests) else None,
+            routers=self._routers,
         )
         while not batch.is_done:
             batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)

@@ -19,6 +19,7 @@ from slipstream.learner.batching.batch import Batch, Tokens, Trajectories
 from slipstream.learner.batching.images import PromptImages
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import BatchError
+from slipstream.runtime.routers import EXPERTS, Routers
 
 _UNKNOWN_LAG = 1 << 20
 """Lag of another run's tokens: their versions are not this run's, so they count as older than any of its own."""
@@ -63,13 +64,14 @@ def build_batch(
     masks_truncated: bool = False,
     num_mixed: int = 0,
     images: PromptImages | None = None,
+    routers: Routers | None = None,
 ) -> BuiltBatch:
     """Distribute groups over `num_updates` updates and lay out their columns. Raises BatchError.
 
     `max_lags` (None = no bound) and `weights` have one entry per group. `has_baseline`: whether a greedy answer may be
     among the members of a group (`generators.baseline`). `masks_truncated`: responses cut off at the longest length
     leave the loss and stay in the baseline. `num_mixed`: groups at the end that are another run's. `images`: those of
-    the prompts, for a model that is given any.
+    the prompts, for a model that is given any. `routers`: those that shall use the recorded experts.
     """
     num_own = len(groups) - num_mixed
     members = []
@@ -80,13 +82,15 @@ def build_batch(
             trained = _trained_tokens(trajectory, stale, masks_truncated=masks_truncated)
             lags = _lags(trajectory, trained, learner_version=learner_version)
             lags = lags if index < num_own else np.full_like(lags, _UNKNOWN_LAG)
+            if routers:
+                _check_experts(trajectory, routers)
             members.append(_Member(trajectory, index, trained, lags, 0 if stale is None else int(stale.sum())))
     _check_vocabulary(members, vocab_size=vocab_size)
     # In turn, so that no update gets all the reused and mixed groups, which come last.
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights)
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]
-    for member, samples in zip(members, _samples(members, images), strict=True):
+    for member, samples in zip(members, _samples(members, images, has_experts=routers is not None), strict=True):
         updates[update_of[member.group]] += samples
     return BuiltBatch(batch, updates, _metrics(members, batch.trajectories))
 
@@ -140,15 +144,33 @@ def _check_sampling(trajectory: Trajectory, *, has_baseline: bool) -> None:
         )
 
 
-def _samples(members: Sequence[_Member], images: PromptImages | None) -> list[list[Sample]]:
+def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
+    found, (num_routers, top_k) = trajectory.arrays.get(EXPERTS), routers.shape
+    expected = [trajectory.num_tokens, num_routers, top_k]
+    got = "none" if found is None else f"{found.dtype}{list(found.shape)}"
+    if found is not None and found.dtype.kind in "ui" and list(found.shape) == expected:
+        if 0 <= int(found.min()) <= int(found.max()) < routers.num_experts:
+            return
+        got = f"{int(found.min())} to {int(found.max())}"
+    raise BatchError(
+        f"with model.router_replay a trajectory must have the experts of its tokens, whole numbers{expected} below "
+        f"{routers.num_experts}, got {got} in {trajectory.id} of {trajectory.generator_id}: it was made without that "
+        "setting, by an engine that records none, or with another model."
+    )
+
+
+def _samples(members: Sequence[_Member], images: PromptImages | None, *, has_experts: bool) -> list[list[Sample]]:
     """Those of each member's contexts; their tokens have the columns of `Tokens` in this order."""
     first_indices = [0, *accumulate(len(member.trained) for member in members)][:-1]
     starts = zip(members, first_indices, strict=True)
-    return [list(_samples_of(member, first_index, images)) for member, first_index in starts]
+    return [list(_samples_of(member, first, images, has_experts=has_experts)) for member, first in starts]
 
 
-def _samples_of(member: _Member, first_index: int, images: PromptImages | None) -> Iterator[Sample]:
+def _samples_of(
+    member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool
+) -> Iterator[Sample]:
     trajectory = member.trajectory
+    experts = trajectory.arrays[EXPERTS] if has_experts else None
     bounds = trajectory.context_bounds()
     # Most trajectories have one context, with all of their tokens.
     cuts = np.searchsorted(member.trained, bounds).tolist() if len(bounds) > 2 else [0, len(member.trained)]
@@ -160,6 +182,7 @@ def _samples_of(member: _Member, first_index: int, images: PromptImages | None) 
             group_id=trajectory.group_id,
             temperature=trajectory.sampling.temperature,
             images=images.of(trajectory, start, end) if images else None,
+            experts=None if experts is None else experts[start:end],
         )
 
 

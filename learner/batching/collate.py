@@ -42,6 +42,8 @@ class MicrobatchBuilder:
         self._parents = np.full(shape, _PADDING)
         self._axes: np.ndarray | None = None
         self._is_image = np.zeros(shape, dtype=np.bool_)
+        self._copies = np.zeros(shape, dtype=np.int64)
+        self._experts: np.ndarray | None = None
         self._num_segments = 0
         self._samples: list[Sample] = []
         self._sources: list[np.ndarray] = []
@@ -74,25 +76,32 @@ class MicrobatchBuilder:
             pixel_values=torch.from_numpy(np.concatenate(patches)) if patches else None,
             image_grids=torch.tensor([grid for grid, _ in self._images]) if patches else None,
             is_image=torch.from_numpy(self._is_image) if patches else None,
+            copies=torch.from_numpy(self._copies),
+            experts=None if self._experts is None else torch.from_numpy(self._experts),
         )
 
     def _put_bundle(self, row: int, column: int, bundle: Bundle) -> int:
         shared = bundle.num_shared
         # The shared prompt lies in the row once; each branch continues its positions, not the row's.
         trunk = self._next_segment()
-        self._put(row, column, bundle.samples[0], 0, shared, segment=trunk, parent=trunk)
+        first = bundle.samples[0]
+        self._put(row, column, first, 0, shared, segment=trunk, parent=trunk, copies=len(bundle.samples))
         trunk_end = column = column + shared
         for sample in bundle.samples:
-            self._put(row, column, sample, shared, sample.num_inputs, segment=self._next_segment(), parent=trunk)
+            end = sample.num_inputs
+            self._put(row, column, sample, shared, end, segment=self._next_segment(), parent=trunk, copies=1)
             sources = sample.trained - 1 + column - shared
             # The first token of a branch is predicted by the last one of the prompt, which other branches may follow.
             sources[sample.trained == shared] = trunk_end - 1
             self._samples.append(sample)
             self._sources.append(sources + row * self._length)
-            column += sample.num_inputs - shared
+            column += end - shared
         return column
 
-    def _put(self, row: int, column: int, sample: Sample, start: int, end: int, *, segment: int, parent: int) -> None:
+    def _put(
+        self, row: int, column: int, sample: Sample, start: int, end: int, *, segment: int, parent: int, copies: int
+    ) -> None:
+        """Put the sample's tokens from `start` to `end`."""
         span = slice(column, column + end - start)
         self._token_ids[row, span] = sample.token_ids[start:end]
         self._position_ids[row, span] = np.arange(start, end)
@@ -111,6 +120,14 @@ class MicrobatchBuilder:
                 ]
         elif self._axes is not None:
             self._axes[:, row, span] = self._position_ids[row, span]
+        self._copies[row, span] = copies
+        if sample.experts is not None:
+            if self._experts is None:
+                # Padding needs experts, too: any that differ.
+                _, num_routers, top_k = sample.experts.shape
+                shape = (*self._token_ids.shape, num_routers, top_k)
+                self._experts = np.broadcast_to(np.arange(top_k, dtype=sample.experts.dtype), shape).copy()
+            self._experts[row, span] = sample.experts[start:end]
 
     def _next_segment(self) -> int:
         self._num_segments += 1
@@ -202,4 +219,13 @@ def _empty_microbatch() -> Microbatch:
     """One token to read, none to predict: what a rank computes while others have more to do."""
     none = torch.zeros(0, dtype=torch.int64)
     token_ids = torch.zeros(1, 1, dtype=torch.int64)
-    return Microbatch(token_ids, None, None, sources=none, targets=none, temperatures=torch.ones(0), indices=none)
+    return Microbatch(
+        token_ids,
+        None,
+        None,
+        sources=none,
+        targets=none,
+        temperatures=torch.ones(0),
+        indices=none,
+        copies=torch.zeros_like(token_ids),
+    )

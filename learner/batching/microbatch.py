@@ -51,6 +51,8 @@ class Sample:
     """Divisor of the logits; above 0."""
     images: SampleImages | None = None
     """Images of its prompt; None: it has none."""
+    experts: np.ndarray | None = None
+    """uint8 or int16[T, M, K], the experts of each token in each of M routers; None = the routers' own choice."""
 
     @property
     def indices(self) -> np.ndarray:
@@ -86,12 +88,16 @@ class Microbatch:
     """Divisor of the logits of each trained token."""
     indices: Int[Tensor, "N"]
     """Index of each trained token in the columns of `Tokens`."""
+    copies: Int[Tensor, "R L"]
+    """Samples that read each input token: 0 in the padding, several in a prompt that they share."""
     pixel_values: Float[Tensor, "P D"] | None = None
     """Patches of all images, in the order of their tokens in the rows; None: there are none."""
     image_grids: Int[Tensor, "K 3"] | None = None
     """Patches of each image along time, height and width."""
     is_image: Bool[Tensor, "R L"] | None = None
     """Tokens that stand for images."""
+    experts: Int[Tensor, "R L M K"] | None = None
+    """Experts of each input token in each router; None = the routers' own choice."""
 
     @property
     def num_tokens(self) -> int:

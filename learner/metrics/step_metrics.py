@@ -1,8 +1,11 @@
 """Metrics of a training step, overall and by lag, with their healthy ranges; docs/metrics.md describes each."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from slipstream.learner.batching.answer_metrics import ANSWER_METRICS, BY_SOURCE
@@ -47,6 +50,7 @@ TOKEN_METRICS = {
 metric without a token, or a trajectory, is missing; only `learner/tokens` and `learner/reference_kl` are 0 then."""
 
 BY_LAG = "learner/by_lag/<lag>/<name>"
+BY_LAYER = "learner/by_layer/<layer>/expert_violation"
 
 METRICS = {
     "learner/loss": "minimised loss, mean over the step's optimizer updates",
@@ -72,6 +76,19 @@ METRICS = {
 }
 """Key -> description of all that `Trainer.step` returns; BY_LAG and BY_SOURCE stand for all keys of their
 kinds."""
+
+EXPERT_METRICS = {
+    "learner/expert_violation_max": "tokens of a router's busiest expert / mean over its experts, minus 1; largest "
+    "over the routers",
+    "learner/expert_violation_mean": "mean of it over the routers",
+    "learner/expert_violation_min": "smallest of it over the routers",
+    BY_LAYER: "the same of the router in that layer",
+    "learner/expert_idle_fraction": "share of experts without a token, mean over the routers",
+    "learner/expert_entropy": "entropy of the tokens over a router's experts / its largest, mean over the routers; 1: "
+    "even",
+    "learner/aux_loss": "loss that balances the experts, with its coefficient, mean over the step's optimizer updates",
+}
+"""Key -> description. Steps of a mixture of experts report these beside METRICS; `aux_loss` with such a loss alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +169,20 @@ class StepMetrics:
         self._counts = no_counts()
         self._loss = torch.zeros((), dtype=torch.float64)
         self._computed_tokens = torch.zeros((), dtype=torch.float64)
+        self._load: Tensor | None = None
+        self._aux_loss: Tensor | None = None
 
     def count_forward(self, num_tokens: int) -> None:
         """Count the input tokens of a forward pass with gradient."""
         self._computed_tokens += num_tokens
+
+    @torch.no_grad()
+    def count_experts(self, outputs: Mapping[str, Tensor]) -> None:
+        """Count the tokens of a mixture's experts in a forward pass with gradient; of other models it has none."""
+        if "expert_load" in outputs:
+            self._load = outputs["expert_load"] + (0.0 if self._load is None else self._load)
+        if "aux_loss" in outputs:
+            self._aux_loss = outputs["aux_loss"].double() + (0.0 if self._aux_loss is None else self._aux_loss)
 
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
@@ -164,8 +191,8 @@ class StepMetrics:
         self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
 
-    def report(self, ranks: Ranks, *, num_updates: int) -> dict[str, float]:
-        """Metrics over all ranks; collective."""
+    def report(self, ranks: Ranks, *, num_updates: int, layers: Sequence[int] = ()) -> dict[str, float]:
+        """Metrics over all ranks; collective. `layers`: those of the routers."""
         counts = self._counts.over(ranks).to_cpu()
         loss, computed_tokens = ranks.sum(torch.stack([self._loss.cpu(), self._computed_tokens])).tolist()
         return {
@@ -175,4 +202,26 @@ class StepMetrics:
             "learner/reference_kl": 0.0,
             **{f"learner/{name}": value for name, value in describe(counts).items()},
             **{f"learner/by_lag/{name}": value for name, value in describe_by_lag(counts).items()},
+            **({} if self._load is None else describe_experts(ranks.sum(self._load).cpu(), layers)),
+            **({} if self._aux_loss is None else {"learner/aux_loss": float(ranks.sum(self._aux_loss)) / num_updates}),
         }
+
+
+def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[str, float]:
+    """`learner/...` of the tokens of each expert of each router; `layers` are the routers'.
+
+    violation = max over experts of tokens / mean over experts of tokens - 1
+
+    Source: MaxVio of auxiliary-loss-free load balancing, arXiv:2408.15664.
+    """
+    shares = load / load.sum(1, keepdim=True).clamp(min=1)
+    violations = shares.amax(1) * load.shape[1] - 1
+    entropies = torch.special.entr(shares).sum(1) / math.log(load.shape[1])
+    return {
+        "learner/expert_violation_max": float(violations.max()),
+        "learner/expert_violation_mean": float(violations.mean()),
+        "learner/expert_violation_min": float(violations.min()),
+        "learner/expert_idle_fraction": float((load == 0).double().mean()),
+        "learner/expert_entropy": float(entropies.mean()),
+        **{BY_LAYER.replace("<layer>", str(at)): float(own) for at, own in zip(layers, violations, strict=True)},
+    }

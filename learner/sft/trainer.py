@@ -49,9 +49,10 @@ class SftTrainer:
         num_tokens = count_tokens(demonstrations)
         microbatches = self._trainer.collate(to_samples(demonstrations))
         losses, num_impossible = [], []
+        prices = self._trainer.expert_prices(microbatches)
         for microbatch in microbatches:
-            logprobs, impossible = self._logprobs(microbatch)
-            loss = -logprobs.sum() / num_tokens
+            logprobs, impossible, outputs = self._logprobs(microbatch, **prices)
+            loss = -logprobs.sum() / num_tokens + outputs.get("aux_loss", 0.0)
             self._trainer.engine.backward(loss)
             losses.append(loss.detach())
             num_impossible.append(impossible)
@@ -82,18 +83,20 @@ class SftTrainer:
         """Mean over all trained tokens but impossible ones, nats; `trajectories_per_step` are in memory at a time."""
         parts = [demonstrations[i : i + self._batch_size] for i in range(0, len(demonstrations), self._batch_size)]
         microbatches = (microbatch for part in parts for microbatch in self._trainer.collate(to_samples(part)))
-        found = [(logprobs.double().sum(), count) for logprobs, count in map(self._logprobs, microbatches)]
+        found = [(logprobs.double().sum(), count) for logprobs, count, _ in map(self._logprobs, microbatches)]
         num_tokens, num_impossible = count_tokens(demonstrations), int(self._sum([count for _, count in found]))
         if num_impossible:
             log.warning("impossible_tokens_left_out", tokens=num_impossible, of=num_tokens)
         return -self._sum([total for total, _ in found]) / max(1, num_tokens - num_impossible)
 
-    def _logprobs(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the trained tokens, 0 for those that the model finds impossible; their number."""
-        logprobs = self._trainer.engine.forward(microbatch)["logprobs"]
+    def _logprobs(self, microbatch: Microbatch, **prices: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Log-probabilities of the trained tokens, 0 for those that the model finds impossible; their number; all
+        outputs of the forward pass."""
+        outputs = self._trainer.engine.forward(microbatch, **prices)
+        logprobs = outputs["logprobs"]
         # One -inf would make the loss infinite. NaN stays, and ends the run, because it is the model that is broken.
         is_impossible = logprobs.detach() == -torch.inf
-        return logprobs.masked_fill(is_impossible, 0.0), is_impossible.sum()
+        return logprobs.masked_fill(is_impossible, 0.0), is_impossible.sum(), outputs
 
     def _sum(self, values: Sequence[Tensor]) -> float:
         """Sum over microbatches and ranks."""
@@ -109,11 +112,13 @@ class PairTrainer(SftTrainer):
     def step(self, pairs: Sequence[Pair], *, step: int) -> dict[str, float]:  # type: ignore[override]
         microbatches = self._trainer.collate(_pair_samples(pairs))
         loss, accuracy, slopes = self._compare(microbatches, num_pairs=len(pairs))
+        prices = self._trainer.expert_prices(microbatches)
         for microbatch in microbatches:
             # The two of a pair may be in different microbatches, on different ranks: each is moved by the slope of the
             # whole step's loss, which is known from a pass without gradient.
-            scores = self._trainer.engine.forward(microbatch)["scores"]
-            self._trainer.engine.backward((scores * slopes[microbatch.indices]).sum())
+            outputs = self._trainer.engine.forward(microbatch, **prices)
+            loss_part = (outputs["scores"] * slopes[microbatch.indices]).sum()
+            self._trainer.engine.backward(loss_part + outputs.get("aux_loss", 0.0))
         return {
             "learner/loss": float(loss),
             "learner/pair_accuracy": accuracy,

@@ -1,6 +1,10 @@
-"""FrozenModels: reference and teacher, the policies that give log-probabilities and are not trained."""
+"""FrozenModels: reference and teacher, the policies that give log-probabilities and are not trained.
+
+Recorded experts are those of the policy: a frozen mixture of experts routes on its own.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +64,7 @@ class FrozenModels:
 
     def recompute_logprobs(self, batch: Batch, microbatches: Sequence[Microbatch], *, ranks: Ranks) -> Batch:
         """Fill `reference_logprobs` and `teacher_logprobs` where they are used. Collective."""
+        microbatches = [replace(microbatch, experts=None) for microbatch in microbatches]
         if self._reference and self._config.kl.estimator != "full":
             columns = recompute(batch, microbatches, self._reference.forward, names=["logprobs"], ranks=ranks)
             batch = batch.with_tokens(reference_logprobs=columns["logprobs"])
@@ -72,6 +77,7 @@ class FrozenModels:
     def aux_inputs(self, microbatch: Microbatch) -> AuxInputs:
         """Outputs over the vocabulary, too large for a column of the batch, so computed per microbatch."""
         aux = AuxInputs({}, {})
+        microbatch = replace(microbatch, experts=None)
         if self._reference and self._config.kl.estimator == "full":
             aux.arguments["reference_logits"] = self._reference.forward(microbatch, requested=None)["logits"]
         if self._teacher and self._config.distillation and self._config.distillation.takes_candidates:

@@ -38,6 +38,7 @@ from slipstream.runtime.lora import (
     save_adapter,
 )
 from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_template
+from slipstream.runtime.routers import Routers, check_routers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 """float16 gradients underflow without loss scaling, so the learner computes in float32 where engines use float16."""
@@ -93,6 +94,9 @@ class Policy(nn.Module):
         """Data type of matrix products."""
         self.head: OutputHead | None = None
         """Projection by which logits are computed in chunks; None = all at once, by the model itself."""
+        found = find_routers(causal_lm)
+        self.routers = Routers(found) if found else None
+        """Routers of a mixture of experts."""
 
     @property
     def vocab_size(self) -> int:
@@ -120,18 +124,38 @@ class Policy(nn.Module):
         requested: Requested | None = LOGPROBS,
         candidates: Tensor | None = None,
         reference_logits: Tensor | DeferredLogits | None = None,
+        prices: Tensor | None = None,
     ) -> dict[str, Any]:
         """`logprobs` of the trained tokens, float32[N], and the requested numbers: see `measure_tokens`.
 
-        With nothing requested, `logits` that predict the trained tokens, [N, V].
+        With nothing requested, `logits` that predict the trained tokens, [N, V]. Of a mixture of experts also
+        `expert_load` [M, E], and with `prices` of its experts [M, E] `aux_loss`.
         """
         columns = microbatch.targets, microbatch.temperatures
         options: dict[str, Any] = {"candidates": candidates, "reference_logits": reference_logits}
+        self._set_routers(microbatch, prices)
         if self.head:
             states = self._states(microbatch)
-            return self.head(states, *columns, dtype=self.compute_dtype, requested=requested, **options)
-        logits = self._logits(microbatch)
-        return measure_tokens(logits, *columns, requested=requested, **options) if requested else {"logits": logits}
+            outputs = self.head(states, *columns, dtype=self.compute_dtype, requested=requested, **options)
+        else:
+            logits = self._logits(microbatch)
+            measured = requested and measure_tokens(logits, *columns, requested=requested, **options)
+            outputs = measured or {"logits": logits}
+        return outputs | self._routed(microbatch, prices)
+
+    def _set_routers(self, microbatch: Microbatch, prices: Tensor | None) -> None:
+        if self.routers:
+            given = microbatch.experts
+            self.routers.given = None if given is None else given.flatten(0, 1)
+            self.routers.keeps_logits = prices is not None
+
+    def _routed(self, microbatch: Microbatch, prices: Tensor | None) -> dict[str, Tensor]:
+        """Outputs about the routers, after a forward pass."""
+        if not self.routers:
+            return {}
+        copies = microbatch.copies.flatten()
+        found = {"expert_load": self.routers.load(copies)}
+        return found if prices is None else found | {"aux_loss": (prices * self.routers.probabilities(copies)).sum()}
 
     def _states(self, microbatch: Microbatch) -> Tensor:
         """Hidden states that predict the trained tokens, [N, D]."""
@@ -178,9 +202,11 @@ class Policy(nn.Module):
 class RewardModel(Policy):
     """A sequence classifier with one label in place of the language model: the score of what was read."""
 
-    def forward(self, microbatch: Microbatch, **_: Any) -> dict[str, Tensor]:
-        """`scores`, float32[N], of the tokens up to, and without, each trained one."""
-        return {"scores": self.causal_lm.score(self._states(microbatch).float()).squeeze(-1)}
+    def forward(self, microbatch: Microbatch, *, prices: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
+        """`scores`, float32[N], of the tokens up to, and without, each trained one; see `Policy.forward`."""
+        self._set_routers(microbatch, prices)
+        scores = self.causal_lm.score(self._states(microbatch).float()).squeeze(-1)
+        return {"scores": scores, **self._routed(microbatch, prices)}
 
     def probe(self, microbatch: Microbatch) -> Tensor:
         """Hidden states, scaled to about 1, [N, D]: a new head's scores are too small to tell layouts apart."""
@@ -252,6 +278,7 @@ def load_policy(
     """
     if config.lora:
         check_targets(config)
+    check_routers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
     # ZeRO-3 draws random numbers while it loads: an adapter must begin with the same ones in every layout.
     with torch.random.fork_rng(), loading or nullcontext():

@@ -34,6 +34,7 @@ from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import Policy
 from slipstream.runtime.images import takes_images
+from slipstream.runtime.routers import aux_loss_coefficient
 
 
 class Trainer:
@@ -68,6 +69,7 @@ class Trainer:
         self.gradients = GradientSimilarity(engine.optimizer, seed=run.seed)
         self.images = PromptImages(run.model.path) if takes_images(run.model.path) else None
         """Images of the prompts, for a model that is given any."""
+        self._aux_loss_coefficient = aux_loss_coefficient(run.model, engine.model.causal_lm)
         self.num_updates = 0
         """Optimizer updates made so far; restored from a checkpoint."""
 
@@ -103,7 +105,9 @@ class Trainer:
             if self._tokens_of(batch, index).any():
                 norms.append(self._update(batch, index, microbatches, metrics=step_metrics, step=step, scale=scale))
         metrics = built.metrics | describe_advantages(batch)
-        metrics |= step_metrics.report(self._ranks, num_updates=len(norms))
+        routers = self.engine.model.routers
+        layers = routers.layers if routers else ()
+        metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=layers)
         moved = [norm for norm in norms if norm is not None]
         # After the updates: the new reference is the learner that this step has made.
         self._frozen_models.refresh_reference(self.engine, step=step)
@@ -144,6 +148,7 @@ class Trainer:
             vocab_size=self.engine.model.vocab_size,
             num_mixed=num_mixed,
             images=self.images,
+            routers=self.engine.model.routers if run.model.router_replay else None,
         )
 
     def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:
@@ -173,20 +178,50 @@ class Trainer:
             batch = batch.with_tokens(current_logprobs=current["logprobs"])
             batch = self.objective.select_tokens(batch, update=index, seed=self._run.seed + self.num_updates)
         losses = []
+        prices = self.expert_prices(microbatches) if is_moving else {}
         # One graph at a time: its backward pass frees it before the next microbatch is read.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
                 aux = self._frozen_models.aux_inputs(microbatch)
-                outputs = self.engine.forward(microbatch, requested=self.objective.requested, **aux.arguments)
+                outputs = self.engine.forward(microbatch, requested=self.objective.requested, **aux.arguments, **prices)
                 metrics.count_forward(microbatch.num_tokens)
+                metrics.count_experts(outputs)
                 tokens = batch.tokens.take(microbatch.indices)
                 loss = self.objective.loss(tokens, outputs | aux.outputs, metrics=metrics)
+                loss = loss + outputs.get("aux_loss", 0.0)
                 if is_moving:
                     self.engine.backward(loss)
                 losses.append(loss.detach())
         if not is_moving:
             return None
         return self.finish_update(losses, learning_rate=scale * self._learning_rate(self.num_updates), step=step)
+
+    @torch.no_grad()
+    def expert_prices(self, microbatches: Sequence[Microbatch]) -> dict[str, Tensor]:
+        """`prices` that a forward pass takes, float32[M, E]; none without a balancing loss. Collective.
+
+        loss = coefficient * mean over routers of E * sum over experts of f * P
+
+        with f = tokens of the expert / tokens, P = mean probability of the expert, over all tokens that this optimizer
+        update reads, on all ranks: so f must be known before the first token has a loss. A prompt that samples share
+        counts once for each of them. f has no gradient; P's is that of sum(prices * probabilities of a token).
+
+        Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; the whole batch: arXiv:2501.11873.
+        Differs: f counts each of a token's K experts, so that the loss is K where they are even.
+        """
+        routers, coefficient = self.engine.model.routers, self._aux_loss_coefficient
+        if not coefficient or routers is None:
+            return {}
+        if self._run.model.router_replay:
+            recorded = [(m.copies.flatten(), m.experts.flatten(0, 1)) for m in microbatches if m.experts is not None]
+            loads = [routers.load(copies, experts) for copies, experts in recorded]
+        else:
+            loads = [self.engine.forward(microbatch)["expert_load"] for microbatch in microbatches]
+        none = torch.zeros(routers.shape[0], routers.num_experts, dtype=torch.float64, device=self.engine.device)
+        load = self._ranks.sum(sum(loads, none))
+        num_tokens = load[0].sum() / routers.top_k
+        prices = coefficient * routers.num_experts * load / num_tokens.square() / len(load)
+        return {"prices": prices.float()}
 
     def finish_update(self, losses: Sequence[Tensor], *, learning_rate: float, step: int) -> float:
         """Move the parameters after the backward passes of these losses; returns the gradient norm.

@@ -34,8 +34,10 @@ MAX_LENGTH = 112
 VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
 
 
-def make_engine(kind: str, folder: Path, *, vllm: VllmEngineConfig, lora: LoraConfig | None = None) -> Engine:
-    model = ModelConfig(path=str(folder), max_length=MAX_LENGTH, lora=lora)
+def make_engine(
+    kind: str, folder: Path, *, vllm: VllmEngineConfig, lora: LoraConfig | None = None, records: bool = False
+) -> Engine:
+    model = ModelConfig(path=str(folder), max_length=MAX_LENGTH, lora=lora, router_replay=records)
     receiver = CollectiveReceiver(device="cpu")
     if kind == "scripted":
         return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01), receiver=receiver)
@@ -58,14 +60,16 @@ class Rig:
         vllm: VllmEngineConfig = VLLM_CONFIG,
         module: PreTrainedModel | None = None,
         lora: LoraConfig | None = None,
+        records: bool = False,
     ) -> None:
-        """`module`: of the model that lies in `folder`; without it the tiny one is written there."""
+        """`module`: of the model that lies in `folder`; without it the tiny one is written there. `records`: whether
+        the experts of a mixture are."""
         self.kind = kind
         self.is_tied = is_tied
         self.has_adapter = lora is not None
         if module is None:
             make_tiny_model(folder, is_tied=is_tied)
-        self.engine = make_engine(kind, folder, vllm=vllm, lora=lora)
+        self.engine = make_engine(kind, folder, vllm=vllm, lora=lora, records=records)
         self.module: PreTrainedModel = module or make_tiny_module(is_tied=is_tied)
         self.epoch = 0
         self._runner = asyncio.Runner()

@@ -46,6 +46,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--pictures", action="store_true", help="a model that is given images, prompts with and without"
     )
+    parser.add_argument("--aux-loss", type=float, default=0.0)
     parser.add_argument("--microbatch", type=int, default=8192)
     return parser.parse_args()
 
@@ -97,6 +98,7 @@ def main() -> None:
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
     dtype = "bfloat16" if args.bfloat16 else "float32"
     model = ModelConfig(path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None)
+    model = msgspec.structs.replace(model, router_aux_loss=args.aux_loss)
     run = make_run(model.path, model=model, learner=learner, algorithm=algorithm)
     torch.manual_seed(run.seed)
     if args.bfloat16:

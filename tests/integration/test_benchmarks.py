@@ -53,6 +53,11 @@ BENCHMARKS = [
         ["--rounds=1", "--conversations=2", "--turns=2", "--prompt=8", "--tokens=4", "--layers=1", "--width=32"],
         marks=REAL,
     ),
+    pytest.param(
+        "learner.router_replay",
+        ["--dtypes=float32", "--lags=0", "--answers=2", "--tokens=4", "--layers=1", "--experts=4"],
+        marks=REAL,
+    ),
     pytest.param("weights.planted_faults", ["--faults=1"], marks=REAL),
 ]
 

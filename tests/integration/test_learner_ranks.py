@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.families import make_family
 from tests.pictures import make_vision_model
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.builders import make_groups, make_run, make_trainer, weights
@@ -101,6 +102,21 @@ def test_gathering_what_bfloat16_uses_changes_no_bit_and_halves_the_bytes(tmp_pa
     assert metrics == expected
     assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in rounded.values()), "saved with all their bits"
     assert num_bytes[1] < 0.6 * num_bytes[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_balance_experts_as_one(tmp_path):
+    """The share of each expert is of all ranks and microbatches, so a rank's own would not do."""
+    make_family(tmp_path, "qwen3_moe").rename(tmp_path / "model")
+    (alone, one), (together, two) = (
+        train(tmp_path, ranks=ranks, zero=3, out=f"ranks-{ranks}", extra=("--aux-loss=5", f"--microbatch={size}"))
+        for ranks, size in ((1, 8192), (2, 64))
+    )
+    assert largest_difference(alone, together) < 1e-4
+    keys = [key for key in one[0][1] if "expert" in key or "aux" in key]
+    assert len(keys) == 8
+    for first, second in zip(one[0], two[0], strict=True):
+        assert {key: second[key] for key in keys} == pytest.approx({key: first[key] for key in keys}, rel=1e-4)
 
 
 @pytest.mark.long

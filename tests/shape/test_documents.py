@@ -11,7 +11,7 @@ from slipstream.buffer.cli.app import app as data_app
 from slipstream.cli import app
 from slipstream.configs.schema import groups, settings
 from slipstream.learner.metrics.log import ROW_KEYS, SUMMARY_KEYS
-from slipstream.learner.metrics.step_metrics import METRICS, RANGES
+from slipstream.learner.metrics.step_metrics import EXPERT_METRICS, METRICS, RANGES
 from slipstream.learner.training.critic import CRITIC_METRICS
 from slipstream.scripts.write_docs import stale_pages
 from tests.shape.tree import ROOT, assert_none, paths, text
@@ -141,14 +141,14 @@ def is_program(module: str) -> bool:
 
 
 def test_every_metric_that_a_document_names_exists() -> None:
-    known = {*METRICS, *CRITIC_METRICS, *ROW_KEYS, *groups()} | {key for key, _ in rows("docs/sft.md")}
+    known = {*METRICS, *CRITIC_METRICS, *EXPERT_METRICS, *ROW_KEYS, *groups()} | {key for key, _ in rows("docs/sft.md")}
     named = [(page, key) for page in HAND_WRITTEN for key in METRIC.findall(text(page))]
     assert_none([f"{page}: {key}" for page, key in named if key not in known and not (ROOT / key).exists()])
 
 
 def test_every_metric_is_documented_and_every_documented_one_exists() -> None:
     emitted, documented = (
-        {*METRICS, *CRITIC_METRICS, *ROW_KEYS, *SUMMARY_KEYS},
+        {*METRICS, *CRITIC_METRICS, *EXPERT_METRICS, *ROW_KEYS, *SUMMARY_KEYS},
         {key for key, _ in rows("docs/metrics.md")},
     )
     assert_none([f"{key} is not documented" for key in sorted(emitted - documented)]

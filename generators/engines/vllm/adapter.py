@@ -8,9 +8,12 @@ from torch import Tensor
 from vllm.config.lora import MaxLoRARanks
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.configs.data import LoraConfig
+from slipstream.generators.errors import EngineError
+from slipstream.runtime.routers import find_routers
 
 ADAPTER = LoRARequest("policy", 1, lora_path="updated in memory")
 """The adapter of the run, which every request names; nothing lies at its path."""
@@ -22,6 +25,15 @@ def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[s
         return {}
     rank = next(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank, "lora_target_modules": list(targets)}
+
+
+def check_experts(module: Any) -> None:
+    """Raise EngineError for a mixture of experts on a CPU, before it is loaded."""
+    if current_platform.is_cpu() and find_routers(module):
+        raise EngineError(
+            f"model.lora must be null for a mixture of experts on a CPU, got {type(module).__name__}: there vLLM "
+            "computes no experts beside adapters"
+        )
 
 
 def describe(lora: LoraConfig | None) -> dict[str, Any]:

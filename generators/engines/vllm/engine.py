@@ -33,8 +33,8 @@ from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids
-from slipstream.generators.engines.vllm.adapter import ADAPTER, describe
+from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids, require_routers
+from slipstream.generators.engines.vllm.adapter import ADAPTER, check_experts, describe
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.vllm.fatal_error import read_fatal_error
 from slipstream.generators.engines.vllm.images import image_input
@@ -45,6 +45,7 @@ from slipstream.generators.engines.vllm.process import (
     start_llm,
     stop_llm,
 )
+from slipstream.generators.engines.vllm.routed_experts import select_experts
 from slipstream.generators.engines.vllm.stats import StepWatchdog, read_load
 from slipstream.generators.engines.weight_layout import WeightLayout
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
@@ -76,6 +77,7 @@ class VllmEngine:
         self._names: CheckpointNames | None = None
         self._uncompared = Counter[str]()
         self._num_probes = 0
+        self._routed_layers: list[int] = []
         self._version = -1
         self._num_updates = 0
         self._open_requests: set[str] = set()
@@ -97,6 +99,10 @@ class VllmEngine:
             self._names = AdapterNames(module) if self._model.lora else CheckpointNames(module)
         except WeightTransferError as error:
             raise EngineError(f"model.path: {error}") from error
+        if self._model.router_replay:
+            self._routed_layers = [router.layer for router in require_routers(module)]
+        if self._model.lora:
+            check_experts(module)
         arguments = engine_arguments(
             self._model,
             self._config,
@@ -144,6 +150,7 @@ class VllmEngine:
             logprobs=answer.logprobs.logprobs,
             version_spans=[VersionSpan(span.start, int(span.version)) for span in answer.weight_versions],
             stop_reason="stop_string" if isinstance(answer.stop_reason, str) else answer.finish_reason,
+            experts=select_experts(output, layers=self._routed_layers),
         )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:

@@ -21,6 +21,7 @@ from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.fatal_error import forget_fatal_error, read_fatal_error
 from slipstream.generators.engines.vllm.images import image_arguments
+from slipstream.generators.engines.vllm.routed_experts import record_routed_experts
 from slipstream.generators.engines.vllm.stats import LoadRecorder
 from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
 from slipstream.generators.errors import EngineError, EngineStartError
@@ -44,8 +45,10 @@ def engine_arguments(
 
     `lora_targets`: last parts of the names of layers with an adapter.
     """
-    is_cpu = current_platform.is_cpu()
-    _check_arguments(engine, is_cpu=is_cpu)
+    is_cpu, records = current_platform.is_cpu(), model.router_replay
+    _check_arguments(engine, is_cpu=is_cpu, records=records)
+    if is_cpu and records:
+        record_routed_experts()
     has_images = takes_images(model.path)
     return AsyncEngineArgs(
         model=model.path,
@@ -64,7 +67,10 @@ def engine_arguments(
         gpu_memory_utilization=engine.gpu_memory_utilization,
         enforce_eager=engine.enforce_eager,
         # Answers of one turn share only their prompt, and long ones of many turns everything before the next.
-        enable_prefix_caching=reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching,
+        # vLLM records experts by the blocks of cached prefixes.
+        enable_prefix_caching=records
+        or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
+        enable_return_routed_experts=records,
         # On a CPU a seeded request whose prompt is prefilled in chunks kills vLLM's engine process: vLLM rewinds the
         # request's random generator after each chunk but the last, which torch does not support for CPU generators.
         enable_chunked_prefill=False if is_cpu else engine.chunked_prefill,
@@ -83,7 +89,7 @@ def engine_arguments(
     )
 
 
-def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool) -> None:
+def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -> None:
     names = [each.name for each in fields(AsyncEngineArgs)]
     if unknown := next((name for name in engine.extra if name not in names), ""):
         close = get_close_matches(unknown, names, n=1)
@@ -95,6 +101,11 @@ def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool) -> None:
         raise EngineError(
             "generators.engine.chunked_prefill must be false or null on a CPU, got true: vLLM cannot seed requests "
             "there whose prompts come in chunks"
+        )
+    if is_cpu and records and not engine.enforce_eager:
+        raise EngineError(
+            "generators.engine.enforce_eager must be true on a CPU with model.router_replay, got false: compiled "
+            "graphs record no experts there"
         )
 
 

@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, TensorSlot
@@ -35,6 +36,7 @@ from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
 from slipstream.generators.engines.vllm.fatal_error import report_fatal_errors
 from slipstream.generators.engines.vllm.images import serve_images_without_torchvision
+from slipstream.generators.engines.vllm.routed_experts import record_routed_experts
 from slipstream.generators.engines.vllm.verify import RecordedLoad
 
 BACKEND = "slipstream"
@@ -53,6 +55,8 @@ def register() -> None:
         die_with_parent()
         report_fatal_errors()
         serve_adapters_of_gpt2()
+        if current_platform.is_cpu():
+            record_routed_experts()
 
 
 # --- parent watch ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,161 @@
+"""Routers of a mixture of experts: the experts that they choose, recorded, counted or replaced.
+
+A router's own code runs, whatever its formula; only its `topk` over the experts is watched, or answered with given
+experts. Their weights, and the gradients of those, are then the ones that the router gives to these experts.
+
+Source: rollout routing replay (R3), arXiv:2510.11370.
+"""
+
+from functools import partial
+from inspect import getsource
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from slipstream.configs.base import require
+from slipstream.configs.data import ModelConfig
+from slipstream.runtime.lora import meta_model
+
+EXPERTS = "experts"
+"""Name of a trajectory's array, uint8 or int16[T, M, K]: the K experts of each token in each of M routers. Those of the
+last token, which no pass reads, are 0."""
+
+
+class Router(NamedTuple):
+    """A module that chooses experts."""
+
+    layer: int
+    """Index of its layer in the model."""
+    module: Any
+    """It has `top_k` and `num_experts`."""
+    logits: int
+    """Place of its logits, [N, E], in what it returns."""
+
+
+def find_routers(module: nn.Module) -> list[Router]:
+    """The routers of a transformers model, in the order of layers; the model may be on the meta device."""
+    places: dict[type, int] = {}
+    for part in module.modules():
+        recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits") or []
+        for recorder in recorders if isinstance(recorders, list) else [recorders]:
+            if hasattr(recorder, "target_class"):
+                places[recorder.target_class] = recorder.index
+    return [
+        Router(next(int(word) for word in name.split(".") if word.isdigit()), part, places[type(part)])
+        for name, part in module.named_modules()
+        # Some models route by a bare linear layer, and choose elsewhere or otherwise: those cannot be watched.
+        if type(part) in places and hasattr(part, "top_k") and "topk(" in getsource(type(part).forward)
+    ]
+
+
+def check_routers(config: ModelConfig) -> None:
+    """Raise ConfigError for settings that the model's routers do not allow, before it is loaded."""
+    if not (config.router_replay or config.router_aux_loss):
+        return
+    try:
+        module = meta_model(config)
+    except (OSError, ValueError, KeyError, RuntimeError):
+        # Loading says what is wrong with the checkpoint, or with the adapter.
+        return
+    routers, name = find_routers(module), type(module).__name__
+    key = "model.router_replay" if config.router_replay else "model.router_aux_loss"
+    got = config.router_replay or config.router_aux_loss
+    require(bool(routers), key, "be off for a model without routers that choose by top-k", got=got, why=f"it is {name}")
+    if config.router_aux_loss:
+        has_bias = hasattr(routers[0].module, "e_score_correction_bias")
+        why = f"{name} balances its experts by a bias, not by a loss"
+        require(not has_bias, "model.router_aux_loss", "be 0", got=config.router_aux_loss, why=why)
+        aux_loss_coefficient(config, module)
+
+
+def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
+    """Coefficient of the balancing loss. Raises ConfigError where the checkpoint shall name one and does not."""
+    if config.router_aux_loss != "checkpoint":
+        return config.router_aux_loss
+    own = getattr(module.config.get_text_config(), "router_aux_loss_coef", None)
+    must = "be a number for a checkpoint without router_aux_loss_coef"
+    require(own is not None, "model.router_aux_loss", must, got="checkpoint", why=f"it is {type(module).__name__}")
+    return float(own or 0.0)
+
+
+class Routers:
+    """All routers of a model. Life: (given = ... -> forward pass -> chosen | load | probabilities)*.
+
+    Activations that are recomputed in a backward pass use `given` again, so it may change only after that.
+    """
+
+    def __init__(self, routers: list[Router]) -> None:
+        """From now on the routers are watched."""
+        self.layers = [router.layer for router in routers]
+        self.num_experts: int = routers[0].module.num_experts
+        self.top_k: int = routers[0].module.top_k
+        self.given: Tensor | None = None
+        """Experts of each token in each router, [N, M, K]; None = the routers' own choice."""
+        self.keeps_logits = False
+        """Whether `probabilities` will be asked for."""
+        self._chosen: list[Tensor] = [torch.empty(0)] * len(routers)
+        self._logits: list[Tensor] = [torch.empty(0)] * len(routers)
+        for position, router in enumerate(routers):
+            router.module.forward = partial(self._route, router.module.forward, position, router.logits)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Routers, and experts of a token."""
+        return len(self.layers), self.top_k
+
+    def chosen(self) -> Tensor:
+        """Experts of each token in the last forward pass, uint8 or int16[N, M, K]."""
+        return torch.stack(self._chosen, dim=1).to(torch.uint8 if self.num_experts <= 256 else torch.int16)
+
+    def load(self, copies: Tensor, experts: Tensor | None = None) -> Tensor:
+        """Tokens of each expert in the last forward pass, or by these experts [N, M, K], float64[M, E].
+
+        Each token counts `copies` times, [N].
+        """
+        chosen = self.chosen() if experts is None else experts
+        weights = copies.double().repeat_interleave(self.top_k)
+        return torch.stack(
+            [torch.bincount(own.flatten(), weights, self.num_experts) for own in chosen.long().unbind(1)]
+        )
+
+    def probabilities(self, copies: Tensor) -> Tensor:
+        """Their probabilities, summed over the tokens of the last forward pass, float32[M, E]; differentiable."""
+        return torch.stack([copies.float() @ logits.float().softmax(-1) for logits in self._logits])
+
+    def _route(self, forward: Any, position: int, logits: int, *inputs: Any, **options: Any) -> Any:
+        given = None if self.given is None else self.given[:, position].long()
+        with _Choice(self.num_experts, self.top_k, given) as choice:
+            output = forward(*inputs, **options)
+        self._chosen[position] = choice.experts
+        if self.keeps_logits:
+            self._logits[position] = output[logits]
+        return output
+
+
+class _Choice(TorchFunctionMode):
+    """Within it, `topk` over all experts is watched or answered."""
+
+    def __init__(self, num_experts: int, top_k: int, given: Tensor | None) -> None:
+        super().__init__()
+        self._num_experts = num_experts
+        self._top_k = top_k
+        self._given = given
+        self.experts = torch.empty(0)
+        """[N, K], chosen or given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **kwargs)
+        scores, top_k = args[0], kwargs["k"] if "k" in kwargs else args[1]
+        # Others choose among groups of experts.
+        if scores.shape[1:] != (self._num_experts,) or top_k != self._top_k:
+            return func(*args, **kwargs)
+        if self._given is None:
+            found = func(*args, **kwargs)
+        else:
+            found = torch.return_types.topk((scores.gather(-1, self._given), self._given))
+        self.experts = found[1]
+        return found

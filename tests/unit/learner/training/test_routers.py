@@ -1,0 +1,350 @@
+"""Mixtures of experts in the learner: the balancing loss, the load of experts, and the replay of recorded experts."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from slipstream.buffer.codec import pack, unpack
+from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.configs.algorithm_terms import KlConfig
+from slipstream.configs.base import ConfigError
+from slipstream.configs.data import LoraConfig, ModelConfig
+from slipstream.configs.engines import HfEngineConfig, VllmEngineConfig
+from slipstream.configs.generators import GeneratorsConfig
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.microbatch import Microbatch
+from slipstream.learner.errors import BatchError
+from slipstream.learner.metrics.step_metrics import EXPERT_METRICS, describe_experts
+from slipstream.learner.training.model import Policy, load_policy
+from slipstream.learner.training.trainer import Trainer
+from slipstream.runtime.routers import EXPERTS
+from tests.families import make_family, make_family_module
+from tests.tiny_model import make_tiny_model
+from tests.unit.learner.builders import CPU, make_groups, make_run, make_samples, make_trainer, weights, zero
+
+LAYOUTS = [
+    Layout("shared_rows", 8192, 64),
+    Layout("shared_rows", 40, 32),
+    Layout("one_row", 30),
+    Layout("one_per_row", 1),
+]
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "deepseek_v2", "glm4_moe", "deepseek_v3")
+
+
+def make_policy(name: str = "qwen3_moe", *, seed: int = 0) -> Policy:
+    return Policy(make_family_module(name, seed=seed).train())
+
+
+def collated(groups: list[list[Trajectory]], layout: Layout) -> list[Microbatch]:
+    return collate(make_samples([member for group in groups for member in group]), layout=layout)
+
+
+def route(policy: Policy, groups: list[list[Trajectory]], *, shift: int = 0) -> list[list[Trajectory]]:
+    """The same with the experts that the policy chooses, as an engine would record them; rows moved by `shift`."""
+    routed = []
+    for group in groups:
+        routed.append([])
+        for member in group:
+            with torch.no_grad():
+                policy.routers.given = None
+                policy.causal_lm(input_ids=torch.from_numpy(member.token_ids[None].astype(np.int64)), use_cache=False)
+            experts = policy.routers.chosen().numpy()
+            routed[-1].append(msgspec.structs.replace(member, arrays={EXPERTS: np.roll(experts, shift, axis=0)}))
+    return routed
+
+
+def moe_run(folder: Path, *, algorithm: AlgorithmConfig | None = None, learner: Any = None, **model: Any) -> Any:
+    path = folder / "qwen3_moe"
+    if not path.exists():
+        make_family(folder, "qwen3_moe")
+    config = ModelConfig(path=str(path), **model)
+    return make_run(path, model=config, learner=learner, algorithm=algorithm or AlgorithmConfig())
+
+
+def aux_loss(trainer: Trainer, microbatches: list[Microbatch]) -> torch.Tensor:
+    prices = trainer.expert_prices(microbatches)
+    return sum(trainer.engine.forward(microbatch, **prices)["aux_loss"] for microbatch in microbatches)
+
+
+# --- the balancing loss ----------------------------------------------------------------------------------------------
+def test_the_loss_of_hand_made_routing(tmp_path: Path):
+    """Two experts of four for each of two tokens: f and P by hand, one router at a time."""
+    trainer = make_trainer(moe_run(tmp_path, router_aux_loss=2.0))
+    routers = trainer.engine.model.routers
+    experts = torch.tensor([[[0, 1], [0, 1]], [[0, 2], [0, 1]]])
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]]))
+    routers._chosen, routers._logits = list(experts.unbind(1)), [logits, logits]
+    copies = torch.tensor([1, 1])
+    assert routers.load(copies).tolist() == [[2, 1, 1, 0], [2, 2, 0, 0]]
+    # Mean probabilities .3 .25 .2 .25; tokens per expert over tokens: 1 .5 .5 0, and 1 1 0 0.
+    first, second = 4 * (0.3 + 0.5 * 0.25 + 0.5 * 0.2), 4 * (0.3 + 0.25)
+    trainer.engine.forward = lambda _: {"expert_load": routers.load(copies)}
+    prices = trainer.expert_prices([None])["prices"]
+    assert float((prices * routers.probabilities(copies)).sum()) == pytest.approx(2 * (first + second) / 2)
+
+
+def test_the_loss_is_that_of_transformers_for_each_router(tmp_path: Path):
+    trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
+    groups = make_groups()
+    policy = trainer.engine.model
+    microbatches = collated(groups, LAYOUTS[-1])
+    found = aux_loss(trainer, microbatches)
+    rows = [[], []]
+    for microbatch in microbatches:
+        with torch.no_grad():
+            output = policy.causal_lm(input_ids=microbatch.token_ids, output_router_logits=True, use_cache=False)
+        for own, logits in zip(rows, output.router_logits, strict=True):
+            own.append(logits)
+    expected = [load_balancing_loss_func((torch.cat(own),), 4, 2) for own in rows]
+    assert found.item() == pytest.approx(float(sum(expected)) / 2, rel=1e-5)
+
+
+def test_its_gradient_is_that_of_finite_differences(tmp_path: Path):
+    trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
+    microbatches = collated(make_groups(), LAYOUTS[0])
+    weight = trainer.engine.model.routers and trainer.engine.model.causal_lm.model.layers[1].mlp.gate.weight
+    prices = trainer.expert_prices(microbatches)
+    loss = lambda: sum(trainer.engine.forward(m, **prices)["aux_loss"] for m in microbatches)  # noqa: E731
+    loss().backward()
+    direction = weight.grad / weight.grad.norm()
+    values = []
+    for step in (-1e-3, 1e-3):
+        with torch.no_grad():
+            weight += step * direction
+            values.append(float(loss()))
+            weight -= step * direction
+    assert (values[1] - values[0]) / 2e-3 == pytest.approx(float(weight.grad.norm()), rel=1e-2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_no_packing_changes_the_loss_or_the_load(tmp_path: Path, layout: Layout):
+    trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
+    groups = make_groups()
+    one, other = (collated(groups, each) for each in (LAYOUTS[0], layout))
+    assert len(other) > len(one) == 1
+    assert float(aux_loss(trainer, other)) == pytest.approx(float(aux_loss(trainer, one)), rel=1e-5)
+    loads = [sum(trainer.engine.forward(m)["expert_load"] for m in each) for each in (one, other)]
+    assert torch.equal(*loads)
+    samples = make_samples([member for group in groups for member in group])
+    assert loads[0].sum(1).tolist() == [2 * sum(sample.num_inputs for sample in samples)] * 2
+
+
+@pytest.mark.parametrize("learner", [{"tokens_per_microbatch": 64}, {"engine": zero(0)}])
+def test_microbatches_and_engines_do_not_change_the_step(tmp_path: Path, learner: dict):
+    found = []
+    for settings in ({}, learner):
+        trainer = make_trainer(moe_run(tmp_path, learner=settings, router_aux_loss=0.5))
+        metrics = trainer.step(make_groups(longest=20), learner_version=0, step=1)
+        found.append((weights(trainer), metrics))
+    (one, measured), (other, again) = found
+    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 2e-5
+    keys = [key for key in measured if "expert" in key or "aux" in key]
+    assert {key.replace("layer/0", "layer/<layer>") for key in keys if "layer/1" not in key} == set(EXPERT_METRICS)
+    assert {key: again[key] for key in keys} == pytest.approx({key: measured[key] for key in keys}, rel=1e-4)
+
+
+def test_the_loss_evens_the_experts_out(tmp_path: Path):
+    learner = {"optimizer": msgspec.convert({"learning_rate": 3e-3}, type(make_run("x").learner.optimizer))}
+    trainer = make_trainer(moe_run(tmp_path, learner=learner, router_aux_loss=10.0))
+    entropies = [
+        trainer.step(make_groups(), learner_version=0, step=step)["learner/expert_entropy"] for step in range(1, 13)
+    ]
+    assert entropies[-1] > entropies[0] + 0.02
+
+
+def test_the_checkpoints_own_coefficient_is_used(tmp_path: Path):
+    trainer = make_trainer(moe_run(tmp_path, router_aux_loss="checkpoint"))
+    assert trainer._aux_loss_coefficient == trainer.engine.model.causal_lm.config.router_aux_loss_coef == 0.001
+
+
+def test_load_of_experts_by_hand():
+    found = describe_experts(torch.tensor([[4.0, 4, 4, 4], [12, 4, 0, 0]]), [1, 3])
+    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
+    assert found == pytest.approx(
+        {
+            "learner/expert_violation_max": 2.0,
+            "learner/expert_violation_mean": 1.0,
+            "learner/expert_violation_min": 0.0,
+            "learner/expert_idle_fraction": 0.25,
+            "learner/expert_entropy": (1 + entropy) / 2,
+            "learner/by_layer/1/expert_violation": 0.0,
+            "learner/by_layer/3/expert_violation": 2.0,
+        }
+    )
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+def logprobs(policy: Policy, groups: list[list[Trajectory]], layout: Layout, *, is_replayed: bool) -> torch.Tensor:
+    samples = make_samples([member for group in groups for member in group])
+    if is_replayed:
+        members = [member for group in groups for member in group]
+        samples = [
+            dataclasses.replace(sample, experts=member.arrays[EXPERTS])
+            for sample, member in zip(samples, members, strict=True)
+        ]
+    parts = [(policy(m)["logprobs"], m.indices) for m in collate(samples, layout=layout)]
+    return torch.cat([values for values, _ in parts])[torch.cat([indices for _, indices in parts]).argsort()]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_replay_of_the_own_choice_changes_no_bit(name: str):
+    policy = make_policy(name)
+    groups = route(policy, make_groups())
+    for layout in LAYOUTS if name == "qwen3_moe" else LAYOUTS[:1]:
+        own, replayed = (logprobs(policy, groups, layout, is_replayed=each) for each in (False, True))
+        assert torch.equal(own, replayed), layout
+        gradients = []
+        for values in (own, replayed):
+            policy.zero_grad()
+            values.sum().backward()
+            gradients.append(
+                [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
+            )
+        assert all(map(torch.equal, *gradients))
+
+
+def test_experts_of_another_token_are_noticed():
+    policy = make_policy()
+    own = logprobs(policy, make_groups(), LAYOUTS[0], is_replayed=False)
+    shifted = logprobs(policy, route(policy, make_groups(), shift=1), LAYOUTS[0], is_replayed=True)
+    assert float((own - shifted).abs().mean()) > 0.1
+
+
+def test_the_weights_of_replayed_experts_are_the_routers_own():
+    """With another model's choice, by transformers' own modules: the chosen experts, weighed by this model."""
+    policy, other = make_policy(), make_policy(seed=1)
+    member = route(other, make_groups())[0][0]
+    gate, ours = policy.causal_lm.model.layers[0].mlp.gate, torch.randn(len(member.token_ids), 64)
+    policy.routers.given = torch.from_numpy(member.arrays[EXPERTS])
+    _, scores, experts = gate(ours)
+    assert torch.equal(experts, policy.routers.given[:, 0].long())
+    chosen = torch.softmax(ours @ gate.weight.T, -1).gather(-1, experts)
+    assert torch.allclose(scores, chosen, atol=1e-6)
+
+
+def test_replay_holds_where_activations_are_recomputed():
+    policy, groups = make_policy(), route(make_policy(seed=1), make_groups())
+    gradients = []
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.zero_grad()
+        logprobs(policy, groups, LAYOUTS[0], is_replayed=True).sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_step_replays_in_every_pass_of_the_policy_and_in_none_of_the_reference(tmp_path: Path):
+    """With experts of another model, old log-probs and new are alike, and the reference is as without them."""
+    algorithm = AlgorithmConfig(proximal="recompute", kl=KlConfig(coefficient=0.1))
+    groups, found = route(make_policy(seed=1), make_groups()), []
+    for replay in (False, True):
+        trainer = make_trainer(moe_run(tmp_path, algorithm=algorithm, router_replay=replay))
+        found.append(trainer.step(groups, learner_version=0, step=1))
+    own, replayed = found
+    assert replayed["learner/ratio_max"] == pytest.approx(1, abs=1e-4)
+    assert abs(own["learner/reference_kl"]) < 1e-6 < 0.01 < abs(replayed["learner/reference_kl"])
+    assert replayed["learner/mismatch_mean"] != pytest.approx(own["learner/mismatch_mean"], rel=1e-3)
+
+
+def test_recorded_experts_are_counted_without_a_pass_of_their_own(tmp_path: Path):
+    trainer = make_trainer(moe_run(tmp_path, router_replay=True, router_aux_loss=1.0))
+    groups = route(trainer.engine.model, make_groups())
+    built = trainer._build(groups, 0, max_lags=[], weights=[], num_mixed=0)
+    microbatches = trainer.collate(built.updates[0])
+    passes = trainer.expert_prices(microbatches)["prices"]
+    plain = [dataclasses.replace(microbatch, experts=None) for microbatch in microbatches]
+    trainer._run = msgspec.structs.replace(trainer._run, model=moe_run(tmp_path, router_aux_loss=1.0).model)
+    assert torch.equal(passes, trainer.expert_prices(plain)["prices"])
+
+
+def test_experts_travel_with_a_trajectory():
+    member = route(make_policy(), make_groups())[0][0]
+    found = unpack(pack(member, lease_id="0-0", purpose="train", group_size=4)[1]).arrays[EXPERTS]
+    assert found.dtype == np.uint8
+    assert np.array_equal(found, member.arrays[EXPERTS])
+
+
+def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
+    from slipstream.buffer.trajectory import Sampling
+    from slipstream.generators.engines.hf_engine import HfEngine
+
+    path = make_family(tmp_path, "qwen3_moe")
+    policy = load_policy(ModelConfig(path=str(path)), device=CPU)
+    prompts = [[6, 10, 4], [3, 5, 12, 7, 8, 2, 20], [9]]
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9, seed=3)
+
+    async def generate() -> list:
+        engine = HfEngine(ModelConfig(path=str(path), router_replay=True), HfEngineConfig(), receiver=Receiver())
+        await engine.start()
+        answers = [engine.generate(prompt, sampling, request_id=str(i)) for i, prompt in enumerate(prompts)]
+        found = await asyncio.gather(*answers)
+        await engine.stop()
+        return found
+
+    for prompt, answer in zip(prompts, asyncio.run(generate()), strict=True):
+        with torch.no_grad():
+            policy.causal_lm(input_ids=torch.tensor([prompt + answer.token_ids[:-1]]), use_cache=False)
+        assert answer.experts.dtype == np.uint8
+        assert np.array_equal(answer.experts, policy.routers.chosen().numpy())
+
+
+class Receiver:
+    def close(self) -> None: ...
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+def test_trajectories_without_fitting_experts_are_refused(tmp_path: Path):
+    trainer = make_trainer(moe_run(tmp_path, router_replay=True))
+    groups = make_groups()
+    with pytest.raises(BatchError, match="got none in 0-0-0 of"):
+        trainer.step(groups, learner_version=0, step=1)
+    for array, got in (
+        (np.zeros((3, 2, 2), np.uint8), r"uint8\[3, 2, 2\]"),
+        (np.full((groups[0][0].num_tokens, 2, 2), 4, np.uint8), "4 to 4"),
+    ):
+        groups[0][0] = msgspec.structs.replace(groups[0][0], arrays={EXPERTS: array})
+        with pytest.raises(BatchError, match=got):
+            trainer.step(groups, learner_version=0, step=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("", {"router_replay": True}, "model.router_replay must be off .* Qwen2ForCausalLM"),
+        ("", {"router_aux_loss": 0.1}, "model.router_aux_loss must be off"),
+        ("deepseek_v3", {"router_aux_loss": 0.1}, "balances its experts by a bias"),
+        ("deepseek_v2", {"router_aux_loss": "checkpoint"}, "without router_aux_loss_coef"),
+    ],
+)
+def test_models_that_a_setting_does_not_fit_are_refused(tmp_path: Path, name: str, settings: dict, message: str):
+    path = make_family(tmp_path, name) if name else make_tiny_model(tmp_path / "dense")
+    with pytest.raises(ConfigError, match=message):
+        load_policy(ModelConfig(path=str(path), **settings), device=CPU)
+
+
+def test_engines_that_cannot_record_are_refused():
+    engine = VllmEngineConfig(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match=r"router_replay must be false .* pipeline_parallel_size > 1"):
+        make_run("x", model=ModelConfig(path="x", router_replay=True), generators=GeneratorsConfig(engine=engine))
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+def test_an_adapter_leaves_experts_and_routers_alone(tmp_path: Path):
+    trainer = make_trainer(moe_run(tmp_path, lora=LoraConfig(rank=4)))
+    adapted = {name.split(".")[-3] for name, _ in trainer.engine.model.weights()}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    before = weights(trainer)
+    metrics = trainer.step(make_groups(), learner_version=0, step=1)
+    assert metrics["learner/grad_norm"] > 0
+    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
+    with pytest.raises(ConfigError, match="got gate_up_proj: this Qwen3MoeForCausalLM has k_"):
+        make_trainer(moe_run(tmp_path, lora=LoraConfig(targets=["gate_up_proj"])))
