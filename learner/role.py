@@ -1,5 +1,6 @@
 """The learner as a process: ranks, device, session with the broker, store, and the parts of rank 0."""
 
+import ctypes
 import os
 import time
 import uuid
@@ -36,6 +37,9 @@ from slipstream.runtime.run_folder import RunFolder, describe_others
 
 _LOOK_EVERY_S = 0.2
 _REPORT_EVERY_S = 5.0
+_M_MMAP_THRESHOLD = -3
+"""Parameter of mallopt(3)."""
+_LARGE_BYTES = 2**20
 
 log = structlog.get_logger(__name__)
 
@@ -78,6 +82,18 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Have glibc give the memory of large tensors back when they are freed; `MALLOC_MMAP_THRESHOLD_` overrides it.
+
+    By default it raises that threshold to 32 MiB, and what lies between tensors of that size stays the process's: of a
+    model of 50M parameters, a third more than was in use.
+    """
+    libc = ctypes.CDLL(None)
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | None) -> None:

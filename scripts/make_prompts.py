@@ -111,6 +111,12 @@ SOURCES = {
         Split("DigitalLearningGmbH/MATH-lighteval", "data/train"),
         Split("HuggingFaceH4/MATH-500", "test"),
     ),
+    "geometry3k": Source(
+        "hiyouga/geometry3k",
+        _math,
+        Split("hiyouga/geometry3k", "data/train"),
+        Split("hiyouga/geometry3k", "data/test"),
+    ),
     "aime_2024": Source("aime_2024", _math, None, Split("HuggingFaceH4/aime_2024", "data/train")),
     "aime_2025": Source("aime_2025", _math, None, Split("math-ai/aime25", "test")),
     "dapo_math": Source("math_dapo", _verl, Split(_DAPO, "data/dapo-math-17k"), None),
@@ -141,7 +147,9 @@ def _convert(source: Source, problems: list[Values], *, split: str) -> list[Valu
             problem = error if isinstance(error, ConfigError) else f"it must have the published columns: {error!r}"
             raise ConfigError(f"row {number} of {source.data_source}, {split}: {problem}") from None
         row = make_row(prompt, ground_truth=truth, data_source=source.data_source, index=len(rows), split=split)
-        rows.setdefault(msgspec.json.encode(prompt), row)
+        images = values.get("images")
+        # Pictures tell apart what is asked of them in the same words.
+        rows.setdefault(msgspec.json.encode([prompt, images]), row | ({"images": images} if images else {}))
     return list(rows.values())
 
 

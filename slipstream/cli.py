@@ -23,9 +23,9 @@ from slipstream.runtime.process import RoleDiedError
 SETTINGS = """\b
 Most used settings:
   experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, picture_digits_cpu,
-                                gsm8k_1gpu, gsm8k_8gpu, gsm8k_lora_1gpu, math_1gpu, retool_1gpu, search_r1_1gpu,
-                                environment_1gpu,
-                                digits_serial, digits_replay, digits_sft, sft, reward_model; or your own mine.yaml
+                                gsm8k_1gpu, gsm8k_8gpu, gsm8k_32b_8gpu, gsm8k_moe_8gpu, gsm8k_lora_1gpu, math_1gpu,
+                                retool_1gpu, search_r1_1gpu, environment_1gpu, geometry_1gpu, digits_serial,
+                                digits_replay, digits_sft, sft, reward_model; or your own mine.yaml
   recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
   name=NAME                     run folder runs/NAME; resume=true continues it
   seed=0                        every random choice of the run derives from it
@@ -70,13 +70,7 @@ RunWords = Annotated[
 
 
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
-def run(
-    ctx: typer.Context,
-    overrides: Overrides = None,
-    cfg: Annotated[
-        str | None, typer.Option("--cfg", metavar="job", help="Print the resolved configuration and stop.")
-    ] = None,
-) -> None:
+def run(ctx: typer.Context, overrides: Overrides = None) -> None:
     """Train: start the roles, watch them, report and plot the result.
 
     \b
@@ -86,9 +80,6 @@ def run(
     slipstream run experiment=digits_serial           all roles in one process, deterministic
     slipstream run experiment=digits_replay replay.path=runs/NAME/archive    train on stored trajectories
     """
-    if cfg is not None:
-        config(overrides)
-        return
     from slipstream.launch.run import run_experiment
 
     run_experiment(overrides or [], program=ctx.find_root().info_name or "slipstream")
@@ -123,14 +114,28 @@ def prepare(overrides: Overrides = None) -> None:
 def config(
     overrides: Overrides = None,
     sources: Annotated[bool, typer.Option("--sources", help="Name the file or override that sets each value.")] = False,
-    arithmetic: Annotated[
-        bool, typer.Option("--arithmetic", help="Print derived sizes: tokens, microbatches, devices.")
-    ] = False,
 ) -> None:
     """Print the resolved configuration of a run."""
     from slipstream.scripts.print_config import print_config
 
-    print_config(overrides or [], sources=sources, is_arithmetic=arithmetic)
+    print_config(overrides or [], sources=sources)
+
+
+@app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
+def plan(
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of the machine; by default those here.")] = None,
+    gpu_gib: Annotated[float | None, typer.Option(help="Memory of each.")] = None,
+    host_gib: Annotated[float | None, typer.Option(help="Main memory.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Estimate the memory of a run by process and cause.
+
+    Reads the model's config.json, no weights. Exit codes: 0, 1 when it cannot fit, 2 for settings that are not valid.
+    """
+    from slipstream.launch.plan import show_plan
+
+    show_plan(overrides or [], gpus=gpus, gpu_gib=gpu_gib, host_gib=host_gib, is_json=json)
 
 
 @app.command()
@@ -237,11 +242,9 @@ def evaluate(
     slipstream evaluate runs/digits_cpu/final_model
     slipstream evaluate models/base runs/mine/final_model         with the difference between them
     slipstream evaluate models/mine --all 'data.heldout=[{name: aime, path: aime.parquet, samples: 16}]'
-    slipstream evaluate runs/mine/final_model generators/engine=hf    without vLLM
 
-    Prints mean reward, accuracy, pass@k, maj@k, best@k and worst@k with 95 % intervals. The prompts are those on which
-    a run reports its final accuracy: evaluation.final_prompts rows of data.heldout, after the first
-    evaluation.monitor_prompts; of a shorter file, its share.
+    Prints mean reward, accuracy, pass@k, maj@k, best@k and worst@k with 95 % intervals, of the prompts on which a run
+    reports its final accuracy.
     """
     from slipstream.configs.load import load_with_models
     from slipstream.launch.evaluate import evaluate as measure
@@ -273,7 +276,7 @@ def generate(
     slipstream generate models/mine --out answers data.train=prompts.jsonl generators.sampling.temperature=0.7
     slipstream data ls answers -t      slipstream data export answers right.parquet --min-reward 1
 
-    The folder holds Parquet files in the form of an archive. One that was killed goes on where it stopped.
+    The folder holds Parquet files in the form of an archive; killed and repeated, it goes on where it stopped.
     """
     from slipstream.configs.load import load_with_models
     from slipstream.launch.generate import generate as make_answers

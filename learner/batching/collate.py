@@ -209,7 +209,6 @@ def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
         position_ids=F.pad(positions, (0, 1)).expand(4, -1, -1),
         attention_mask=mask,
         sources=microbatch.sources + microbatch.sources // length,
-        copies=F.pad(microbatch.copies, (0, 1)),
         pixel_values=torch.zeros(side**2, width),
         image_grids=torch.tensor([[1, side, side]]),
         is_image=is_image,

@@ -30,7 +30,7 @@ from slipstream.learner.ranks import Ranks
 
 _GATHER_BYTES = 256 * 1024 * 1024
 """Parameters that ZeRO-3 gathers at once."""
-_BUCKET_ELEMENTS = 50_000_000
+BUCKET_ELEMENTS = 50_000_000
 """Elements that ZeRO reduces or gathers at once; it takes a buffer of that size for gradients, whatever the model's."""
 
 
@@ -48,8 +48,8 @@ def deepspeed_config(
         "stage": config.zero_stage,
         "overlap_comm": False,
         "contiguous_gradients": True,
-        "reduce_bucket_size": _BUCKET_ELEMENTS,
-        "allgather_bucket_size": _BUCKET_ELEMENTS,
+        "reduce_bucket_size": BUCKET_ELEMENTS,
+        "allgather_bucket_size": BUCKET_ELEMENTS,
     }
     if config.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}

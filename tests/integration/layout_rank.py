@@ -23,22 +23,15 @@ from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
 from slipstream.learner.training.trainer import Trainer
 from tests.integration.learner_rank import TIMEOUT_S, share_groups
-from tests.unit.learner.builders import CPU, make_groups, make_run, weights, zero
+from tests.unit.learner.builders import CPU, make_run, weights, zero
 
-NUM_GROUPS = 6
-"""Of four: one to four ranks take equal shares."""
 # So large that the update is as smooth a function of the gradient as the loss: Adam amplifies rounding otherwise.
 SMOOTH = {"epsilon": 1.0, "learning_rate": 1.0}
 
 
 def make_layout_run(args: argparse.Namespace) -> RunConfig:
     engine = TorchEngineConfig() if args.layout == "torch" else zero(int(args.layout))
-    learner = {
-        "groups_per_step": NUM_GROUPS,
-        "engine": engine,
-        "num_ranks": args.ranks,
-        "optimizer": OptimizerConfig(**SMOOTH),
-    }
+    learner = {"engine": engine, "num_ranks": args.ranks, "optimizer": OptimizerConfig(**SMOOTH)}
     critic = CriticConfig(optimizer=CriticOptimizerConfig(**SMOOTH))
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig(), critic=critic)
     model = ModelConfig(path=str(args.folder / "model"), lora=LoraConfig(rank=4) if args.lora else None)
@@ -46,11 +39,7 @@ def make_layout_run(args: argparse.Namespace) -> RunConfig:
 
 
 def step(trainer: Trainer, ranks: Ranks, number: int) -> None:
-    trainer.step(
-        share_groups(ranks, make_groups(num_groups=NUM_GROUPS, group_size=4, seed=number)),
-        learner_version=0,
-        step=number,
-    )
+    trainer.step(share_groups(ranks, seed=number), learner_version=0, step=number)
 
 
 def write_weights(trainer: Trainer, path: Path, ranks: Ranks) -> None:

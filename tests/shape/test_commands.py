@@ -47,6 +47,7 @@ TRIED_BY = {
     "slipstream run": "tests/e2e/test_pipeline.py",
     "slipstream sft": "tests/integration/test_sft.py",
     "slipstream config": "tests/unit/slipstream/test_cli.py",
+    "slipstream plan": "tests/unit/slipstream/launch/test_plan.py",
     "slipstream check": "tests/unit/scripts/test_check_algorithm.py",
     "slipstream evaluate": "tests/e2e/test_pipeline.py",
     "slipstream generate": "tests/unit/slipstream/launch/test_generate.py",

@@ -46,6 +46,19 @@ def test_the_final_answer_of_gsm8k_follows_the_mark() -> None:
         final_answer("about five")
 
 
+def test_pictures_come_with_their_questions(tmp_path: Path) -> None:
+    rows = [{"images": [{"bytes": bytes([n]), "path": None}], "problem": "<image>Find x.", "answer": n} for n in (1, 2)]
+    for split in ("train", "test"):
+        publish(tmp_path, f"data/{split}-00000-of-00001.parquet", rows)
+    make_source("geometry3k", folder=tmp_path, out=tmp_path / "out")
+    made = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert [(row["images"][0]["bytes"], row["reward_model"]["ground_truth"]) for row in made] == [
+        (b"\1", "1"),
+        (b"\2", "2"),
+    ]
+    assert made[0]["prompt"][0]["content"] == f"<image>Find x. {INSTRUCTION}"
+
+
 @pytest.mark.parametrize(
     ("solution", "answer"),
     [(r"\boxed{1} or \boxed{\frac{1}{2}}.", r"\frac{1}{2}"), (r"\boxed{\text{a}", None), ("none", None)],

@@ -5,7 +5,6 @@ import yaml
 
 from slipstream.cli import main
 from slipstream.configs.load import load, to_plain
-from slipstream.scripts.print_config import arithmetic
 
 
 def test_the_config_is_printed_as_yaml(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,16 +19,6 @@ def test_sources_stand_beside_the_values(capsys: pytest.CaptureFixture[str]) -> 
         line.split() == ["learner.max_steps", "=", "3", "command", "line", "learner.max_steps=3"] for line in lines
     )
     assert any(line.split() == ["broker.lease_s", "=", "30.0", "default"] for line in lines)
-
-
-def test_arithmetic_follows_from_the_config(capsys: pytest.CaptureFixture[str]) -> None:
-    derived = arithmetic(load(["experiment=gsm8k_8gpu"]))
-    assert derived["trajectories per step"] == "1024 = 128 groups x 8"
-    assert derived["trajectories per update and rank"] == "256"
-    assert derived["groups running or waiting"].startswith("< 640 ")
-    assert derived["devices of all generators"] == "4"
-    main(["config", "--arithmetic"])
-    assert "256 = 32 groups x 8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def write_data(folder: Path, *, digits: int) -> None:
 
 def test_a_problem_ends_with_the_end_token(tmp_path: Path) -> None:
     write_data(tmp_path, digits=2)
-    prompt, response = read_problems(tmp_path / "train.parquet", tokenizer=make_tokenizer())[0]
+    prompt, response = read_problems(tmp_path / "train.parquet", tokenizer=make_tokenizer())[0][:2]
     assert response == [*prompt[:2][::-1], 1]
 
 

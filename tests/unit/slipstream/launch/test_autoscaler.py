@@ -3,7 +3,7 @@
 import pytest
 
 from slipstream.configs.generators import AutoscaleConfig
-from slipstream.launch.autoscaler import Autoscaler, Change
+from slipstream.launch.scaling import Autoscaler, Change
 from tests.fakes import FakeClock
 
 CONFIG = AutoscaleConfig(min=1, max=3, more_above=0.3, fewer_below=0.5, settle_s=60.0)

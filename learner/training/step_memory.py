@@ -1,0 +1,166 @@
+"""Memory of a step of the learner, traced on tensors that have shapes and no memory."""
+
+import dataclasses
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+from slipstream.configs.learner import DeepSpeedEngineConfig
+from slipstream.configs.run import RunConfig
+from slipstream.learner.algorithms.logprobs import Requested
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.microbatch import Microbatch, Sample
+from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy
+
+_ROW_TOKENS = 64
+_EXPERTS = "slipstream_traced"
+_UNTRACED = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+
+
+def step_bytes(run: RunConfig, model: PreTrainedModel) -> int:
+    """Peak of what a forward and backward pass over the largest microbatch allocate, gradients not counted.
+
+    `model` is on the meta device. Where a model's operations depend on its numbers and cannot be traced: 34 bytes for
+    each token, layer and unit of width, twice that in float32 (Korthikanti et al., arXiv:2205.05198).
+    """
+    microbatch = largest_microbatch(run, model)
+    engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
+    is_recomputed = isinstance(engine, DeepSpeedEngineConfig) and engine.gradient_checkpointing
+    is_sharded = isinstance(engine, DeepSpeedEngineConfig) and engine.zero_stage == 3
+    allocations = Allocations()
+    with FakeTensorMode() as fake:
+        _materialize(model)
+        model.set_experts_implementation(_EXPERTS)
+        if is_recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy = Policy(model.train(), compute_dtype=compute_dtype)
+        if model.get_output_embeddings() is not None:
+            policy.head = OutputHead(model)
+        columns = {field.name: getattr(microbatch, field.name) for field in dataclasses.fields(microbatch)}
+        fakes = Microbatch(**{k: v if v is None else fake.from_tensor(v) for k, v in columns.items()})
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        try:
+            with allocations, _autocast_cache(enabled=not is_sharded):
+                policy(fakes, requested=Requested(entropy=True))["logprobs"].sum().backward()
+        except _UNTRACED:
+            text = model.config.get_text_config()
+            num_kept = 1 if is_recomputed else text.num_hidden_layers
+            return 17 * compute_dtype.itemsize * text.hidden_size * num_kept * microbatch.num_tokens
+    if is_sharded and compute_dtype != torch.float32 and not is_recomputed:
+        # Each linear layer keeps its weights for the backward pass; sharded, it gathers and casts them once more.
+        return allocations.peak - compute_dtype.itemsize * sum(each.numel() for each in model.parameters())
+    return allocations.peak
+
+
+@contextmanager
+def _autocast_cache(*, enabled: bool) -> Iterator[None]:
+    """Weights that autocast has cast stay until the forward pass ends, or, as with ZeRO-3, go with the layer."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Experts of a mixture with the memory of grouped matrix products, whose shapes depend on no number."""
+    repeated = states.repeat_interleave(chosen.shape[-1], dim=0)
+
+    def project(inputs: Tensor, matrices: Tensor) -> Tensor:
+        return inputs @ (matrices[0] if experts.is_transposed else matrices[0].T).to(inputs.dtype)
+
+    inner = project(repeated, experts.gate_up_proj if experts.has_gate else experts.up_proj)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    scaled = project(inner, experts.down_proj) * weights.reshape(-1, 1)
+    return scaled.view(*chosen.shape, -1).sum(dim=1).to(states.dtype)
+
+
+ExpertsInterface.register(_EXPERTS, _run_experts)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of storages that are made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        """Most bytes alive at a time."""
+        self._alive: dict[int, int] = {}
+        self._total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            # A view of what was there before, or the result of an operation in place.
+            if storage._cdata not in before and storage._cdata not in self._alive:
+                self._alive[storage._cdata] = storage.nbytes()
+                self._total += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+        self.peak = max(self.peak, self._total)
+        return result
+
+    def _free(self, storage: int) -> None:
+        self._total -= self._alive.pop(storage)
+
+
+def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
+    """The one with most tokens, of samples as long as the settings allow."""
+    longest = run.model.max_length
+    prompt, group_size = 1, 1
+    if run.mode != "sft":
+        prompt, group_size = run.data.max_prompt_tokens, run.generators.group_size
+    budget = run.learner.tokens_per_microbatch
+    trained = np.arange(prompt, longest)
+    samples = [
+        Sample(np.zeros(longest, dtype=np.int64), trained, index * len(trained), group_id=str(index // group_size))
+        for index in range(math.ceil(budget / (longest - prompt)) + group_size)
+    ]
+    row_tokens = min(budget, max(_ROW_TOKENS, model.config.get_text_config().hidden_size // 2))
+    return max(collate(samples, layout=Layout("shared_rows", budget, row_tokens)), key=lambda each: each.num_tokens)
+
+
+def _materialize(model: nn.Module) -> None:
+    """Give it fake tensors on the CPU in place of those on the meta device."""
+    made: dict[int, Tensor] = {}
+    for part in model.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+                    fresh = torch.empty(tensor.shape, dtype=dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
+                table[name] = made[id(tensor)]

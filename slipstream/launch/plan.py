@@ -1,0 +1,350 @@
+"""Plan: memory of every process of a run by cause, from its settings and the model's config.json alone.
+
+No weights are read. What a step of the learner computes is traced on tensors without memory; sizes of states follow
+from the ZeRO stage. Estimates leave out fragmentation, and what the processes of tools and rewards take.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import psutil
+import torch
+from rich.table import Table
+from torch import nn
+from transformers import PreTrainedModel
+
+from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import EmbeddedRedisConfig
+from slipstream.configs.data import ModelConfig
+from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig
+from slipstream.configs.load import config_hash, load
+from slipstream.configs.run import RunConfig
+from slipstream.launch.generator_pool import place
+from slipstream.learner.engines.deepspeed_engine import BUCKET_ELEMENTS
+from slipstream.learner.training.model import COMPUTE_DTYPES
+from slipstream.learner.training.step_memory import step_bytes
+from slipstream.runtime.command_line import exit_with_error
+from slipstream.runtime.console import add_row, make_console, make_table
+from slipstream.runtime.lora import adapter_parameters, meta_model
+from slipstream.runtime.model_files import check_model_path
+
+GIB = 2**30
+HOST = "host"
+TOO_LARGE = 1
+"""Exit code of a run that cannot fit."""
+_FLOAT = 4
+_MAX_LIVE_ELEMENTS = 10**9
+"""Parameters that ZeRO-3 leaves gathered, DeepSpeed's default."""
+_LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
+"""Resident memory of a process after its imports, on the host."""
+_CONTEXT_GIB = 0.8
+"""CUDA's context with the libraries' kernels and NCCL's buffers, on a GPU."""
+_KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+_QUANTISED_BYTES = {"nvfp4_per_token": 0.5}
+"""Bytes of a weight; 1 for every other kind of quantisation."""
+
+_ADVICE = {
+    "activations": "lower learner.tokens_per_microbatch, or set learner.engine.gradient_checkpointing=true",
+    "weights": "shard them with learner/engine=deepspeed_zero3 over more learner.num_ranks, set "
+    "learner.engine.offload_parameters=true, or train model.lora",
+    "gradients": "shard them with learner/engine=deepspeed_zero2 over more learner.num_ranks, or train model.lora",
+    "optimizer": "set learner.engine.offload_optimizer=true, shard it over more learner.num_ranks, or train model.lora",
+    "reference": "shard it with learner/engine=deepspeed_zero3 over more learner.num_ranks, or train model.lora",
+    "teacher": "shard it with learner/engine=deepspeed_zero3 over more learner.num_ranks",
+    "critic": "take an advantage without a critic, or shard it over more learner.num_ranks",
+    "checkpoint": "train model.lora, whose checkpoints are small, or use a machine with more memory",
+    "engine": "raise generators.engine.tensor_parallel_size, or lower generators.engine.gpu_memory_utilization",
+    "KV cache": "lower generators.engine.cpu_kv_cache_gib or generators.count",
+    "published": "lower generators.count on this machine",
+    "store": "lower buffer.store.max_memory_mib",
+}
+"""First word of a cause -> settings that make it smaller."""
+
+
+class Need(msgspec.Struct, frozen=True):
+    """Memory that one process takes for one cause. Example: Need("learner rank 0", "gpu 0", "gradients", 14.2)"""
+
+    process: str
+    place: str
+    """`host`, or `gpu` and its number on the machine."""
+    cause: str
+    gib: float
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Memory that there is. Example: Machine(host_gib=64.0, gpus=8, gpu_gib=80.0)"""
+
+    host_gib: float
+    gpus: int = 0
+    gpu_gib: float = 0.0
+
+    @staticmethod
+    def here(*, host_gib: float | None, gpus: int | None, gpu_gib: float | None) -> "Machine":
+        """This machine, but for what is given. Raises ConfigError."""
+        found = torch.cuda.device_count()
+        count = found if gpus is None else gpus
+        size = gpu_gib
+        if count and size is None:
+            if not found:
+                raise ConfigError(f"plan --gpus {count} must come with --gpu-gib: there is no GPU here to ask.")
+            size = min(torch.cuda.get_device_properties(i).total_memory for i in range(found)) / GIB
+        return Machine(host_gib or psutil.virtual_memory().total / GIB, count, size or 0.0)
+
+    def capacity(self, place: str) -> float:
+        """GiB there."""
+        return self.host_gib if place == HOST else self.gpu_gib
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Needs of a run, and what cannot fit."""
+
+    machine: Machine
+    needs: list[Need]
+    problems: list[str]
+    """A sentence for each place that is too small, and for an engine that cannot hold one sequence."""
+
+    def total(self, place: str) -> float:
+        """GiB of all processes there."""
+        return sum(need.gib for need in self.needs if need.place == place)
+
+
+def make_plan(run: RunConfig, machine: Machine) -> Plan:
+    """Estimate. Raises ConfigError for a model whose config cannot be read, or more GPUs than there are."""
+    placed = place(run, gpus=[str(number) for number in range(machine.gpus)])
+    policy = _meta(run.model, setting="model.path")
+    needs = list(_learner_needs(run, policy, gpus=placed.get("learner", [])))
+    problems = []
+    if run.mode != "sft":
+        for index in range(run.generators.count):
+            name = f"generator-{index}"
+            engine, problem = _engine_needs(run, policy, machine, name, gpus=placed.get(name, []))
+            needs += engine
+            problems += [problem] if problem and problem not in problems else []
+        needs.append(Need("broker", HOST, "libraries", _LIBRARIES_GIB["broker"]))
+        if isinstance(run.buffer.store, EmbeddedRedisConfig):
+            needs.append(Need("store", HOST, "store, full", run.buffer.store.max_memory_mib / 1024))
+    plan = Plan(machine, needs, [])
+    too_small: dict[tuple[str, float], list[str]] = {}
+    for where in sorted({need.place for need in needs}):
+        if plan.total(where) > machine.capacity(where):
+            largest = max((need for need in needs if need.place == where), key=lambda need: need.gib)
+            too_small.setdefault((largest.cause, plan.total(where)), []).append(where)
+    for (cause, total), places in too_small.items():
+        there = machine.capacity(places[0])
+        size = max(need.gib for need in needs if need.place == places[0])
+        problems.append(
+            f"{', '.join(places)} must hold {total:.1f} GiB, got {there:.1f}: the largest part is {cause} "
+            f"({size:.1f} GiB); {_advice(cause)}."
+        )
+    return Plan(machine, needs, problems)
+
+
+def _advice(cause: str) -> str:
+    return next((text for word, text in _ADVICE.items() if cause.startswith(word)), "use a larger machine")
+
+
+def _meta(config: ModelConfig, *, setting: str) -> PreTrainedModel:
+    try:
+        return meta_model(config)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"{setting} must name a model whose config.json can be read, got {config.path!r}: {first_line}"
+        ) from error
+
+
+def show_plan(
+    overrides: list[str], *, gpus: int | None, gpu_gib: float | None, host_gib: float | None, is_json: bool
+) -> None:
+    """Print needs and sizes; exits with 1 and a sentence for each place that is too small. Raises ConfigError."""
+    run = load(overrides)
+    check_model_path(run.model.path)
+    plan = make_plan(run, Machine.here(host_gib=host_gib, gpus=gpus, gpu_gib=gpu_gib))
+    if is_json:
+        print(msgspec.json.encode({"plan": plan, "sizes": derived_sizes(run)}).decode())
+    else:
+        console = make_console()
+        for table in tables(plan):
+            console.print(table, "")
+        for name, value in derived_sizes(run).items():
+            console.print(f"{name:<34}  {value}")
+    if plan.problems:
+        exit_with_error("\nerror: ".join(plan.problems), code=TOO_LARGE)
+
+
+def tables(plan: Plan) -> list[Table]:
+    """Needs of each process by cause, alike ones together, and the sum of each place."""
+    by_cause = make_table("process", "place", "cause", "GiB", numbers=("GiB",))
+    alike: dict[tuple[tuple[str, str, float], ...], list[str]] = {}
+    for name in dict.fromkeys(need.process for need in plan.needs):
+        own = [need for need in plan.needs if need.process == name]
+        alike.setdefault(tuple((need.place.split()[0], need.cause, need.gib) for need in own), []).append(name)
+    for rows, names in alike.items():
+        shown = names[0] if len(names) == 1 else f"each of {', '.join(names)}"
+        for (where, cause, gib), count in Counter(rows).items():
+            add_row(by_cause, shown, f"{count} {where}s" if count > 1 else where, cause, f"{gib:,.2f}")
+    sums = make_table("place", "GiB needed", "GiB there", numbers=("GiB needed", "GiB there"))
+    for where in sorted({need.place for need in plan.needs}):
+        add_row(sums, where, f"{plan.total(where):,.1f}", f"{plan.machine.capacity(where):,.1f}")
+    return [by_cause, sums]
+
+
+def derived_sizes(run: RunConfig) -> dict[str, str]:
+    """Numbers that follow from the settings: name -> value and its derivation."""
+    learner, generators = run.learner, run.generators
+    trajectories = learner.groups_per_step * generators.group_size
+    response = generators.sampling.max_tokens
+    longest = run.data.max_prompt_tokens + response
+    admitted = int(run.buffer.staleness.window * run.groups_per_version)
+    gpus = generators.engine.num_workers if isinstance(generators.engine, VllmEngineConfig) else 1
+    return {
+        "trajectories per step": f"{trajectories} = {learner.groups_per_step} groups x {generators.group_size}",
+        "trajectories per optimizer update": f"{trajectories // run.algorithm.updates_per_step}",
+        "trajectories per update and rank": f"{trajectories // run.algorithm.updates_per_step // learner.num_ranks}",
+        "generated tokens per step": f"<= {trajectories * response:,} = {trajectories} x {response}",
+        "tokens per step": f"<= {trajectories * longest:,} = {trajectories} x {longest} (prompt and response)",
+        "microbatches per step": f"<= {-(-trajectories * longest // learner.tokens_per_microbatch)} over all ranks",
+        "groups per version": f"{run.groups_per_version}",
+        "groups running or waiting": f"< {admitted} = (paced lag {run.buffer.staleness.window - 1:g} + 1) x "
+        f"{run.groups_per_version}",
+        "trajectories in flight": f"<= {generators.count * generators.max_concurrency} = {generators.count} generators "
+        f"x {generators.max_concurrency}",
+        "prompts of the whole run": f"{learner.max_steps * learner.groups_per_step:,} = {learner.max_steps} steps x "
+        f"{learner.groups_per_step}",
+        "devices of all generators": f"{generators.count * gpus}",
+        "devices of the learner": f"{learner.num_ranks}",
+        "config hash": config_hash(run),
+    }
+
+
+# --- the learner -----------------------------------------------------------------------------------------------------
+def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[str]) -> Iterator[Need]:
+    size, engine, trained = run.learner.num_ranks, run.learner.engine, _num_trained(policy)
+    activations = step_bytes(run, policy) / GIB
+    # Linear layers, nearly all of it, are gathered in the data type of their products.
+    gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
+    models = {"weights": (_num_elements(policy), trained)}
+    algorithm = run.algorithm
+    if run.mode != "sft":
+        if algorithm.kl.coefficient and not run.model.lora:
+            models["reference"] = (_num_elements(policy), 0)
+        if algorithm.distillation:
+            chosen = msgspec.structs.replace(run.model, path=algorithm.distillation.teacher_path, lora=None)
+            models["teacher"] = (_num_elements(_meta(chosen, setting="algorithm.distillation.teacher_path")), 0)
+        if algorithm.advantage.needs_critic:
+            path = algorithm.critic.path or run.model.path
+            critic = _meta(msgspec.structs.replace(run.model, path=path, lora=None), setting="algorithm.critic.path")
+            elements = _num_elements(critic.base_model)
+            models["critic"] = (elements, elements)
+    for rank in range(size):
+        name = f"learner rank {rank}"
+        device = f"gpu {gpus[rank % len(gpus)]}" if gpus else HOST
+        if gpus:
+            yield Need(name, device, "context and libraries", _CONTEXT_GIB)
+        yield Need(name, HOST, "libraries", _LIBRARIES_GIB["learner"])
+        for model, (elements, moved) in models.items():
+            own = _states(model, elements, moved, engine=engine, size=size, gathered_bytes=gathered_bytes)
+            for cause, on_host, count in own:
+                yield Need(name, HOST if on_host else device, cause, count * _FLOAT / GIB)
+        yield Need(name, device, "activations of the largest microbatch", activations)
+        # Copied between two steps, written while the next ones go on.
+        copied = 2 * sum(moved for _, moved in models.values()) / size
+        copied += sum(elements for elements, moved in models.values() if moved) if rank == 0 else 0
+        yield Need(name, HOST, "checkpoint being written", copied * _FLOAT / GIB)
+        if rank == 0 and run.mode != "sft":
+            # One version is being sent while the next one waits.
+            yield Need(name, HOST, "published versions, two", 2 * _published_gib(run, policy))
+
+
+def _states(
+    model: str, elements: int, moved: int, *, engine: object, size: int, gathered_bytes: int
+) -> Iterator[tuple[str, bool, float]]:
+    """(cause, whether it is in host memory, float32 numbers) of one model on one rank of `size`."""
+    stage, offloads, keeps_parameters_away = 0, False, False
+    if isinstance(engine, DeepSpeedEngineConfig):
+        stage, offloads, keeps_parameters_away = engine.zero_stage, engine.offload_optimizer, engine.offload_parameters
+    named = "weights" if model == "weights" else f"{model}: weights"
+    share = elements / size if stage == 3 else elements
+    yield named, keeps_parameters_away, share
+    if stage == 3:
+        yield f"{named}, gathered", False, min(elements, _MAX_LIVE_ELEMENTS) * gathered_bytes / _FLOAT
+    if not moved:
+        return
+    prefix = "" if model == "weights" else f"{model}: "
+    yield f"{prefix}gradients", offloads and stage >= 2, moved / size if stage >= 2 else moved
+    if stage:
+        yield f"{prefix}optimizer: master weights", offloads, moved / size
+        yield f"{prefix}gradients, a bucket to reduce", False, min(BUCKET_ELEMENTS, moved)
+    yield f"{prefix}optimizer: two moments", offloads, 2 * moved / (size if stage else 1)
+
+
+# --- generators ------------------------------------------------------------------------------------------------------
+def _engine_needs(
+    run: RunConfig, model: PreTrainedModel, machine: Machine, name: str, *, gpus: Sequence[str]
+) -> tuple[list[Need], str]:
+    """Memory of one generator, and why its engine cannot serve the run; empty if it can."""
+    engine = run.generators.engine
+    needs = [Need(name, HOST, "libraries", _LIBRARIES_GIB["generator"])]
+    if isinstance(engine, ScriptedEngineConfig):
+        return needs, ""
+    if run.weights.transport != "memory":
+        needs.append(Need(name, HOST, "published version, received", _published_gib(run, model)))
+    width = getattr(torch, run.model.dtype).itemsize
+    if isinstance(engine, HfEngineConfig):
+        return [*needs, Need(name, HOST, "engine: weights", _num_elements(model) * width / GIB)], ""
+    weight_bytes = _QUANTISED_BYTES.get(engine.quantization, 1) if engine.quantization else width
+    weights = _num_elements(model) * weight_bytes / engine.num_workers / GIB
+    scores = engine.max_num_seqs * model.config.get_text_config().vocab_size * _FLOAT * 2 / GIB
+    needs.append(Need(name, HOST, "engine: libraries", _LIBRARIES_GIB["engine"] * engine.num_workers))
+    per_token = kv_bytes(model, width=1 if "fp8" in engine.kv_cache_dtype else width) / engine.num_workers
+    if gpus:
+        cache = machine.gpu_gib * engine.gpu_memory_utilization - weights - scores
+        for gpu in gpus:
+            needs += [
+                Need(name, f"gpu {gpu}", "engine: weights", weights),
+                Need(name, f"gpu {gpu}", "engine: logits of a step", scores),
+                Need(name, f"gpu {gpu}", "engine: KV cache, the rest of its share", max(0.0, cache)),
+            ]
+    else:
+        cache = float(engine.cpu_kv_cache_gib)
+        for cause, gib in (("engine: weights", weights), ("engine: logits of a step", scores)):
+            needs.append(Need(name, HOST, cause, gib * engine.num_workers))
+        needs.append(Need(name, HOST, "KV cache", cache * engine.num_workers))
+    longest = run.model.max_length * per_token / GIB
+    if cache >= longest:
+        return needs, ""
+    return needs, (
+        f"the KV cache of an engine must hold one sequence of model.max_length ({run.model.max_length} tokens, "
+        f"{longest:.2f} GiB), got {max(0.0, cache):.2f} GiB: lower model.max_length, or raise "
+        f"{'generators.engine.tensor_parallel_size' if gpus else 'generators.engine.cpu_kv_cache_gib'}."
+    )
+
+
+def kv_bytes(model: PreTrainedModel, *, width: int) -> int:
+    """Bytes of the KV cache for each token, over all layers; linear attention keeps none by the token."""
+    text = model.config.get_text_config()
+    kinds = getattr(text, "layer_types", None) or [_KV_LAYER_KINDS[0]] * text.num_hidden_layers
+    layers = sum(kind in _KV_LAYER_KINDS for kind in kinds)
+    if getattr(text, "kv_lora_rank", None):
+        return layers * width * (text.kv_lora_rank + text.qk_rope_head_dim)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * layers * width * heads * head_dim
+
+
+def _num_elements(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _num_trained(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _published_gib(run: RunConfig, model: PreTrainedModel) -> float:
+    """A version as it travels: the adapter alone, where one is trained."""
+    elements = _num_elements(model)
+    if run.model.lora:
+        elements = sum(parameter.numel() for _, parameter in adapter_parameters(model))
+    return elements * getattr(torch, run.model.dtype).itemsize / GIB

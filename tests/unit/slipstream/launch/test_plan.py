@@ -1,0 +1,248 @@
+"""Estimates of memory: hand-computed states, traced steps, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from slipstream.configs.base import ConfigError
+from slipstream.configs.load import load
+from slipstream.configs.run import RunConfig
+from slipstream.launch.plan import GIB, HOST, Machine, Plan, derived_sizes, kv_bytes, make_plan, show_plan
+from slipstream.learner.algorithms.logprobs import Requested
+from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.step_memory import Allocations, largest_microbatch, step_bytes
+from slipstream.runtime.lora import meta_model
+
+LAYERS, WIDTH, INNER, VOCABULARY = 4, 256, 512, 4096
+NUM_PARAMETERS = VOCABULARY * WIDTH + LAYERS * (2 * WIDTH**2 + 2 * WIDTH * 64 + 3 * WIDTH * INNER + 2 * WIDTH) + WIDTH
+NUM_BIASES = LAYERS * (WIDTH + 2 * 64)
+NUM_ELEMENTS = NUM_PARAMETERS + NUM_BIASES
+LARGE = Machine(host_gib=1024, gpus=8, gpu_gib=80)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but config.json: eight query heads of 32, two of keys and values, a tied head."""
+    folder = tmp_path_factory.mktemp("model")
+    Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
+
+
+def settings(model: Path, *overrides: str) -> RunConfig:
+    return load(
+        [
+            f"model.path={model}",
+            "model.max_length=256",
+            "data.max_prompt_tokens=64",
+            "generators.sampling.max_tokens=192",
+            "learner.tokens_per_microbatch=1024",
+            *overrides,
+        ]
+    )
+
+
+def gib(plan: Plan, process: str, cause: str) -> float:
+    (found,) = [need.gib for need in plan.needs if (need.process, need.cause) == (process, cause)]
+    return found
+
+
+def test_states_are_those_of_the_zero_stage(model: Path) -> None:
+    one = 4 * NUM_ELEMENTS / GIB
+    whole = make_plan(settings(model), LARGE)
+    assert gib(whole, "learner rank 0", "weights") == pytest.approx(one)
+    assert gib(whole, "learner rank 0", "gradients") == pytest.approx(one)
+    assert gib(whole, "learner rank 0", "optimizer: two moments") == pytest.approx(2 * one)
+    ranks = ("learner.num_ranks=4", "learner.engine.zero_stage=3", "algorithm.kl.coefficient=0.1")
+    sharded = make_plan(settings(model, *ranks), LARGE)
+    for cause, share in (
+        ("weights", 1 / 4),
+        ("weights, gathered", 1),
+        ("gradients", 1 / 4),
+        ("optimizer: master weights", 1 / 4),
+        ("optimizer: two moments", 2 / 4),
+        ("reference: weights", 1 / 4),
+    ):
+        assert gib(sharded, "learner rank 3", cause) == pytest.approx(share * one), cause
+
+
+def test_an_adapter_needs_no_gradients_of_the_base_and_travels_alone(model: Path) -> None:
+    plan = make_plan(settings(model, "model.lora.rank=4", "algorithm.kl.coefficient=0.1"), LARGE)
+    # Matrices of rank 4 beside q, k, v, o, gate, up and down.
+    pairs = [(WIDTH, WIDTH), (WIDTH, 64), (WIDTH, 64), (WIDTH, WIDTH)] + 2 * [(WIDTH, INNER)] + [(INNER, WIDTH)]
+    adapter = LAYERS * 4 * sum(map(sum, pairs))
+    assert gib(plan, "learner rank 0", "gradients") == pytest.approx(4 * adapter / GIB)
+    assert gib(plan, "generator-0", "published version, received") == pytest.approx(4 * adapter / GIB)
+    assert not [need for need in plan.needs if need.cause.startswith("reference")]
+
+
+def test_a_step_is_traced_with_what_its_settings_save(model: Path) -> None:
+    def traced(*overrides: str) -> int:
+        run = settings(model, *overrides)
+        return step_bytes(run, meta_model(run.model))
+
+    plain = traced()
+    # At least the inputs of every matrix product, float32[1024, ...].
+    assert plain > 1024 * 4 * LAYERS * (3 * WIDTH + 3 * INNER)
+    assert traced("learner.engine.gradient_checkpointing=true") < 0.7 * plain
+    assert traced("learner.tokens_per_microbatch=512") < 0.7 * plain
+    assert traced("model.dtype=bfloat16") < plain
+
+
+def test_a_mixture_is_traced_with_its_chosen_experts(tmp_path: Path) -> None:
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "vocab_size": 128,
+        "num_experts": 8,
+        "moe_intermediate_size": 96,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    found = {}
+    for chosen in (1, 4):
+        folder = tmp_path / str(chosen)
+        config = Qwen3MoeConfig(**sizes, **heads, num_experts_per_tok=chosen, architectures=["Qwen3MoeForCausalLM"])
+        config.save_pretrained(folder)
+        run = settings(folder)
+        found[chosen] = step_bytes(run, meta_model(run.model))
+    # Of each further expert: gate and up, the activation's factors, the product, its output and the weighted one.
+    assert found[4] - found[1] > 3 * 2 * 1024 * 4 * (4 * 96 + 2 * 64)
+
+
+def test_the_trace_is_what_a_real_step_allocates(model: Path, tmp_path: Path) -> None:
+    Qwen2ForCausalLM(Qwen2Config.from_pretrained(model)).save_pretrained(tmp_path)
+    run = settings(tmp_path)
+    policy = load_policy(run.model, device=torch.device("cpu"))
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    microbatch = largest_microbatch(run, policy.backbone)
+    with Allocations() as allocations:
+        policy(microbatch, requested=Requested(entropy=True))["logprobs"].sum().backward()
+    assert step_bytes(run, meta_model(run.model)) == pytest.approx(allocations.peak, rel=0.02)
+
+
+def test_what_cannot_fit_is_named_with_what_to_change(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = Machine(host_gib=1.0)
+    (problem,) = make_plan(settings(model), small).problems
+    assert problem.startswith("host must hold ")
+    assert "got 1.0: the largest part is " in problem
+    assert not make_plan(settings(model), LARGE).problems
+    with pytest.raises(SystemExit) as caught:
+        show_plan([f"model.path={model}"], gpus=0, gpu_gib=None, host_gib=1.0, is_json=True)
+    assert caught.value.code == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: host must hold ")
+    assert msgspec.json.decode(printed.out)["plan"]["machine"]["host_gib"] == 1.0
+
+
+def test_an_engine_must_hold_one_sequence(tmp_path: Path) -> None:
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 8}
+    wide = Qwen3Config(**sizes, vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=4096)
+    wide.architectures = ["Qwen3ForCausalLM"]
+    wide.save_pretrained(tmp_path)
+    run = settings(tmp_path, "model.max_length=6144", "learner.tokens_per_microbatch=6144")
+    # Keys and values of two heads of 4,096, float32, in four layers.
+    per_token = 2 * 2 * 4096 * 4 * LAYERS
+    assert kv_bytes(meta_model(run.model), width=4) == per_token
+    assert kv_bytes(meta_model(run.model), width=1) == per_token // 4
+    (problem,) = make_plan(run, Machine(host_gib=1024)).problems
+    assert "(6144 tokens, 1.50 GiB), got 1.00 GiB: lower model.max_length" in problem
+
+
+def test_gpus_hold_what_their_roles_need(model: Path) -> None:
+    run = settings(model, "generators/engine=vllm_gpu_tp2", "generators.count=2", "learner.device=auto")
+    plan = make_plan(run, LARGE)
+    places = {need.process: {n.place for n in plan.needs if n.process == need.process} for need in plan.needs}
+    assert places["learner rank 0"] == {"gpu 0", HOST}
+    assert places["generator-1"] == {"gpu 3", "gpu 4", HOST}
+    with pytest.raises(ConfigError, match="--gpu-gib"):
+        Machine.here(host_gib=None, gpus=2 + torch.cuda.device_count(), gpu_gib=None)
+
+
+def test_an_unreadable_model_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ConfigError, match=r"^model.path must name a model whose config.json can be read"):
+        make_plan(settings(tmp_path), LARGE)
+
+
+def test_derived_sizes_follow_from_the_settings() -> None:
+    derived = derived_sizes(load(["experiment=gsm8k_8gpu"]))
+    assert derived["trajectories per step"] == "1024 = 128 groups x 8"
+    assert derived["trajectories per update and rank"] == "256"
+    assert derived["groups running or waiting"].startswith("< 640 ")
+    assert derived["devices of all generators"] == "4"
+
+
+QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
+PUBLISHED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "Qwen/Qwen2.5-1.5B-Instruct": (
+        Qwen2Config,
+        QWEN | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": (
+        Qwen2Config,
+        {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+        | {"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+    ),
+    "Qwen/Qwen2.5-32B-Instruct": (
+        Qwen2Config,
+        {"hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 64, "num_attention_heads": 40}
+        | {"num_key_value_heads": 8, "vocab_size": 152_064, "tie_word_embeddings": False},
+    ),
+    "Qwen/Qwen3-30B-A3B": (
+        Qwen3MoeConfig,
+        {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
+        | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"vocab_size": 151_936, "tie_word_embeddings": False},
+    ),
+    "Qwen/Qwen2.5-VL-3B-Instruct": (
+        Qwen2_5_VLConfig,
+        {
+            "text_config": QWEN
+            | {"hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16}
+            | {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}},
+            "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Sizes as published, so that presets are planned without the hub."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "gpus", "num_billions"),
+    [
+        pytest.param("gsm8k_1gpu", 1, 1.54, marks=pytest.mark.long),
+        ("gsm8k_lora_1gpu", 1, 7.62),
+        ("geometry_1gpu", 1, 3.75),
+        pytest.param("gsm8k_8gpu", 8, 7.62, marks=pytest.mark.long),
+        ("gsm8k_32b_8gpu", 8, 32.8),
+        ("gsm8k_moe_8gpu", 8, 30.5),
+    ],
+)
+def test_a_preset_fits_the_gpus_it_is_for(preset: str, gpus: int, num_billions: float, tmp_path: Path) -> None:
+    kind, sizes = PUBLISHED[load([f"experiment={preset}"]).model.path]
+    task = "ForConditionalGeneration" if kind is Qwen2_5_VLConfig else "ForCausalLM"
+    kind(**sizes, architectures=[kind.__name__.replace("Config", task)]).save_pretrained(tmp_path)
+    run = load([f"experiment={preset}", f"model.path={tmp_path}"])
+    plan = make_plan(run, Machine(host_gib=2048, gpus=gpus, gpu_gib=79))
+    assert plan.problems == []
+    (published,) = {need.gib for need in plan.needs if need.cause == "published version, received"}
+    if run.model.lora is None:
+        assert published * GIB / 2 == pytest.approx(num_billions * 1e9, rel=0.01)
+    else:
+        assert published < 0.5
+    assert make_plan(run, Machine(host_gib=2048, gpus=gpus, gpu_gib=30)).problems
