@@ -167,7 +167,10 @@ class LearnerConfig(Config):
     """The learner role: batch, engine, optimizer, deadlines."""
 
     num_ranks: Annotated[int, Meta(ge=1)] = 1
-    """Data-parallel processes of the learner."""
+    """Processes of the learner."""
+    sequence_parallel: Annotated[int, Meta(ge=1)] = 1
+    """Processes that share each sequence, a slice each; the others share the batch. Divides `num_ranks` and the model's
+    attention heads. 1 = none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the tensors; `auto` = `cuda` where there is one."""
     engine: DeepSpeedEngineConfig | TorchEngineConfig = DeepSpeedEngineConfig()
@@ -187,3 +190,8 @@ class LearnerConfig(Config):
     """Longest wait for a batch while trajectories arrive, seconds; without any hope of a batch it ends earlier, see
     `dead_end`."""
     dead_end: DeadEndConfig = DeadEndConfig()
+
+    @property
+    def num_shares(self) -> int:
+        """Parts into which the batch is dealt out over the ranks."""
+        return self.num_ranks // self.sequence_parallel

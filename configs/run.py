@@ -113,6 +113,7 @@ _MULTIPLE_OF = (
         "algorithm.updates_per_step",
         "the optimizer updates of a step would see unequal batches",
     ),
+    ("learner.num_ranks", "learner.sequence_parallel", "every rank shares its sequences with as many others"),
     # A run resumed within a version would count its steps twice: towards that version and towards the next.
     ("learner.checkpoint.every_steps", "weights.publish_every_steps", "a checkpoint covers whole policy versions"),
 )
@@ -218,11 +219,11 @@ def _check_one_process(run: RunConfig) -> None:
 def _check_equal_shares(run: RunConfig) -> None:
     trajectories = run.learner.groups_per_step // run.algorithm.updates_per_step * run.generators.group_size
     require(
-        trajectories % run.learner.num_ranks == 0,
-        "learner.num_ranks",
+        trajectories % run.learner.num_shares == 0,
+        "learner.num_ranks" + (" / learner.sequence_parallel" if run.learner.sequence_parallel > 1 else ""),
         f"divide the trajectories of an optimizer update ({trajectories} = learner.groups_per_step / "
         "algorithm.updates_per_step x generators.group_size)",
-        got=run.learner.num_ranks,
+        got=run.learner.num_shares,
         why="each rank takes an equal share",
     )
 

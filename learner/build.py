@@ -35,6 +35,7 @@ from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, 
 from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, is_sharded, load_policy
+from slipstream.learner.training.sequence_parallel import SequenceGroup
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
@@ -55,12 +56,15 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     """Load the model and build engine and trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
     # First, because a user's function that is not there must be reported before anything is waited for.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
+    size = run.learner.sequence_parallel
+    group = SequenceGroup(size, ranks.rank % size, ranks.share_sequences(size))
     policy = load_policy(
         run.model,
         device=device,
         gradient_checkpointing=_recomputes_activations(run),
         is_reward_model=run.trains_reward_model,
         loading=_loading(run, ranks=ranks, device=device),
+        group=group,
     )
     # Before anything is computed, as a sharded model computes only within an engine.
     engine = _build_engine(
@@ -94,6 +98,7 @@ def _build_critic(
         device=device,
         gradient_checkpointing=_recomputes_activations(run),
         loading=_loading(run, ranks=ranks, device=device),
+        group=policy.group,
     )
     if model.vocab_size != policy.vocab_size:
         raise ModelError(
@@ -117,23 +122,29 @@ def _load_frozen_models(
     if run.algorithm.kl.coefficient and run.model.lora:
         reference = AdapterOff(engine)
     elif run.algorithm.kl.coefficient:
-        reference = _load_frozen(run, run.model, ranks=ranks, device=device)
+        reference = _load_frozen(run, run.model, ranks=ranks, device=device, group=policy.group, setting="model.path")
+        # The chooser may have changed the policy's.
+        reference.model.backbone.set_attn_implementation(policy.backbone.config._attn_implementation)
     if distillation := run.algorithm.distillation:
         config = ModelConfig(
             distillation.teacher_path, dtype=run.model.dtype, trust_remote_code=run.model.trust_remote_code
         )
-        teacher = _load_frozen(run, config, ranks=ranks, device=device)
+        setting = "algorithm.distillation.teacher_path"
+        teacher = _load_frozen(run, config, ranks=ranks, device=device, group=policy.group, setting=setting)
         if teacher.model.vocab_size != policy.vocab_size:
             raise ModelError(
                 f"algorithm.distillation.teacher_path must name a model with the learner's vocabulary "
                 f"({policy.vocab_size} tokens), got {teacher.model.vocab_size} in {distillation.teacher_path}."
             )
-        chooser.check(teacher.model, setting="algorithm.distillation.teacher_path", path=distillation.teacher_path)
+        chooser.check(teacher.model, setting=setting, path=distillation.teacher_path)
     return FrozenModels(run.algorithm, reference=reference, teacher=teacher)
 
 
-def _load_frozen(run: RunConfig, model: ModelConfig, *, ranks: Ranks, device: torch.device) -> ModelEngine[Policy]:
-    policy = load_policy(model, device=device, loading=_loading(run, ranks=ranks, device=device))
+def _load_frozen(
+    run: RunConfig, model: ModelConfig, *, ranks: Ranks, device: torch.device, group: SequenceGroup, setting: str
+) -> ModelEngine[Policy]:
+    loading = _loading(run, ranks=ranks, device=device)
+    policy = load_policy(model, device=device, loading=loading, setting=setting, group=group)
     policy.requires_grad_(False)
     if not is_sharded(policy):
         return WholeModel(policy)

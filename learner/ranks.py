@@ -1,4 +1,4 @@
-"""Ranks: the learner's data-parallel processes and the collectives between them.
+"""Ranks: the learner's processes and the collectives between them.
 
 Rank 0 alone talks to the store and the generators; the others get all they need as plain bytes and numbers.
 """
@@ -54,6 +54,7 @@ class Ranks:
         self._rank = rank
         self._size = size
         self._device = device
+        self._sharing = 1
 
     @property
     def rank(self) -> int:
@@ -67,6 +68,20 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         return self._rank == 0
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Index and number of the shares into which the samples of an update are dealt out."""
+        return self._rank // self._sharing, self._size // self._sharing
+
+    def share_sequences(self, size: int) -> dist.ProcessGroup | None:
+        """Give `size` ranks, one after the other, the same samples from now on; their collectives, if they are several.
+
+        Every rank of theirs gets a slice of each sequence.
+        """
+        self._sharing = size
+        groups = [list(range(first, first + size)) for first in range(0, self._size, size)]
+        return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
 
     def broadcast_bytes(self, payloads: Sequence[bytes] | None) -> list[bytes]:
         """Rank 0's payloads, on every rank; the others pass None. Blocks until rank 0 calls."""
@@ -97,6 +112,10 @@ class Ranks:
         return numbers.tolist()
 
     def sum(self, values: Tensor) -> Tensor:
+        """Element-wise over shares, on the device of `values`: of ranks with the same samples, only one counts."""
+        return self.sum_all(torch.zeros_like(values) if self._rank % self._sharing else values)
+
+    def sum_all(self, values: Tensor) -> Tensor:
         """Element-wise over ranks, on the device of `values`."""
         return self._reduce(values, dist.ReduceOp.SUM)
 

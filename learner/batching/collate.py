@@ -8,7 +8,6 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
 
 from slipstream.learner.batching.microbatch import Microbatch, Sample, SampleImages
 from slipstream.learner.batching.packing import (
@@ -20,31 +19,26 @@ from slipstream.learner.batching.packing import (
     pack,
     row_length,
 )
+from slipstream.learner.batching.spans import Spans
 from slipstream.runtime.images import Grid
-
-_PADDING = -1
 
 LayoutKind = Literal["shared_rows", "one_row", "one_per_row"]
 
 
 class MicrobatchBuilder:
-    """Arrays of one microbatch, R empty rows of L tokens. Life: fill_row, once for each -> build.
-
-    A segment is a run of tokens that see each other; a branch also sees its parent segment, the shared prompt.
-    """
+    """Arrays of one microbatch, R empty rows of L tokens. Life: fill_row, once for each in turn -> build."""
 
     def __init__(self, *, num_rows: int, length: int) -> None:
         shape = (num_rows, length)
         self._length = length
         self._token_ids = np.zeros(shape, dtype=np.int64)
         self._position_ids = np.zeros(shape, dtype=np.int64)
-        self._segments = np.full(shape, _PADDING)
-        self._parents = np.full(shape, _PADDING)
         self._axes: np.ndarray | None = None
         self._is_image = np.zeros(shape, dtype=np.bool_)
         self._copies = np.zeros(shape, dtype=np.int64)
         self._experts: np.ndarray | None = None
-        self._num_segments = 0
+        self._lengths: list[int] = []
+        self._parents: list[int] = []
         self._samples: list[Sample] = []
         self._sources: list[np.ndarray] = []
         self._images: list[tuple[Grid, np.ndarray]] = []
@@ -54,10 +48,11 @@ class MicrobatchBuilder:
         column = 0
         for bundle in bundles:
             column = self._put_bundle(row, column, bundle)
+        self._add_run(self._length - column)
 
-    def build(self, *, is_masked: bool, has_positions: bool = True) -> Microbatch:
-        """The tensors; without an attention mask where rows hold nothing but whole sequences, without positions where
-        each holds one."""
+    def build(self, *, has_shared: bool, has_positions: bool = True) -> Microbatch:
+        """The tensors; `has_shared`: whether prompts may be shared. Where each row holds one sequence, there are
+        neither positions nor spans."""
         samples = self._samples
         targets = np.concatenate([sample.token_ids[sample.trained] for sample in samples])
         temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)
@@ -68,7 +63,7 @@ class MicrobatchBuilder:
         return Microbatch(
             token_ids=torch.from_numpy(self._token_ids),
             position_ids=positions,
-            attention_mask=self._mask() if is_masked else None,
+            spans=Spans(self._lengths, self._parents, has_shared) if has_positions else None,
             sources=torch.from_numpy(np.concatenate(self._sources)),
             targets=torch.from_numpy(targets.astype(np.int64)),
             temperatures=torch.from_numpy(np.repeat(temperatures, [len(sample.trained) for sample in samples])),
@@ -81,15 +76,15 @@ class MicrobatchBuilder:
         )
 
     def _put_bundle(self, row: int, column: int, bundle: Bundle) -> int:
-        shared = bundle.num_shared
+        shared = bundle.num_shared if len(bundle.samples) > 1 else 0
         # The shared prompt lies in the row once; each branch continues its positions, not the row's.
-        trunk = self._next_segment()
-        first = bundle.samples[0]
-        self._put(row, column, first, 0, shared, segment=trunk, parent=trunk, copies=len(bundle.samples))
+        trunk = self._add_run(shared)
+        self._put(row, column, bundle.samples[0], 0, shared, copies=len(bundle.samples))
         trunk_end = column = column + shared
         for sample in bundle.samples:
             end = sample.num_inputs
-            self._put(row, column, sample, shared, end, segment=self._next_segment(), parent=trunk, copies=1)
+            self._add_run(end - shared, parent=trunk if shared else None)
+            self._put(row, column, sample, shared, end, copies=1)
             sources = sample.trained - 1 + column - shared
             # The first token of a branch is predicted by the last one of the prompt, which other branches may follow.
             sources[sample.trained == shared] = trunk_end - 1
@@ -98,15 +93,11 @@ class MicrobatchBuilder:
             column += end - shared
         return column
 
-    def _put(
-        self, row: int, column: int, sample: Sample, start: int, end: int, *, segment: int, parent: int, copies: int
-    ) -> None:
+    def _put(self, row: int, column: int, sample: Sample, start: int, end: int, *, copies: int) -> None:
         """Put the sample's tokens from `start` to `end`."""
         span = slice(column, column + end - start)
         self._token_ids[row, span] = sample.token_ids[start:end]
         self._position_ids[row, span] = np.arange(start, end)
-        self._segments[row, span] = segment
-        self._parents[row, span] = parent
         if images := sample.images:
             if self._axes is None:
                 # Without an image a token has the same position along all axes, also in the rows so far.
@@ -129,23 +120,21 @@ class MicrobatchBuilder:
                 self._experts = np.broadcast_to(np.arange(top_k, dtype=sample.experts.dtype), shape).copy()
             self._experts[row, span] = sample.experts[start:end]
 
-    def _next_segment(self) -> int:
-        self._num_segments += 1
-        return self._num_segments
-
-    def _mask(self) -> Tensor:
-        segments, parents = torch.from_numpy(self._segments), torch.from_numpy(self._parents)
-        # Padding is a segment of its own: a row without any visible token would be NaN in softmax.
-        sees = (segments[:, :, None] == segments[:, None, :]) | (parents[:, :, None] == segments[:, None, :])
-        return sees.tril_()[:, None]
+    def _add_run(self, length: int, *, parent: int | None = None) -> int:
+        """Add a run of tokens to the spans, unless it is empty; returns its index."""
+        index = len(self._lengths)
+        if length:
+            self._lengths.append(length)
+            self._parents.append(index if parent is None else parent)
+        return index
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Arrangement of sequences in a microbatch, the densest first.
 
-    `shared_rows`: rows of about the longest sequence, each prompt once, an explicit mask; for SDPA and eager attention.
-    `one_row`: a single row of whole sequences, no mask; for attention that restarts where positions do.
+    `shared_rows`: rows of about the longest sequence, each prompt once; for attention that obeys a mask, or spans.
+    `one_row`: a single row of whole sequences; for attention that restarts where positions do.
     `one_per_row`: a padded row for each sequence, neither mask nor positions; for every causal model.
     """
 
@@ -154,14 +143,17 @@ class Layout:
     microbatch_tokens: int
     """Largest number of input tokens of a forward pass, padding included."""
     row_tokens: int = 64
-    """Rows of `shared_rows` are filled up to this or the longest sequence; attention costs its square."""
+    """Rows of `shared_rows` are filled up to this or the longest sequence; a mask costs its square."""
+    num_slices: int = 1
+    """Ranks that share each row: its length is a multiple of it."""
 
 
 def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ranks: int = 1) -> list[Microbatch]:
     """This rank's share of an optimizer update.
 
     All ranks must pass the same samples; each gets equally many microbatches (some of them empty), because collective
-    operations run in every one. Samples without a trained token are left out.
+    operations run in every one. Samples without a trained token are left out. `rank` and `num_ranks` count ranks with
+    samples of their own: those that share rows pass the same.
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
@@ -177,7 +169,7 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     ]
     microbatches = [_build_microbatch(rows, layout) for rows in packed[rank]]
     missing = max(map(len, packed)) - len(microbatches)
-    microbatches += [_empty_microbatch()] * missing
+    microbatches += [_empty_microbatch(layout)] * missing
     images = next((sample.images for sample in trained if sample.images), None)
     if images is None or num_ranks == 1:
         return microbatches
@@ -185,10 +177,12 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
 
 
 def _build_microbatch(rows: list[Row], layout: Layout) -> Microbatch:
-    builder = MicrobatchBuilder(num_rows=len(rows), length=max(map(row_length, rows)))
+    num_slices = layout.num_slices
+    length = -(-max(map(row_length, rows)) // num_slices) * num_slices
+    builder = MicrobatchBuilder(num_rows=len(rows), length=length)
     for index, row in enumerate(rows):
         builder.fill_row(index, row)
-    return builder.build(is_masked=layout.kind == "shared_rows", has_positions=layout.kind != "one_per_row")
+    return builder.build(has_shared=layout.kind == "shared_rows", has_positions=layout.kind != "one_per_row")
 
 
 def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
@@ -196,10 +190,7 @@ def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
     num_rows, length = microbatch.token_ids.shape
     positions = microbatch.position_ids
     positions = torch.arange(length).expand(num_rows, -1) if positions is None else positions
-    token_ids, mask = F.pad(microbatch.token_ids, (0, 1)), microbatch.attention_mask
-    if mask is not None:
-        mask = F.pad(mask, (0, 1, 0, 1))
-        mask[..., -1, -1] = True
+    token_ids = F.pad(microbatch.token_ids, (0, 1))
     is_image = torch.zeros_like(token_ids, dtype=torch.bool)
     is_image[0, -1] = True
     side, width = images.merge_size, images.patches(images.ids[0]).shape[1]
@@ -207,7 +198,7 @@ def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
         microbatch,
         token_ids=token_ids,
         position_ids=F.pad(positions, (0, 1)).expand(4, -1, -1),
-        attention_mask=mask,
+        spans=microbatch.spans and microbatch.spans.widened(length),
         sources=microbatch.sources + microbatch.sources // length,
         pixel_values=torch.zeros(side**2, width),
         image_grids=torch.tensor([[1, side, side]]),
@@ -215,10 +206,10 @@ def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
     )
 
 
-def _empty_microbatch() -> Microbatch:
-    """One token to read, none to predict: what a rank computes while others have more to do."""
+def _empty_microbatch(layout: Layout) -> Microbatch:
+    """As few tokens to read as there can be, none to predict: what ranks compute while others have more to do."""
     none = torch.zeros(0, dtype=torch.int64)
-    token_ids = torch.zeros(1, 1, dtype=torch.int64)
+    token_ids = torch.zeros(1, layout.num_slices, dtype=torch.int64)
     return Microbatch(
         token_ids,
         None,

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.learner.batching.batch import Batch
+from slipstream.learner.batching.spans import Spans
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.images import Grid
 
@@ -70,7 +71,7 @@ class Microbatch:
     """One forward pass: R rows of L tokens holding several sequences each, and the N tokens that have a loss.
 
     A row holds branches (responses) and the prompts they continue: a prompt that several responses share is there once,
-    `attention_mask` lets each response see it and not its siblings, and positions count along prompt and response.
+    `spans` let each response see it and not its siblings, and positions count along prompt and response.
     """
 
     token_ids: Int[Tensor, "R L"]
@@ -78,8 +79,8 @@ class Microbatch:
     position_ids: Int[Tensor, "... R L"] | None
     """Position within the own sequence; None: that in the row, which holds one sequence. With images also those along
     time, height and width: [4, R, L]."""
-    attention_mask: Bool[Tensor, "R 1 L L"] | None
-    """Tokens (last axis) that each token sees; None: causal, restarted wherever `position_ids` restart."""
+    spans: Spans | None
+    """Tokens that each token sees; None: those before it in its row."""
     sources: Int[Tensor, "N"]
     """Index, into the flattened rows, of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
@@ -108,7 +109,8 @@ class Microbatch:
         if self.token_ids.device == device:
             return self
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Microbatch(**{k: v if v is None else v.to(device, non_blocking=True) for k, v in fields.items()})
+        moved = {k: v.to(device, non_blocking=True) for k, v in fields.items() if isinstance(v, Tensor)}
+        return dataclasses.replace(self, **moved)
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ class GradientSimilarity:
         """Mean cosine over the updates since the last report; empty where none had a predecessor. Collective."""
         if not self._products:
             return {}
-        sums = ranks.sum(torch.stack(list(self._products)).double()).tolist()
+        sums = ranks.sum_all(torch.stack(list(self._products)).double()).tolist()
         self._products.clear()
         cosines = [dot / math.sqrt(now * before) for dot, now, before in sums if now * before > 0]
         return {"learner/grad_cosine": sum(cosines) / len(cosines)} if cosines else {}

@@ -27,6 +27,7 @@ from slipstream.learner.engines.optimizer import learning_rate, named_weights, r
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module
+from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
 
 CRITIC_METRICS = {
     "learner/critic_loss": "clipped squared error of the critic's values, mean over the step's optimizer updates",
@@ -86,6 +87,9 @@ class ValueModel(nn.Module):
     Weights are float32, and so is the head's computation.
     """
 
+    group = ALONE
+    """Ranks that have a slice of each sequence."""
+
     def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.trunk = trunk
@@ -103,7 +107,8 @@ class ValueModel(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
         """`values`, float32[N], from the hidden state that predicts each trained token."""
-        return {"values": self.head(self._hidden(microbatch)).squeeze(-1)}
+        values = self.head(self._hidden(self.group.take(microbatch))).squeeze(-1)
+        return self.group.gather({"values": values}, microbatch)
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -112,11 +117,13 @@ class ValueModel(nn.Module):
 
     def probe(self, microbatch: Microbatch) -> Tensor:
         """Numbers by which two layouts are compared, [N, D]: hidden states, scaled to about 1."""
-        hidden = self._hidden(microbatch)
-        return hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+        hidden = self._hidden(self.group.take(microbatch))
+        scaled = hidden / hidden.square().mean(-1, keepdim=True).sqrt()
+        return self.group.gather({"hidden": scaled}, microbatch)["hidden"]
 
     def _hidden(self, microbatch: Microbatch) -> Tensor:
-        output = forward_pass(self.trunk, microbatch, compute_dtype=self.compute_dtype)
+        """Float32[N, D] of a part that the group has taken."""
+        output = forward_pass(self.trunk, microbatch, compute_dtype=self.compute_dtype, group=self.group)
         return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -130,13 +137,14 @@ def load_value_model(
     device: torch.device,
     gradient_checkpointing: bool = False,
     loading: AbstractContextManager[None] | None = None,
+    group: SequenceGroup = ALONE,
 ) -> ValueModel:
     """Load a policy's checkpoint, with zeros as the head, or a value model's, without dropout. Raises ModelError.
 
     `loading`: see `load_policy`. The head is small and whole until an engine shards it.
     """
     with torch.random.fork_rng(), _without_report(), loading or nullcontext():
-        trunk, missing = load_module(AutoModel, config, device=device, setting=PATH_SETTING)
+        trunk, missing = load_module(AutoModel, config, device=device, setting=PATH_SETTING, group=group)
     if missing:
         raise ModelError(
             f"{PATH_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
@@ -146,6 +154,7 @@ def load_value_model(
     if gradient_checkpointing:
         trunk.gradient_checkpointing_enable({"use_reentrant": False})
     model = ValueModel(trunk.train(), compute_dtype=COMPUTE_DTYPES[config.dtype]).to(device)
+    model.group = group
     if (head := Path(config.path) / _HEAD_FILE).exists():
         model.head.load_state_dict(read_tensors(head))
     elif trunk.config.architectures == [type(trunk).__name__]:

@@ -21,7 +21,9 @@ from slipstream.learner.batching.collate import Layout, LayoutKind, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.model import FLASH, Policy
+from slipstream.learner.training.attention import PACKED
+from slipstream.learner.training.model import Policy
+from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
 
 MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Largest mean difference of a sample between packed and alone, nats, by the data type in which both are computed.
@@ -42,6 +44,7 @@ class Probed(Protocol):
     """A model that reads microbatches: a policy, or the critic's value model."""
 
     compute_dtype: torch.dtype
+    group: SequenceGroup
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -69,6 +72,7 @@ class LayoutChooser:
         self._hidden_size = policy.hidden_size
         self._kinds: list[LayoutKind] = ["shared_rows", "one_row", "one_per_row"]
         self._reasons: list[str] = []
+        self._needs_masks = False
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: Probed, *, setting: str, path: str) -> None:
@@ -76,12 +80,16 @@ class LayoutChooser:
 
         `setting` is the config key of its `path`.
         """
-        is_flash = model.backbone.config._attn_implementation == FLASH
-        # Flash attention knows boundaries of sequences, not masks.
-        kinds = [kind for kind in self._kinds if kind != "shared_rows" or not is_flash]
-        with _computing_in(model, torch.bfloat16 if is_flash else torch.float32):
+        kinds, is_packed = self._kinds, model.backbone.config._attn_implementation == PACKED
+        # The kernel of packed rows on GPUs computes in half precision alone.
+        is_half = is_packed and self._device.type == "cuda"
+        with _computing_in(model, model.compute_dtype if is_half else torch.float32):
             limit = MAX_DIFFERENCE[model.compute_dtype]
             found = self._compare(model, kinds)
+            if is_packed and model.group.size == 1 and found[kinds[0]][0] > limit:
+                model.backbone.set_attn_implementation("sdpa")
+                found = self._compare(model, kinds)
+        self._needs_masks |= model.backbone.config._attn_implementation != PACKED
         name = f"{type(model.backbone).__name__} ({setting})"
         described = ", ".join(f"{kind} {_describe(*found[kind])}" for kind in kinds)
         self._kinds = [kind for kind in kinds if found[kind][0] <= limit]
@@ -90,7 +98,8 @@ class LayoutChooser:
             raise ModelError(
                 f"{setting} must name a model that computes of samples side by side what it computes of each alone, "
                 f"within {limit:g} nats, got {path!r} ({type(model.backbone).__name__}), for which no layout is left: "
-                f"{described}; train another model."
+                f"{described}; train another model"
+                + (", or with learner.sequence_parallel=1." if model.group.size > 1 else ".")
             )
 
     def choose(self) -> Layout:
@@ -99,8 +108,9 @@ class LayoutChooser:
         if self._ranks.is_first:
             log.info("layout_chosen", layout=kind, differences="; ".join(self._reasons))
         # Attention costs row length x width, everything else 12 x width^2: rows of half the width cost next to nothing.
-        row_tokens = min(microbatch_tokens, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
-        return Layout(kind, microbatch_tokens, row_tokens)
+        dense = min(microbatch_tokens, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
+        row_tokens = dense if self._needs_masks else microbatch_tokens
+        return Layout(kind, microbatch_tokens, row_tokens, self._run.learner.sequence_parallel)
 
     @torch.no_grad()
     def _compare(self, model: Probed, kinds: list[LayoutKind]) -> dict[LayoutKind, tuple[float, str]]:
@@ -108,14 +118,15 @@ class LayoutChooser:
         samples = _probe_samples(self._run, window=_window(model.backbone), vocab_size=model.vocab_size)
         total = sum(sample.num_inputs for sample in samples)
         budget = self._run.learner.tokens_per_microbatch
-        alone_layout = Layout("one_per_row", 1)
-        alone = _numbers(model, samples, alone_layout, device=self._device)
+        with _attending_natively(model):
+            alone = _numbers(model, samples, Layout("one_per_row", 1), device=self._device)
         errors = dict.fromkeys(kinds, "")
         differences = torch.full((len(kinds),), torch.inf)
         for index, kind in enumerate(kinds):
             try:
                 # One row for as many as may be together, so that each sample has neighbours to be disturbed by.
-                packed = _numbers(model, samples, Layout(kind, budget, min(total, budget)), device=self._device)
+                layout = Layout(kind, budget, min(total, budget), self._run.learner.sequence_parallel)
+                packed = _numbers(model, samples, layout, device=self._device)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
@@ -145,6 +156,21 @@ def _computing_in(model: Probed, dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         model.compute_dtype = before
+
+
+@contextmanager
+def _attending_natively(model: Probed) -> Iterator[None]:
+    """Attention as transformers computes it, of whole sequences."""
+    attention, group = model.backbone.config._attn_implementation, model.group
+    if attention == PACKED:
+        model.backbone.set_attn_implementation("sdpa")
+    model.group = ALONE
+    try:
+        yield
+    finally:
+        model.group = group
+        if attention == PACKED:
+            model.backbone.set_attn_implementation(attention)
 
 
 def _describe(difference: float, error: str) -> str:

@@ -18,7 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.utils import is_flash_attn_2_available, logging
+from transformers.utils import logging
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
@@ -28,6 +28,8 @@ from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Req
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
+from slipstream.learner.training.attention import PACKED, Sight
+from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup, can_pack, check_sequence_parallel
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import (
     adapter_parameters,
@@ -43,7 +45,8 @@ from slipstream.runtime.routers import Routers, check_routers, find_routers
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 """float16 gradients underflow without loss scaling, so the learner computes in float32 where engines use float16."""
 
-FLASH = "flash_attention_2"
+LONG = 2048
+"""Length of sequences from which on masks cost more on CPUs than a call of the kernel for each run of tokens."""
 
 _HEAD_PROBE_TOKENS = 8
 _HEAD_TOLERANCE = 0.01
@@ -82,6 +85,9 @@ class OutputHead(nn.Module):
 
 class Policy(nn.Module):
     """The module that a training engine runs: float32 master weights, matrix products in `compute_dtype`."""
+
+    group = ALONE
+    """Ranks that have a slice of each sequence."""
 
     def __init__(
         self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32, has_adapter: bool = False
@@ -128,46 +134,50 @@ class Policy(nn.Module):
     ) -> dict[str, Any]:
         """`logprobs` of the trained tokens, float32[N], and the requested numbers: see `measure_tokens`.
 
-        With nothing requested, `logits` that predict the trained tokens, [N, V]. Of a mixture of experts also
-        `expert_load` [M, E], and with `prices` of its experts [M, E] `aux_loss`.
+        With nothing requested, `logits` that predict the trained tokens, [N, V]; those of this rank's slice alone, as
+        `reference_logits` are. Of a mixture of experts also `expert_load` [M, E], and with `prices` of its experts
+        [M, E] `aux_loss`.
         """
-        columns = microbatch.targets, microbatch.temperatures
-        options: dict[str, Any] = {"candidates": candidates, "reference_logits": reference_logits}
-        self._set_routers(microbatch, prices)
+        part = self.group.take(microbatch)
+        columns = part.targets, part.temperatures
+        few = self.group.own(candidates, microbatch)
+        options: dict[str, Any] = {"requested": requested, "candidates": few, "reference_logits": reference_logits}
+        self._set_routers(part, prices)
         if self.head:
-            states = self._states(microbatch)
-            outputs = self.head(states, *columns, dtype=self.compute_dtype, requested=requested, **options)
+            outputs = self.head(self._states(part), *columns, dtype=self.compute_dtype, **options)
         else:
-            logits = self._logits(microbatch)
-            measured = requested and measure_tokens(logits, *columns, requested=requested, **options)
-            outputs = measured or {"logits": logits}
-        return outputs | self._routed(microbatch, prices)
+            logits = self._logits(part)
+            outputs = measure_tokens(logits, *columns, **options) if requested else {"logits": logits}
+        outputs = self.group.gather(outputs, microbatch) if requested else outputs
+        return outputs | self._routed(part, prices)
 
-    def _set_routers(self, microbatch: Microbatch, prices: Tensor | None) -> None:
+    def _set_routers(self, part: Microbatch, prices: Tensor | None) -> None:
         if self.routers:
-            given = microbatch.experts
+            given = part.experts
             self.routers.given = None if given is None else given.flatten(0, 1)
             self.routers.keeps_logits = prices is not None
 
-    def _routed(self, microbatch: Microbatch, prices: Tensor | None) -> dict[str, Tensor]:
+    def _routed(self, part: Microbatch, prices: Tensor | None) -> dict[str, Tensor]:
         """Outputs about the routers, after a forward pass."""
         if not self.routers:
             return {}
-        copies = microbatch.copies.flatten()
+        copies = part.copies.flatten()
         found = {"expert_load": self.routers.load(copies)}
-        return found if prices is None else found | {"aux_loss": (prices * self.routers.probabilities(copies)).sum()}
+        if prices is not None:
+            found["aux_loss"] = (prices * self.routers.probabilities(copies)).sum()
+        return {name: self.group.total(tensor) for name, tensor in found.items()}
 
-    def _states(self, microbatch: Microbatch) -> Tensor:
+    def _states(self, part: Microbatch) -> Tensor:
         """Hidden states that predict the trained tokens, [N, D]."""
-        output = forward_pass(self.causal_lm.base_model, microbatch, compute_dtype=self.compute_dtype)
-        return output.last_hidden_state.flatten(0, 1)[microbatch.sources]
+        output = forward_pass(self.causal_lm.base_model, part, compute_dtype=self.compute_dtype, group=self.group)
+        return output.last_hidden_state.flatten(0, 1)[part.sources]
 
-    def _logits(self, microbatch: Microbatch) -> Tensor:
-        is_one_row = len(microbatch.token_ids) == 1
-        kept = microbatch.sources if is_one_row else 0
-        output = forward_pass(self.causal_lm, microbatch, compute_dtype=self.compute_dtype, logits_to_keep=kept)
+    def _logits(self, part: Microbatch) -> Tensor:
+        is_one_row = len(part.token_ids) == 1
+        options = {"logits_to_keep": part.sources if is_one_row else 0}
+        output = forward_pass(self.causal_lm, part, compute_dtype=self.compute_dtype, group=self.group, **options)
         logits = output.logits.flatten(0, 1)
-        return logits if is_one_row else logits[microbatch.sources]
+        return logits if is_one_row else logits[part.sources]
 
     @torch.no_grad()
     def check_head(self) -> None:
@@ -204,37 +214,40 @@ class RewardModel(Policy):
 
     def forward(self, microbatch: Microbatch, *, prices: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
         """`scores`, float32[N], of the tokens up to, and without, each trained one; see `Policy.forward`."""
-        self._set_routers(microbatch, prices)
-        scores = self.causal_lm.score(self._states(microbatch).float()).squeeze(-1)
-        return {"scores": scores, **self._routed(microbatch, prices)}
+        part = self.group.take(microbatch)
+        self._set_routers(part, prices)
+        scores = self.causal_lm.score(self._states(part).float()).squeeze(-1)
+        return self.group.gather({"scores": scores}, microbatch) | self._routed(part, prices)
 
     def probe(self, microbatch: Microbatch) -> Tensor:
         """Hidden states, scaled to about 1, [N, D]: a new head's scores are too small to tell layouts apart."""
-        states = self._states(microbatch).float()
-        return states / states.square().mean(-1, keepdim=True).sqrt()
+        states = self._states(self.group.take(microbatch)).float()
+        scaled = states / states.square().mean(-1, keepdim=True).sqrt()
+        return self.group.gather({"states": scaled}, microbatch)["states"]
 
 
-def forward_pass(module: nn.Module, microbatch: Microbatch, *, compute_dtype: torch.dtype, **arguments: Any) -> Any:
-    """Forward pass of a transformers model over all tokens of a microbatch; `arguments` go to its forward method."""
+def forward_pass(
+    module: nn.Module, part: Microbatch, *, compute_dtype: torch.dtype, group: SequenceGroup = ALONE, **arguments: Any
+) -> Any:
+    """Forward pass of a transformers model over what `group` has taken; `arguments` go to its forward method."""
     is_mixed = compute_dtype != torch.float32
     inputs = {
-        "position_ids": microbatch.position_ids,
-        "pixel_values": microbatch.pixel_values,
-        "image_grid_thw": microbatch.image_grids,
+        "position_ids": part.position_ids,
+        "pixel_values": part.pixel_values,
+        "image_grid_thw": part.image_grids,
     }
-    token_ids = microbatch.token_ids
-    if microbatch.is_image is not None:
+    arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    token_ids = part.token_ids
+    if part.is_image is not None:
         # The model puts images where its image tokens are, and may have written some of its own.
-        inputs["inputs_embeds"] = module.get_input_embeddings()(token_ids)
-        token_ids = torch.where(microbatch.is_image, module.config.image_token_id, -1)
-    with torch.autocast(microbatch.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
-        return module(
-            input_ids=token_ids,
-            attention_mask=_attention_mask(module.config, microbatch),
-            use_cache=False,
-            **{name: tensor for name, tensor in inputs.items() if tensor is not None},
-            **arguments,
-        )
+        arguments["inputs_embeds"] = module.get_input_embeddings()(token_ids)
+        token_ids = torch.where(part.is_image, module.config.image_token_id, -1)
+    if module.config._attn_implementation == PACKED:
+        arguments |= {"attention_mask": None, "sight": Sight(part.spans, group)}
+    else:
+        arguments["attention_mask"] = _attention_mask(module.config, part)
+    with torch.autocast(part.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
+        return module(input_ids=token_ids, use_cache=False, **arguments)
 
 
 def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
@@ -242,9 +255,9 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
 
     transformers makes masks with a window only if it is given none, so that of shared rows gets its window here.
     """
-    mask = microbatch.attention_mask
-    if mask is None:
+    if microbatch.spans is None or not microbatch.spans.has_shared:
         return None
+    mask = microbatch.spans.mask(microbatch.token_ids.shape, microbatch.token_ids.device)
     text = config.get_text_config()
     finish = _additive if config._attn_implementation == "eager" else lambda visible: visible
     window = getattr(text, "sliding_window", None)
@@ -270,11 +283,13 @@ def load_policy(
     gradient_checkpointing: bool = False,
     is_reward_model: bool = False,
     loading: AbstractContextManager[None] | None = None,
+    group: SequenceGroup = ALONE,
+    setting: str = "model.path",
 ) -> Policy:
     """Load the checkpoint with float32 weights and without dropout; for a reward model a language model's will do, too.
 
     With `config.lora`, it gets a new adapter. `loading`: context in which the checkpoint is read, such as
-    `sharded_loading`. Raises ModelError, ConfigError.
+    `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
     """
     if config.lora:
         check_targets(config)
@@ -282,7 +297,7 @@ def load_policy(
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
     # ZeRO-3 draws random numbers while it loads: an adapter must begin with the same ones in every layout.
     with torch.random.fork_rng(), loading or nullcontext():
-        module, _ = load_module(kind, config, device=device, setting="model.path")
+        module, _ = load_module(kind, config, device=device, setting=setting, group=group)
     if config.lora:
         attach_adapter(module, config.lora, base=config.path)
     if config.freeze_vision and takes_images(config.path):
@@ -291,6 +306,7 @@ def load_policy(
         module.gradient_checkpointing_enable({"use_reentrant": False})
     wrap = RewardModel if is_reward_model else Policy
     policy = wrap(module.train(), compute_dtype=COMPUTE_DTYPES[config.dtype], has_adapter=config.lora is not None)
+    policy.group = group
     if not is_reward_model and module.get_output_embeddings() is not None and module.base_model is not module:
         policy.head = OutputHead(module)
         if not is_sharded(module):
@@ -331,7 +347,7 @@ def save_pretrained(
 
 
 def load_module(
-    kind: Any, config: ModelConfig, *, device: torch.device, setting: str
+    kind: Any, config: ModelConfig, *, device: torch.device, setting: str, group: SequenceGroup = ALONE
 ) -> tuple[PreTrainedModel, list[str]]:
     """A model by one of transformers' Auto classes, and the names of its weights that the checkpoint lacks.
 
@@ -343,14 +359,19 @@ def load_module(
         _disable_dropout(settings)
         if kind is AutoModelForSequenceClassification:
             settings.num_labels = 1
+        model_class = kind._model_mapping.get(type(settings), None)
+        if group.size > 1:
+            check_sequence_parallel(settings, model_class, size=group.size, setting=setting, path=config.path)
         module, found = kind.from_pretrained(
             config.path,
             config=settings,
             dtype=torch.float32,
-            attn_implementation=_choose_attention(settings, device, COMPUTE_DTYPES[config.dtype]),
+            attn_implementation=_choose_attention(settings, model_class, config, device=device, group=group),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
+    except ModelError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
@@ -369,9 +390,12 @@ def _disable_dropout(settings: PreTrainedConfig) -> None:
                 setattr(part, name, 0.0)
 
 
-def _choose_attention(settings: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+def _choose_attention(
+    settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, device: torch.device, group: SequenceGroup
+) -> str | None:
     """None: SDPA where the model has it, else eager."""
-    if device.type == "cuda" and dtype == torch.bfloat16 and is_flash_attn_2_available():
-        return FLASH
+    is_long = device.type == "cuda" or group.size > 1 or config.max_length >= LONG
+    if is_long and can_pack(settings, model_class):
+        return PACKED
     # transformers' SDPA leaves the soft cap of attention scores out without a word.
     return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None

@@ -59,7 +59,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel) -> int:
         if model.get_output_embeddings() is not None:
             policy.head = OutputHead(model)
         columns = {field.name: getattr(microbatch, field.name) for field in dataclasses.fields(microbatch)}
-        fakes = Microbatch(**{k: v if v is None else fake.from_tensor(v) for k, v in columns.items()})
+        fakes = Microbatch(**{k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in columns.items()})
         for parameter in policy.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)

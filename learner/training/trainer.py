@@ -263,8 +263,8 @@ class Trainer:
 
     def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
         """This rank's share of an optimizer update, on its device."""
-        ranks = self._ranks
-        microbatches = collate(samples, layout=self._layout, rank=ranks.rank, num_ranks=ranks.size)
+        rank, num_ranks = self._ranks.share
+        microbatches = collate(samples, layout=self._layout, rank=rank, num_ranks=num_ranks)
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def canary(self) -> tuple[list[list[int]], list[list[float]]]:

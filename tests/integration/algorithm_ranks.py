@@ -4,43 +4,102 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
-from slipstream.learner.ranks import exit_rank, join_ranks
-from tests.unit.learner.builders import CPU, weights, zero
+from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
+from slipstream.learner.sft.trainer import PairTrainer, SftTrainer
+from tests.families import make_family
+from tests.unit.learner.builders import CPU, make_groups, make_model, make_run, weights, zero
+from tests.unit.learner.sft.test_pairs import make_pairs
+from tests.unit.learner.sft.test_trainer import make_demonstrations
 from tests.unit.learner.test_every_algorithm import make_algorithm_groups, make_algorithm_run
 
 TIMEOUT_S = 120.0
-KEYS = ("learner/loss", "learner/grad_norm", "learner/kept_fraction", "learner/idle_fraction", "learner/tokens")
+KEYS = (
+    "learner/loss",
+    "learner/grad_norm",
+    "learner/kept_fraction",
+    "learner/idle_fraction",
+    "learner/tokens",
+    "learner/grad_cosine",
+)
 
 SMOOTH = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
 """With Adam's usual epsilon a gradient that cancels to rounding moves its weight as far as any other."""
+SUPERVISED = {
+    "sft": (SftTrainer, SftConfig("a", trajectories_per_step=8), make_demonstrations),
+    "pairs": (PairTrainer, SftConfig("a", objective="pairs", trajectories_per_step=8), make_pairs),
+}
+FAMILY = "family-"
+"""Begin of a name that means the default algorithm with a model of that family."""
+
+
+def make_models(folder: Path, names: list[str]) -> None:
+    """Write the models of these names, with heads for four ranks, and key/value heads for two."""
+    for seed in (0, 7):
+        config = make_model(folder, seed=seed) / "config.json"
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        config.write_text(json.dumps(json.loads(config.read_text()) | heads))
+    for name in names:
+        if name.startswith(FAMILY):
+            make_family(folder, name.removeprefix(FAMILY))
+
+
+def train(
+    folder: Path, name: str, *, ranks: Ranks, **learner: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Two steps with the algorithm of that name, or of a supervised run: metrics and weights."""
+    settings = {"optimizer": SMOOTH} | learner
+    torch.manual_seed(0)
+    if name in SUPERVISED:
+        kind, sft, make = SUPERVISED[name]
+        run = make_run(make_model(folder), learner=settings, mode="sft", sft=sft)
+        trainer = build_trainer(run, ranks=ranks, device=CPU)
+        supervised = kind(run, trainer=trainer, ranks=ranks, num_steps=4)
+        metrics = [supervised.step(make(8, seed=step), step=step) for step in (1, 2)]
+    else:
+        if name.startswith(FAMILY):
+            run, groups = make_run(folder / name.removeprefix(FAMILY), learner=settings), make_groups(longest=20)
+        else:
+            run, groups = make_algorithm_run(folder, name, learner=settings), make_algorithm_groups(name)
+        trainer = build_trainer(run, ranks=ranks, device=CPU)
+        metrics = [trainer.step(groups, learner_version=v, step=v + 1) for v in range(2)]
+    return [{key: row[key] for key in KEYS if key in row} for row in metrics], weights(trainer)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--zero", type=int, required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sequence-parallel", type=int, default=1)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("names", nargs="+")
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(CPU))
-    rendezvous = f"file://{args.folder / 'rendezvous'}"
-    ranks = join_ranks(rank=args.rank, size=2, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
+    sizes = {"num_ranks": args.ranks, "sequence_parallel": args.sequence_parallel}
+    ranks = join_ranks(
+        rank=args.rank,
+        size=args.ranks,
+        device=CPU,
+        timeout_s=TIMEOUT_S,
+        rendezvous=f"file://{args.folder / 'rendezvous'}",
+    )
     for name in args.names:
-        learner = {"engine": zero(args.zero), "num_ranks": 2, "tokens_per_microbatch": 64, "optimizer": SMOOTH}
-        trainer = build_trainer(make_algorithm_run(args.folder, name, learner=learner), ranks=ranks, device=CPU)
-        metrics = [trainer.step(make_algorithm_groups(name), learner_version=v, step=v + 1) for v in range(2)]
-        found = weights(trainer)
+        metrics, found = train(
+            args.folder, name, ranks=ranks, engine=zero(args.zero), tokens_per_microbatch=64, **sizes
+        )
         if ranks.is_first:
             save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, args.folder / f"{name}.st")
-            (args.folder / f"{name}.json").write_text(json.dumps([{key: m[key] for key in KEYS} for m in metrics]))
+            (args.folder / f"{name}.json").write_text(json.dumps(metrics))
     exit_rank()
 
 

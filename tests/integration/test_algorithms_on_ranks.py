@@ -1,4 +1,4 @@
-"""Two ranks over Gloo, at every ZeRO stage, make the weights of one process, for every algorithm."""
+"""Ranks over Gloo, with shares of the batch and slices of sequences, make the weights of one process."""
 
 import json
 import os
@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.algorithm_ranks import KEYS, SMOOTH
-from tests.unit.learner.builders import make_trainer, weights
-from tests.unit.learner.test_every_algorithm import SETTINGS, make_algorithm_groups, make_algorithm_run
+from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
+from tests.families import FAMILIES
+from tests.integration.algorithm_ranks import SUPERVISED, make_models, train
+from tests.unit.learner.builders import CPU, make_alone
+from tests.unit.learner.test_every_algorithm import SETTINGS
 
 DEADLINE_S = 900.0
 FEW = [
@@ -26,16 +28,33 @@ FEW = [
     "normalised",
     "kl-full",
 ]
+FEW_SLICED = [
+    "loss-gspo-token",
+    "advantage-gae",
+    "kl-full",
+    "distil-forward_kl_topk",
+    "sft",
+    "pairs",
+    "family-gemma3_text",
+    "family-qwen3_moe",
+]
+"""Losses of whole sequences, a second model of each kind, numbers that go from one to another, windows."""
+SLICED_FAMILIES = [
+    f"family-{name}"
+    for name, (kind, _) in FAMILIES.items()
+    if kind == "shared_rows" and name not in ("gemma2", "gpt_oss", "falcon")
+]
 AT_ONCE = 20
 """Algorithms per pair of processes: after some sixty DeepSpeed engines in one process, which keeps their groups, a
 collective of ZeRO 3 hangs."""
 TOLERANCE = 5e-6
 """Largest difference of a weight after two steps, which move each by up to 1e-3."""
-pytestmark = pytest.mark.timeout(DEADLINE_S + 60)
+pytestmark = pytest.mark.timeout(4 * DEADLINE_S)
 
 
-def train_on_two(folder: Path, names: list[str], *, stage: int) -> None:
-    command = [sys.executable, "-m", "tests.integration.algorithm_ranks", f"--zero={stage}", f"--folder={folder}"]
+def train_on_ranks(folder: Path, names: list[str], *, stage: int, ranks: int = 2, sequence_parallel: int = 1) -> None:
+    sizes = [f"--ranks={ranks}", f"--sequence-parallel={sequence_parallel}", f"--zero={stage}"]
+    command = [sys.executable, "-m", "tests.integration.algorithm_ranks", *sizes, f"--folder={folder}"]
     (folder / "rendezvous").unlink(missing_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     root = Path(__file__).parents[2]
@@ -47,7 +66,7 @@ def train_on_two(folder: Path, names: list[str], *, stage: int) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for rank in range(2)
+        for rank in range(ranks)
     ]
     ends_at = time.monotonic() + DEADLINE_S
     try:
@@ -56,7 +75,7 @@ def train_on_two(folder: Path, names: list[str], *, stage: int) -> None:
         for process in processes:
             process.kill()
     logs = "\n".join(output.decode()[-2000:] for output in outputs)
-    assert [process.returncode for process in processes] == [0, 0], logs
+    assert [process.returncode for process in processes] == [0] * ranks, logs
 
 
 @pytest.mark.parametrize(
@@ -64,17 +83,35 @@ def train_on_two(folder: Path, names: list[str], *, stage: int) -> None:
     [(2, FEW), *(pytest.param(stage, list(SETTINGS), marks=pytest.mark.long) for stage in (0, 2, 3))],
 )
 def test_two_ranks_make_the_weights_of_one(tmp_path: Path, stage: int, names: list[str]):
-    alone = {name: train_alone(tmp_path, name) for name in names}
+    check_ranks(tmp_path, names, stage=stage)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel", "stage", "names"),
+    [
+        pytest.param(2, 2, 3, FEW_SLICED, marks=pytest.mark.slow),
+        *(
+            pytest.param(ranks, size, stage, [*SETTINGS, *SUPERVISED], marks=pytest.mark.long)
+            for ranks, size, stage in [(2, 2, 1), (4, 4, 2), (4, 2, 3)]
+        ),
+        pytest.param(2, 2, 0, SLICED_FAMILIES, marks=pytest.mark.long),
+    ],
+)
+def test_slices_of_sequences_make_the_weights_of_whole_ones(
+    tmp_path: Path, ranks: int, sequence_parallel: int, stage: int, names: list[str]
+):
+    check_ranks(tmp_path, names, stage=stage, ranks=ranks, sequence_parallel=sequence_parallel)
+
+
+def check_ranks(tmp_path: Path, names: list[str], *, stage: int, **sizes: int) -> None:
+    make_models(tmp_path, names)
+    os.environ.update(deepspeed_environment(CPU))
+    torch.set_num_threads(1)
+    alone = {name: train(tmp_path, name, ranks=make_alone()) for name in names}
     for first in range(0, len(names), AT_ONCE):
-        train_on_two(tmp_path, names[first : first + AT_ONCE], stage=stage)
+        train_on_ranks(tmp_path, names[first : first + AT_ONCE], stage=stage, **sizes)
     for name, (metrics, expected) in alone.items():
         found = load_file(tmp_path / f"{name}.st")
         assert max(float((found[key] - expected[key]).abs().max()) for key in expected) < TOLERANCE, name
         for one, two in zip(metrics, json.loads((tmp_path / f"{name}.json").read_text()), strict=True):
-            assert two == pytest.approx({key: one[key] for key in KEYS}, rel=1e-4, abs=1e-5), name
-
-
-def train_alone(folder: Path, name: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    trainer = make_trainer(make_algorithm_run(folder, name, learner={"optimizer": SMOOTH}))
-    metrics = [trainer.step(make_algorithm_groups(name), learner_version=v, step=v + 1) for v in range(2)]
-    return metrics, weights(trainer)
+            assert two == pytest.approx(one, rel=1e-4, abs=1e-5), name

@@ -37,6 +37,7 @@ BENCHMARKS = [
         "generators.slow_tools",
         ["--seconds=1", "--calls=64", "--slow-tool-s=0.05", "--tool-s", "--token-s=0.001"],
     ),
+    ("learner.long_context", ["--rounds=1", "--tokens=64", "--ranks=2", "--width=32"]),
     ("learner.logprob_head", ["--rounds=1", "--tokens=64", "--vocabulary=64", "--width=8"]),
     ("generators.search", ["--passages=300", "--queries=50"]),
     ("generators.elastic", ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"]),

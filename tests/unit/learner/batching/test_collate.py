@@ -61,7 +61,7 @@ def test_one_sample_per_row_needs_neither_mask_nor_positions():
     samples = [make_sample(make_response(0, i, response=(5, 6, 7))) for i in range(8)]
     (microbatch,) = collate(samples, layout=ONE_PER_ROW)
     assert microbatch.token_ids.shape == (8, 4 + 2)
-    assert microbatch.attention_mask is None
+    assert microbatch.spans is None
     assert microbatch.position_ids is None
 
 

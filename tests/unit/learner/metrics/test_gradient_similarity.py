@@ -35,14 +35,14 @@ class TwoRanks:
     def __init__(self, other: torch.Tensor) -> None:
         self.other = other
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         return values + self.other
 
 
 class Heard:
     """A rank alone that keeps what it would send to the others."""
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         self.values = values
         return values
 

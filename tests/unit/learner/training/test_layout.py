@@ -79,8 +79,14 @@ def test_a_model_that_fits_no_layout_is_refused_by_name(tmp_path):
 
 
 # --- what the probe sees ---------------------------------------------------------------------------------------------
+def plain_mask(config, microbatch):
+    spans = microbatch.spans
+    has_mask = spans is not None and spans.has_shared
+    return spans.mask(microbatch.token_ids.shape, CPU) if has_mask else None
+
+
 def ignore_windows(monkeypatch):
-    monkeypatch.setattr(model_module, "_attention_mask", lambda config, microbatch: microbatch.attention_mask)
+    monkeypatch.setattr(model_module, "_attention_mask", plain_mask)
 
 
 def test_a_window_that_the_mask_ignores_is_seen(tmp_path, monkeypatch):

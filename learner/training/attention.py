@@ -1,0 +1,119 @@
+"""Attention of packed rows without masks: each run of tokens is a sequence of its own to the kernel.
+
+On GPUs in half precision by torch's variable-length flash attention, elsewhere by SDPA, run after run.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from slipstream.learner.batching.spans import Spans
+from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+
+PACKED = "slipstream_packed"
+"""Name by which transformers knows `packed_attention`. It makes no mask for it."""
+
+_MAX_KERNEL_HEAD = 256
+
+Masks = dict[tuple[int, int, int], Tensor]
+"""Additive masks within runs, by queries, keys and window, which all layers share; those of SDPA alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """Argument of every attention layer of one forward pass."""
+
+    spans: Spans | None
+    """None: each row is one sequence."""
+    group: SequenceGroup
+    masks: Masks = field(default_factory=dict)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    sight: Sight | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface: [R, H, L, D] of each input -> [R, L, H, D]."""
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    sight, kind = sight or Sight(None, ALONE), query.device.type
+    # As SDPA does it: normalised queries are float32, beside values in half precision.
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    # Ranks get whole groups of query heads: key/value heads that are fewer than ranks are repeated.
+    repeats = math.lcm(key.shape[1], sight.group.size) // key.shape[1]
+    if repeats > 1:
+        key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
+    states = [sight.group.exchange(part.to(dtype)) for part in (query, key, value)]
+    return sight.group.exchange(_attend(states, sight, window=sliding_window or 0, scale=scaling)), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def _attend(states: list[Tensor], sight: Sight, *, window: int, scale: float | None) -> Tensor:
+    rows, _, length, width = states[0].shape
+    spans = sight.spans
+    if spans is None:
+        if not 0 < window < length:
+            return scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
+        spans = Spans([length] * rows, list(range(rows)))
+    query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in states)
+    if spans.key_index is not None:
+        index = spans.key_index.to(key.device, non_blocking=True)
+        key, value = key[index], value[index]
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    has_kernel = width == value.shape[-1] <= _MAX_KERNEL_HEAD and width % 8 == 0
+    attend = _by_kernel if query.is_cuda and is_half and has_kernel else _run_by_run
+    found = attend([query, key, value], spans, masks=sight.masks, window=window, scale=scale)
+    return found.unflatten(0, (rows, length))
+
+
+def _by_kernel(states: list[Tensor], spans: Spans, *, masks: Masks, window: int, scale: float | None) -> Tensor:
+    ends = (
+        torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(states[0].device)
+        for counts in (spans.lengths, spans.num_keys)
+    )
+    # The last query sees the last key: with more keys than queries, a run sees what comes before it.
+    sides = (window - 1 if window else -1, 0)
+    longest = max(spans.lengths), max(spans.num_keys)
+    return varlen_attn(*states, *ends, *longest, scale=scale, window_size=sides, enable_gqa=True)
+
+
+def _run_by_run(states: list[Tensor], spans: Spans, *, masks: Masks, window: int, scale: float | None) -> Tensor:
+    counts = (spans.lengths, spans.num_keys, spans.num_keys)
+    runs = zip(*(part.split(count) for part, count in zip(states, counts, strict=True)), strict=True)
+    found = []
+    for run in runs:
+        query, key, value = (part.transpose(0, 1)[None] for part in run)
+        shape = query.shape[2], key.shape[2], window
+        if shape[0] < shape[1] or 0 < window < shape[1]:
+            mask = masks[shape] = masks[shape] if shape in masks else _mask(*shape, like=query)
+            out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        else:
+            out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        found.append(out[0].transpose(0, 1))
+    return torch.cat(found)
+
+
+def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tensor:
+    """Additive, [Q, K]. A mask of booleans would become one in each layer, and stay for its backward pass."""
+    last = num_keys - num_queries
+    sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last)
+    if window:
+        sees = sees.triu(last - window + 1)
+    return torch.zeros(sees.shape, dtype=like.dtype, device=like.device).masked_fill_(~sees, -torch.inf)

@@ -1,0 +1,211 @@
+"""Attention of packed rows by runs of tokens, against the mask that says the same, and against transformers' own."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from slipstream.configs.data import ModelConfig
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.spans import Spans
+from slipstream.learner.errors import ModelError
+from slipstream.learner.training import attention
+from slipstream.learner.training import model as model_module
+from slipstream.learner.training.attention import PACKED, Sight, packed_attention
+from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.sequence_parallel import ALONE, SequenceGroup
+from tests.families import make_family
+from tests.unit.learner.builders import CPU, make_groups, make_policy, make_response, make_samples
+from tests.unit.learner.training.test_layout import choose, logprobs, logprobs_alone
+
+ROWS = torch.Size([2, 12])
+SPANS = Spans([4, 3, 5, 7, 4, 1], [0, 0, 0, 3, 3, 5])
+"""Two rows: a prompt with two responses; a prompt with one, and padding."""
+VISIBLE = """
+X........... XX.......... XXX......... XXXX........
+XXXXX....... XXXXXX...... XXXXXXX.....
+XXXX...X.... XXXX...XX... XXXX...XXX.. XXXX...XXXX. XXXX...XXXXX
+X........... XX.......... XXX......... XXXX........ XXXXX....... XXXXXX...... XXXXXXX.....
+XXXXXXXX.... XXXXXXXXX... XXXXXXXXXX.. XXXXXXXXXXX. ...........X
+"""
+
+
+def make_states(*, rows=ROWS, heads=4, shared=2, width=8, value_width=8):
+    torch.manual_seed(0)
+    shapes = [(heads, width), (shared, width), (shared, value_width)]
+    return [torch.randn(rows[0], count, rows[1], size, requires_grad=True) for count, size in shapes]
+
+
+def by_mask(query, key, value, mask):
+    """Textbook attention with repeated keys and values."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+def assert_same(states, found, expected):
+    weights = torch.randn_like(expected)
+    assert torch.allclose(found, expected, atol=1e-6)
+    pairs = zip(*(torch.autograd.grad((out * weights).sum(), states) for out in (found, expected)), strict=True)
+    assert all(torch.allclose(one, two, atol=1e-5) for one, two in pairs)
+
+
+def varlen_by_definition(query, key, value, queries, keys, max_q, max_k, *, scale, window_size, enable_gqa):
+    """torch.nn.attention.varlen.varlen_attn as it is documented, of which there is no build for CPUs."""
+    before, after = window_size
+    assert after == 0
+    assert enable_gqa
+    assert (max_q, max_k) == (int(queries.diff().max()), int(keys.diff().max()))
+    out = []
+    for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
+        # The last query is that of the last key.
+        ahead = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
+        mask = (ahead >= 0) & ((ahead <= before) if before >= 0 else torch.ones_like(ahead, dtype=torch.bool))
+        parts = [part.transpose(0, 1)[None] for part in (query[q0:q1], key[k0:k1], value[k0:k1])]
+        out.append(by_mask(*parts, mask)[0])
+    return torch.cat(out)
+
+
+@pytest.fixture(params=["sdpa", "varlen"])
+def kernel(request, monkeypatch):
+    if request.param == "varlen":
+        monkeypatch.setattr(attention, "varlen_attn", varlen_by_definition)
+        monkeypatch.setattr(attention, "_run_by_run", attention._by_kernel)
+    return request.param
+
+
+def test_spans_say_which_tokens_see_which():
+    rows = "".join("\n".join(VISIBLE.split()).split("\n"))
+    expected = torch.tensor([mark == "X" for mark in rows]).view(2, 1, 12, 12)
+    assert SPANS.mask(ROWS, CPU).equal(expected)
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_runs_are_the_masks_attention_and_gradient(kernel, window):
+    states = make_states()
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0]])
+    mask = SPANS.mask(ROWS, CPU)
+    if window:
+        mask = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
+    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window, sight=Sight(SPANS, ALONE))
+    assert_same(states, found, by_mask(*states, mask))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_without_spans_are_sequences(window):
+    states = make_states(value_width=4)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril().triu(-(window - 1) if window else -12)
+    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window)
+    assert_same(states, found, by_mask(*states, mask))
+
+
+def test_no_mask_is_larger_than_a_run():
+    prompt = tuple(range(2, 32))
+    samples = make_samples([make_response(0, i, prompt=prompt, response=(5, 6, 7, 8, 9)) for i in range(8)])
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 4096))
+    sight = Sight(microbatch.spans, ALONE)
+    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, sight=sight)
+    # Responses of equal length have one; prompts and whole sequences none.
+    assert [mask.shape for mask in sight.masks.values()] == [(4, 34)]
+
+
+# --- in models -------------------------------------------------------------------------------------------------------
+LAYOUTS = [
+    Layout("shared_rows", 4096, 4096),
+    Layout("shared_rows", 64, 32),
+    Layout("shared_rows", 4096, 20, num_slices=4),
+    Layout("one_row", 4096),
+    Layout("one_per_row", 64),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(layout):
+    samples = make_samples([m for group in make_groups(num_groups=4, longest=12) for m in group])
+    results = []
+    for name, chosen in (("sdpa", Layout("one_per_row", 1)), (PACKED, layout)):
+        policy = make_policy()
+        policy.causal_lm.set_attn_implementation(name)
+        column = torch.zeros(sum(len(sample.trained) for sample in samples))
+        for microbatch in collate(samples, layout=chosen):
+            column = column.index_put((microbatch.indices,), policy(microbatch)["logprobs"])
+        (column * torch.linspace(-1, 1, len(column))).sum().backward()
+        results.append((column.detach(), {name: p.grad for name, p in policy.named_parameters()}))
+    (expected, gradients), (found, others) = results
+    assert torch.allclose(found, expected, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert float((others[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()) + 1e-5, name
+
+
+@pytest.fixture
+def always_packed(monkeypatch):
+    monkeypatch.setattr(model_module, "LONG", 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "deepseek_v3", "gpt2", "phi3"])
+def test_long_sequences_of_a_family_need_no_mask(tmp_path, name, always_packed):
+    policy, layout = choose(make_family(tmp_path, name))
+    assert policy.causal_lm.config._attn_implementation == PACKED
+    # Without masks, rows may be as long as a microbatch.
+    assert layout == Layout("shared_rows", 8192, 8192)
+    samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
+    packed = logprobs(policy, layout, samples)
+    policy.causal_lm.set_attn_implementation("sdpa")
+    assert float((packed - logprobs_alone(policy, samples)).abs().max()) < 1e-4
+
+
+def test_a_model_that_packed_attention_does_not_fit_keeps_its_own(tmp_path, always_packed, monkeypatch):
+    monkeypatch.setattr(attention, "_attend", lambda states, *_, **__: states[0].transpose(1, 2))
+    policy, layout = choose(make_family(tmp_path, "qwen3"))
+    assert policy.causal_lm.config._attn_implementation == "sdpa"
+    assert layout == Layout("shared_rows", 8192, 64)
+
+
+def test_only_long_sequences_are_packed_on_a_cpu(tmp_path):
+    path = str(make_family(tmp_path, "qwen3"))
+    names = [load_policy(ModelConfig(path=path, max_length=n), device=CPU).causal_lm.config for n in (2047, 2048)]
+    assert [config._attn_implementation for config in names] == ["sdpa", PACKED]
+
+
+# --- slices ----------------------------------------------------------------------------------------------------------
+def test_slices_hold_each_token_once_where_it_is_predicted():
+    samples = make_samples([m for group in make_groups(num_groups=3, longest=12) for m in group])
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 24, num_slices=4))
+    parts = [SequenceGroup(4, rank).take(microbatch) for rank in range(4)]
+    assert torch.cat([part.token_ids for part in parts], 1).equal(microbatch.token_ids)
+    assert torch.cat([part.position_ids for part in parts], 1).equal(microbatch.position_ids)
+    assert torch.cat([part.indices for part in parts]).sort()[0].equal(microbatch.indices.sort()[0])
+    before = microbatch.token_ids.flatten()[microbatch.sources][microbatch.indices.argsort()]
+    for part in parts:
+        assert part.token_ids.flatten()[part.sources].equal(before[part.indices])
+        assert part.spans is microbatch.spans
+
+
+def test_rows_without_positions_keep_theirs_in_a_slice():
+    samples = make_samples([m for group in make_groups(num_groups=1) for m in group])
+    (microbatch,) = collate(samples, layout=Layout("one_per_row", 4096, num_slices=2))
+    width = microbatch.token_ids.shape[1] // 2
+    part = SequenceGroup(2, 1).take(microbatch)
+    assert part.position_ids[0].tolist() == list(range(width, 2 * width))
+    assert part.num_tokens == microbatch.num_tokens // 2
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "complaint"),
+    [
+        ("qwen3", 4, "2 attention heads, which 4 ranks cannot share"),
+        ("qwen3_next", 2, r"layers that are not softmax attention \(linear_attention\)"),
+        ("llama4_text", 2, r"not softmax attention \(chunked_attention\)"),
+        ("mamba2", 2, r"not softmax attention \(linear_attention\)"),
+        ("gemma2", 2, "soft cap"),
+        ("gpt_oss", 2, "sinks"),
+        ("bloom", 2, "biases"),
+    ],
+)
+def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path, family, size, complaint):
+    path = make_family(tmp_path, family)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=f"model.path must .*sequence_parallel={size} .*{complaint}") as caught:
+        load_policy(ModelConfig(path=str(path)), device=CPU, group=SequenceGroup(size))
+    assert "\n" not in str(caught.value)
