@@ -231,11 +231,8 @@ def forward_pass(
 ) -> Any:
     """Forward pass of a transformers model over what `group` has taken; `arguments` go to its forward method."""
     is_mixed = compute_dtype != torch.float32
-    inputs = {
-        "position_ids": part.position_ids,
-        "pixel_values": part.pixel_values,
-        "image_grid_thw": part.image_grids,
-    }
+    images = {"pixel_values": part.pixel_values, "image_grid_thw": part.image_grids}
+    inputs = {"position_ids": part.position_ids, **images}
     arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
     token_ids = part.token_ids
     if part.is_image is not None:
