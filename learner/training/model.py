@@ -363,7 +363,9 @@ def load_module(
             config.path,
             config=settings,
             dtype=torch.float32,
-            attn_implementation=_choose_attention(settings, model_class, config, device=device, group=group),
+            attn_implementation=choose_attention(
+                settings, model_class, config, on_gpu=device.type == "cuda", is_sliced=group.size > 1
+            ),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
@@ -387,12 +389,11 @@ def _disable_dropout(settings: PreTrainedConfig) -> None:
                 setattr(part, name, 0.0)
 
 
-def _choose_attention(
-    settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, device: torch.device, group: SequenceGroup
+def choose_attention(
+    settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, on_gpu: bool, is_sliced: bool
 ) -> str | None:
-    """None: SDPA where the model has it, else eager."""
-    is_long = device.type == "cuda" or group.size > 1 or config.max_length >= LONG
-    if is_long and can_pack(settings, model_class):
+    """None: SDPA where the model has it, else eager. `is_sliced`: whether ranks share sequences."""
+    if (on_gpu or is_sliced or config.max_length >= LONG) and can_pack(settings, model_class):
         return PACKED
     # transformers' SDPA leaves the soft cap of attention scores out without a word.
     return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None

@@ -27,7 +27,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
-from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy
+from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy, choose_attention
 
 _ROW_TOKENS = 64
 _EXPERTS = "slipstream_traced"
@@ -39,8 +39,10 @@ _UNTRACED = (
 )
 
 
-def step_bytes(run: RunConfig, model: PreTrainedModel) -> int:
+def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) -> int:
     """Peak of what a forward and backward pass over the largest microbatch allocate, gradients not counted.
+
+    Of ranks that share sequences, each allocates its share of that.
 
     `model` is on the meta device. Where a model's operations depend on its numbers and cannot be traced: 34 bytes for
     each token, layer and unit of width, twice that in float32 (Korthikanti et al., arXiv:2205.05198).
@@ -53,6 +55,10 @@ def step_bytes(run: RunConfig, model: PreTrainedModel) -> int:
     with FakeTensorMode() as fake:
         _materialize(model)
         model.set_experts_implementation(_EXPERTS)
+        is_sliced = run.learner.sequence_parallel > 1
+        attention = choose_attention(model.config, type(model), run.model, on_gpu=on_gpu, is_sliced=is_sliced)
+        if attention:
+            model.set_attn_implementation(attention)
         if is_recomputed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = Policy(model.train(), compute_dtype=compute_dtype)

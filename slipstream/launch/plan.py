@@ -222,7 +222,7 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
 # --- the learner -----------------------------------------------------------------------------------------------------
 def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[str]) -> Iterator[Need]:
     size, engine, trained = run.learner.num_ranks, run.learner.engine, _num_trained(policy)
-    activations = step_bytes(run, policy) / GIB
+    activations = step_bytes(run, policy, on_gpu=bool(gpus)) / run.learner.sequence_parallel / GIB
     # Linear layers, nearly all of it, are gathered in the data type of their products.
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), trained)}

@@ -4,10 +4,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from safetensors.torch import save_file
 
 from slipstream.buffer.accounting import Audit, StoreCounts
 from slipstream.buffer.archive.archive import ArchiveCheck
 from slipstream.buffer.records import StepEntry
+from slipstream.learner.engines.optimizer import STATE_FILE
 from tests.builders import make_trajectory
 from tests.chaos import outcome
 from tests.chaos.outcome import Outcome, Sample, Trained, find_problems
@@ -150,7 +152,7 @@ def test_an_uninterrupted_run_trains_on_each_prompt_once_per_epoch() -> None:
 
 def test_a_lineage_comes_back_as_it_was_written(tmp_path: Path) -> None:
     trained = [Trained(1, [("0", "train/00003", 0), ("0", "train/00003", 1)]), Trained(2, [("1", "train/00001", 0)])]
-    outcome.write_lineage(tmp_path, trained)
+    save_file(outcome.pack_lineage(trained), tmp_path / STATE_FILE.format(0))
     assert outcome.read_lineage(tmp_path) == trained
 
 

@@ -35,6 +35,8 @@ class FakeRanks:
 class FakeTrainer:
     """Trains on anything and reports nothing."""
 
+    images = None
+
     def step(self, groups: list[list[Trajectory]], **_: object) -> dict[str, float]:
         return {}
 

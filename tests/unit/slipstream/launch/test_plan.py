@@ -101,6 +101,16 @@ def test_a_step_is_traced_with_what_its_settings_save(model: Path) -> None:
     assert traced("model.dtype=bfloat16") < plain
 
 
+def test_ranks_that_share_sequences_share_activations(model: Path) -> None:
+    def activations(*overrides: str) -> float:
+        plan = make_plan(settings(model, "learner.num_ranks=2", "model.max_length=2048", *overrides), LARGE)
+        return gib(plan, "learner rank 1", "activations of the largest microbatch")
+
+    long = "learner.tokens_per_microbatch=4096"
+    whole = activations(long)
+    assert activations(long, "learner.sequence_parallel=2") == pytest.approx(whole / 2)
+
+
 def test_a_mixture_is_traced_with_its_chosen_experts(tmp_path: Path) -> None:
     sizes = {
         "num_hidden_layers": 2,
