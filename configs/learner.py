@@ -111,8 +111,17 @@ class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
     """Keep this rank's shards of the parameters in host memory, with ZeRO stage 3."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
+    offload_activations: bool = False
+    """Keep the inputs of layers in host memory until the backward pass, with `gradient_checkpointing`."""
 
     def __post_init__(self) -> None:
+        require(
+            self.gradient_checkpointing or not self.offload_activations,
+            "learner.engine.gradient_checkpointing",
+            "be true with offload_activations",
+            got="false",
+            why="only what is recomputed from them leaves nothing else to keep",
+        )
         require(
             self.zero_stage == 3 or not self.offload_parameters,
             "learner.engine.zero_stage",

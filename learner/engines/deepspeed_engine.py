@@ -5,13 +5,15 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
@@ -109,6 +111,8 @@ class ShardedModel(Generic[M]):
         self._model = model
         self._ranks = ranks
         self._stage = config.zero_stage
+        if config.offload_activations:
+            _keep_inputs_on_host(model)
         settings = deepspeed_config(config, optimizer=optimizer, num_ranks=ranks.size)
         with contextlib.redirect_stdout(sys.stderr):
             self._engine: Any = self._deepspeed.initialize(
@@ -263,6 +267,19 @@ def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
             vars(parameter).pop("comm_dtype", None)
         else:
             vars(parameter)["comm_dtype"] = dtype
+
+
+def _keep_inputs_on_host(model: nn.Module) -> None:
+    """Have each layer that is recomputed in the backward pass keep its inputs in host memory."""
+
+    def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        # The function's own tensors have hooks of their own, those of the recomputation: the inputs alone are packed.
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return checkpoint(function, *inputs, use_reentrant=False, **options)
+
+    for part in model.modules():
+        if hasattr(part, "_gradient_checkpointing_func"):
+            part._gradient_checkpointing_func = recompute
 
 
 def _buckets(

@@ -111,6 +111,14 @@ def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) 
 ExpertsInterface.register(_EXPERTS, _run_experts)
 
 
+def layer_input_bytes(run: RunConfig, model: PreTrainedModel) -> int:
+    """Hidden states before every layer, float32, of the largest microbatch."""
+    text = model.config.get_text_config()
+    return (
+        largest_microbatch(run, model).num_tokens * text.hidden_size * text.num_hidden_layers * torch.float32.itemsize
+    )
+
+
 class Allocations(TorchDispatchMode):
     """Counts the bytes of storages that are made while it is entered."""
 

@@ -24,7 +24,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.launch.generator_pool import place
 from slipstream.learner.engines.deepspeed_engine import BUCKET_ELEMENTS
 from slipstream.learner.training.model import COMPUTE_DTYPES
-from slipstream.learner.training.step_memory import step_bytes
+from slipstream.learner.training.step_memory import layer_input_bytes, step_bytes
 from slipstream.runtime.command_line import exit_with_error
 from slipstream.runtime.console import add_row, make_console, make_table
 from slipstream.runtime.lora import adapter_parameters, meta_model
@@ -46,7 +46,8 @@ _QUANTISED_BYTES = {"nvfp4_per_token": 0.5}
 """Bytes of a weight; 1 for every other kind of quantisation."""
 
 _ADVICE = {
-    "activations": "lower learner.tokens_per_microbatch, or set learner.engine.gradient_checkpointing=true",
+    "activations": "lower learner.tokens_per_microbatch, raise learner.sequence_parallel, or set "
+    "learner.engine.gradient_checkpointing=true, then learner.engine.offload_activations=true",
     "weights": "shard them with learner/engine=deepspeed_zero3 over more learner.num_ranks, set "
     "learner.engine.offload_parameters=true, or train model.lora",
     "gradients": "shard them with learner/engine=deepspeed_zero2 over more learner.num_ranks, or train model.lora",
@@ -223,6 +224,9 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
 def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[str]) -> Iterator[Need]:
     size, engine, trained = run.learner.num_ranks, run.learner.engine, _num_trained(policy)
     activations = step_bytes(run, policy, on_gpu=bool(gpus)) / run.learner.sequence_parallel / GIB
+    on_host = 0.0
+    if isinstance(engine, DeepSpeedEngineConfig) and engine.offload_activations:
+        on_host = layer_input_bytes(run, policy) / run.learner.sequence_parallel / GIB
     # Linear layers, nearly all of it, are gathered in the data type of their products.
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), trained)}
@@ -246,9 +250,11 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
         yield Need(name, HOST, "libraries", _LIBRARIES_GIB["learner"])
         for model, (elements, moved) in models.items():
             own = _states(model, elements, moved, engine=engine, size=size, gathered_bytes=gathered_bytes)
-            for cause, on_host, count in own:
-                yield Need(name, HOST if on_host else device, cause, count * _FLOAT / GIB)
-        yield Need(name, device, "activations of the largest microbatch", activations)
+            for cause, is_away, count in own:
+                yield Need(name, HOST if is_away else device, cause, count * _FLOAT / GIB)
+        yield Need(name, device, "activations of the largest microbatch", activations - on_host)
+        if on_host:
+            yield Need(name, HOST, "inputs of layers", on_host)
         # Copied between two steps, written while the next ones go on.
         copied = 2 * sum(moved for _, moved in models.values()) / size
         copied += sum(elements for elements, moved in models.values() if moved) if rank == 0 else 0

@@ -13,6 +13,7 @@ from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, T
 from slipstream.learner import build
 from slipstream.learner.algorithms import logprobs
 from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.engines import deepspeed_engine
 from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
@@ -135,6 +136,38 @@ def test_parameters_and_optimizer_in_host_memory_change_nothing(tmp_path):
             trainer.step(make_groups(seed=i), learner_version=0, step=i + 1)
         found.append(weights(trainer))
     assert largest_difference(*found) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_inputs_of_layers_in_host_memory_change_nothing(tmp_path, stage, monkeypatch):
+    kept = []
+
+    def save_on_cpu(**options):
+        def keep(tensor):
+            kept.append(tensor.shape)
+            return tensor.clone()
+
+        return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
+    monkeypatch.setattr(deepspeed_engine, "save_on_cpu", save_on_cpu)
+    losses, moved = [], []
+    for settings in (
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "offload_activations": True},
+    ):
+        assert not kept
+        engine = make_engine(tmp_path, DeepSpeedEngineConfig(zero_stage=stage, **settings), learning_rate=1e-2)
+        microbatches = make_microbatches()
+        losses.append(accumulate(engine, microbatches))
+        engine.step(learning_rate=1e-2)
+        moved.append(torch.cat([tensor.flatten() for _, tensor in engine.gather_parameters()]))
+    assert torch.equal(moved[0], moved[1])
+    assert torch.equal(moved[1], moved[2])
+    # The hidden states before each of two layers, and nothing else of their size: no weights.
+    width = engine.model.hidden_size
+    states = [shape for shape in kept if shape[-1:] == (width,)]
+    assert states == [(*m.token_ids.shape, width) for m in microbatches for _ in range(2)]
 
 
 @every_engine

@@ -111,6 +111,18 @@ def test_ranks_that_share_sequences_share_activations(model: Path) -> None:
     assert activations(long, "learner.sequence_parallel=2") == pytest.approx(whole / 2)
 
 
+def test_inputs_of_layers_move_to_the_host(model: Path) -> None:
+    kept, moved = (
+        make_plan(settings(model, "learner.engine.gradient_checkpointing=true", *more), LARGE)
+        for more in ((), ("learner.engine.offload_activations=true",))
+    )
+    inputs = gib(moved, "learner rank 0", "inputs of layers")
+    # Rows of 255 inputs, four of them to a microbatch.
+    assert inputs == pytest.approx(4 * 255 * WIDTH * LAYERS * 4 / GIB)
+    name = "activations of the largest microbatch"
+    assert gib(kept, "learner rank 0", name) - gib(moved, "learner rank 0", name) == pytest.approx(inputs)
+
+
 def test_a_mixture_is_traced_with_its_chosen_experts(tmp_path: Path) -> None:
     sizes = {
         "num_hidden_layers": 2,
