@@ -23,7 +23,7 @@ from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
 from slipstream.learner.training.trainer import Trainer
 from tests.integration.learner_rank import TIMEOUT_S, share_groups
-from tests.unit.learner.builders import CPU, make_run, weights, zero
+from tests.unit.learner.builders import CPU, make_groups, make_run, weights, zero
 
 # So large that the update is as smooth a function of the gradient as the loss: Adam amplifies rounding otherwise.
 SMOOTH = {"epsilon": 1.0, "learning_rate": 1.0}
@@ -39,7 +39,8 @@ def make_layout_run(args: argparse.Namespace) -> RunConfig:
 
 
 def step(trainer: Trainer, ranks: Ranks, number: int) -> None:
-    trainer.step(share_groups(ranks, seed=number), learner_version=0, step=number)
+    groups = make_groups(num_groups=4, group_size=4, seed=number)
+    trainer.step(share_groups(ranks, groups), learner_version=0, step=number)
 
 
 def write_weights(trainer: Trainer, path: Path, ranks: Ranks) -> None:
