@@ -29,7 +29,7 @@ class Rejection(Record):
 
 
 class Handshake:
-    """Checks every Hello."""
+    """Admits a peer, or refuses it with the reason, by what its Hello says."""
 
     def __init__(self, *, locate_duplicate: Callable[[Hello], str]) -> None:
         """`locate_duplicate` describes another living peer of the same name; empty if there is none."""

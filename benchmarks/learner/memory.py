@@ -65,7 +65,7 @@ console = Console(highlight=False)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure every setting."""
+    """Print the estimate beside the measured peak of each rank, setting by setting."""
     table = Table("setting", "rank", "estimate, MiB", "measured, MiB", "ratio")
     rows = []
     with tempfile.TemporaryDirectory() as folder:

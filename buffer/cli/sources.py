@@ -66,7 +66,7 @@ class ArchiveSource:
     """An archive, and the metrics and settings of its run folder if it still lies there."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ArchiveError."""
+        """Open the archive in `folder`. Raises ArchiveError if it is none."""
         self.archive = Archive(folder)
         self.num_unreadable = 0
         """Shards that could not be read; each is reported on stderr."""

@@ -42,7 +42,7 @@ _UNTRACED = (
 def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) -> int:
     """Peak of what a forward and backward pass over the largest microbatch allocate, gradients not counted.
 
-    Of ranks that share sequences, each allocates its share of that.
+    Ranks that share sequences allocate it together.
 
     `model` is on the meta device. Where a model's operations depend on its numbers and cannot be traced: 34 bytes for
     each token, layer and unit of width, twice that in float32 (Korthikanti et al., arXiv:2205.05198).
@@ -113,10 +113,8 @@ ExpertsInterface.register(_EXPERTS, _run_experts)
 
 def layer_input_bytes(run: RunConfig, model: PreTrainedModel) -> int:
     """Hidden states before every layer, float32, of the largest microbatch."""
-    text = model.config.get_text_config()
-    return (
-        largest_microbatch(run, model).num_tokens * text.hidden_size * text.num_hidden_layers * torch.float32.itemsize
-    )
+    text, num_tokens = model.config.get_text_config(), largest_microbatch(run, model).num_tokens
+    return num_tokens * text.hidden_size * text.num_hidden_layers * torch.float32.itemsize
 
 
 class Allocations(TorchDispatchMode):
