@@ -149,7 +149,7 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
     measure = shlex.join([*program.split(), "evaluate", str(folder.final_model), *own])
     return (others if run.mode == "async" else {}) | {
         measure: "measure the final model again",
-        f"{program} plan experiment=gsm8k_8gpu --gpus 8 --gpu-gib 80": "the memory of a GPU run",
+        shlex.join([*program.split(), "plan", *own]): "its memory, by process and cause",
     }
 
 
