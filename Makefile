@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check docs test test-all chaos mutants clean
+.PHONY: help setup run check docs test test-all gpu-bundle gpu-check chaos mutants clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,13 @@ test: $(INSTALLED) ## all tests that take less than minutes; ARGS="tests/unit -k
 
 test-all: $(INSTALLED) ## all tests
 	$(PYTEST) $(ARGS)
+
+gpu-bundle: $(INSTALLED) ## collect what `make gpu-check` needs on a machine without a network, 19 MB, into .gpu_bundle/
+	@scripts/gpu_bundle.sh
+
+gpu-check: ## tests and figures of this machine's GPU in ten minutes, from .gpu_bundle/ if that is here
+	@[ -d .gpu_bundle ] || $(MAKE) --no-print-directory setup
+	@scripts/gpu_check.sh
 
 chaos: $(INSTALLED) ## kill roles of a run at random, then audit it; ARGS="--seed=7 --kills=200" sets both
 	$(python) -m tests.chaos $(ARGS)

@@ -41,7 +41,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
-from slipstream.runtime.process import die_with_launcher, has_launcher, on_stop_signal
+from slipstream.runtime.process import die_with_launcher, exempt_from_collection, has_launcher, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
@@ -118,6 +118,7 @@ def _serve(
         model=fingerprint(run.model.path),
     )
     is_stopping = on_stop_signal(lambda: None)
+    exempt_from_collection()
     log.info("listening", address=folder.broker_address, store=url, step=state.step, version=state.version)
     with closing(store), _archiving(run, folder, url):
         while not is_stopping():

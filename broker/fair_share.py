@@ -9,12 +9,14 @@ proportion to their throughput.
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from math import inf
-from statistics import mean, median
+from math import inf, isnan, nan
+from statistics import median
+
+import numpy as np
 
 from slipstream.broker.peers import Peer
 from slipstream.buffer.records import Lease
-from slipstream.buffer.trajectory import Record, lease_of, make_trajectory_id
+from slipstream.buffer.trajectory import lease_of, make_trajectory_id
 from slipstream.runtime.clock import Clock
 
 _WINDOW_GROUPS = 32
@@ -22,49 +24,34 @@ _WINDOW_GROUPS = 32
 _RETRY_AFTER_GROUPS = 100
 """Own group times after which an excluded generator is leased one group to be measured again. This bounds the cost of
 retrying to a hundredth of the time."""
+_DROP_INTERVAL_S = 1.0
+"""Time between two searches for lost leases: Pongs, which tell of them, come no more often."""
 _EPSILON = 1e-6
 """Missing groups below this are rounding errors of floats."""
 
 
-class Pace(Record):
-    """Measured throughput of a generator. Example: Pace(group_s=2.5, groups_per_s=3.2, in_flight=8)."""
-
-    group_s: float
-    """Seconds from the lease of a group until its last trajectory is stored; grows while groups stay out longer."""
-    groups_per_s: float
-    """Completed groups per second at the usual concurrency."""
-    in_flight: int
-    """Leased groups that are not complete yet."""
-
-
-# --- the share of one generator --------------------------------------------------------------------------------------
-def finish_s(paces: Collection[Pace], *, num_groups: int) -> float:
-    """Least seconds in which the generators finish everything in flight and `num_groups` more; inf without generators.
+# --- the shares of generators ----------------------------------------------------------------------------------------
+def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarray, *, num_groups: int) -> float:
+    """Least seconds in which the generators [N] finish everything in flight and `num_groups` more; inf for none.
 
     min over k of max(group_s[k], (num_groups + sum of in_flight[:k + 1]) / sum of groups_per_s[:k + 1]), fastest first:
     each further generator shortens the work, unless its own first group takes longer than that.
     """
-    least, groups, groups_per_s = inf, num_groups, 0.0
-    for pace in sorted(paces, key=lambda each: each.group_s):
-        groups += pace.in_flight
-        groups_per_s += pace.groups_per_s
-        least = min(least, max(pace.group_s, groups / groups_per_s))
-    return least
+    order = np.argsort(group_s, kind="stable")
+    work_s = (num_groups + np.cumsum(in_flight[order])) / np.cumsum(groups_per_s[order])
+    return float(np.minimum.reduce(np.maximum(group_s[order], work_s), initial=inf))
 
 
-def share(pace: Pace, paces: Collection[Pace], *, num_groups: int) -> int:
-    """Number of groups out of `num_groups` for the generator of this pace, one of `paces`; 0 if it is too slow.
+def shares(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarray, *, num_groups: int) -> np.ndarray:
+    """Groups out of `num_groups` for each generator, [N]; 0 for one that is too slow.
 
     round(groups_per_s * (num_groups + in_flight of all) / groups_per_s of all) - in_flight, over those fast enough.
     """
-    limit_s = finish_s(paces, num_groups=num_groups)
-    if pace.group_s > limit_s:
-        return 0
-    fast_enough = [each for each in paces if each.group_s <= limit_s]
-    groups = num_groups + sum(each.in_flight for each in fast_enough)
-    missing = pace.groups_per_s * groups / sum(each.groups_per_s for each in fast_enough) - pace.in_flight
+    is_fast = group_s <= finish_s(group_s, groups_per_s, in_flight, num_groups=num_groups)
+    groups = num_groups + np.add.reduce(in_flight, where=is_fast)
+    missing = groups_per_s * groups / np.add.reduce(groups_per_s, where=is_fast) - in_flight
     # At least one, however small the fraction: if all shares rounded down to zero, nothing would be leased.
-    return max(1, round(missing)) if missing > _EPSILON else 0
+    return np.where(is_fast & (missing > _EPSILON), np.maximum(1, np.rint(missing)), 0).astype(np.int64)
 
 
 # --- measurement -----------------------------------------------------------------------------------------------------
@@ -107,19 +94,27 @@ class Throughput:
             missing = {make_trajectory_id(lease_id, index) for index in indices}
             self._leased[lease_id] = _LeasedGroup(missing, leased_at=now, num_concurrent=num_concurrent)
 
-    def record_stored(self, trajectory_id: str, *, now: float) -> None:
-        """Record a trajectory that the store took; ignored if it belongs to no lease recorded here."""
+    def record_stored(self, trajectory_id: str, *, now: float) -> bool:
+        """Record a trajectory that the store took; ignored if it belongs to no lease recorded here.
+
+        Returns whether its group is complete.
+        """
         lease_id = lease_of(trajectory_id)
         group = self._leased.get(lease_id)
         if group is None:
-            return
+            return False
         group.missing.discard(trajectory_id)
-        if not group.missing:
-            del self._leased[lease_id]
-            self._record_group(now - group.leased_at, num_concurrent=group.num_concurrent)
+        if group.missing:
+            return False
+        del self._leased[lease_id]
+        self._record_group(now - group.leased_at, num_concurrent=group.num_concurrent)
+        return True
 
-    def drop_lost(self, held_lease_ids: Collection[str], *, leased_before: float) -> None:
-        """Forget leases from before that time that the generator does not hold: they were returned or have lapsed."""
+    def drop_lost(self, held_lease_ids: Collection[str], *, leased_before: float) -> bool:
+        """Forget leases from before that time that the generator does not hold: they were returned or have lapsed.
+
+        Returns whether there were any.
+        """
         lost = [
             lease_id
             for lease_id, group in self._leased.items()
@@ -127,20 +122,23 @@ class Throughput:
         ]
         for lease_id in lost:
             del self._leased[lease_id]
+        return bool(lost)
 
     def restart(self) -> None:
         """Discard all measurements as soon as the next group is completed."""
         self._is_outdated = True
 
-    def pace(self, *, now: float, typical: Pace | None = None) -> Pace:
-        """Return the pace; before the first completed group it is `typical`, which is required then."""
-        ages = sorted(now - group.leased_at for group in self._leased.values())
+    @property
+    def measured(self) -> tuple[float, float]:
+        """Seconds from the lease of a group until its last trajectory is stored, and completed groups per second at the
+        usual concurrency; NaN before the first."""
+        return (median(self._group_s), 1 / median(self._busy_s)) if self.is_measured else (nan, nan)
+
+    @property
+    def leased_at(self) -> float:
+        """Time at which the groups in flight were leased, their median; inf without any."""
         # A generator that hangs completes nothing that could be measured: the age of its groups slows it down instead.
-        waited_s = median(ages) if ages else 0.0
-        if self.is_measured:
-            typical = Pace(median(self._group_s), 1 / median(self._busy_s), 0)
-        assert typical is not None
-        return Pace(max(typical.group_s, waited_s), typical.groups_per_s, self.in_flight)
+        return median(group.leased_at for group in self._leased.values()) if self._leased else inf
 
     def _record_group(self, group_s: float, *, num_concurrent: int) -> None:
         if self._is_outdated:
@@ -156,6 +154,8 @@ class Throughput:
 @dataclass
 class _Generator:
     peer: Peer
+    row: int
+    """Index into the vectors of all generators."""
     throughput: Throughput = field(default_factory=Throughput)
     excluded_since: float | None = None
     """Time of the first lease it was denied for being slow; None while it gets a share."""
@@ -167,6 +167,10 @@ class FairShare:
     Kept in memory only: a new broker starts without measurements.
 
     Limits nothing while there is only one generator, or none has completed a group.
+
+    Life: (start_round -> (group_s | num_rows | num_groups | record_leases)*)*; all else at any time. What is known of
+    the generators lies in vectors, of which an event changes one row: a thousand generators that ask at once cost the
+    work of a thousand, not of a million.
     """
 
     def __init__(self, *, lost_after_s: float, clock: Clock) -> None:
@@ -175,18 +179,36 @@ class FairShare:
         self._clock = clock
         self._generators: dict[str, _Generator] = {}
         self._idle_since: float | None = None
+        self._measured: set[str] = set()
+        self._changed: set[str] = set()
+        self._next_drop_at = -inf
+        self._known = np.empty((0, 4))
+        """Measured group_s and groups_per_s (NaN before the first group), in_flight, leased_at of each generator."""
+        self._group_s = np.empty(0)
+        """group_s as of this round; NaN for a generator without a measurement of its own."""
+        self._now = 0.0
+        self._may_lease, self._version = np.empty(0, dtype=np.bool_), np.empty(0)
+        self._divided: tuple[int, int, np.ndarray, np.ndarray] | None = None
+        """Available groups and oldest version, and each generator's share (-1: it takes no part) and group_s."""
 
     @property
     def is_limiting(self) -> bool:
         """Whether there are several generators, at least one of them measured."""
-        return len(self._generators) > 1 and any(each.throughput.is_measured for each in self._generators.values())
+        return len(self._generators) > 1 and bool(self._measured)
 
     def add(self, peer: Peer) -> None:
         """Add a generator, or update the connection of a known one."""
-        self._generators.setdefault(peer.owner, _Generator(peer)).peer = peer
+        if peer.owner not in self._generators:
+            self._generators[peer.owner] = _Generator(peer, row=len(self._generators))
+            self._known = np.append(self._known, [[nan, nan, 0.0, inf]], axis=0)
+        self._generators[peer.owner].peer = peer
 
     def remove(self, peer: Peer) -> None:
-        self._generators.pop(peer.owner, None)
+        if generator := self._generators.pop(peer.owner, None):
+            self._measured.discard(peer.owner)
+            self._known = np.delete(self._known, generator.row, axis=0)
+            for row, each in enumerate(self._generators.values()):
+                each.row = row
 
     def record_leases(self, peer: Peer, leases: list[Lease]) -> None:
         """Record what a generator was leased; evaluations are not measured."""
@@ -195,18 +217,32 @@ class FairShare:
         if groups and generator:
             generator.throughput.record_lease(groups, now=self._clock())
             generator.excluded_since = self._idle_since = None
+            self._changed.add(peer.owner)
 
     def record_stored(self, peer: Peer, trajectory_ids: list[str]) -> None:
         """Record trajectories of a generator that the store took."""
         if generator := self._generators.get(peer.owner):
-            for trajectory_id in trajectory_ids:
-                generator.throughput.record_stored(trajectory_id, now=self._clock())
+            completed = [generator.throughput.record_stored(each, now=self._clock()) for each in trajectory_ids]
+            if any(completed):
+                self._measured.add(peer.owner)
+                self._changed.add(peer.owner)
+
+    def start_round(self) -> None:
+        """Take the state of all generators as it is now, for the calls that follow."""
+        self._now = self._clock()
+        if self._now >= self._next_drop_at:
+            self._next_drop_at = self._now + _DROP_INTERVAL_S
+            self._drop_lost_leases()
+        peers = [each.peer for each in self._generators.values()]
+        self._may_lease = np.array([_may_lease(peer) for peer in peers], dtype=np.bool_)
+        self._version = np.array([peer.version for peer in peers])
+        self._measure()
 
     def group_s(self, peer: Peer) -> float:
         """Seconds a group takes this generator; 0 before the first."""
         generator = self._generators.get(peer.owner)
-        is_measured = generator is not None and generator.throughput.is_measured
-        return generator.throughput.pace(now=self._clock()).group_s if generator and is_measured else 0.0
+        group_s = float(self._group_s[generator.row]) if generator and generator.row < len(self._group_s) else nan
+        return 0.0 if isnan(group_s) else group_s
 
     def num_rows(self, peer: Peer, *, requested: int) -> int:
         """Number of evaluation rows for a generator that requested so many.
@@ -214,62 +250,73 @@ class FairShare:
         The fastest gets all it requested, each other one as many as it answers in the same time, so that none of them
         holds up the evaluation.
         """
-        rates = {
-            owner: generator.throughput.pace(now=self._clock()).groups_per_s
-            for owner, generator in self._generators.items()
-            if generator.throughput.is_measured
-        }
-        if peer.owner not in rates:
-            return requested
-        return max(1, round(requested * rates[peer.owner] / max(rates.values())))
+        rates = self._known[:, 1]
+        rate = rates[self._generators[peer.owner].row]
+        return requested if isnan(rate) else max(1, round(requested * float(rate / np.fmax.reduce(rates))))
 
     def num_groups(self, peer: Peer, *, available: int, oldest_version: int) -> int:
         """Number of groups for this generator out of the `available` ones.
 
         Generators whose version is older than `oldest_version` do not take part.
         """
-        self._drop_lost_leases()
-        paces = self._paces(oldest_version)
-        if len(paces) < 2 or peer.owner not in paces:
+        if self._changed:
+            self._measure()
+        if self._divided is None or self._divided[:2] != (available, oldest_version):
+            self._divided = (available, oldest_version, *self._divide(available, oldest_version))
+        generator = self._generators[peer.owner]
+        share, group_s = (float(vector[generator.row]) for vector in self._divided[2:])
+        if share < 0:
             return available
-        generator, pace = self._generators[peer.owner], paces[peer.owner]
-        groups = min(available, share(pace, paces.values(), num_groups=available))
-        if not groups and self._is_retry_due(generator, pace):
+        groups = min(available, int(share))
+        if not groups and self._is_retry_due(generator, group_s):
             generator.throughput.restart()
             return 1
-        return groups or self._num_unclaimed(pace)
+        return groups or self._num_unclaimed(group_s)
 
-    def _is_retry_due(self, generator: _Generator, pace: Pace) -> bool:
-        now = self._clock()
-        generator.excluded_since = now if generator.excluded_since is None else generator.excluded_since
-        return now - generator.excluded_since >= _RETRY_AFTER_GROUPS * pace.group_s
+    def _is_retry_due(self, generator: _Generator, group_s: float) -> bool:
+        generator.excluded_since = self._now if generator.excluded_since is None else generator.excluded_since
+        return self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s
 
-    def _num_unclaimed(self, pace: Pace) -> int:
+    def _num_unclaimed(self, group_s: float) -> int:
         # The faster generators have leased nothing for as long as a group takes here: whatever keeps them, waiting for
         # them has stopped being faster.
-        now = self._clock()
-        self._idle_since = now if self._idle_since is None else self._idle_since
-        return int(now - self._idle_since >= pace.group_s)
+        self._idle_since = self._now if self._idle_since is None else self._idle_since
+        return int(self._now - self._idle_since >= group_s)
 
-    def _paces(self, oldest_version: int) -> dict[str, Pace]:
-        """Paces of the generators that may be leased prompts; empty while none of them is measured."""
-        now = self._clock()
-        eligible = {owner: each for owner, each in self._generators.items() if _is_eligible(each.peer, oldest_version)}
-        measured = [each.throughput.pace(now=now) for each in eligible.values() if each.throughput.is_measured]
-        if not measured:
-            return {}
+    def _measure(self) -> None:
+        for generator in filter(None, map(self._generators.get, self._changed)):
+            throughput = generator.throughput
+            self._known[generator.row] = (*throughput.measured, throughput.in_flight, throughput.leased_at)
+        self._changed.clear()
+        self._divided = None
+        # Grows while groups stay out longer than they took before.
+        measured_s, _, _, leased_at = self._known.T
+        self._group_s = np.maximum(measured_s, self._now - leased_at)
+
+    def _divide(self, available: int, oldest_version: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return share and group_s of each generator; nobody takes part while no one who may be leased is measured."""
+        _, groups_per_s, in_flight, leased_at = self._known.T
+        # A version below 0: the peer has just joined and has not reported one.
+        takes_part = self._may_lease & ((self._version < 0) | (self._version >= oldest_version))
+        is_measured = takes_part & ~np.isnan(groups_per_s)
+        result = np.full(len(self._known), -1)
+        if np.count_nonzero(takes_part) < 2 or not is_measured.any():
+            return result, self._group_s
         # A new generator counts as an average one until its first group is complete.
-        typical = Pace(mean(p.group_s for p in measured), mean(p.groups_per_s for p in measured), 0)
-        return {owner: each.throughput.pace(now=now, typical=typical) for owner, each in eligible.items()}
+        typical_s, typical_rate = self._group_s[is_measured].mean(), groups_per_s[is_measured].mean()
+        group_s = np.where(np.isnan(self._group_s), np.maximum(typical_s, self._now - leased_at), self._group_s)
+        rates = np.where(np.isnan(groups_per_s), typical_rate, groups_per_s)
+        part = (group_s[takes_part], rates[takes_part], in_flight[takes_part])
+        result[takes_part] = shares(*part, num_groups=available)
+        return result, group_s
 
     def _drop_lost_leases(self) -> None:
         # Young leases are kept unconditionally: a Pong that left before the lease arrived cannot list it.
-        before = self._clock() - self._lost_after_s
-        for generator in self._generators.values():
-            generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before)
+        before = self._now - self._lost_after_s
+        for owner, generator in self._generators.items():
+            if generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before):
+                self._changed.add(owner)
 
 
-def _is_eligible(peer: Peer, oldest_version: int) -> bool:
-    # A version below 0: the peer has just joined and has not reported one.
-    is_behind = 0 <= peer.version < oldest_version
-    return peer.state in ("starting", "ready", "updating") and not peer.is_disconnected and not is_behind
+def _may_lease(peer: Peer) -> bool:
+    return peer.state in ("starting", "ready", "updating") and not peer.is_disconnected

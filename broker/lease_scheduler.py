@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+import msgspec
 import structlog
 
 from slipstream.broker.admission import (
@@ -35,6 +36,8 @@ log = structlog.get_logger(__name__)
 
 _MAX_WAIT_S = 1.0
 """A request is answered empty after this, so that a generator always knows why it has nothing to do."""
+_MAX_ANSWERS = 64
+"""Answers of one round; each takes a call of the store, while which nobody else is served."""
 
 
 @dataclass
@@ -82,7 +85,11 @@ class LeaseScheduler:
         self._clock = clock
         self._fair_share = FairShare(lost_after_s=run.broker.peer_timeout_s, clock=clock)
         self._requests: dict[bytes, _Request] = {}
+        self._state: RunState | None = None
         self._counts: StoreCounts | None = None
+        self._exhausted: set[int] = set()
+        self._without_rows: set[int] = set()
+        """Versions whose generators the store has nothing more for in this round: of any kind, or of evaluations."""
         self._has_warned = False
 
     @property
@@ -104,11 +111,16 @@ class LeaseScheduler:
         self._fair_share.remove(peer)
 
     def serve(self) -> list[tuple[bytes, Prompts]]:
-        """Answer the requests that can be answered now; returns (identity, answer) pairs."""
-        self._counts = None
+        """Answer the requests that can be answered now, some dozens at once; returns (identity, answer) pairs."""
+        self._state = self._counts = None
+        self._exhausted.clear()
+        self._without_rows.clear()
+        self._fair_share.start_round()
         answers: list[tuple[bytes, Prompts]] = []
         # Fastest first: prompts go to the generators that finish them soonest, in whatever order the requests came.
         for request in sorted(self._requests.values(), key=lambda each: self._fair_share.group_s(each.peer)):
+            if len(answers) >= _MAX_ANSWERS:
+                break
             prompts, reason = self._try(request)
             if prompts or reason:
                 del self._requests[request.peer.identity]
@@ -121,8 +133,10 @@ class LeaseScheduler:
         """Return prompts, or after the request's deadline the reason why there are none."""
         # Before the deadline an empty answer is withheld: prompts admitted meanwhile save the generator a round trip.
         is_over = self._clock() >= request.deadline
+        if not is_over and request.peer.version in self._exhausted:
+            return [], ""
         try:
-            state = self._store.run_state()
+            state = self._run_state()
             offer = self._offer(request, state)
             prompts = self._lease(request.peer, offer, upcoming=self._upcoming(offer, state))
             return prompts, (offer.reason or self._admission_reason()) if is_over and not prompts else ""
@@ -167,8 +181,15 @@ class LeaseScheduler:
             return limit
         return min(limit, capacity_limit(capacity, self._store_counts()))
 
+    def _run_state(self) -> RunState:
+        """State of the run, read once per round; with a curriculum, which prompt is next decides, so also after each
+        lease."""
+        if self._state is None:
+            self._state = self._store.run_state()
+        return self._state
+
     def _store_counts(self) -> StoreCounts:
-        """Counts of the store, read once per round and again after each lease."""
+        """Counts of the store, read once per round; leases of this round are counted in."""
         if self._counts is None:
             self._counts = self._store.counts()
         return self._counts
@@ -179,8 +200,8 @@ class LeaseScheduler:
         return f"speed: faster generators take all prompts that may be leased now{own}"
 
     def _admission_reason(self) -> str:
-        state = self._store.run_state()
-        return admission_reason(self._run, state=state, counts=self._store.counts()) or pacing_reason(state)
+        state = self._run_state()
+        return admission_reason(self._run, state=state, counts=self._store_counts()) or pacing_reason(state)
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
@@ -202,7 +223,8 @@ class LeaseScheduler:
         return look_ahead(state.next_ordinal, num_new, curriculum=curriculum, seed=seed, may_skip=may_skip)
 
     def _lease(self, peer: Peer, offer: _Offer, *, upcoming: Upcoming) -> list[Prompt]:
-        if offer.max_groups == 0:
+        known_empty = self._exhausted | self._without_rows if offer.reason else self._exhausted
+        if offer.max_groups == 0 or peer.version in known_empty:
             return []
         leases = self._store.lease(
             owner=peer.owner,
@@ -219,14 +241,30 @@ class LeaseScheduler:
             upcoming=upcoming,
         )
         self._fair_share.record_leases(peer, leases)
-        # The lease has changed the counts that the next request's share is computed from.
-        self._counts = None if leases else self._counts
+        self._count_in(leases)
+        if not leases:
+            # The same holds for every other generator of this version: all that wait cost one call, not one each.
+            (self._without_rows if offer.reason else self._exhausted).add(peer.version)
         prompts = [self._prompt(lease) for lease in leases]
         trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
         if trained:
             # Before any answer refers to them. Answers to evaluations are trained on by nobody.
             self._store.put_images({image_id(data): data for prompt in trained for data in prompt.images})
         return prompts
+
+    def _count_in(self, leases: list[Lease]) -> None:
+        """Bring what was read of the store in this round up to its state after a lease."""
+        if not leases:
+            return
+        if self._run.data.curriculum:
+            self._state = None
+        if self._counts is None or self._counts.returned:
+            # Which of them were returned ones, the store alone knows.
+            self._counts = None
+            return
+        num_new = sum(lease.purpose == "train" for lease in leases)
+        admitted, leased = self._counts.admitted + num_new, self._counts.leased + num_new
+        self._counts = msgspec.structs.replace(self._counts, admitted=admitted, leased=leased)
 
     def _prompt(self, lease: Lease) -> Prompt:
         dataset = self._train if lease.purpose == "train" else self._heldout[lease.purpose]

@@ -10,6 +10,7 @@ records below, tagged by `type`; only Put carries payloads, which are trajectori
     ReturnLeases (generator)
     Pong                                        Ping
     OpenEpoch, Update (learner)                 the same, relayed to the generators in `members`
+    Profile (learner)                           the same, relayed to all generators
     EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
     Bye                                         Members (to the learner), Drain, Bye
 """
@@ -214,6 +215,8 @@ class ReturnLeases(Message):
 # --- weights ---------------------------------------------------------------------------------------------------------
 WeightTransport = Literal["collective", "snapshot", "delta", "memory"]
 """Transport of new weights to a generator; see `weights.transport` in configs/broker.py."""
+GroupBackend = Literal["gloo", "nccl"]
+DeviceName = Annotated[str, Meta(max_length=128)]
 
 
 class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -279,8 +282,8 @@ class OpenEpoch(Message):
     """Port of the learner's rendezvous store; 0 for a file."""
     timeout_s: float
     """Time until the group must stand, seconds."""
-    backend: Literal["auto", "gloo"] = "auto"
-    """auto: NCCL if the model is on a GPU, else Gloo | gloo: through host memory."""
+    backend: GroupBackend = "gloo"
+    """nccl: between GPUs | gloo: through host memory."""
 
 
 class EpochOpened(Message):
@@ -298,6 +301,7 @@ class Update(Message):
     epoch: int
     """Epoch of the group; NO_EPOCH: to be fetched from `source`."""
     members: list[Member]
+    """Generators to relay it to; empty in what they receive."""
     version: int
     slots: list[TensorSlot]
     bucket_bytes: list[int]
@@ -329,6 +333,14 @@ class UpdateApplied(Message):
     """Largest absolute difference of canary log-probabilities, nats."""
     pause_s: float = 0.0
     """Time for which generation was paused, seconds."""
+    device: DeviceName = "cpu"
+    """Device on which the engine receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
+
+
+class Profile(Message):
+    """Order of the learner to record events, to have the engines record theirs as well, or to write them all."""
+
+    stage: Literal["events", "engine", "end"]
 
 
 AnyMessage = (
@@ -350,6 +362,7 @@ AnyMessage = (
     | EpochOpened
     | Update
     | UpdateApplied
+    | Profile
 )
 """Type to decode a header as."""
 

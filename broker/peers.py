@@ -1,8 +1,12 @@
 """Peers: the connected generators and the learner, and the drain requests for them."""
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
+from math import ceil
 
+from slipstream.broker.handshake import LEARNER
 from slipstream.broker.messages import Gauges, Hello, Member, Members, MemberState, Pong, WeightTransport
 from slipstream.runtime.clock import Clock
 
@@ -63,10 +67,19 @@ class Peers:
         self._suspect_after_s = suspect_after_s
         self._transport = transport
         self._clock = clock
-        self._by_identity: dict[bytes, Peer] = {}
+        # Those heard longest ago first, so that silence is found without a look at the others.
+        self._by_identity: OrderedDict[bytes, Peer] = OrderedDict()
+        self._by_name: dict[tuple[str, str], Peer] = {}
+        self._silent: list[Peer] = []
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._by_identity.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_identity)
+
+    def __contains__(self, peer: Peer) -> bool:
+        return self._by_identity.get(peer.identity) is peer
 
     def get(self, identity: bytes) -> Peer | None:
         """Return the peer of this connection, marked as heard now."""
@@ -74,15 +87,14 @@ class Peers:
         peer = self._by_identity.get(identity)
         if peer:
             peer.heard_at = self._clock()
+            self._by_identity.move_to_end(identity)
         return peer
 
     def find_duplicate(self, hello: Hello) -> Peer | None:
         """Find another incarnation with the same role and id that is not silent."""
-        for peer in self._by_identity.values():
-            same_name = (peer.hello.role, peer.hello.peer_id) == (hello.role, hello.peer_id)
-            if same_name and peer.hello.incarnation != hello.incarnation and self._is_alive(peer):
-                return peer
-        return None
+        peer = self._by_name.get((hello.role, hello.peer_id))
+        is_other = peer is not None and peer.hello.incarnation != hello.incarnation and self._is_alive(peer)
+        return peer if is_other else None
 
     def add(self, identity: bytes, hello: Hello) -> list[Peer]:
         """Add a peer; returns the entries it replaces.
@@ -90,15 +102,17 @@ class Peers:
         Replaced are its own older connection, a silent incarnation of the same name, and any other name that used this
         connection: one connection has one name.
         """
-        name = (hello.role, hello.peer_id)
-        replaced = [p for p in self if p.identity == identity or (p.hello.role, p.hello.peer_id) == name]
-        for peer in replaced:
-            self.remove(peer.identity)
-        self._by_identity[identity] = Peer(identity, hello, heard_at=self._clock())
+        named = self._by_name.get((hello.role, hello.peer_id))
+        replaced = [peer for peer in (self.remove(identity), named and self.remove(named.identity)) if peer]
+        peer = self._by_identity[identity] = Peer(identity, hello, heard_at=self._clock())
+        self._by_name[hello.role, hello.peer_id] = peer
         return replaced
 
     def remove(self, identity: bytes) -> Peer | None:
-        return self._by_identity.pop(identity, None)
+        peer = self._by_identity.pop(identity, None)
+        if peer:
+            del self._by_name[peer.hello.role, peer.hello.peer_id]
+        return peer
 
     def pop_silent(self) -> list[Peer]:
         """Remove and return the peers not heard for `timeout_s`."""
@@ -112,7 +126,18 @@ class Peers:
         return sorted((p for p in self if p.hello.role == "generator"), key=lambda p: p.hello.peer_id)
 
     def learner(self) -> Peer | None:
-        return next((p for p in self if p.hello.role == "learner"), None)
+        return self._by_name.get(("learner", LEARNER))
+
+    def is_back(self, peer: Peer) -> bool:
+        """Return whether the incarnation of a removed peer is connected again."""
+        named = self._by_name.get((peer.hello.role, peer.hello.peer_id))
+        return named is not None and named.owner == peer.owner
+
+    def silence_has_changed(self) -> bool:
+        """Return whether other peers are silent than at the last call, so that `members` tells something new."""
+        silent = list(takewhile(self._is_silent, self._by_identity.values()))
+        has_changed, self._silent = silent != self._silent, silent
+        return has_changed
 
     def record_pong(self, peer: Peer, pong: Pong) -> bool:
         """Store the contents of a Pong; returns whether state or version changed."""
@@ -135,11 +160,34 @@ class Peers:
         )
 
     def _state(self, peer: Peer) -> str:
-        silent_s = self._clock() - peer.heard_at
-        return "silent" if peer.is_disconnected or silent_s > self._suspect_after_s else peer.state
+        return "silent" if peer.is_disconnected or self._is_silent(peer) else peer.state
+
+    def _is_silent(self, peer: Peer) -> bool:
+        return self._clock() - peer.heard_at > self._suspect_after_s
 
     def _is_alive(self, peer: Peer) -> bool:
         return self._clock() - peer.heard_at <= self._timeout_s
+
+
+_PINGED_AT_ONCE = 64
+
+
+class PingRound:
+    """All peers once. Many are spread over the interval between two pings, so that nobody waits for those of all."""
+
+    def __init__(self, peers: Iterable[Peer]) -> None:
+        self._left = list(peers)
+        self.share = 1 / max(1, ceil(len(self._left) / _PINGED_AT_ONCE))
+        """Share of the interval after which the next peers are due."""
+
+    @property
+    def is_over(self) -> bool:
+        return not self._left
+
+    def take(self) -> list[Peer]:
+        """Return the next peers to ping."""
+        taken, self._left = self._left[:_PINGED_AT_ONCE], self._left[_PINGED_AT_ONCE:]
+        return taken
 
 
 # --- drain requests --------------------------------------------------------------------------------------------------

@@ -7,13 +7,12 @@ Woken by: any peer.
 Invariant: whatever is lost with the process is in the store, or peers send it again after their next Hello.
 """
 
-import os
-import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import msgspec
 import structlog
 
 from slipstream.broker.handshake import Handshake, Rejection, reject_unreadable
@@ -26,12 +25,11 @@ from slipstream.broker.messages import (
     Frames,
     Hello,
     LeaseRequest,
-    Member,
-    Members,
     Message,
     OpenEpoch,
     Ping,
     Pong,
+    Profile,
     Put,
     Refuse,
     ReturnLeases,
@@ -41,12 +39,15 @@ from slipstream.broker.messages import (
     decode_message,
 )
 from slipstream.broker.partial_decode import HelloHeader, decode_header, nacks_for_unreadable
-from slipstream.broker.peers import DrainRequests, Peer, Peers
+from slipstream.broker.peers import DrainRequests, Peer, Peers, PingRound
 from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.store_clock import StoreClock
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.broker.transport.channels import ServerChannel
+from slipstream.broker.vitals import Vitals
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
+from slipstream.buffer.records import Heartbeat
 from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
@@ -58,11 +59,13 @@ _CREDIT_MESSAGES, _CREDIT_BYTES = 512, 64 * 2**20
 """Trajectories and bytes that a generator may have sent without an acknowledgement: enough to keep a fast one busy over
 a round trip, few enough that those of all generators fit into memory while the store is away."""
 _SERVE_INTERVAL_S = 0.02
+_SERVE_SHARE = 0.2
+"""Largest share of its time that the broker spends on rounds of lease requests in which there is nothing to lease."""
+_MEMBERS_AT_ONCE, _MEMBERS_INTERVAL_S = 64, 1e-4
+"""Members of which every change is told at once; of more, their changes during 0.1 ms for each share one message."""
 _REAP_INTERVAL_S = 1.0
 _REAP_AFTER_OUTAGE_S = 10.0
 """Time for peers and the learner to renew, after the last call that the store did not take."""
-_CLOCK_JUMP_S = 5.0
-"""Difference between the store's clock and this process's from which on it is a jump, and no slow answer."""
 _SUSPECT_AFTER_PINGS = 2.5
 """Unanswered pings after which a generator is left out of broadcasts; an answer is due within one interval."""
 _LEFT = "left"
@@ -110,13 +113,16 @@ class Router:
         self._num_heldout = {name: len(rows) for name, rows in heldout.items()}
         self._leases = LeaseScheduler(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
         self._drain_requests = DrainRequests()
+        self._store_clock = StoreClock(store, run, clock=clock)
+        self._vitals = Vitals(run, store, self._ingest, send=self._send)
+        self._account = self._vitals.account
         self._departed: list[tuple[Peer, str]] = []
         self._next_ping_at = 0.0
+        self._ping_round = PingRound(())
         self._next_reap_at = 0.0
-        self._next_serve_at = 0.0
-        self._store_is_ahead_s: float | None = None
+        self._next_serve_at = self._may_serve_at = 0.0
         self._members_changed = False
-        self._members_sent: Members | None = None
+        self._next_members_at = 0.0
 
     def step(self, *, timeout_s: float) -> int:
         """Handle received messages, then what is due; blocks at most `timeout_s`. Returns the number of messages."""
@@ -125,8 +131,11 @@ class Router:
             timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
         handled = self._receive_all(timeout_s=timeout_s)
         # Acks leave only here, after the store has confirmed the insert: a sender deletes its copy on Ack.
-        for identity, answer in self._ingest.flush():
+        with self._account.phase("storing"):
+            answers = self._ingest.flush()
+        for identity, answer in answers:
             self._leases.record_answer(self._peers.get(identity), answer)
+            self._vitals.record_answer(answer)
             self._send(identity, answer)
         self._try(self._serve_leases)
         self._try(self._run_periodic)
@@ -149,7 +158,8 @@ class Router:
 
     # --- receiving -----------------------------------------------------------------------------------------------
     def _receive_all(self, *, timeout_s: float) -> int:
-        received = self._channel.receive(timeout_s=timeout_s)
+        with self._account.phase("waiting"):
+            received = self._channel.receive(timeout_s=timeout_s)
         count = 0
         while received is not None:
             self._try(partial(self._handle, *received))
@@ -196,7 +206,7 @@ class Router:
             case LeaseRequest(max_trajectories=room):
                 # Served within this step: until then the generator has free slots.
                 self._leases.request(peer, max_trajectories=room)
-                self._next_serve_at = 0.0
+                self._next_serve_at = self._may_serve_at
             case Pong():
                 self._members_changed |= self._peers.record_pong(peer, message)
             case ReturnLeases(lease_ids=ids, reason=reason):
@@ -204,7 +214,9 @@ class Router:
                 self._store.return_leases(lease_ids=ids, reason=reason, owner=peer.owner)
                 log.info("leases_returned", peer=peer.hello.peer_id, leases=len(ids), reason=reason)
             case OpenEpoch() | Update() if peer is self._peers.learner():
-                self._relay(message.members, message)
+                self._relay(message)
+            case Profile() if peer is self._peers.learner():
+                self._vitals.pass_on(message, self._peers.generators())
             # A generator answers for itself only: the name in the message must be that of its connection.
             case EpochOpened() | UpdateApplied() if message.member == peer.member:
                 if learner := self._peers.learner():
@@ -240,6 +252,7 @@ class Router:
                 model=self._model,
             ),
         )
+        self._vitals.record_join(identity)
         # A peer that waited for this broker has queued one Hello per second: only the first is news.
         if not any(older.identity == identity for older in replaced):
             log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
@@ -273,7 +286,7 @@ class Router:
         while self._departed:
             peer, reason = self._departed[0]
             # The same incarnation may have come back meanwhile, and works on its leases.
-            if peer.owner not in [other.owner for other in self._peers]:
+            if not self._peers.is_back(peer):
                 returned = self._store.return_leases_of(owner=peer.owner, reason=reason)
                 where = {"host": peer.hello.host, "pid": peer.hello.pid}
                 gone = {"role": peer.hello.role, "state": "gone", "reason": reason, **where}
@@ -283,35 +296,49 @@ class Router:
                 log.info("peer_gone", peer=peer.hello.peer_id, reason=reason, leases_returned=returned)
             del self._departed[0]
 
-    def _relay(self, members: list[Member], message: Message) -> None:
+    def _relay(self, order: OpenEpoch | Update) -> None:
+        members = set(order.members)
+        # The members of an update are for the broker alone: a thousand of them are 98 KB to each of a thousand.
+        frames = [encode(msgspec.structs.replace(order, members=[]) if isinstance(order, Update) else order)]
         # Matched by incarnation: a restarted generator of the same name is not a member of the epoch.
         for peer in self._peers.generators():
             if peer.member in members:
-                self._send(peer.identity, message)
+                self._send_frames(peer.identity, frames, kind=type(order))
 
     def _send_members(self) -> None:
-        learner, members = self._peers.learner(), self._peers.members()
-        if learner is not None and (self._members_changed or members != self._members_sent):
+        self._members_changed |= self._peers.silence_has_changed()
+        learner, now = self._peers.learner(), self._clock()
+        if learner is not None and self._members_changed and now >= self._next_members_at:
             # An undeliverable message is sent again with the next step.
-            self._members_changed = not self._send(learner.identity, members)
-            self._members_sent = members
+            self._members_changed = not self._send(learner.identity, self._peers.members())
+            self._next_members_at = now + _MEMBERS_INTERVAL_S * max(0, len(self._peers) - _MEMBERS_AT_ONCE)
 
     # --- periodic ------------------------------------------------------------------------------------------------
     def _serve_leases(self) -> None:
         if self._leases.has_requests and self._clock() >= self._next_serve_at:
-            self._next_serve_at = self._clock() + _SERVE_INTERVAL_S
-            for identity, prompts in self._leases.serve():
+            began_at, self._next_serve_at = self._clock(), self._clock() + _SERVE_INTERVAL_S
+            for identity, prompts in (answers := self._leases.serve()):
+                self._vitals.record_leases(prompts.prompts)
                 # The generator is gone: without this its leases would be lost until they lapse.
                 if not self._send(identity, prompts):
                     self._store.return_leases(lease_ids=[p.lease.id for p in prompts.prompts], reason="undeliverable")
+            # After answers there may be more at once; they were bounded, so that messages and pings come in between.
+            pause_s = min((self._clock() - began_at) / _SERVE_SHARE, 5 * _SERVE_INTERVAL_S)
+            self._may_serve_at = 0.0 if answers else began_at + pause_s
+            self._next_serve_at = 0.0 if answers else max(self._next_serve_at, self._may_serve_at)
 
     def _run_periodic(self) -> None:
         now = self._clock()
         if now >= self._next_ping_at:
-            self._next_ping_at = now + self._run.broker.heartbeat_s
+            if self._ping_round.is_over:
+                for peer in self._peers.pop_silent():
+                    self._depart(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
+                self._ping_round = PingRound(self._peers)
+            peers = [peer for peer in self._ping_round.take() if peer in self._peers]
+            self._next_ping_at = now + self._run.broker.heartbeat_s * self._ping_round.share
             # Pings before reports: a slow store must not make peers look silent.
-            self._ping_all(now)
-            self._report_to_store()
+            self._ping(peers, now)
+            self._report_to_store(peers)
         if now >= self._next_reap_at:
             self._next_reap_at = now + _REAP_INTERVAL_S
             self._report_strangers()
@@ -324,7 +351,7 @@ class Router:
             self._store.record_event("broker", f"refused: {num_refused} connections without the run's token")
 
     def _reap(self) -> None:
-        self._follow_clock()
+        self._store_clock.follow()
         reaped = self._store.reap(group_deadline=self._run.buffer.group_deadline)
         for event in reaped:
             log.warning("reaped", what=event)
@@ -332,40 +359,23 @@ class Router:
             # One event for all: the leases of one dead generator must not push everything else off the list.
             self._store.record_event("broker", "; ".join(reaped))
 
-    def _follow_clock(self) -> None:
-        """Keep leases and claims alive when the store's clock is set, or its machine was suspended."""
-        ahead_s = self._store.now() - self._clock()
-        jump_s = 0.0 if self._store_is_ahead_s is None else ahead_s - self._store_is_ahead_s
-        has_jumped = abs(jump_s) > _CLOCK_JUMP_S
-        self._store.follow_clock(
-            jump_s=jump_s if has_jumped and jump_s > 0 else 0.0,
-            lease_s=self._run.broker.lease_s,
-            claim_lease_s=self._run.buffer.claim_lease_s,
-        )
-        # Only now: after an error the jump is found again.
-        self._store_is_ahead_s = ahead_s
-        if has_jumped:
-            what = f"the store's clock jumped by {jump_s:+.0f} s: leases and claims keep the time they had left"
-            log.warning("clock_jumped", what=what)
-            self._store.record_event("broker", what)
+    def _ping(self, peers: list[Peer], now: float) -> None:
+        frames = [encode(Ping(sent_at=now))]
+        for peer in peers:
+            is_connected = self._send_frames(peer.identity, frames, kind=Ping)
+            self._members_changed |= peer.is_disconnected == is_connected
+            peer.is_disconnected = not is_connected
 
-    def _ping_all(self, now: float) -> None:
-        for peer in self._peers.pop_silent():
-            self._depart(peer, f"silent for {self._run.broker.peer_timeout_s:g} s")
-        for peer in self._peers:
-            peer.is_disconnected = not self._send(peer.identity, Ping(sent_at=now))
-
-    def _report_to_store(self) -> None:
-        """Renew the leases that peers still hold, and store everyone's gauges."""
+    def _report_to_store(self, peers: list[Peer]) -> None:
+        """Renew the leases that peers still hold, and store their gauges and the broker's own."""
         self._record_departures()
-        for peer in self._peers:
-            # Only those in its last Pong: a lease that was lost in transit is not renewed, lapses and is leased again.
-            if peer.lease_ids:
-                lease_s = self._run.broker.lease_s
-                self._store.renew_leases(owner=peer.owner, lease_s=lease_s, lease_ids=peer.lease_ids)
-            self._store.report_role(peer.hello.peer_id, peer.report)
-        self._store.report_role("broker", self._own_gauges())
-        self._send_requested_drains()
+        # Only those in its last Pong: a lease that was lost in transit is not renewed, lapses and is leased again.
+        beats = [Heartbeat(peer.hello.peer_id, peer.report, peer.owner, peer.lease_ids) for peer in peers]
+        if self._ping_round.is_over:
+            beats.append(Heartbeat("broker", self._vitals.gauges(num_peers=len(self._peers))))
+        self._store.heartbeat(beats, lease_s=self._run.broker.lease_s)
+        if self._ping_round.is_over:
+            self._send_requested_drains()
         # Every call above has succeeded.
         self._outage.end()
 
@@ -377,15 +387,11 @@ class Router:
             if self._send(peer.identity, Drain("drain requested")) and self._drain_requests.mark_sent(peer):
                 self._store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
 
-    def _own_gauges(self) -> dict[str, object]:
-        deferred = {f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()}
-        reason = f"trajectories are deferred: {self._ingest.reason}" if self._ingest.reason else ""
-        where = {"host": socket.gethostname(), "pid": os.getpid()}
-        waits = {"reason": reason, "waits_for": "store" if reason else ""}
-        return {"role": "broker", "state": "ready", "peers": len(list(self._peers)), **waits, **where, **deferred}
-
     def _send(self, identity: bytes, message: Message) -> bool:
-        sent = self._channel.send(identity, [encode(message)])
+        return self._send_frames(identity, [encode(message)], kind=type(message))
+
+    def _send_frames(self, identity: bytes, frames: Frames, *, kind: type[Message]) -> bool:
+        sent = self._channel.send(identity, frames)
         if not sent:
-            self._log_limiter.log("undeliverable", type(message).__name__)
+            self._log_limiter.log("undeliverable", kind.__name__)
         return sent

@@ -17,14 +17,14 @@ EVENTS_KEPT = 256
 """Number of events stored."""
 EVENT_CHARACTERS_KEPT = 1000
 """First characters of an event."""
-ROLES_KEPT = 1024
+ROLES_KEPT = 8192
 """Most recently reported roles; living ones report every second, so those that left long ago are dropped first."""
 FRAMES_KEPT = 256
 """Number of rejected frames stored."""
 FRAME_BYTES_KEPT = 4096
 """First bytes of a rejected frame."""
 
-Addressee = Literal["launcher", "broker"]
+Addressee = Literal["launcher", "broker", "learner"]
 """Roles that take requests through the store."""
 Outcome = Literal["retired", "rejected", "expired", "quarantined", "evaluated"]
 """End of a group: covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried too
@@ -370,6 +370,20 @@ class MetricsRows(Record):
 
 PROGRESS_GAUGES = ("version", "tokens", "trajectories", "updates", "groups", "last_step")
 """Gauges that grow with the work of a generator, the learner or the archiver; broker and launcher have none of them."""
+
+
+class Heartbeat(Record):
+    """Sign of life of a role: its newest gauges, and the leases that it still works on.
+
+    Example: Heartbeat("generator-0", {"version": 3, "tokens": 512.0}, owner="generator-0/9f3c", lease_ids=["17-0"])
+    """
+
+    role_id: str
+    gauges: dict[str, Any]
+    """Plain values."""
+    owner: str = ""
+    """Owner of the leases; empty for a role that holds none."""
+    lease_ids: list[str] = []
 
 
 def progress_mark(gauges: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ reason, and gives its admission back. Each transition is one atomic operation. A
 it is archived, if the run has an archive.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from slipstream.buffer.accounting import Audit, StoreCounts
@@ -19,6 +19,7 @@ from slipstream.buffer.records import (
     EvaluationResult,
     Event,
     FinishedGroup,
+    Heartbeat,
     Insertion,
     Lease,
     MetricsRows,
@@ -115,10 +116,11 @@ class Store(Protocol):
         """
         ...
 
-    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
-        """Extend the named leases that `owner` still holds; return their number.
+    def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
+        """Report roles as `report_role` does, and extend the named leases that their owners still hold.
 
-        The owner names the leases it works on, so that one whose answer was lost on the way lapses by itself.
+        Returns the number of extended leases. An owner names the leases it works on, so that one whose answer was lost
+        on the way lapses by itself. A few dozen roles share one call.
         """
         ...
 
@@ -296,7 +298,7 @@ class Store(Protocol):
         ...
 
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
-        """Leave a request to the launcher or the broker of the run; it replaces one on the same subject."""
+        """Leave a request to a role of the run; it replaces one on the same subject."""
         ...
 
     def take_requests(self, addressee: Addressee) -> dict[str, str]:
@@ -309,6 +311,10 @@ class Store(Protocol):
 
     def metrics(self, *, after: int = 0) -> MetricsRows:
         """Return the stored rows after the `after`-th ever appended, and the number ever appended."""
+        ...
+
+    def cpu_s(self) -> float:
+        """Return the processor seconds of the store's server; 0 for one without a process of its own."""
         ...
 
     def full_disk(self) -> str:

@@ -258,7 +258,8 @@ def lag_histogram(trajectories: Iterable[Trajectory], *, learner_version: int) -
     """Return lag -> number of model-written tokens, in ascending order of lag."""
     counts: Counter[int] = Counter()
     for trajectory in trajectories:
-        versions = trajectory.token_versions()[trajectory.model_mask]
-        lags, tokens = np.unique(lag(versions, learner_version), return_counts=True)
-        counts.update(dict(zip(lags.tolist(), tokens.tolist(), strict=True)))
+        starts = [span.first_token for span in trajectory.version_spans]
+        for span, end in zip(trajectory.version_spans, [*starts[1:], None], strict=True):
+            if num_tokens := int(np.count_nonzero(trajectory.model_mask[span.first_token : end])):
+                counts[learner_version - span.version] += num_tokens
     return dict(sorted(counts.items()))

@@ -53,9 +53,13 @@ class WeightsConfig(Config):
     generates meanwhile. `delta`: it fetches the difference to the version it holds. `memory`: handed over inside one
     process (serial mode). A generator may choose one of the first three for itself: `python -m generators
     weights.transport=delta`. A joining generator always fetches its first version."""
-    backend: Literal["auto", "gloo"] = "auto"
-    """`auto`: NCCL between GPUs, Gloo between CPUs. `gloo`: through host memory, for generators that share the
-    learner's GPU, because NCCL refuses two ranks on one device."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """`auto`: chosen whenever generators join or leave, by where they are: NCCL if the learner and each of them have a
+    GPU of their own, else `gloo`, through host memory. `nccl`: refused where it cannot work."""
+    staging: Literal["auto", "device", "host"] = "auto"
+    """Memory into which a version is copied while the learner waits. `device`: on its GPU, from where it goes to the
+    host while the learner trains on; takes the size of a version there. `auto`: `device` if that is at most half of the
+    free memory at the start. `host`: always on a CPU."""
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
     """Steps between two policy versions."""
     fetch_address: str | None = None
@@ -69,4 +73,5 @@ class WeightsConfig(Config):
     """Longest fetch of one version, seconds; the generator keeps generating meanwhile."""
     max_probe_diff: Annotated[float, Meta(gt=0)] = 1e-3
     """Largest mean absolute difference between engine and learner in the log-probabilities of the canary sequences,
-    nats; above it the generator gets no work."""
+    nats; above it the generator gets no work. With a `model.dtype` below float32 three times the difference at the
+    first version, if that is more."""

@@ -19,6 +19,7 @@ _SET_BY_OTHERS = {
     "data_parallel_size": "generators.count",
     "enable_expert_parallel": "generators.engine.expert_parallel",
     "gpu_memory_utilization": "generators.engine.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "generators.engine.kv_cache_gib",
     "enforce_eager": "generators.engine.enforce_eager",
     "enable_prefix_caching": "generators.engine.enable_prefix_caching",
     "enable_chunked_prefill": "generators.engine.chunked_prefill",
@@ -68,7 +69,10 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     """Spread whole experts of a mixture over those GPUs, rather than slices of each. Copies of an engine are
     generators: `generators.count`."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.85
-    """Share of each GPU's memory that the engine takes; unused on a CPU."""
+    """Share of each GPU's memory that the engine takes; unused on a CPU, and with `kv_cache_gib`."""
+    kv_cache_gib: Annotated[float, Meta(gt=0)] | None = None
+    """Memory of the KV cache on each GPU, GiB, whatever else is on it; unused on a CPU. null = what
+    `gpu_memory_utilization` leaves, and where all roles share one GPU what `slipstream plan` finds left."""
     cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
     """Memory of the KV cache on a CPU, GiB."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -119,10 +123,12 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
 
 
 class HfEngineConfig(Config, tag="hf", tag_field="kind"):
-    """transformers in this process: one batch at a time, deterministic; the engine of the serial mode."""
+    """transformers in this process: one batch at a time, deterministic; the engine of the serial mode, and the faster
+    one for models of a few million parameters."""
 
     max_num_seqs: Annotated[int, Meta(ge=1)] = 256
-    """Largest number of sequences decoded together."""
+    """Largest number of sequences decoded together. With `generators.max_concurrency` twice as large, the next batch
+    waits while one is decoded, and batches are full."""
 
 
 class ScriptedEngineConfig(Config, tag="scripted", tag_field="kind"):

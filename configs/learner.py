@@ -172,6 +172,17 @@ class DeadEndConfig(Config):
     training goes on. Seconds."""
 
 
+PROFILE_REQUEST = "profile"
+"""Subject of a request to the learner, and its gauge. The value is the first and the last step."""
+
+
+class ProfileConfig(Config):
+    """Recording of a few steps with all roles on one time line."""
+
+    steps: list[int] | None = None
+    """First and last step, such as `[20, 22]`; written to `profile/trace.json.gz`. null = none."""
+
+
 class LearnerConfig(Config):
     """The learner role: batch, engine, optimizer, deadlines."""
 
@@ -184,6 +195,9 @@ class LearnerConfig(Config):
     """Device of the tensors; `auto` = `cuda` where there is one."""
     engine: DeepSpeedEngineConfig | TorchEngineConfig = DeepSpeedEngineConfig()
     """Training engine: holds parameters and optimizer."""
+    compile: bool = False
+    """Compile the layers of the model that is trained (torch.compile): faster steps on GPUs, after a minute or more in
+    which the first ones compile. Not with ZeRO stage 3 or `sequence_parallel`, nor for mixtures of experts."""
     optimizer: OptimizerConfig = OptimizerConfig()
     groups_per_step: Annotated[int, Meta(ge=1)] = 32
     """Groups claimed for one step."""
@@ -199,6 +213,14 @@ class LearnerConfig(Config):
     """Longest wait for a batch while trajectories arrive, seconds; without any hope of a batch it ends earlier, see
     `dead_end`."""
     dead_end: DeadEndConfig = DeadEndConfig()
+
+    def __post_init__(self) -> None:
+        is_sharded = isinstance(self.engine, DeepSpeedEngineConfig) and self.engine.zero_stage == 3
+        for setting, is_set, why in (
+            ("learner.engine.zero_stage=3", is_sharded, "it gathers parameters within layers"),
+            ("learner.sequence_parallel > 1", self.sequence_parallel > 1, "ranks exchange tokens within layers"),
+        ):
+            require(not (self.compile and is_set), "learner.compile", f"be false with {setting}", got=True, why=why)
 
     @property
     def num_shares(self) -> int:

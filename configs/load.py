@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.overrides import hydra_arguments, parse
 from slipstream.configs.run import RunConfig
 from slipstream.configs.schema import PRESETS, groups, unknown_key
@@ -76,6 +77,34 @@ def config_hash(config: RunConfig) -> str:
     """Hash of the settings that determine the results, 16 hex digits; equal for a run and its resumption."""
     plain = {key: value for key, value in to_plain(config).items() if key not in _NOT_HASHED}
     return hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()[:16]
+
+
+def derived_sizes(run: RunConfig) -> dict[str, str]:
+    """Numbers that follow from the settings: name -> value and its derivation."""
+    learner, generators = run.learner, run.generators
+    trajectories = learner.groups_per_step * generators.group_size
+    response = generators.sampling.max_tokens
+    longest = run.data.max_prompt_tokens + response
+    admitted = int(run.buffer.staleness.window * run.groups_per_version)
+    gpus = generators.engine.num_workers if isinstance(generators.engine, VllmEngineConfig) else 1
+    return {
+        "trajectories per step": f"{trajectories} = {learner.groups_per_step} groups x {generators.group_size}",
+        "trajectories per optimizer update": f"{trajectories // run.algorithm.updates_per_step}",
+        "trajectories per update and rank": f"{trajectories // run.algorithm.updates_per_step // learner.num_shares}",
+        "generated tokens per step": f"<= {trajectories * response:,} = {trajectories} x {response}",
+        "tokens per step": f"<= {trajectories * longest:,} = {trajectories} x {longest} (prompt and response)",
+        "microbatches per step": f"<= {-(-trajectories * longest // learner.tokens_per_microbatch)} over all ranks",
+        "groups per version": f"{run.groups_per_version}",
+        "groups running or waiting": f"< {admitted} = (paced lag {run.buffer.staleness.window - 1:g} + 1) x "
+        f"{run.groups_per_version}",
+        "trajectories in flight": f"<= {generators.count * generators.max_concurrency} = {generators.count} generators "
+        f"x {generators.max_concurrency}",
+        "prompts of the whole run": f"{learner.max_steps * learner.groups_per_step:,} = {learner.max_steps} steps x "
+        f"{learner.groups_per_step}",
+        "devices of all generators": f"{generators.count * gpus}",
+        "devices of the learner": f"{learner.num_ranks}",
+        "config hash": config_hash(run),
+    }
 
 
 def provenance(overrides: list[str]) -> dict[str, str]:

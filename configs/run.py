@@ -16,7 +16,7 @@ from slipstream.configs.buffer import AccuracyConfig, BufferConfig, MemoryStoreC
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.generators import GeneratorsConfig
-from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig, ProfileConfig
 
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}\Z"
 """Name of a run. Never `.` or `..`, nor anything with a separator: the name is the last part of a path."""
@@ -51,6 +51,7 @@ class RunConfig(Config):
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    profile: ProfileConfig = ProfileConfig()
 
     def __post_init__(self) -> None:
         for check in _LEARNER_CHECKS if self.mode == "sft" else (*_LEARNER_CHECKS, *_ROLE_CHECKS):
@@ -60,6 +61,11 @@ class RunConfig(Config):
     def is_one_process(self) -> bool:
         """Whether all roles run in one process."""
         return self.mode in ("serial", "replay")
+
+    @property
+    def profile_lead_steps(self) -> int:
+        """Steps before the first recorded one in which its trajectories may be leased."""
+        return (self.buffer.staleness.max_lag + 1) * self.weights.publish_every_steps
 
     @property
     def trains_reward_model(self) -> bool:
@@ -159,12 +165,37 @@ def _check_heldout(run: RunConfig) -> None:
         )
 
 
+def _check_best_of_sft(run: RunConfig) -> None:
+    best, key = run.learner.checkpoint.best, "learner.checkpoint.best"
+    if best is None or run.mode != "sft":
+        return
+    measured = ("eval/loss", "eval/pair_accuracy")[: 1 + run.trains_reward_model]
+    require(
+        best.metric in measured,
+        key,
+        f"name {' or '.join(measured)} here",
+        got=best.metric,
+        why="it is what held-out rows have",
+    )
+    why = "without held-out rows there is nothing to compare"
+    require(bool(run.sft.heldout_path), "sft.heldout_path", f"be set with {key}", got=run.sft.heldout_path, why=why)
+
+
 def _check_mode(run: RunConfig) -> None:
     for mode, key, path in (("replay", "replay.path", run.replay.path), ("sft", "sft.train_path", run.sft.train_path)):
         must = f"be set with mode={mode} and in no other mode"
         require(
             (run.mode == mode) == bool(path), key, must, got=f"{path!r} with mode={run.mode}", why="it is its input"
         )
+
+
+def _check_profile(run: RunConfig) -> None:
+    steps, most, key = run.profile.steps, run.learner.max_steps, "profile.steps"
+    fits = steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= most)
+    must = f"be the first and the last step to record, within 1 and learner.max_steps ({most})"
+    require(fits, key, must, got=steps, why="no other steps are trained")
+    fits = steps is None or run.mode != "sft"
+    require(fits, key, "be null with mode=sft", got=steps, why="the learner is alone")
 
 
 def _check_learner(run: RunConfig) -> None:
@@ -206,14 +237,18 @@ def _check_router_replay(run: RunConfig) -> None:
 
 def _check_one_process(run: RunConfig) -> None:
     one, why = run.is_one_process, "only roles in one process share its memory"
-    if run.mode == "serial":
-        require(
-            run.learner.num_ranks == 1, "learner.num_ranks", "be 1 with mode=serial", got=run.learner.num_ranks, why=why
-        )
+    is_fit, ranks = run.mode != "serial" or run.learner.num_ranks == 1, run.learner.num_ranks
+    require(is_fit, "learner.num_ranks", "be 1 with mode=serial", got=ranks, why=why)
     must = f"{'be' if one else 'not be'} memory with mode={run.mode}"
     store, transport = run.buffer.store, run.weights.transport
     require(isinstance(store, MemoryStoreConfig) == one, "buffer/store", must, got=store.__struct_config__.tag, why=why)
     require((transport == "memory") == one, "weights.transport", must, got=transport, why=why)
+
+
+def _check_backend(run: RunConfig) -> None:
+    is_possible = run.learner.device != "cpu" and isinstance(run.generators.engine, VllmEngineConfig)
+    must, why = "be auto or gloo with learner.device=cpu, or without vllm's engine", "NCCL sends from GPU to GPU"
+    require(run.weights.backend != "nccl" or is_possible, "weights.backend", must, got="nccl", why=why)
 
 
 def _check_equal_shares(run: RunConfig) -> None:
@@ -338,7 +373,7 @@ def _check_lease(run: RunConfig) -> None:
     )
 
 
-_LEARNER_CHECKS = (_check_mode, _check_learner, _check_router_replay)
+_LEARNER_CHECKS = (_check_mode, _check_profile, _check_learner, _check_router_replay, _check_best_of_sft)
 """Checks that apply in every mode."""
 _ROLE_CHECKS = (
     _check_bounds,
@@ -346,6 +381,7 @@ _ROLE_CHECKS = (
     _check_equal_shares,
     _check_advantage_has_a_baseline,
     _check_one_process,
+    _check_backend,
     _check_mix,
     _check_autoscale,
     _check_samples_per_insert,

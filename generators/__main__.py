@@ -52,7 +52,7 @@ from slipstream.runtime.clock import Deadline
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
-from slipstream.runtime.process import die_with_launcher, on_stop_signal
+from slipstream.runtime.process import die_with_launcher, exempt_from_collection, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, describe_others, list_runs
 
 _FLUSH_S = 3.0
@@ -137,6 +137,7 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
     loop = asyncio.get_running_loop()
     session.inbox.forward_to(partial(call_threadsafe, loop, generator.receive))
     on_stop_signal(partial(call_threadsafe, loop, generator.drain, "stop signal"))
+    exempt_from_collection()
     await generator.run()
 
 

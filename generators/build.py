@@ -16,6 +16,8 @@ from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.images import VisionModel
+from slipstream.runtime.run_folder import RunFolder
+from slipstream.runtime.trace import Trace
 
 
 def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
@@ -50,6 +52,7 @@ def assemble(
     """Build a Generator and its parts. Nothing runs until `Generator.run`."""
     engine = build_engine(run, receiver=receiver)
     pool = RewardPool(run.generators.reward)
+    trace = Trace(member.peer_id, RunFolder(run).profile)
     agent = AgentRunner(
         run=run,
         engine=engine,
@@ -59,7 +62,16 @@ def assemble(
         ),
         generator_id=member.peer_id,
         token=token,
+        trace=trace,
     )
     return Generator(
-        run=run, member=member, client=client, engine=engine, agent=agent, rewards=pool, keys=keys, clock=clock
+        run=run,
+        member=member,
+        client=client,
+        engine=engine,
+        agent=agent,
+        rewards=pool,
+        keys=keys,
+        trace=trace,
+        clock=clock,
     )

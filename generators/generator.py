@@ -10,6 +10,7 @@ Invariant: no prompt is requested and no trajectory leaves under unverified weig
 import asyncio
 import time
 from contextlib import suppress
+from typing import Literal
 
 import structlog
 
@@ -23,6 +24,7 @@ from slipstream.broker.messages import (
     Message,
     Nack,
     OpenEpoch,
+    Profile,
     Prompt,
     Prompts,
     Refuse,
@@ -32,14 +34,19 @@ from slipstream.broker.messages import (
 from slipstream.broker.status.role_status import WaitsFor
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
 from slipstream.buffer.codec import pack
+from slipstream.buffer.trajectory import make_trajectory_id
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.agent import Agent
-from slipstream.generators.engines.engine import Engine, EngineLoad
+from slipstream.generators.concurrency import ConcurrencyLimit
+from slipstream.generators.engines.engine import Engine, EngineLoad, ProfiledEngine
 from slipstream.generators.errors import EngineError, GeneratorError, PromptError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.rates import Rate
+from slipstream.runtime.run_folder import RunFolder
+from slipstream.runtime.time_account import ProcessorTime, TimeAccount
+from slipstream.runtime.trace import Trace
 
 _REQUEST_TIMEOUT_S = 5.0
 """A lease request without an answer for this long is sent again: the broker may have restarted."""
@@ -69,6 +76,7 @@ class Generator:
         agent: Agent,
         rewards: RewardPool,
         keys: Keys | None = None,
+        trace: Trace | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`keys`: of the run, for fetching weights; None where they are handed over within the process."""
@@ -93,9 +101,19 @@ class Generator:
         self._next_idle_log_at = 0.0
         # In real time, also where a serial run counts turns.
         self._tokens = Rate()
+        self._trace = trace or Trace(member.peer_id, RunFolder(run).profile)
+        self._account = TimeAccount("starting", trace=self._trace)
+        self._profiling: asyncio.Task[None] | None = None
+        self._processor = ProcessorTime()
         self._gauges: dict[str, float] = {"trajectories": 0, "rewards_failed": 0}
         self._weight_updates = WeightUpdates(
-            member=member, client=client, engine=engine, set_state=self._set_state, release=self._release, keys=keys
+            member=member,
+            client=client,
+            engine=engine,
+            set_state=self._set_state,
+            release=self._release,
+            keys=keys,
+            trace=self._trace,
         )
 
     # --- life ----------------------------------------------------------------------------------------------------
@@ -126,6 +144,8 @@ class Generator:
             self._raise_error()
             return False
         await starting
+        # Its engine process has computed all along.
+        self._processor.list_children()
         return True
 
     async def _serve(self) -> None:
@@ -154,6 +174,7 @@ class Generator:
     async def _wait_for_wake_up(self) -> None:
         # Bounded, because acknowledgements free credit without waking this loop.
         self._wake_up.clear()
+        self._account.switch(self._phase)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wake_up.wait(), _HEALTH_CHECK_INTERVAL_S)
 
@@ -199,6 +220,8 @@ class Generator:
                 self._weight_updates.submit(message)
             case Drain(reason=reason):
                 self.drain(reason)
+            case Profile(stage=stage):
+                self._profiling = asyncio.create_task(self._profile(stage))
             case Refuse(reason=reason):
                 self._fail(GeneratorError(reason))
             case ClientDiedError():
@@ -206,6 +229,15 @@ class Generator:
             case Nack():
                 self._handle_nack(message)
         self.wake()
+
+    async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
+        """Record, or write what was recorded; the engine first, as the learner waits for the file of the events."""
+        if stage != "events" and isinstance(self._engine, ProfiledEngine):
+            try:
+                self._trace.adopt(await self._engine.profile(is_on=stage == "engine"))
+            except (EngineError, OSError) as error:
+                log.warning("engine_not_profiled", reason=str(error))
+        await asyncio.to_thread(self._trace.obey, stage)
 
     def wake(self) -> None:
         """Run the serving loop once more, e.g. after acknowledgements freed credit."""
@@ -222,6 +254,7 @@ class Generator:
         gauges = (
             dict[str, float | str](self._gauges)
             | self._weight_updates.gauges
+            | self._account.gauges()
             | {
                 "tokens_per_s": round(self._tokens.per_s, 1),
                 "tokens": self._tokens.total,
@@ -232,6 +265,7 @@ class Generator:
                 "outbox": len(outbox),
                 "deferred": outbox.num_deferred,
                 "waits_for": self._waits_for,
+                "cpu_s": round(self._processor.seconds, 3),
             }
         )
         # `list` copies in one step: this may run on the client's thread while the loop changes the dict. A lease is
@@ -241,6 +275,17 @@ class Generator:
         if outbox.deferral_reason:
             reason = f"trajectories are deferred: {outbox.deferral_reason}"
         return PeerStatus(self._state, self._weight_updates.version, reason, gauges, lease_ids=sorted(held))
+
+    @property
+    def _phase(self) -> str:
+        """Phase of the time account: whether the engine has work, and if not, why."""
+        if self._state == "updating":
+            return "updating"
+        if self._tasks:
+            return "working"
+        if self._client.outbox.deferral_reason or self._client.outbox.is_over_credit:
+            return "store"
+        return {"ready": "prompts", "starting": "starting"}.get(self._state, "rest")
 
     @property
     def _waits_for(self) -> WaitsFor:
@@ -292,7 +337,9 @@ class Generator:
 
     async def _answer(self, prompt: Prompt, index: int) -> None:
         """Generate one trajectory and put it into the outbox."""
+        self._trace.mark("started", make_trajectory_id(prompt.lease.id, index))
         trajectory = await self._agent.answer(prompt, index)
+        self._trace.mark("scored", trajectory.id)
         # A response that ends during an update leaves only after the new weights are verified; if they are not, the
         # task is cancelled here and its lease returned.
         await self._weight_updates.is_verified.wait()
@@ -350,48 +397,3 @@ class Generator:
     def _return_leases(self, lease_ids: list[str], reason: str) -> None:
         if lease_ids:
             self._client.send(ReturnLeases(lease_ids=sorted(set(lease_ids)), reason=reason[:MAX_REASON_LENGTH]))
-
-
-class ConcurrencyLimit:
-    """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
-
-    Grows by one group while the limit is what holds the engine back, its queue is empty and its cache has room. Shrinks
-    on preemptions in a full cache, and on requests that stay queued, which another generator would start sooner. A
-    queue that gets shorter (after a burst of prompts) and preemptions in a cache with room (caused by a weight update)
-    change nothing.
-
-    Source: Chiu and Jain, Analysis of the increase and decrease algorithms for congestion avoidance, 1989.
-    Differs: a queue shrinks the limit by its length rather than by a factor, because it tells how many are too many.
-    """
-
-    ROOM_BELOW = 0.8
-    """KV cache usage up to which the limit grows; the rest is for running sequences, which still get longer."""
-    DECREASE = 0.75
-    """Factor after a preemption, which throws away the work of a whole sequence."""
-
-    def __init__(self, *, least: int, most: int) -> None:
-        """Start at `most`. `least` is the size of a group, and the step of the increase."""
-        self._least = min(least, most)
-        self._most = most
-        self._num_waiting = 0
-        self._num_preempted = 0
-        self.limit = most
-
-    def observe(self, load: EngineLoad, *, running: int) -> None:
-        """Update the limit from the engine's load while `running` trajectories are in flight; about once a second."""
-        preempted = load.num_preempted - self._num_preempted
-        lasting_queue = self._num_waiting if load.num_waiting >= self._num_waiting else 0
-        self._num_preempted, self._num_waiting = load.num_preempted, load.num_waiting
-        if running > self.limit:
-            # The last decrease has not taken effect yet: cutting again for the same cause would overshoot.
-            return
-        has_room = load.kv_usage < self.ROOM_BELOW
-        if preempted > 0 and not has_room:
-            self._set(int(self.DECREASE * running))
-        elif lasting_queue:
-            self._set(running - lasting_queue)
-        elif has_room and not load.num_waiting and running + self._least > self.limit:
-            self._set(self.limit + self._least)
-
-    def _set(self, limit: int) -> None:
-        self.limit = max(self._least, min(self._most, limit))

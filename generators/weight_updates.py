@@ -25,6 +25,7 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Record
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
+from slipstream.runtime.trace import Trace
 
 log = structlog.get_logger(__name__)
 
@@ -88,11 +89,13 @@ class WeightUpdates:
         set_state: Callable[[str, str], None],
         release: Callable[[str], Awaitable[None]],
         keys: Keys | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """`set_state(state, reason)` sets the generator's state; `release(reason)` cancels its requests in flight.
 
         `keys`: of the run, for fetching.
         """
+        self._trace = trace or Trace(member.peer_id)
         self._member = member
         self._client = client
         self._engine = engine
@@ -162,12 +165,15 @@ class WeightUpdates:
         """Load and probe an update. Every failure is answered: the learner must know who is not at its version."""
         pause_s, result, message, was_verified = 0.0, ProbeResult(), "", self.is_verified.is_set()
         try:
-            fetched = await self._fetch(update)
+            with self._trace.timed("fetch", version=update.version):
+                fetched = await self._fetch(update)
             # Cleared before the swap: a response that ends between swap and probe must not leave unverified.
             self.is_verified.clear()
             self._set_state("updating", "")
-            pause_s = await (self._engine.update(update, fetched) if fetched else self._receive(update))
-            result = await probe(self._engine, update)
+            with self._trace.timed("receive and load", version=update.version):
+                pause_s = await (self._engine.update(update, fetched) if fetched else self._receive(update))
+            with self._trace.timed("probe", version=update.version):
+                result = await probe(self._engine, update)
             self.version = update.version
             self.is_verified.set()
             self._set_state("ready", "")
@@ -236,7 +242,16 @@ class WeightUpdates:
             log.error("weight_update_failed", version=update.version, error=error)
         self.gauges["updates"] += not error
         self.gauges |= {"pause_ms": round(1000 * pause_s, 1), "probe_diff": result.mean}
-        answer = UpdateApplied(update.epoch, update.version, self._member, error, result.mean, result.largest, pause_s)
+        answer = UpdateApplied(
+            update.epoch,
+            update.version,
+            self._member,
+            error,
+            result.mean,
+            result.largest,
+            pause_s,
+            self._engine.device,
+        )
         self._answer(update, answer)
 
     def _answer(self, command: OpenEpoch | Update, answer: EpochOpened | UpdateApplied) -> None:

@@ -25,12 +25,14 @@ from slipstream.learner.errors import ModelError, TrainEngineError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.learner.objective.objective import Objective
+from slipstream.learner.profiler import StepProfiler
 from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.publishing.publisher import Publisher
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
+from slipstream.learner.training.compiled import compile_layers
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
 from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
@@ -77,6 +79,10 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
     critic = None
     if run.algorithm.advantage.needs_critic:
         critic = _build_critic(run, policy, ranks=ranks, device=device, chooser=chooser)
+    layout = chooser.choose()
+    if run.learner.compile:
+        # Last: layouts were tried in float32, too, on prompts of other shapes.
+        compile_layers(policy.backbone, has_routers=policy.routers is not None)
     return Trainer(
         run,
         engine=engine,
@@ -84,7 +90,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
         objective=objective,
         frozen_models=frozen_models,
         critic=critic,
-        layout=chooser.choose(),
+        layout=layout,
     )
 
 
@@ -214,18 +220,23 @@ def build_learner(
         clock=clock,
     )
     # Weights are sent in the dtype in which the engines hold them.
-    stager = Stager(run.weights, metadata=rank_group.weight_names.metadata(getattr(torch, run.model.dtype)))
+    metadata = rank_group.weight_names.metadata(getattr(torch, run.model.dtype))
+    stager = Stager(run.weights, metadata=metadata, device=rank_group.device)
     mix = run.buffer.mix
     disk = DiskWait(while_waiting=rank_group.keep_alive)
+    profiler = StepProfiler(run, store=store, folder=folder.profile, send=client.send)
     return Learner(
         run=run,
         store=store,
         rank_group=rank_group,
-        publisher=BackgroundPublisher(publisher, stager, store, in_background=not run.is_one_process),
-        metrics_log=MetricsLog(run, folder=folder, store=store, disk=disk),
+        publisher=BackgroundPublisher(
+            publisher, stager, store, in_background=not run.is_one_process, trace=profiler.trace
+        ),
+        metrics_log=MetricsLog(run, folder=folder, store=store, disk=disk, account=rank_group.account),
         wait=wait,
         num_heldout=num_heldout,
         rollouts=Rollouts(Path(mix.archive), seed=run.seed) if mix.archive else None,
         disk=disk,
+        profiler=profiler,
         clock=clock,
     )

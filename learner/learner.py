@@ -13,8 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import structlog
@@ -29,9 +28,11 @@ from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.best_checkpoint import BestCheckpoint
+from slipstream.learner.claim_keeper import ClaimKeeper
 from slipstream.learner.errors import DeadEndError, DivergenceError, LearnerError
 from slipstream.learner.evaluator import Evaluator
 from slipstream.learner.metrics.log import MetricsLog, Row
+from slipstream.learner.profiler import StepProfiler
 from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.stall.detector import StallDetector
@@ -58,6 +59,7 @@ class Learner:
         num_heldout: Mapping[str, int],
         rollouts: Rollouts | None = None,
         disk: DiskWait | None = None,
+        profiler: StepProfiler | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`wait(num_ready, timeout_s)` blocks until so many groups may be ready: on the store, or for a serial turn.
@@ -70,6 +72,10 @@ class Learner:
         self._rank_group = rank_group
         self._publisher = publisher
         self._metrics_log = metrics_log
+        self._account = metrics_log.account
+        profile = metrics_log.folder.profile
+        self._profiler = profiler or StepProfiler(run, store=store, folder=profile, send=lambda _: None)
+        self._account.trace = self._profiler.trace
         self._wait = wait
         self._rollouts = rollouts
         self._disk = disk or DiskWait()
@@ -93,7 +99,7 @@ class Learner:
 
     def status(self) -> PeerStatus:
         """Content of the next Pong; callable from any thread."""
-        gauges = self._metrics_log.gauges() | self._stall.gauges()
+        gauges = self._metrics_log.gauges() | self._stall.gauges() | self._profiler.gauges
         full = self._disk.reason or self._rank_group.saver.reason
         waits = {"waits_for": "disk"} if full else {}
         return PeerStatus("ready", version=self._version, reason=full or self._reason, gauges=gauges | waits)
@@ -135,6 +141,7 @@ class Learner:
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
         self._publish()
         self._publisher.flush()
+        self._profiler.prepare(self._step + 1)
         self._store.set_phase("training")
         # A resumed policy is no longer the initial one: then only a stored result of the predecessor counts.
         evaluation = self._run.evaluation
@@ -170,6 +177,7 @@ class Learner:
             self._version += 1
             self._publish()
         self._publisher.flush()
+        self._profiler.close()
         # The token of the last claim: a step that is rolled back and trained again is another policy.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._checkpoint()
@@ -184,6 +192,7 @@ class Learner:
         evaluation = self._evaluator.metrics(after)
         self._metrics_log.write_summary(step=self._step, after=after, evaluation=evaluation, best=best)
         self._publisher.close()
+        self._profiler.join()
         self._store.set_phase("finished")
         self._reason = "finished"
         log.info("finished", step=self._step, version=self._version)
@@ -206,7 +215,9 @@ class Learner:
     # --- one step ------------------------------------------------------------------------------------------------
     def _train_one_step(self) -> None:
         started_at = self._clock()
-        claim = self._claim_groups(step=self._step + 1)
+        self._profiler.begin_step(self._step + 1)
+        with self._account.phase("waiting"):
+            claim = self._claim_groups(step=self._step + 1)
         claimed_at = self._clock()
         metrics = self._train_and_commit(claim)
         trained_at = self._clock()
@@ -217,13 +228,15 @@ class Learner:
             self._publish()
         is_evaluated = self._is_due(self._run.evaluation.every_steps)
         if is_evaluated:
-            self._open_evaluation()
-        evaluated = self._evaluator.take_finished()
+            with self._account.phase("evaluating"):
+                self._open_evaluation()
+        evaluated, published = self._evaluator.take_finished(), self._publisher.take_published()
+        self._profiler.end_step(self._step, published=published.version if published else -1)
         row = self._metrics_log.add_step(
             step=self._step,
             version=self._version,
             metrics=metrics | self._metrics_log.buffer_metrics(claim),
-            published=self._publisher.take_published(),
+            published=published,
             evaluated=self._evaluator.metrics(evaluated) if evaluated else None,
             times={
                 "learner/wait_s": claimed_at - started_at,
@@ -272,11 +285,13 @@ class Learner:
         return f"{self._store.counts().leased} prompts are leased; {self._publisher.describe_members()}"
 
     def _train_and_commit(self, claim: Claim) -> dict[str, Any]:
+        claimed_at_ns = time.time_ns()
         with ClaimKeeper(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
             self._reason = f"training step {claim.step}"
-            payloads = self._store.fetch(claim.group_ids)
             num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
-            mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
+            with self._account.phase("batch"):
+                payloads = self._store.fetch(claim.group_ids)
+                mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
             # A reused group may be older than a fresh one; versions of mixed groups are another run's and have no lag.
             fresh_lag, reused_lag = self._run.buffer.staleness.max_lag, self._run.buffer.reuse.max_age
             is_reused = claim.reused or [False] * len(payloads)
@@ -290,30 +305,34 @@ class Learner:
                 fetch_images=lambda names: self._store.images(names) | (mix.images(names) if mix else {}),
             )
             # Refused when the claim has lapsed: by then another learner may have trained on its groups.
-            entry = make_entry(
-                claim,
-                payloads,
-                version=self._version,
-                seed=self._run.seed,
-                config_hash=self._config_hash,
-                mixed_group_ids=mixed_ids,
-            )
-            with self._committing:
-                self._store.commit(claim, entry)
-                self._step, self._fence = claim.step, claim.fence
+            with self._account.phase("committing"):
+                entry = make_entry(
+                    claim,
+                    payloads,
+                    version=self._version,
+                    seed=self._run.seed,
+                    config_hash=self._config_hash,
+                    mixed_group_ids=mixed_ids,
+                )
+                with self._committing:
+                    self._store.commit(claim, entry)
+                    self._step, self._fence = claim.step, claim.fence
+            self._profiler.record_step(entry, claimed_at_ns=claimed_at_ns)
         return metrics
 
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"
-        # The canary first: weights are gathered while they are consumed, and no command may come between.
-        canary = self._rank_group.canary()
-        weights = self._rank_group.weights()
-        self._publisher.publish(version=self._version, step=self._step, weights=weights, canary=canary)
+        with self._account.phase("publishing"):
+            # The canary first: weights are gathered while they are consumed, and no command may come between.
+            canary = self._rank_group.canary()
+            weights = self._rank_group.weights()
+            self._publisher.publish(version=self._version, step=self._step, weights=weights, canary=canary)
 
     def _checkpoint(self, *, is_candidate: bool = False) -> None:
         self._reason = f"saving the checkpoint of step {self._step}"
         began_at, cover = self._clock(), partial(self._cover, pinned=self._best.pinned)
-        pointer = self._rank_group.save_checkpoint(step=self._step, version=self._version, finish=cover)
+        with self._account.phase("checkpoint"):
+            pointer = self._rank_group.save_checkpoint(step=self._step, version=self._version, finish=cover)
         self._checkpoint_s = self._clock() - began_at
         if is_candidate:
             self._best.add(pointer)
@@ -360,40 +379,10 @@ class Learner:
             limit_s=self._run.evaluation.timeout_s,
             limit_setting="evaluation.timeout_s",
         )
-        while (result := self._evaluator.result(name)) is None:
-            answered = self._evaluator.num_answered(name)
-            self._reason = self._stall.poll(f"{answered} answers are in", answered=answered)
-            self._publisher.sync_members(timeout_s=0.05)
+        with self._account.phase("evaluating"):
+            while (result := self._evaluator.result(name)) is None:
+                answered = self._evaluator.num_answered(name)
+                self._reason = self._stall.poll(f"{answered} answers are in", answered=answered)
+                self._publisher.sync_members(timeout_s=0.05)
         self._stall.end()
         return result
-
-
-class ClaimKeeper:
-    """Context that renews a claim while its step runs, so that a slow step is not taken for a dead learner.
-
-    A claim may lapse nevertheless, when this process stands still; its fencing token then fails the commit.
-    """
-
-    def __init__(self, store: Store, claim: Claim, *, lease_s: float) -> None:
-        self._store = store
-        self._claim = claim
-        self._lease_s = lease_s
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="claim-keeper", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join(timeout=1.0)
-
-    def _renew(self) -> None:
-        while not self._done.wait(self._lease_s / 3):
-            try:
-                self._store.renew_claim(self._claim, lease_s=self._lease_s)
-            except ReplayBufferError as error:
-                log.warning("claim_not_renewed", step=self._claim.step, error=str(error))

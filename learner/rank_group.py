@@ -6,6 +6,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
@@ -19,6 +20,7 @@ from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.trainer import Trainer
+from slipstream.runtime.time_account import TimeAccount
 
 FetchImages = Callable[[list[str]], Mapping[str, bytes]]
 
@@ -112,6 +114,16 @@ class RankGroup:
         self._trainer = trainer
         self._ranks = ranks
         self._checkpoints = checkpoints
+
+    @property
+    def account(self) -> TimeAccount:
+        """Time of the learner by phase, on rank 0."""
+        return self._trainer.account
+
+    @property
+    def device(self) -> torch.device:
+        """This rank's."""
+        return self._trainer.engine.device
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
     def train(
@@ -242,18 +254,20 @@ class RankGroup:
 
     # --- all ranks -----------------------------------------------------------------------------------------------
     def _train(self, command: TrainStep, payloads: list[list[bytes]], images: list[bytes]) -> dict[str, Any]:
-        groups: list[list[Trajectory]] = [[unpack(payload) for payload in group] for group in payloads]
-        if held := self._trainer.images:
-            names = {media.checksum for trajectory in chain(*groups) for media in trajectory.media}
-            held.keep(names, dict(zip(command.images, images, strict=True)))
-        metrics = self._trainer.step(
-            groups,
-            learner_version=command.version,
-            step=command.step,
-            weights=command.weights,
-            max_lags=command.max_lags,
-            num_mixed=command.num_mixed,
-        )
+        with self.account.phase("batch"):
+            groups: list[list[Trajectory]] = [[unpack(payload) for payload in group] for group in payloads]
+            if held := self._trainer.images:
+                names = {media.checksum for trajectory in chain(*groups) for media in trajectory.media}
+                held.keep(names, dict(zip(command.images, images, strict=True)))
+        with self.account.phase("compute"):
+            metrics = self._trainer.step(
+                groups,
+                learner_version=command.version,
+                step=command.step,
+                weights=command.weights,
+                max_lags=command.max_lags,
+                num_mixed=command.num_mixed,
+            )
         # Versions of mixed groups count another run's updates: they have no lag here.
         own = groups[: len(groups) - command.num_mixed]
         return metrics | _lag_metrics(own, learner_version=command.version)

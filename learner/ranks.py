@@ -20,6 +20,9 @@ COLLECTIVE_TIMEOUT_S = 2400.0
 """Limit of one collective, for whose begin a rank may wait as long as rank 0 publishes, reads a checkpoint or waits for
 its store; all longer waits keep the others alive, so that no setting of the user can be too short for it."""
 
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+"""Variable by which NCCL's watchdog decides, when a process group is built, whether an error ends the process."""
+
 
 def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool) -> NoReturn:
     """Run `python -m module arguments` as `num_ranks` ranks under torchrun; when one rank ends, all do.
@@ -36,6 +39,8 @@ def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int, on_cp
 
     num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    # Before torchrun, which sets 1 for its ranks: a rank would then end when a generator dies in a broadcast.
+    os.environ.setdefault(ERROR_HANDLING, "0")
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     try:
         torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))

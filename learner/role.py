@@ -27,12 +27,12 @@ from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.learner import Learner
 from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.rank_group import RankGroup
-from slipstream.learner.ranks import exit_rank, launch_ranks
+from slipstream.learner.ranks import ERROR_HANDLING, exit_rank, launch_ranks
 from slipstream.learner.sft.run import build_sft, check_sft
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_same_model
-from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
+from slipstream.runtime.process import die_with_launcher, exempt_from_collection, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, describe_others
 
 _LOOK_EVERY_S = 0.2
@@ -68,7 +68,9 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
         _run_first_rank(run, device=device, rendezvous=rendezvous)
     else:
         folder = RunFolder(run)
-        build_rank_group(run, folder=folder, device=device, rank=rank, rendezvous=rendezvous).worker_loop()
+        rank_group = build_rank_group(run, folder=folder, device=device, rank=rank, rendezvous=rendezvous)
+        exempt_from_collection()
+        rank_group.worker_loop()
     if is_rank:
         exit_rank()
 
@@ -79,7 +81,7 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
         # Gloo listens at a port even for a group of one, at the address that the host's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # NCCL's watchdog would end this process when a generator dies in a broadcast, which the publisher handles.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault(ERROR_HANDLING, "0")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return_freed_memory()
@@ -127,6 +129,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
             run, session, keys=keys, store=store, rank_group=rank_group, folder=folder, device=device
         )
         board.set_source(lambda: _status(learner, store))
+        exempt_from_collection()
         learner.run()
         rank_group.shutdown()
         store.close()
@@ -168,7 +171,11 @@ def _build_learner(
     folder: RunFolder,
     device: torch.device,
 ) -> Learner:
-    wire_device = torch.device("cpu") if run.weights.backend == "gloo" else device
+    if run.weights.backend == "nccl" and device.type == "cpu":
+        raise ConfigError(
+            "weights.backend=nccl needs a learner on a GPU, got one on a CPU: use weights.backend=auto, which "
+            "chooses by where the roles are."
+        )
     snapshots = SnapshotStore(folder.weights)
     return build_learner(
         run,
@@ -177,7 +184,7 @@ def _build_learner(
         folder=folder,
         client=session.client,
         inbox=session.inbox,
-        sender=CollectiveSender(device=wire_device, folder=folder.sockets),
+        sender=CollectiveSender(device=device, folder=folder.sockets),
         snapshots=SnapshotServer(
             snapshots, StreamServer(snapshots, keys=keys, address=run.weights.fetch_address or _own_socket(folder))
         ),

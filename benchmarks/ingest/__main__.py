@@ -1,11 +1,15 @@
 """Throughput of trajectories from generator to learner, of 1k and 32k tokens, beside bare alternatives in one run.
 
+With --transfer-queue: TransferQueue is among them, installed into .venv-transfer-queue beside this environment.
 With --sockets: over unix sockets and ports, encrypted as in every run and plain, in turn.
 """
 
 import argparse
 import logging
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +35,9 @@ _OURS, _RAW = "Slipstream", "raw Redis"
 _LEVELS = ("fast", "standard", "strict")
 _VOLATILE_BESIDE: Durability = "standard"
 """Contestants without durability are measured in the rounds of this level."""
+_TRANSFER_QUEUE = Path(__file__).parents[2] / ".venv-transfer-queue"
+_TRANSFER_QUEUE_PACKAGES = ("TransferQueue==0.1.11", "tensordict==0.15.3", "pyvers", "orjson")
+_INSTALL_S = 300.0
 _STAGE_S = 0.3
 """Processor time over which a single stage is averaged."""
 
@@ -42,7 +49,7 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.sockets:
         _compare_sockets(arguments)
         return
-    skipped = _skipped()
+    skipped = _skipped(_install_transfer_queue() if arguments.transfer_queue else "")
     for name, reason in skipped.items():
         console.print(f"skipping {name}: {reason}", highlight=False)
     rows: list[dict[str, Any]] = []
@@ -172,11 +179,27 @@ def _scripts_us(served: ServedRun) -> float:
         return float(client.info("commandstats").get("cmdstat_evalsha", {"usec": 0})["usec"])
 
 
-def _skipped() -> dict[str, str]:
+def _install_transfer_queue() -> str:
+    """Make TransferQueue importable; returns why that failed, or nothing."""
+    if not (_TRANSFER_QUEUE / "transfer_queue").is_dir():
+        # Without dependencies, and behind all else on the path: no version of this environment changes.
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(_TRANSFER_QUEUE)]
+        try:
+            subprocess.run([*command, *_TRANSFER_QUEUE_PACKAGES], check=True, timeout=_INSTALL_S, capture_output=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"cannot be installed into {_TRANSFER_QUEUE}: {error}"
+    sys.path.append(str(_TRANSFER_QUEUE))
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+    # For Ray's workers.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(_TRANSFER_QUEUE))))
+    return ""
+
+
+def _skipped(failure: str) -> dict[str, str]:
     """Return the contestants that are not installed, with the reason."""
     needed = {"Ray queue": ["ray"], "TransferQueue": ["ray", "transfer_queue", "tensordict"]}
     missing = {name: [each for each in modules if not find_spec(each)] for name, modules in needed.items()}
-    return {name: f"{' and '.join(modules)} not installed" for name, modules in missing.items() if modules}
+    return {name: failure or f"{' and '.join(modules)} not installed" for name, modules in missing.items() if modules}
 
 
 @contextmanager
@@ -263,4 +286,5 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 32768], help="per trajectory (1024 32768)")
     parser.add_argument("--durability", nargs="+", choices=_LEVELS, default=list(_LEVELS), help="levels (all)")
     parser.add_argument("--sockets", action="store_true", help="compare unix sockets and ports, encrypted and plain")
+    parser.add_argument("--transfer-queue", action="store_true", help="install and measure TransferQueue, too")
     main(parser.parse_args())

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -29,10 +30,13 @@ _STOP_S = 30.0
 class ServedRun:
     """Life: start -> use -> stop."""
 
-    def __init__(self, folder: Path, *, durability: Durability, sockets: str = "ipc") -> None:
-        """`sockets`: one of SOCKETS."""
+    def __init__(
+        self, folder: Path, *, durability: Durability, sockets: str = "ipc", settings: Sequence[str] = ()
+    ) -> None:
+        """`sockets`: one of SOCKETS; `settings` of the run replace those of the benchmark."""
         self._folder = folder
         self._durability = durability
+        self._settings = settings
         transport, _, plain = sockets.partition(" ")
         self.is_plain = bool(plain)
         self.address = f"ipc://{folder}/broker.sock" if transport == "ipc" else f"tcp://127.0.0.1:{_free_port()}"
@@ -64,6 +68,7 @@ class ServedRun:
             # Pacing admits without limit.
             "buffer.staleness.max_lag=1000000",
             "learner.max_steps=1000000",
+            *self._settings,
         ]
         with (self._folder / "broker.log").open("wb") as log:
             program = "benchmarks.ingest.plain_sockets" if self.is_plain else "slipstream.broker"

@@ -30,7 +30,7 @@ from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSp
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_trainer
-from slipstream.learner.learner import ClaimKeeper
+from slipstream.learner.claim_keeper import ClaimKeeper
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.learner.publishing.publisher import Published
 from slipstream.learner.publishing.staging import Staged, Stager

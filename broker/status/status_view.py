@@ -11,6 +11,7 @@ from slipstream.broker.status.blocking import Wait
 from slipstream.broker.status.live_view import duration
 from slipstream.broker.status.role_status import Liveness, RoleStatus
 from slipstream.broker.status.run_status import RunStatus, StatusEvent
+from slipstream.broker.status.step_times import describe_times
 from slipstream.runtime.console import add_row, make_table, printable
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
@@ -27,6 +28,7 @@ def draw_status(status: RunStatus) -> RenderableType:
         _facts(_run_facts(status)),
         _titled("roles", _roles(status)),
         _titled("waits", _waits(status)),
+        _titled("time", Text("\n".join(describe_times(status.last_row.get("times")) or ["no step yet"]))),
         _titled("buffer", _facts(_buffer_facts(status))),
         _titled("last errors", _events(status.events)),
     )

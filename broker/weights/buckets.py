@@ -41,15 +41,17 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
     return slots, sizes
 
 
-def allocate(sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False) -> list[Tensor]:
-    """Allocate uint8 buckets in host memory, reusing those of `reuse` that fit; new ones hold zeros.
+def allocate(
+    sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False, device: torch.device | None = None
+) -> list[Tensor]:
+    """Allocate uint8 buckets, in host memory or on `device`, reusing those of `reuse` that fit; new ones hold zeros.
 
     `is_pinned`: in page-locked memory, which a GPU copies from and to asynchronously.
     """
     return [
         reuse[i]
         if i < len(reuse) and reuse[i].numel() == size
-        else torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned)
+        else torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned, device=device)
         for i, size in enumerate(sizes)
     ]
 
@@ -67,6 +69,7 @@ def pack(
     `reuse`: buckets of an earlier call to overwrite. Raises WeightTransferError.
     """
     buckets: list[Tensor] = []
+    is_queued = False
     open_slots = {slot.name: slot for slot in slots}
     for name, tensor in tensors:
         slot = open_slots.pop(name, None)
@@ -75,11 +78,14 @@ def pack(
             raise WeightTransferError(
                 f"tensor {name} must match the plan, which has {planned}, got shape {list(tensor.shape)}"
             )
-        # Copies from a GPU into pinned buckets are faster.
+        # Copies from a GPU into pinned buckets are faster, and overlap with what gathers the next tensor.
         buckets = buckets or allocate(sizes, reuse=reuse, is_pinned=tensor.is_cuda)
-        _view(buckets[slot.bucket], slot).copy_(tensor.detach())
+        _view(buckets[slot.bucket], slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        is_queued = tensor.is_cuda and not buckets[0].is_cuda
     if open_slots:
         raise WeightTransferError(f"every planned tensor must be packed: {_first(open_slots)} not given")
+    if is_queued:
+        torch.cuda.current_stream().synchronize()
     return buckets
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch, TensorSlot
+from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, TensorSlot
 from slipstream.broker.weights import buckets as flat
 
 
@@ -43,8 +43,12 @@ class MemorySender:
         """Placeholder for OpenEpoch: nothing listens."""
         return "memory", 0
 
-    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
-        """Open the epoch at once; members join later."""
+    @property
+    def device(self) -> DeviceName:
+        return "cpu"
+
+    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend = "gloo") -> None:
+        """Open the epoch at once; members join later. There is no group, so `backend` means nothing."""
         with self._weights.changed:
             self._weights.epoch, self._weights.num_members = epoch, num_members
             self._weights.num_broadcasts, self._weights.buckets = 0, []

@@ -5,15 +5,20 @@ The memory belongs to the creating process and is freed with it, however it ends
 
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
+import structlog
 import torch
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
+
+log = structlog.get_logger(__name__)
 
 # --- free memory -----------------------------------------------------------------------------------------------------
 _MOUNT, _OWN_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -62,65 +67,79 @@ def _left(folder: Path, controller: str) -> int | None:
 
 
 class SharedBuckets:
-    """uint8 buckets of given sizes, initially zero. The constructor raises WeightTransferError if memory is short."""
+    """uint8 buckets of given sizes, initially zero. The constructor raises WeightTransferError if memory is short.
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    One mapping for all of them: a descriptor each would exceed a process's limit for a large model.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, is_pinned: bool = False) -> None:
+        """`is_pinned`: page-locked, so that a GPU copies from and to it asynchronously."""
         _check_memory(sum(sizes))
-        self._descriptors: list[int] = []
-        self.tensors: list[Tensor] = []
-        """Writable; valid until `close`, as are views of them."""
+        self.sizes = list(sizes)
+        """Size of each bucket, bytes; empty once closed."""
+        # No file that a crash could leave behind; other processes open it through /proc.
+        self._descriptor: int | None = os.memfd_create("slipstream-weights", os.MFD_CLOEXEC)
         try:
-            for size in sizes:
-                self._add(size)
+            os.ftruncate(self._descriptor, _end(sizes))
+            memory = _map(self._descriptor, _end(sizes), is_writable=True, is_pinned=is_pinned)
         except OSError as error:
             self.close()
             raise _memory_error(sum(sizes), str(error)) from error
+        self.tensors: list[Tensor] = _split(memory, sizes)
+        """Writable; valid until `close`, as are views of them."""
 
     @property
-    def sizes(self) -> list[int]:
-        """Size of each bucket, bytes."""
-        return [tensor.numel() for tensor in self.tensors]
-
-    @property
-    def paths(self) -> list[str]:
-        """Paths for `map_buckets` in another process of this user."""
-        return [f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in self._descriptors]
+    def path(self) -> str:
+        """Path for `map_buckets` in another process of this user."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
         """Free the memory once no views of it remain. Idempotent."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-        self.tensors = []
-
-    def _add(self, size: int) -> None:
-        # No file that a crash could leave behind; other processes open it through /proc.
-        descriptor = os.memfd_create("slipstream-weights", os.MFD_CLOEXEC)
-        self._descriptors.append(descriptor)
-        os.ftruncate(descriptor, size)
-        self.tensors.append(_map(descriptor, size, is_writable=True))
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self.tensors, self.sizes = None, [], []
 
 
-def map_buckets(paths: Sequence[str], *, sizes: Sequence[int]) -> list[Tensor]:
-    """Map the buckets of another process, unverified and read-only. Raises WeightTransferError."""
+def map_buckets(path: str, *, sizes: Sequence[int], is_pinned: bool = False) -> list[Tensor]:
+    """Map the buckets of another process, unverified and not to be written to. Raises WeightTransferError."""
     try:
-        return [_map_path(Path(path), size) for path, size in zip(paths, sizes, strict=True)]
+        # Page-locked memory that is copied on write would be copied when it is locked.
+        with Path(path).open("r+b" if is_pinned else "rb") as file:
+            return _split(_map(file.fileno(), _end(sizes), is_writable=is_pinned, is_pinned=is_pinned), sizes)
     except (OSError, ValueError) as error:
         raise WeightTransferError(
-            f"the engine must be able to map the {len(sizes)} fetched buckets, got {error}"
+            f"the engine must be able to map the {len(sizes)} buckets of its machine, got {error}"
         ) from error
 
 
-def _map_path(path: Path, size: int) -> Tensor:
-    with path.open("rb") as file:
-        return _map(file.fileno(), size, is_writable=False)
+def _end(sizes: Sequence[int]) -> int:
+    return sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
 
 
-def _map(descriptor: int, size: int, *, is_writable: bool) -> Tensor:
+def _split(memory: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    starts = [_end(sizes[:index]) for index in range(len(sizes))]
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def _map(descriptor: int, size: int, *, is_writable: bool, is_pinned: bool) -> Tensor:
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     # Copy-on-write for the reader: torch has no read-only tensors.
     access = mmap.ACCESS_WRITE if is_writable else mmap.ACCESS_COPY
-    return torch.from_numpy(np.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=np.uint8))
+    mapped = np.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=np.uint8)
+    memory = torch.from_numpy(mapped)
+    if is_pinned:
+        _pin(memory, mapped)
+    return memory
+
+
+def _pin(memory: Tensor, mapped: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
+    """Page-lock memory for as long as it is mapped; without the right to, copies of it are only slower."""
+    cuda: Any = torch.cuda.cudart()
+    if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+        weakref.finalize(mapped, cuda.cudaHostUnregister, memory.data_ptr())
+    else:
+        log.warning("weights_not_pinned", bytes=memory.numel())
 
 
 def _check_memory(num_bytes: int) -> None:

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.broker.messages import OpenEpoch, TensorSlot
+from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, TensorSlot
 
 
 class WeightSender(Protocol):
@@ -15,7 +15,12 @@ class WeightSender(Protocol):
         """Host and port of the rendezvous store, for OpenEpoch."""
         ...
 
-    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
+    @property
+    def device(self) -> DeviceName:
+        """Device of the sender, by which the backend of an epoch is chosen."""
+        ...
+
+    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend) -> None:
         """Build the group as rank 0. Blocks until all members have joined. Raises WeightTransferError."""
         ...
 

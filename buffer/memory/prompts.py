@@ -70,15 +70,13 @@ class MemoryPrompts(MemoryState):
         with self._changed:
             return {name: self._images[name] for name in names if name in self._images}
 
-    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
-        with self._changed:
-            self._opened()
-            held = self._leased_to(owner)
-            # A lease that another owner holds by now is not this owner's to extend.
-            groups = [group for group in map(self._leased_group, dict.fromkeys(lease_ids)) if group in held]
-            for group_id in groups:
-                self._leases_of_kind(group_id)[group_id] = self._deadline(lease_s)
-            return len(groups)
+    def _renew_leases(self, owner: str, lease_ids: list[str], *, lease_s: float) -> int:
+        held = self._leased_to(owner)
+        # A lease that another owner holds by now is not this owner's to extend.
+        groups = [group for group in map(self._leased_group, dict.fromkeys(lease_ids)) if group in held]
+        for group_id in groups:
+            self._leases_of_kind(group_id)[group_id] = self._deadline(lease_s)
+        return len(groups)
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
         with self._changed:

@@ -1,6 +1,7 @@
 """MemoryStore: the in-process store, for the serial mode and as the oracle that the Redis store is tested against."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from slipstream.buffer.records import (
     Addressee,
     Event,
     FinishedGroup,
+    Heartbeat,
     MetricsRows,
     RunState,
     VersionEntry,
@@ -224,18 +226,26 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             return dict(Counter(self._groups[group_id].oldest_version for group_id in self._ready.values()))
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
+        self.heartbeat([Heartbeat(role_id, gauges)], lease_s=0.0)
+
+    def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
         with self._changed:
             self._opened()
-            # Encoded, so that a role that changes its dict later does not change what it reported.
-            self._roles[role_id] = (encode(gauges), self._now())
-            mark = progress_mark(gauges)
-            if mark and self._progress.get(role_id, ("", 0))[0] != mark:
-                self._progress[role_id] = (mark, self._now())
-            if len(self._roles) > ROLES_KEPT:
-                others = ((at, name) for name, (_, at) in self._roles.items() if name != role_id)
-                _, longest_silent = min(others)
-                del self._roles[longest_silent]
-                self._progress.pop(longest_silent, None)
+            for each in roles:
+                self._report(each.role_id, each.gauges)
+            return sum(self._renew_leases(each.owner, each.lease_ids, lease_s=lease_s) for each in roles)
+
+    def _report(self, role_id: str, gauges: dict[str, Any]) -> None:
+        # Encoded, so that a role that changes its dict later does not change what it reported.
+        self._roles[role_id] = (encode(gauges), self._now())
+        mark = progress_mark(gauges)
+        if mark and self._progress.get(role_id, ("", 0))[0] != mark:
+            self._progress[role_id] = (mark, self._now())
+        if len(self._roles) > ROLES_KEPT:
+            others = ((at, name) for name, (_, at) in self._roles.items() if name != role_id)
+            _, longest_silent = min(others)
+            del self._roles[longest_silent]
+            self._progress.pop(longest_silent, None)
 
     def roles(self) -> dict[str, dict[str, Any]]:
         with self._changed:
@@ -277,6 +287,9 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             last = self._counters["metrics"]
             packed = list(self._metrics)[max(0, after - (last - len(self._metrics))) :]
             return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
+
+    def cpu_s(self) -> float:
+        return 0.0
 
     def full_disk(self) -> str:
         return ""

@@ -1,6 +1,6 @@
 """RedisStore, the generators' side: leases, arriving trajectories, evaluations."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,10 +11,13 @@ from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import (
     FRAME_BYTES_KEPT,
     FRAMES_KEPT,
+    ROLES_KEPT,
     EvaluationAnswer,
     EvaluationResult,
+    Heartbeat,
     Insertion,
     Lease,
+    progress_mark,
     stored_answer,
 )
 from slipstream.buffer.redis.connection import RedisConnection, is_out_of_memory, text
@@ -31,6 +34,7 @@ from slipstream.configs.buffer import GroupDeadline, RefillConfig, TrainShortCon
 
 _REAPED_AT_ONCE = 500
 """Bounds how long one script keeps the server busy."""
+_BEATS_AT_ONCE = 64
 
 
 class RedisPrompts(RedisConnection):
@@ -83,8 +87,15 @@ class RedisPrompts(RedisConnection):
             found = self._client.hmget(self._key("images"), names) if names else []
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
 
-    def renew_leases(self, *, owner: str, lease_s: float, lease_ids: list[str]) -> int:
-        return self._run("renew_leases", owner, int(lease_s * 1000), *dict.fromkeys(lease_ids))
+    def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
+        return sum(self._beat(roles[at : at + _BEATS_AT_ONCE], lease_s) for at in range(0, len(roles), _BEATS_AT_ONCE))
+
+    def _beat(self, roles: Sequence[Heartbeat], lease_s: float) -> int:
+        arguments: list[Any] = []
+        for each in roles:
+            head = (each.role_id, progress_mark(each.gauges), each.owner, list(dict.fromkeys(each.lease_ids)))
+            arguments += [encode(head), encode(each.gauges)]
+        return self._run("heartbeat", ROLES_KEPT, int(lease_s * 1000), *arguments)
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
         return self._run("return_leases", self._max_attempts, reason, owner, *lease_ids)

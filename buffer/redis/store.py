@@ -14,18 +14,17 @@ from slipstream.buffer.records import (
     EVENT_CHARACTERS_KEPT,
     EVENTS_KEPT,
     METRICS_KEPT,
-    ROLES_KEPT,
     Addressee,
     CheckpointPointer,
     Event,
     FinishedGroup,
     GroupState,
+    Heartbeat,
     MetricsRows,
     RunState,
     StepEntry,
     StoredGroup,
     VersionEntry,
-    progress_mark,
 )
 from slipstream.buffer.redis.batches import RedisBatches
 from slipstream.buffer.redis.connection import decode_row_count, describe_store_disk, text
@@ -225,7 +224,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return {int(version): count for version, count in _numbers(self._run("ready_versions")).items()}
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
-        self._run("report_role", role_id, encode(gauges), progress_mark(gauges), ROLES_KEPT)
+        self.heartbeat([Heartbeat(role_id, gauges)], lease_s=0.0)
 
     def roles(self) -> dict[str, dict[str, Any]]:
         gauges, *times = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in self._run("read_roles"))
@@ -258,6 +257,11 @@ class RedisStore(RedisPrompts, RedisBatches):
     def metrics(self, *, after: int = 0) -> MetricsRows:
         last, packed = self._run("read_metrics", after)
         return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
+
+    def cpu_s(self) -> float:
+        with self._mapped_errors():
+            info = self._client.info("cpu")
+        return float(info["used_cpu_sys"] + info["used_cpu_user"])
 
     def full_disk(self) -> str:
         with self._mapped_errors():

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,15 @@ from slipstream.generators.engines.engine import Engine
 from slipstream.generators.errors import GeneratorError, PromptError
 from slipstream.generators.rewards.reward import RewardInput, failed_reward
 from slipstream.generators.tokenization import PromptEncoder
+from slipstream.runtime.images import PromptImage
 from slipstream.runtime.routers import EXPERTS
 from slipstream.runtime.run_folder import RunFolder
+from slipstream.runtime.trace import Trace
 
 log = structlog.get_logger(__name__)
 
+_CACHED = 256
+"""Prompts whose tokens are kept, and sources of data."""
 _SINGLE_TURN = ("single_turn", "single_turn_agent")
 """Names that rows may give without an entry in `generators.agents`."""
 
@@ -116,6 +120,7 @@ class AgentRunner:
         encoder: PromptEncoder,
         generator_id: str,
         token: str = "",
+        trace: Trace | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`token`: the run's, which agents outside must know. Raises ConfigError for a loop that cannot be built."""
@@ -124,6 +129,7 @@ class AgentRunner:
         self._rewards = rewards
         self._encoder = encoder
         self._generator_id = generator_id
+        self._trace = trace or Trace(generator_id)
         self._clock = clock
         config = run.generators
         agents = {"": (config.agent, "generators.agent")}
@@ -139,6 +145,8 @@ class AgentRunner:
             for name, (agent, setting) in agents.items()
         }
         self._comparisons: dict[str, Comparison] = {}
+        self._compares = lru_cache(_CACHED)(rewards.compares)
+        self._encoded: dict[str, tuple[Prompt, tuple[list[int], list[PromptImage]]]] = {}
         for name in _SINGLE_TURN:
             self._loops.setdefault(name, _ReadyLoop(SingleTurn(), SingleTurnConfig().timeout_s, None))
         has_door = any(ready.form for ready in self._loops.values())
@@ -190,7 +198,7 @@ class AgentRunner:
 
         Where rewards compare answers, it must be called for all members of the lease, and waits for the last of them.
         """
-        if prompt.lease.purpose != "train" or not self._rewards.compares(prompt.data_source):
+        if prompt.lease.purpose != "train" or not self._compares(prompt.data_source):
             return await self._answer(prompt, index, None)
         lease = prompt.lease
         comparison = self._comparisons.setdefault(lease.id, Comparison(lease.indices, self._rewards))
@@ -211,6 +219,7 @@ class AgentRunner:
         episode = self._episode(prompt, index, tools=loop.tools(prompt))
         async with self._door.open(episode, form) if self._door and form else nullcontext():
             failure = await _run_loop(loop, episode, timeout_s=timeout_s)
+        self._trace.mark("generated", make_trajectory_id(prompt.lease.id, index))
         own = episode.transcript
         episode.contexts = [context for context in episode.contexts if context.num_turns]
         if not episode.contexts:
@@ -231,7 +240,7 @@ class AgentRunner:
         return trajectory
 
     def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
-        token_ids, images = self._encoder.encode_with_images(prompt, tools=tools)
+        token_ids, images = self._encode(prompt, tools)
         return Episode(
             prompt=prompt,
             prompt_token_ids=token_ids,
@@ -243,6 +252,16 @@ class AgentRunner:
             request_id=make_trajectory_id(prompt.lease.id, index),
             seed_of=partial(self._seed, prompt.lease, index),
         )
+
+    def _encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> tuple[list[int], list[PromptImage]]:
+        # Once for all members of a lease, which share one object and ask one after the other.
+        known, encoded = self._encoded.get(prompt.lease.id, (None, None))
+        if known is not prompt or encoded is None:
+            encoded = self._encoder.encode_with_images(prompt, tools=tools)
+            self._encoded[prompt.lease.id] = prompt, encoded
+            if len(self._encoded) > _CACHED:
+                del self._encoded[next(iter(self._encoded))]
+        return encoded
 
     def _trajectory(
         self, episode: Episode, index: int, *, own: Transcript, reward: Reward, started_at: float
@@ -285,7 +304,7 @@ class AgentRunner:
     def _sampling(self, lease: Lease, index: int) -> Sampling:
         training = self._run.generators.sampling
         # An evaluation has a temperature of its own, so that accuracies are comparable between runs.
-        config = self._run.data.heldout_set(lease.purpose) or training
+        config = training if lease.purpose == "train" else self._run.data.heldout_set(lease.purpose) or training
         # ReMax: the last member of a training group is its greedy baseline, decoded without any filter.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
         return Sampling(

@@ -1,7 +1,8 @@
 """Engine: the protocol of vLLM, transformers and scripted engines."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -62,6 +63,11 @@ class Engine(Protocol):
         """Policy version that tokens are sampled from; -1 before the first update."""
         ...
 
+    @property
+    def device(self) -> str:
+        """Device that receives broadcasts, as `device_name` names it; known once started."""
+        ...
+
     async def start(self) -> None:
         """Load the model. Raises EngineError."""
         ...
@@ -109,6 +115,15 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """End everything this engine started, within bounded time."""
+        ...
+
+
+@runtime_checkable
+class ProfiledEngine(Protocol):
+    """An engine with a profiler of its own."""
+
+    async def profile(self, *, is_on: bool) -> list[Path]:
+        """Begin to record steps, or end it; returns the files that were written. Raises EngineError."""
         ...
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, DynamicCache
 
 from slipstream.broker.messages import OpenEpoch, Update
@@ -43,11 +44,11 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Tensor) -> t
     Temperature 0 takes the likeliest token and reports its log-probability at temperature 1, unfiltered. Takes logits
     float[B, V] and one uniform number in [0, 1) per row; returns tokens int64[B] and log-probabilities float32[B].
     """
-    is_greedy = torch.tensor([s.temperature == 0 for s in samplings])
-    temperatures = torch.tensor([s.temperature or 1.0 for s in samplings])
-    logits = logits.float() / temperatures[:, None]
+    temperatures = torch.tensor([s.temperature for s in samplings])
+    is_greedy = temperatures == 0
+    logits = logits.float() / temperatures.masked_fill(is_greedy, 1.0)[:, None]
     for row, sampling in enumerate(samplings):
-        if not is_greedy[row] and (sampling.top_k > 0 or sampling.top_p < 1):
+        if (sampling.top_k > 0 or sampling.top_p < 1) and sampling.temperature != 0:
             logits[row] = _filtered(logits[row], sampling)
     logprobs = logits.log_softmax(-1)
     tokens = torch.where(is_greedy, logprobs.argmax(-1), _invert_cdf(logprobs, uniforms))
@@ -145,6 +146,9 @@ class HfBatch:
     ) -> None:
         """`vision`: of a model that is given images. `routers`: those of the model, if their choice is recorded."""
         self._requests = requests
+        # Rows may be shorter than the longest: an answer ends before its own numbers do.
+        self._uniforms = pad_sequence([request.uniforms for request in requests], batch_first=True)
+        self._num_sampled = 0
         self._vision = vision
         self._routers = routers
         self._cache = DynamicCache()
@@ -168,8 +172,9 @@ class HfBatch:
         if self.is_done:
             return
         samplings = [request.sampling for request in self._requests]
-        uniforms = torch.stack([request.uniforms[len(request.token_ids)] for request in self._requests])
+        uniforms = self._uniforms[:, self._num_sampled]
         tokens, logprobs = sample(self._next_logits(model), samplings, uniforms)
+        self._num_sampled += 1
         for request, token, logprob in zip(self._requests, tokens.tolist(), logprobs.tolist(), strict=True):
             request.append(token, logprob, version=version, end_token_ids=end_token_ids)
         self._input_ids = tokens[:, None].to(self._mask.device)
@@ -221,6 +226,7 @@ class HfBatch:
             return
         # Finished rows leave the cache as well, so that the batch gets cheaper as it empties.
         self._requests = [self._requests[row] for row in open_rows]
+        self._uniforms = self._uniforms[open_rows]
         index = torch.tensor(open_rows, dtype=torch.long, device=self._mask.device)
         self._input_ids, self._mask, self._shift = self._input_ids[index], self._mask[index], self._shift[index]
         if self._requests and self._cache.get_seq_length():
@@ -252,6 +258,10 @@ class HfEngine:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def device(self) -> str:
+        return "cpu"
 
     async def start(self) -> None:
         path, trust = self._config.path, self._config.trust_remote_code

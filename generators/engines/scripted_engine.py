@@ -38,6 +38,10 @@ class ScriptedEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def device(self) -> str:
+        return "cpu"
+
     async def start(self) -> None:
         """There is no model to load."""
 

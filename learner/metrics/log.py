@@ -3,9 +3,11 @@
 import time
 from typing import Any
 
+import msgspec
 import structlog
 
 from slipstream.broker.status.role_status import Roles, role_statuses
+from slipstream.broker.status.step_times import Counter, make_step_times, time_counters
 from slipstream.buffer.records import Claim, EvaluationResult
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
@@ -16,6 +18,7 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.rates import Growth, Rate
 from slipstream.runtime.run_folder import RunFolder
+from slipstream.runtime.time_account import ProcessorTime, TimeAccount
 
 Row = dict[str, Any]
 """Metrics of one step: flat, keys `role/thing/stat`."""
@@ -30,13 +33,14 @@ ROW_KEYS = (
     "learner/tokens_per_s", "generators/tokens_per_s",
     "weights/sync_s", "weights/members", "weights/pause_s", "weights/probe_diff_mean", "weights/probe_diff_max",
     "eval/accuracy_sampled", "eval/accuracy_greedy", "eval/reward_sampled", "eval/reward_greedy", "eval/version",
+    "times",
 )  # fmt: skip
 """Keys of a row beside those of the trainer; documented in docs/metrics.md."""
 
 SUMMARY_KEYS = (
     "accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", "evaluation", "best",
     "seconds_to_goal", "train_seconds", "steps", "generated_tokens_per_s", "learner_tokens_per_s", "lag_mean",
-    "lag_max", "logprob_diff_max", "seed", "mode",
+    "lag_max", "logprob_diff_max", "seed", "mode", "times",
 )  # fmt: skip
 """Keys of `summary.json`; documented in docs/metrics.md."""
 
@@ -56,9 +60,10 @@ class MetricsLog:
         folder: RunFolder,
         store: Store,
         disk: DiskWait | None = None,
+        account: TimeAccount | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`disk` waits while there is no room for a file."""
+        """`disk` waits while there is no room for a file. `account`: of the learner's time."""
         self.folder = folder
         self._disk = disk or DiskWait()
         self._run = run
@@ -67,6 +72,10 @@ class MetricsLog:
         self._alerts = MetricAlerts(on_alert=lambda text: store.record_event("learner", text))
         self._tokens = Rate(window_s=10.0, clock=clock)
         self._generated = Growth({})
+        self.account = account or TimeAccount("rest")
+        self._processor = ProcessorTime()
+        self._times = Growth({})
+        self._own_rows = 0
         self._started_at = clock()
         self._ended_at = clock()
         self._resumed_at_s = 0.0
@@ -79,7 +88,8 @@ class MetricsLog:
 
     def gauges(self) -> Row:
         """Gauges of the learner's Pong."""
-        return {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
+        rates = {"tokens_per_s": round(self._tokens.per_s, 1), "tokens": self._tokens.total}
+        return rates | self.account.gauges() | {"cpu_s": round(self._processor.seconds, 3)}
 
     def record_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
         """Keep the evaluation before training for the summary."""
@@ -96,13 +106,18 @@ class MetricsLog:
         self._started_at = self._clock() - self._resumed_at_s
         for row in kept:
             self._accumulate(row)
-        self._generated = Growth(_generated_tokens(self._store.roles()))
+        roles = self._store.roles()
+        self._generated = Growth(_generated_tokens(roles))
+        self.account.restart()
+        self._times = Growth(self._time_counters(roles))
         return kept
 
     def end_training(self) -> None:
         """Stop the clock of the run."""
         self._ended_at = self._clock()
-        self._generated.update(_generated_tokens(self._store.roles()))
+        roles = self._store.roles()
+        self._generated.update(_generated_tokens(roles))
+        self._times.update(self._time_counters(roles))
 
     def add_step(
         self,
@@ -116,7 +131,7 @@ class MetricsLog:
     ) -> Row:
         """Write a row to the file and to the store; returns it. `evaluated`: metrics of an evaluation."""
         self._tokens.add(metrics["learner/tokens"])
-        row = {
+        row: Row = {
             "step": step,
             "version": version,
             "time_s": round(self._clock() - self._started_at, 3),
@@ -126,6 +141,8 @@ class MetricsLog:
         row["learner/tokens_per_s"] = self._tokens.per_s
         row["generators/tokens_per_s"] = self._generated_per_s(version)
         row |= _publish_row(published) | (evaluated or {})
+        self._own_rows += 1
+        row |= {"times": self._step_times()}
         self._accumulate(row)
         self._disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
         self._store.append_metrics(row)
@@ -171,6 +188,7 @@ class MetricsLog:
             "logprob_diff_max": self._probe_diff_max,
             "seed": self._run.seed,
             "mode": self._run.mode,
+            "times": self._step_times(),
         }
         self._disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
@@ -188,8 +206,19 @@ class MetricsLog:
         """Tokens per second of the living generators; also updates the total of all."""
         gauges = self._store.roles()
         self._generated.update(_generated_tokens(gauges))
+        self._times.update(self._time_counters(gauges))
         roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
         return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
+
+    def _time_counters(self, roles: Roles) -> dict[Counter, float]:
+        """The learner's own, as they are now, and the others' as last reported."""
+        own = {"learner": self.gauges() | {"role": "learner"}}
+        return time_counters(roles | own)
+
+    def _step_times(self) -> Row:
+        """StepTimes since the start of this process's training."""
+        times: Row = msgspec.to_builtins(make_step_times(self._times.each, steps=self._own_rows))
+        return times
 
 
 def _generated_tokens(roles: Roles) -> dict[str, float]:

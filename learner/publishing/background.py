@@ -17,6 +17,7 @@ from slipstream.buffer.records import VersionEntry
 from slipstream.buffer.store import Store
 from slipstream.learner.publishing.publisher import Published, Publisher
 from slipstream.learner.publishing.staging import Canary, Staged, Stager
+from slipstream.runtime.trace import PUBLISH, Trace
 
 
 class BackgroundPublisher:
@@ -25,13 +26,17 @@ class BackgroundPublisher:
     Every method raises what the thread in the background raised.
     """
 
-    def __init__(self, publisher: Publisher, stager: Stager, store: Store, *, in_background: bool) -> None:
+    def __init__(
+        self, publisher: Publisher, stager: Stager, store: Store, *, in_background: bool, trace: Trace | None = None
+    ) -> None:
+        self._trace = trace or Trace("learner")
         self._publisher = publisher
         self._stager = stager
         self._store = store
         self._in_background = in_background
         self._lock = Lock()
         self._waiting: Staged | None = None
+        self._step = 0
         self._spare: Staged | None = None
         self._in_flight: Future[None] | None = None
         self._published: Published | None = None
@@ -43,11 +48,10 @@ class BackgroundPublisher:
             replaced, self._waiting = self._waiting, None
             reuse, self._spare = replaced or self._spare, None
         staged = self._stager.stage(version=version, weights=weights, canary=canary, reuse=reuse)
-        self._store.record_version(VersionEntry(version, step, staged.checksum))
         # Before it is sent: the broker refuses trajectories of a version that was not announced.
         self._store.announce_version(version)
         with self._lock:
-            self._waiting = staged
+            self._waiting, self._step = staged, step
         self._start()
 
     def flush(self) -> None:
@@ -122,11 +126,17 @@ class BackgroundPublisher:
     def _synchronize(self) -> None:
         """Bring the waiting version, or the current one again, into every living generator."""
         with self._lock:
-            newest, self._waiting = self._waiting, None
-            if newest:
+            newest, self._waiting, step = self._waiting, None, self._step
+        if newest:
+            # Here, where the learner does not wait for the copy to the host and the checksums.
+            self._store.record_version(VersionEntry(newest.version, step, newest.checksum))
+            with self._lock:
                 self._spare = self._publisher.set_version(newest)
-        published = self._publisher.synchronize()
-        self._store.commit_version(published.version)
+        with self._trace.timed(PUBLISH, version=self._publisher.version):
+            published = self._publisher.synchronize()
+            if published.probe_diff_max:
+                self._stager.probe_limit.calibrate(published.probe_diff_mean)
+            self._store.commit_version(published.version)
         with self._lock:
             self._published = published
 

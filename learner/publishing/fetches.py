@@ -139,7 +139,7 @@ class FetchTracker:
         if answer.error:
             self._members.evict([answer.member], f"version {answer.version} was not applied: {answer.error}")
             return False
-        self._members.record_applied(answer.member, answer.version)
+        self._members.record_applied(answer.member, answer.version, device=answer.device)
         self._fetched_at[answer.member] = self._clock()
         log.info("version_fetched", version=answer.version, member=answer.member.peer_id)
         return True

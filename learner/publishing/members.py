@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from slipstream.broker.messages import Member, Members, WeightTransport
+from slipstream.broker.messages import DeviceName, Member, Members, WeightTransport
 from slipstream.runtime.clock import Clock
 
 _FIRST_BACKOFF_S = 2.0
@@ -24,6 +24,7 @@ class MemberTable:
         self._clock = clock
         self._transports: dict[Member, WeightTransport] = {}
         self._held: dict[Member, int] = {}
+        self._devices: dict[Member, DeviceName] = {}
         self._retry_at: dict[Member, float] = {}
         self._num_evictions: dict[Member, int] = {}
 
@@ -59,9 +60,14 @@ class MemberTable:
         """Living members that hold the version."""
         return sum(self.holds(member, version) for member in self._transports)
 
-    def record_applied(self, member: Member, version: int) -> None:
-        """The member holds this version; earlier evictions no longer lengthen its backoff."""
+    def device(self, member: Member) -> DeviceName:
+        """Device on which a member receives broadcasts, as it last told; `cpu` before."""
+        return self._devices.get(member, "cpu")
+
+    def record_applied(self, member: Member, version: int, *, device: DeviceName) -> None:
+        """The member holds this version on its device; earlier evictions no longer lengthen its backoff."""
         self._held[member] = version
+        self._devices[member] = device
         self._num_evictions.pop(member, None)
         self._retry_at.pop(member, None)
 

@@ -22,6 +22,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, Members, Message, OpenEpoch, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.inbox import Inbox
+from slipstream.broker.weights.process_group import choose_backend
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.broker import WeightsConfig
@@ -187,11 +188,22 @@ class Publisher:
         self._opened = {}
         timeout_s = min(_JOIN_TIMEOUT_S, self._config.transfer_timeout_s)
         host, port = self._sender.address
-        self._client.send(OpenEpoch(self._epoch, members, host, port, timeout_s, self._config.backend))
+        try:
+            # Each epoch by the devices of its members: a joined CPU, or a GPU that is shared, leaves only host memory.
+            backend = choose_backend(
+                self._config.backend, self._sender.device, [self._members.device(member) for member in members]
+            )
+        except WeightTransferError as unfit:
+            self._members.evict(members, str(unfit))
+            return False
+        self._client.send(OpenEpoch(self._epoch, members, host, port, timeout_s, backend))
         error = ""
         try:
-            open_epoch = partial(self._sender.open_epoch, self._epoch, num_members=len(members), timeout_s=timeout_s)
-            self._run_watched(open_epoch, members)
+            num_members, epoch = len(members), self._epoch
+            self._run_watched(
+                partial(self._sender.open_epoch, epoch, num_members=num_members, timeout_s=timeout_s, backend=backend),
+                members,
+            )
         except WeightTransferError as raised:
             error = str(raised)
         missing = self._collect(self._opened, members, timeout_s=_AFTER_ERROR_S if error else timeout_s)
@@ -200,7 +212,7 @@ class Publisher:
             self._members.evict(missing or list(failed), f"epoch {self._epoch} could not be built: {error or failed}")
             return False
         self._epoch_members = members
-        log.info("epoch_opened", epoch=self._epoch, members=[m.peer_id for m in members])
+        log.info("epoch_opened", epoch=self._epoch, members=[m.peer_id for m in members], backend=backend)
         return True
 
     def _broadcast(self, members: list[Member]) -> bool:
@@ -283,7 +295,7 @@ class Publisher:
                     self._applied[member] = message
                     if not message.error:
                         # Valid even after an eviction: a restarted broker does not know its members for a moment.
-                        self._members.record_applied(member, version)
+                        self._members.record_applied(member, version, device=message.device)
 
 
 def _settle(in_flight: "Future[None]", action: Callable[[], None]) -> None:

@@ -1,18 +1,28 @@
 """Staging: copies a version's weights into flat buckets, so that the learner trains on while they are sent."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any
 
+import msgspec
 import numpy as np
+import structlog
 import torch
+from transformers import AutoTokenizer
 
 from slipstream.broker.messages import Update
+from slipstream.broker.prompts.dataset import read_train
 from slipstream.broker.weights import buckets
+from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import WeightsConfig
+from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.engines.engine import TrainEngine
 
+_UNCALIBRATED_NATS = 0.3
+_CALIBRATION_FACTOR = 3.0
 SEQUENCE_TOKENS = 16
 """Length of a canary sequence, tokens."""
 
@@ -22,14 +32,64 @@ Canary = tuple[list[list[int]], list[list[float]]]
 An engine whose log-probabilities differ does not hold the learner's weights.
 """
 
+log = structlog.get_logger(__name__)
+
 
 # --- the canary ------------------------------------------------------------------------------------------------------
 
 
-def canary_token_ids(*, seed: int, vocab_size: int, num_sequences: int, max_length: int) -> np.ndarray:
-    """Random sequences, int64[num_sequences, min(16, max_length)], the same for the whole run."""
+def canary_token_ids(
+    *, seed: int, vocab_size: int, num_sequences: int, max_length: int, text: Sequence[int] = ()
+) -> np.ndarray:
+    """Sequences of `text`, or random ones if it is too short: int64[num_sequences, min(16, max_length)], the same for
+    the whole run."""
+    length = min(SEQUENCE_TOKENS, max_length)
+    if len(text) >= num_sequences * length:
+        return np.array(text[: num_sequences * length], dtype=np.int64).reshape(num_sequences, length)
     generator = np.random.default_rng([seed, vocab_size])
-    return generator.integers(0, vocab_size, size=(num_sequences, min(SEQUENCE_TOKENS, max_length)))
+    return generator.integers(0, vocab_size, size=(num_sequences, length))
+
+
+def prompt_tokens(run: RunConfig, *, num_tokens: int) -> list[int]:
+    """Tokens of the prompts that the run trains on, one after the other; none where this machine has no such file.
+
+    On text the two sides of a model in bfloat16 differ less than on random tokens, which are no language.
+    """
+    tokens: list[int] = []
+    try:
+        rows = read_train(run)
+        tokenizer = AutoTokenizer.from_pretrained(run.model.path, trust_remote_code=run.model.trust_remote_code)
+        for index in range(min(len(rows), num_tokens)):
+            prompt = rows.row(index).prompt
+            texts = [prompt] if isinstance(prompt, str) else [str(message["content"]) for message in prompt]
+            for text in texts:
+                tokens += tokenizer.encode(text, add_special_tokens=False)
+            if len(tokens) >= num_tokens:
+                break
+    except (ConfigError, OSError, ValueError, KeyError) as error:
+        log.info("probe_of_random_tokens", reason=str(error))
+        return []
+    return tokens[:num_tokens]
+
+
+class ProbeLimit:
+    """Largest mean difference that a probe may show, nats: `max_probe_diff`, or three times that of the first version.
+
+    Calibrated only for engines that compute in less than float32, whose kernels round differently from the learner's.
+    Until then their limit is one that no tensor in a wrong place keeps.
+    """
+
+    def __init__(self, max_probe_diff: float, *, is_calibrated: bool) -> None:
+        """`is_calibrated`: for float32, where the setting alone counts."""
+        self._is_calibrated = is_calibrated
+        self._floor = max_probe_diff
+        self.nats = max_probe_diff if is_calibrated else max(max_probe_diff, _UNCALIBRATED_NATS)
+
+    def calibrate(self, diff: float) -> None:
+        """Take the difference of the first version that an engine held; later calls change nothing."""
+        if not self._is_calibrated:
+            self._is_calibrated, self.nats = True, max(self._floor, _CALIBRATION_FACTOR * diff)
+            log.info("probe_calibrated", diff=diff, limit=self.nats)
 
 
 @torch.no_grad()
@@ -49,18 +109,47 @@ def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layou
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
 class Staged:
-    """A version that is ready to be sent."""
+    """A version that was copied and will be sent.
 
-    update: Update
-    """Announcement to the members; epoch and members are filled in when it is sent."""
-    buckets: list[torch.Tensor]
-    """uint8, one tensor per message of a broadcast."""
+    Life: stage -> finish, in the thread that sends it: until then its bytes may be on the learner's GPU alone, and have
+    no checksums. `update`, `buckets` and `checksum` finish it.
+    """
+
+    def __init__(self, update: Update, buckets: list[torch.Tensor], *, pull: Callable[[], None] | None = None) -> None:
+        """`pull` fills the buckets, which are in host memory."""
+        self.version = update.version
+        self._update = update
+        self._buckets = buckets
+        self._pull = pull
+        # Two, because the next version needs the bytes of this one moved, but not its checksums.
+        self._pulling, self._summing = Lock(), Lock()
+
+    def pull(self) -> None:
+        """Block until the bytes are in host memory. Idempotent; any thread."""
+        with self._pulling:
+            if self._pull:
+                self._pull()
+                self._pull = None
+
+    def finish(self) -> "Staged":
+        """Block until the version has its bytes in host memory, and checksums. Idempotent; any thread."""
+        self.pull()
+        with self._summing:
+            if not self._update.checksums:
+                checksums = buckets.checksums(self._buckets)
+                self._update = msgspec.structs.replace(self._update, checksums=checksums)
+        return self
 
     @property
-    def version(self) -> int:
-        return self.update.version
+    def update(self) -> Update:
+        """Announcement to the members; epoch and members are filled in when it is sent."""
+        return self.finish()._update
+
+    @property
+    def buckets(self) -> list[torch.Tensor]:
+        """uint8, one tensor per message of a broadcast."""
+        return self.finish()._buckets
 
     @property
     def checksum(self) -> str:
@@ -69,12 +158,33 @@ class Staged:
 
 
 class Stager:
-    """Copies weights into buckets that are not being sent. Belongs to the learner's main thread."""
+    """Copies weights into buckets that are not being sent. Belongs to the learner's main thread.
 
-    def __init__(self, config: WeightsConfig, *, metadata: Iterable[buckets.TensorMeta]) -> None:
-        """`metadata`: of all tensors of a version, in the order in which they are laid out."""
+    On a GPU with room for them, into buckets there: the learner waits for a copy within its memory, and the copy to the
+    host runs beside training, on a stream of its own. One such set serves all versions.
+    """
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        *,
+        metadata: Iterable[buckets.TensorMeta],
+        device: torch.device | None = None,
+        cuda: Any = torch.cuda,
+    ) -> None:
+        """`metadata`: of all tensors of a version, in the order in which they are laid out. `device`: the learner's.
+
+        `cuda`: torch.cuda, or what has its streams.
+        """
         self._config = config
-        self._slots, self._sizes = buckets.plan(metadata, bucket_bytes=config.bucket_bytes)
+        tensors = list(metadata)
+        self._slots, self._sizes = buckets.plan(tensors, bucket_bytes=config.bucket_bytes)
+        is_exact = all(dtype.itemsize >= torch.float32.itemsize for _, _, dtype in tensors)
+        self.probe_limit = ProbeLimit(config.max_probe_diff, is_calibrated=is_exact)
+        self._device = device
+        self._cuda = cuda
+        self._device_buckets: list[torch.Tensor] | None = None
+        self._newest: Staged | None = None
 
     def stage(
         self,
@@ -85,18 +195,47 @@ class Stager:
         reuse: Staged | None = None,
     ) -> Staged:
         """Copy all weights as `version`; overwrites the buckets of `reuse`, a version that nobody needs any more."""
-        # One tensor at a time: gathered from shards, all of them together may not fit on this rank.
-        packed = buckets.pack(weights, self._slots, sizes=self._sizes, reuse=reuse.buckets if reuse else [])
         update = Update(
             epoch=0,
             members=[],
             version=version,
             slots=self._slots,
             bucket_bytes=self._sizes,
-            checksums=buckets.checksums(packed),
+            checksums=[],
             canary_token_ids=canary[0],
             canary_logprobs=canary[1],
-            max_probe_diff=self._config.max_probe_diff,
+            max_probe_diff=self.probe_limit.nats,
             timeout_s=self._config.transfer_timeout_s,
         )
-        return Staged(update, packed)
+        free = reuse._buckets if reuse else []
+        if self._device_buckets is None:
+            self._device_buckets = self._allocate_on_device()
+        # One tensor at a time: gathered from shards, all of them together may not fit on this rank.
+        if not self._device_buckets:
+            return Staged(update, buckets.pack(weights, self._slots, sizes=self._sizes, reuse=free))
+        if self._newest and self._newest is not reuse:
+            # Its bytes may still be in the device's buckets alone.
+            self._newest.pull()
+        packed = buckets.pack(weights, self._slots, sizes=self._sizes, reuse=self._device_buckets)
+        host = buckets.allocate(self._sizes, reuse=free, is_pinned=self._cuda is torch.cuda)
+        is_packed = self._cuda.current_stream(self._device).record_event()
+        self._newest = Staged(update, host, pull=partial(self._copy_to_host, packed, host, is_packed))
+        return self._newest
+
+    def _allocate_on_device(self) -> list[torch.Tensor]:
+        """Buckets of a whole version on the GPU; empty where they are not wanted or have no room."""
+        staging, is_cpu = self._config.staging, self._device is None or self._device.type == "cpu"
+        if staging == "host" or (is_cpu and self._cuda is torch.cuda):
+            return []
+        # Half, because the first step has yet to take its memory.
+        if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
+            return []
+        return buckets.allocate(self._sizes, device=self._device)
+
+    def _copy_to_host(self, packed: list[torch.Tensor], host: list[torch.Tensor], is_packed: Any) -> None:
+        stream = self._cuda.Stream(self._device)
+        stream.wait_event(is_packed)
+        with self._cuda.stream(stream):
+            for into, bucket in zip(host, packed, strict=True):
+                into.copy_(bucket, non_blocking=True)
+        stream.synchronize()

@@ -1,7 +1,7 @@
 """SftRun: supervised fine-tuning from the first step to the final model.
 
 Consumes: demonstrations, which every rank reads by itself.
-Produces: checkpoints, metrics, the final model.
+Produces: checkpoints, metrics, the final model, the best one.
 Waits for: the other ranks, in collective operations.
 Invariant: the demonstrations of a step are a function of the seed and its number, so a resumed run continues bit for
 bit, and all ranks agree without communication.
@@ -10,19 +10,20 @@ bit, and all ranks agree without communication.
 import time
 from collections.abc import Sequence
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 import torch
 
+from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.sampling import row_of
 from slipstream.buffer.transitions import check_same_run
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
+from slipstream.learner.best_checkpoint import BestCheckpoint
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, gather_to_first
 from slipstream.learner.errors import DivergenceError
@@ -51,7 +52,7 @@ class SftRun:
         trainer: Trainer,
         checkpoints: Checkpoints,
         ranks: Ranks,
-        final_model: Path,
+        folder: RunFolder,
         sft_log: SftLog | None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -62,7 +63,7 @@ class SftRun:
         self._trainer = trainer
         self._checkpoints = checkpoints
         self._ranks = ranks
-        self._final_model = final_model
+        self._folder = folder
         self._log = sft_log
         self._clock = clock
         self._num_steps = count_steps(run, num_rows=len(train))
@@ -70,6 +71,10 @@ class SftRun:
         self._sft = kind(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
         self._saved_step = 0
+        self._newest: CheckpointPointer | None = None
+        best = run.learner.checkpoint.best
+        # Every rank flushes before the first one judges.
+        self._best = BestCheckpoint(best, folder, flush=lambda: None) if ranks.is_first else None
         self._disk = DiskWait()
 
     def run(self) -> None:
@@ -102,9 +107,13 @@ class SftRun:
         self._step = step
         seconds = self._clock() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
-        self._add_row(metrics | times | (self._sft.measure(self._heldout) if self._is_heldout_due else {}))
+        measured = self._sft.measure(self._heldout) if self._is_heldout_due else {}
+        self._add_row(metrics | times | measured)
+        if measured and self._run.learner.checkpoint.best:
+            self._checkpoint()
+            self._judge(measured)
         # The last step's checkpoint is written by `_finish`.
-        if step % self._run.learner.checkpoint.every_steps == 0 and step < self._num_steps:
+        elif step % self._run.learner.checkpoint.every_steps == 0 and step < self._num_steps:
             self._checkpoint()
 
     @property
@@ -122,12 +131,20 @@ class SftRun:
         return count_seen(self._run, num_rows=len(self._train), step=self._step) / len(self._train)
 
     def _checkpoint(self) -> None:
-        self._checkpoints.save(
+        pinned = self._best.pinned if self._best else set()
+        self._newest = self._checkpoints.save(
             step=self._step,
             version=self._step,
-            finish=lambda pointer: self._checkpoints.prune(pinned={pointer.name}),
+            finish=lambda pointer: self._checkpoints.prune(pinned={pointer.name, *pinned}),
         )
         self._saved_step = self._step
+
+    def _judge(self, measured: dict[str, float]) -> None:
+        """Compare the newest checkpoint with the best one so far. Collective."""
+        self._checkpoints.saver.flush()
+        if self._best and self._newest:
+            self._best.add(self._newest)
+            self._best.judge({**measured, "eval/version": self._newest.version})
 
     def _finish(self) -> None:
         if self._saved_step < self._step:
@@ -138,14 +155,16 @@ class SftRun:
             self._disk.retry(
                 lambda: save_pretrained(
                     self._trainer.engine.model,
-                    self._final_model,
+                    self._folder.final_model,
                     weights=weights,
                     config=self._run.model,
                     max_shard_size=self._run.learner.checkpoint.max_shard_size,
                 ),
                 what="the final model",
-                path=self._final_model,
+                path=self._folder.final_model,
             )
+        if self._best:
+            self._disk.retry(self._best.export, what="the best model", path=self._folder.best_model)
         if self._log:
             self._log.finish(step=self._step, epoch=self._epoch)
         self._ranks.barrier()
@@ -201,7 +220,7 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0, rendezvous
         trainer=trainer,
         checkpoints=Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks),
         ranks=ranks,
-        final_model=folder.final_model,
+        folder=folder,
         sft_log=SftLog(run, folder=folder, train=train, heldout=heldout) if ranks.is_first else None,
     )
 

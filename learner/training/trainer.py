@@ -10,6 +10,7 @@ changes no gradient.
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,13 +29,14 @@ from slipstream.learner.metrics.gradient_similarity import GradientSimilarity
 from slipstream.learner.metrics.step_metrics import StepMetrics
 from slipstream.learner.objective.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.objective.objective import Objective
-from slipstream.learner.publishing.staging import canary_logprobs, canary_token_ids
+from slipstream.learner.publishing.staging import SEQUENCE_TOKENS, canary_logprobs, canary_token_ids, prompt_tokens
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import Policy
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.routers import aux_loss_coefficient
+from slipstream.runtime.time_account import TimeAccount
 
 
 class Trainer:
@@ -60,6 +62,7 @@ class Trainer:
         self._ranks = ranks
         self._frozen_models = frozen_models
         self._layout = layout
+        self._canary_ids: np.ndarray | None = None
         self.engine = engine
         """Holds the policy's parameters and optimizer."""
         self.objective = objective
@@ -72,6 +75,8 @@ class Trainer:
         self._aux_loss_coefficient = aux_loss_coefficient(run.model, engine.model.causal_lm)
         self.num_updates = 0
         """Optimizer updates made so far; restored from a checkpoint."""
+        self.account = TimeAccount("rest")
+        """Time of the learner by phase, on rank 0."""
 
     def step(
         self,
@@ -92,8 +97,9 @@ class Trainer:
         trainer is of no further use.
         """
         # All that needs no gradient, once and on the whole batch.
-        built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
-        updates = [self.collate(samples) for samples in built.updates]
+        with self.account.phase("batch"):
+            built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
+            updates = [self.collate(samples) for samples in built.updates]
         batch = self._recompute(built.batch.to(self.engine.device), [m for update in updates for m in update])
         batch = self.objective.prepare(batch)
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
@@ -230,8 +236,10 @@ class Trainer:
         """
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
-        norm = self.engine.step(learning_rate=learning_rate)
-        self.gradients.end_update()
+        # Only now: the check has waited for the backward passes of a device.
+        with self.account.phase("optimizer"):
+            norm = self.engine.step(learning_rate=learning_rate)
+            self.gradients.end_update()
         self.num_updates += 1
         return norm
 
@@ -269,10 +277,17 @@ class Trainer:
 
     def canary(self) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids of the probe sequences, and the learner's log-probabilities of all but the first of each."""
-        token_ids = canary_token_ids(
+        if self._canary_ids is None:
+            # Of rank 0, as others may be on machines without the file.
+            own = self._choose_canary().flatten().tolist() if self._ranks.is_first else None
+            self._canary_ids = np.array(self._ranks.broadcast_ints(own)).reshape(PROBE_SEQUENCES, -1)
+        return self._canary_ids.tolist(), canary_logprobs(self.engine, self._canary_ids, layout=self._layout)
+
+    def _choose_canary(self) -> np.ndarray:
+        return canary_token_ids(
             seed=self._run.seed,
             vocab_size=self.engine.model.vocab_size,
             num_sequences=PROBE_SEQUENCES,
             max_length=self._run.model.max_length,
+            text=prompt_tokens(self._run, num_tokens=PROBE_SEQUENCES * SEQUENCE_TOKENS),
         )
-        return token_ids.tolist(), canary_logprobs(self.engine, token_ids, layout=self._layout)

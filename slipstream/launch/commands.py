@@ -1,4 +1,4 @@
-"""Commands on a run in progress: status, scale and drain, all of them through its store."""
+"""Commands on a run in progress: status, scale, drain and profile, all of them through its store."""
 
 import time
 import uuid
@@ -20,6 +20,7 @@ from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
+from slipstream.configs.learner import PROFILE_REQUEST
 from slipstream.configs.run import read_config
 from slipstream.launch.scaling import GENERATORS
 from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
@@ -57,9 +58,14 @@ def show_status(run: Sequence[str], *, is_json: bool, is_watching: bool) -> None
             else:
                 make_console().print(draw_status(status))
     except ReplayBufferError as error:
-        summary = folder / "summary.json"
-        ended = f"run {folder.name!r} has ended and its store does not answer: its results are in {summary}."
-        exit_with_error(ended if summary.is_file() else error, code=NO_ANSWER)
+        exit_with_error(_ended(folder) or error, code=NO_ANSWER)
+
+
+def _ended(folder: Path) -> str:
+    """Tell that a run has ended, in place of the error that its store does not answer; empty if it has not."""
+    summary = folder / "summary.json"
+    ended = f"run {folder.name!r} has ended and its store does not answer: its results are in {summary}."
+    return ended if summary.is_file() else ""
 
 
 def as_json(status: RunStatus) -> str:
@@ -180,3 +186,39 @@ def _wait_until_gone(store: Store, generator_id: str) -> None:
 
 def _is_connected(gauges: dict[str, Any]) -> bool:
     return gauges.get("state", "gone") != "gone"
+
+
+# --- profile ---------------------------------------------------------------------------------------------------------
+def profile(words: Sequence[str], *, num_steps: int) -> None:
+    """Ask the learner of a run to record its next steps; `words` as for `find_run`.
+
+    Raises ConfigError for a run that trains no such steps; exits with NO_ANSWER when no store answers.
+    """
+    folder = find_run(words, command="profile")
+    run = read_config(folder)
+    if run.mode != "async":
+        raise ConfigError(
+            f"profile needs a run in processes of its own, got mode={run.mode}: begin one with profile.steps=[1, 3]."
+        )
+    try:
+        with _open(folder) as store:
+            state, learner = store.run_state(), store.roles().get("learner", {})
+            if state.phase not in ("starting", "training"):
+                raise ConfigError(f"profile needs a run that trains, got run {folder.name!r}, which is {state.phase}.")
+            if store.now() - learner.get("reported_at", 0.0) > run.broker.peer_timeout_s:
+                exit_with_error(f"run {folder.name!r} must have a live learner, got none", code=NO_ANSWER)
+            if recorded := learner.get(PROFILE_REQUEST):
+                raise ConfigError(f"run {folder.name!r} must record no other steps, it does record {recorded}.")
+            # The step that is being made ends before the request is read.
+            first = state.step + 2 + run.profile_lead_steps
+            last, most = first + num_steps - 1, run.learner.max_steps
+            if last > most:
+                raise ConfigError(
+                    f"--steps must be <= {max(0, most - first + 1)}, got {num_steps}: recording can begin with step "
+                    f"{first}, whose trajectories are not leased yet, and the run ends with step {most}."
+                )
+            store.request("learner", PROFILE_REQUEST, f"{first} {last}")
+    except ReplayBufferError as error:
+        exit_with_error(_ended(folder) or error, code=NO_ANSWER)
+    trace = folder / "profile" / "trace.json.gz"
+    print(f"{folder.name}: steps {first} to {last} are recorded, then {trace} is written: open it at ui.perfetto.dev")

@@ -4,11 +4,12 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from itertools import takewhile
 from typing import NamedTuple
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.engines import ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.process import RoleDiedError, RoleProcess
 
@@ -20,40 +21,69 @@ _LEAVE_TIMEOUT_S = 30.0
 
 
 # --- placement -------------------------------------------------------------------------------------------------------
-def visible_gpus(variables: Mapping[str, str] = os.environ) -> list[str]:
+def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:
     """Return the GPUs that this process may use, by number or UUID, without loading torch.
 
-    Without CUDA_VISIBLE_DEVICES: all NVIDIA GPUs of this machine, none without a driver.
+    Without CUDA_VISIBLE_DEVICES: all NVIDIA GPUs of this machine, none without a driver. A CPU build of torch, the
+    installed one by default, uses none.
     """
+    if "cpu" in (metadata.version("torch") if torch_version is None else torch_version):
+        return []
     if DEVICES_VARIABLE not in variables:
-        return [str(number) for number in range(_count_gpus())]
+        return [str(number) for number in range(len(_ask_gpus("index")))]
     names = (name.strip() for name in variables[DEVICES_VARIABLE].split(","))
     # CUDA ignores everything after the first negative number.
     return list(takewhile(lambda name: name and not name.startswith("-"), names))
 
 
-def _count_gpus() -> int:
+def gpu_gib(name: str) -> float:
+    """Return the memory of a GPU, GiB, without loading torch. Raises ConfigError."""
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+        return min(float(size) for size in _ask_gpus("memory.total", "-i", name)) / 1024
+    except ValueError as error:
+        raise ConfigError(
+            f"nvidia-smi must tell the memory of GPU {name}, which all roles of the run share, and does not: set "
+            "generators.engine.kv_cache_gib."
+        ) from error
+
+
+def _ask_gpus(field: str, *options: str) -> list[str]:
+    """Return a field of each GPU from NVIDIA's driver; empty without one."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Assign GPUs to roles by name: first the learner's ranks, then each generator.
+    """Assign GPUs to roles by name: first the learner's ranks, then each generator; a role with none must see none.
 
-    A single GPU is shared by all roles; without GPUs the result is empty. Raises ConfigError when there are several
-    GPUs, but too few.
+    A single GPU is shared by all roles that use one; without GPUs the result is empty. With learner.device=cpu only
+    vLLM gets GPUs. Raises ConfigError where they are too few.
     """
-    if not gpus or run.learner.device == "cpu":
+    if not gpus:
         return {}
+    engine, on_cpu = run.generators.engine, run.learner.device == "cpu"
+    num_ranks = 0 if on_cpu else run.learner.num_ranks
+    if isinstance(engine, VllmEngineConfig):
+        per_engine = engine.num_workers
+    else:
+        per_engine = 0 if on_cpu or isinstance(engine, ScriptedEngineConfig) else 1
+    for setting, count in {
+        "learner.num_ranks": num_ranks,
+        "generators.engine.tensor_parallel_size x pipeline_parallel_size": per_engine,
+    }.items():
+        if count > len(gpus):
+            raise ConfigError(
+                f"{setting} must be <= the GPUs here ({len(gpus)}), got {count}: each of these processes needs a GPU "
+                "that none of the others uses."
+            )
     names = [f"generator-{number}" for number in range(run.generators.count)]
+    num_gpus = {"learner": num_ranks} | dict.fromkeys(names, per_engine)
     if len(gpus) == 1:
-        return {name: list(gpus) for name in ("learner", *names)}
-    engine = run.generators.engine
-    per_generator = engine.num_workers if isinstance(engine, VllmEngineConfig) else 1
-    num_gpus = {"learner": run.learner.num_ranks} | dict.fromkeys(names, per_generator)
+        return {name: list(gpus[:count]) for name, count in num_gpus.items()}
     if sum(num_gpus.values()) > len(gpus):
         raise ConfigError(
             f"learner.num_ranks + generators.count x workers of an engine must be <= the GPUs here ({len(gpus)}), got "
@@ -61,6 +91,22 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
         )
     free = iter(gpus)
     return {name: [next(free) for _ in range(count)] for name, count in num_gpus.items()}
+
+
+def check_placement(run: RunConfig) -> None:
+    """Check that this machine has the GPUs that the roles ask for. Raises ConfigError."""
+    gpus = visible_gpus()
+    if run.learner.device == "cuda" and not gpus:
+        raise ConfigError(
+            "learner.device=cuda needs an NVIDIA GPU that this process may use and a CUDA build of torch, got none: "
+            "use learner.device=auto, or look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`."
+        )
+    if run.weights.backend == "nccl" and len(gpus) < 2:
+        raise ConfigError(
+            f"weights.backend=nccl needs a GPU for the learner and others for the generators, got {len(gpus)} here: "
+            "use weights.backend=auto."
+        )
+    place(run, gpus=gpus)
 
 
 def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import floor
 
 import msgspec
 from rich.console import Console
@@ -19,13 +20,16 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.launch.generator_pool import (
     DEVICES_VARIABLE,
     Event,
     GeneratorPool,
     check_target,
+    gpu_gib,
     place,
     visible_gpus,
 )
@@ -57,12 +61,37 @@ class Launcher:
         # Read once: GPUs of generators that start later must come from the same list.
         self._visible_gpus = visible_gpus()
         self._gpus = place(run, gpus=self._visible_gpus)
-        self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="always")
-        # It resumes from its newest checkpoint. Its own verdicts (exit code 2) would repeat and end the run.
-        self._learner = self._role("learner", ["slipstream.learner", *overrides], restart_arguments=["resume=true"])
+        self._set_roles(overrides)
         self._step: int | None = None
         self._living_generators: set[str] = set()
         self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
+
+    def _set_roles(self, overrides: list[str]) -> None:
+        self._overrides = overrides
+        self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="always")
+        # It resumes from its newest checkpoint. Its own verdicts (exit code 2) would repeat and end the run.
+        self._learner = self._role("learner", ["slipstream.learner", *overrides], restart_arguments=["resume=true"])
+
+    @property
+    def _most_generators(self) -> int:
+        scale = self._run.generators.autoscale
+        return max(self._run.generators.count, scale.max if scale else 0)
+
+    def _share_gpu(self) -> None:
+        """Deal out a GPU that learner and engines share: vLLM, which starts beside the learner, cannot measure what is
+        left. Raises ConfigError if they have no room on it."""
+        engine, gpus = self._run.generators.engine, self._gpus.get("learner", [])
+        is_shared = len(self._visible_gpus) == 1 == len(gpus)
+        if not is_shared or not isinstance(engine, VllmEngineConfig) or engine.kv_cache_gib is not None:
+            return
+        # Imported here, because it imports torch, which the launcher otherwise does without.
+        from slipstream.launch.plan import shared_cache_gib
+
+        generators = msgspec.structs.replace(self._run.generators, count=self._most_generators)
+        cache = shared_cache_gib(
+            msgspec.structs.replace(self._run, generators=generators), gpu_gib=gpu_gib(self._visible_gpus[0])
+        )
+        self._set_roles([*self._overrides, f"generators.engine.kv_cache_gib={floor(100 * cache) / 100:g}"])
 
     def _generator(self, name: str) -> RoleProcess:
         # In the run folder it finds address, secret and code; the broker sends the other settings.
@@ -74,6 +103,11 @@ class Launcher:
     def _check_room(self, count: int) -> None:
         """Assign GPUs to `count` generators. Raises ConfigError when this machine has no room for them."""
         check_target(self._run, count, num_cores=os.cpu_count() or 1)
+        if len(self._visible_gpus) == 1 and count > self._most_generators:
+            raise ConfigError(
+                f"generators must be <= {self._most_generators} on the one GPU of this machine, got {count}: its "
+                "memory is dealt out at the start; begin the run with that generators.count."
+            )
         # Never fewer than at the start, so that generators that run keep their GPUs.
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
@@ -148,6 +182,8 @@ class Launcher:
             self._pool.set_target(self._run.generators.count)
             if prepare:
                 prepare()
+            # Needs the model, and the generators wait for the broker, which tells them.
+            self._share_gpu()
             self._broker.start()
             self._learner.start()
             yield

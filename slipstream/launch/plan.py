@@ -6,6 +6,7 @@ from the ZeRO stage. Estimates leave out fragmentation, and what the processes o
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import inf
 
 import msgspec
 import psutil
@@ -15,11 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from slipstream.configs.base import ConfigError
+from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig
-from slipstream.configs.load import config_hash, load
+from slipstream.configs.load import derived_sizes, load
 from slipstream.configs.run import RunConfig
 from slipstream.launch.generator_pool import place
 from slipstream.learner.engines.deepspeed_engine import BUCKET_ELEMENTS
@@ -41,6 +43,14 @@ _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.1
 """Resident memory of a process after its imports, on the host."""
 _CONTEXT_GIB = 0.8
 """CUDA's context with the libraries' kernels and NCCL's buffers, on a GPU."""
+_GRAPHS_GIB = 1.0
+"""CUDA graphs of an engine."""
+_BATCHED_TOKENS = 2048
+"""Tokens of a step of vLLM's, where the settings leave them to it."""
+_SHARED_FRACTION = 0.92
+"""Share of a GPU that its roles get to share: fragments of their allocators are not planned."""
+_SPARE_CACHE_GIB = 0.25
+"""KV cache beyond what all sequences fill, for blocks that are partly used."""
 _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _QUANTISED_BYTES = {"nvfp4_per_token": 0.5}
 """Bytes of a weight; 1 for every other kind of quantisation."""
@@ -57,7 +67,7 @@ _ADVICE = {
     "critic": "take an advantage without a critic, or shard it over more learner.num_ranks",
     "checkpoint": "train model.lora, whose checkpoints are small, or use a machine with more memory",
     "engine": "raise generators.engine.tensor_parallel_size, or lower generators.engine.gpu_memory_utilization",
-    "KV cache": "lower generators.engine.cpu_kv_cache_gib or generators.count",
+    "KV cache": "lower generators.engine.kv_cache_gib (on a CPU cpu_kv_cache_gib) or generators.count",
     "published": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
@@ -118,15 +128,19 @@ def make_plan(run: RunConfig, machine: Machine) -> Plan:
     needs = list(_learner_needs(run, policy, gpus=placed.get("learner", [])))
     problems = []
     if run.mode != "sft":
-        for index in range(run.generators.count):
-            name = f"generator-{index}"
-            engine, problem = _engine_needs(run, policy, machine, name, gpus=placed.get(name, []))
-            needs += engine
-            problems += [problem] if problem and problem not in problems else []
+        names = [f"generator-{index}" for index in range(run.generators.count)]
+        for name in names:
+            needs += _engine_needs(run, policy, name, gpus=placed.get(name, []))
+        if names and isinstance(run.generators.engine, VllmEngineConfig):
+            own = {name: _places(run.generators.engine, placed.get(name, [])) for name in names}
+            first = own[names[0]][0]
+            cache = _cache_gib(run, policy, machine, needs, where=first, num_engines=len(names))
+            problems += _cache_problems(run, policy, machine, needs, where=first, cache=cache)
+            needs += [Need(name, held, "KV cache", cache) for name in names for held in own[name]]
         needs.append(Need("broker", HOST, "libraries", _LIBRARIES_GIB["broker"]))
         if isinstance(run.buffer.store, EmbeddedRedisConfig):
             needs.append(Need("store", HOST, "store, full", run.buffer.store.max_memory_mib / 1024))
-    plan = Plan(machine, needs, [])
+    plan = Plan(machine, needs, problems)
     too_small: dict[tuple[str, float], list[str]] = {}
     for where in sorted({need.place for need in needs}):
         if plan.total(where) > machine.capacity(where):
@@ -190,34 +204,6 @@ def tables(plan: Plan) -> list[Table]:
     for where in sorted({need.place for need in plan.needs}):
         add_row(sums, where, f"{plan.total(where):,.1f}", f"{plan.machine.capacity(where):,.1f}")
     return [by_cause, sums]
-
-
-def derived_sizes(run: RunConfig) -> dict[str, str]:
-    """Numbers that follow from the settings: name -> value and its derivation."""
-    learner, generators = run.learner, run.generators
-    trajectories = learner.groups_per_step * generators.group_size
-    response = generators.sampling.max_tokens
-    longest = run.data.max_prompt_tokens + response
-    admitted = int(run.buffer.staleness.window * run.groups_per_version)
-    gpus = generators.engine.num_workers if isinstance(generators.engine, VllmEngineConfig) else 1
-    return {
-        "trajectories per step": f"{trajectories} = {learner.groups_per_step} groups x {generators.group_size}",
-        "trajectories per optimizer update": f"{trajectories // run.algorithm.updates_per_step}",
-        "trajectories per update and rank": f"{trajectories // run.algorithm.updates_per_step // learner.num_shares}",
-        "generated tokens per step": f"<= {trajectories * response:,} = {trajectories} x {response}",
-        "tokens per step": f"<= {trajectories * longest:,} = {trajectories} x {longest} (prompt and response)",
-        "microbatches per step": f"<= {-(-trajectories * longest // learner.tokens_per_microbatch)} over all ranks",
-        "groups per version": f"{run.groups_per_version}",
-        "groups running or waiting": f"< {admitted} = (paced lag {run.buffer.staleness.window - 1:g} + 1) x "
-        f"{run.groups_per_version}",
-        "trajectories in flight": f"<= {generators.count * generators.max_concurrency} = {generators.count} generators "
-        f"x {generators.max_concurrency}",
-        "prompts of the whole run": f"{learner.max_steps * learner.groups_per_step:,} = {learner.max_steps} steps x "
-        f"{learner.groups_per_step}",
-        "devices of all generators": f"{generators.count * gpus}",
-        "devices of the learner": f"{learner.num_ranks}",
-        "config hash": config_hash(run),
-    }
 
 
 # --- the learner -----------------------------------------------------------------------------------------------------
@@ -287,45 +273,94 @@ def _states(
 
 
 # --- generators ------------------------------------------------------------------------------------------------------
-def _engine_needs(
-    run: RunConfig, model: PreTrainedModel, machine: Machine, name: str, *, gpus: Sequence[str]
-) -> tuple[list[Need], str]:
-    """Memory of one generator, and why its engine cannot serve the run; empty if it can."""
-    engine = run.generators.engine
+def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Sequence[str]) -> list[Need]:
+    """Memory of one generator, without its engine's KV cache."""
+    engine, text = run.generators.engine, model.config.get_text_config()
     needs = [Need(name, HOST, "libraries", _LIBRARIES_GIB["generator"])]
     if isinstance(engine, ScriptedEngineConfig):
-        return needs, ""
+        return needs
     if run.weights.transport != "memory":
         needs.append(Need(name, HOST, "published version, received", _published_gib(run, model)))
     width = getattr(torch, run.model.dtype).itemsize
     if isinstance(engine, HfEngineConfig):
-        return [*needs, Need(name, HOST, "engine: weights", _num_elements(model) * width / GIB)], ""
+        weights = Need(name, f"gpu {gpus[0]}" if gpus else HOST, "engine: weights", _num_elements(model) * width / GIB)
+        return [*needs, weights]
     weight_bytes = _QUANTISED_BYTES.get(engine.quantization, 1) if engine.quantization else width
-    weights = _num_elements(model) * weight_bytes / engine.num_workers / GIB
-    scores = engine.max_num_seqs * model.config.get_text_config().vocab_size * _FLOAT * 2 / GIB
-    needs.append(Need(name, HOST, "engine: libraries", _LIBRARIES_GIB["engine"] * engine.num_workers))
-    per_token = kv_bytes(model, width=1 if "fp8" in engine.kv_cache_dtype else width) / engine.num_workers
+    own = {
+        "engine: weights": _num_elements(model) * weight_bytes / engine.num_workers / GIB,
+        "engine: logits of a step": engine.max_num_seqs * text.vocab_size * _FLOAT * 2 / GIB,
+    }
     if gpus:
-        cache = machine.gpu_gib * engine.gpu_memory_utilization - weights - scores
-        for gpu in gpus:
-            needs += [
-                Need(name, f"gpu {gpu}", "engine: weights", weights),
-                Need(name, f"gpu {gpu}", "engine: logits of a step", scores),
-                Need(name, f"gpu {gpu}", "engine: KV cache, the rest of its share", max(0.0, cache)),
-            ]
-    else:
-        cache = float(engine.cpu_kv_cache_gib)
-        for cause, gib in (("engine: weights", weights), ("engine: logits of a step", scores)):
-            needs.append(Need(name, HOST, cause, gib * engine.num_workers))
-        needs.append(Need(name, HOST, "KV cache", cache * engine.num_workers))
-    longest = run.model.max_length * per_token / GIB
-    if cache >= longest:
-        return needs, ""
-    return needs, (
+        inner = 3 * getattr(text, "intermediate_size", 4 * text.hidden_size) / engine.num_workers
+        tokens = engine.max_num_batched_tokens or _BATCHED_TOKENS
+        own["engine: activations of a step"] = tokens * (4 * text.hidden_size + inner) * width / GIB
+        own["engine: context and graphs"] = _CONTEXT_GIB + (0.0 if engine.enforce_eager else _GRAPHS_GIB)
+    needs.append(Need(name, HOST, "engine: libraries", _LIBRARIES_GIB["engine"] * engine.num_workers))
+    return needs + [Need(name, where, cause, gib) for where in _places(engine, gpus) for cause, gib in own.items()]
+
+
+def _places(engine: VllmEngineConfig, gpus: Sequence[str]) -> list[str]:
+    """Place of each worker of an engine."""
+    return [f"gpu {gpu}" for gpu in gpus] or [HOST] * engine.num_workers
+
+
+def _cache_gib(
+    run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, num_engines: int
+) -> float:
+    """KV cache of each device of an engine, given what else is needed."""
+    engine = run.generators.engine
+    assert isinstance(engine, VllmEngineConfig)
+    if where == HOST:
+        return float(engine.cpu_kv_cache_gib)
+    if engine.kv_cache_gib is not None:
+        return engine.kv_cache_gib
+    if not _is_shared(needs, where):
+        taken = sum(need.gib for need in needs if need.place == where)
+        return max(0.0, machine.gpu_gib * engine.gpu_memory_utilization - taken)
+    left = machine.gpu_gib * _SHARED_FRACTION - sum(need.gib for need in needs if need.place == where)
+    # More than all sequences can fill would only be taken from the learner.
+    most = (engine.max_num_seqs + PROBE_SEQUENCES) * _sequence_gib(run, model) + _SPARE_CACHE_GIB
+    return max(0.0, min(left / num_engines, most))
+
+
+def _cache_problems(
+    run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, cache: float
+) -> list[str]:
+    """A sentence if an engine cannot hold one sequence."""
+    if cache >= (longest := _sequence_gib(run, model)):
+        return []
+    problem = (
         f"the KV cache of an engine must hold one sequence of model.max_length ({run.model.max_length} tokens, "
-        f"{longest:.2f} GiB), got {max(0.0, cache):.2f} GiB: lower model.max_length, or raise "
-        f"{'generators.engine.tensor_parallel_size' if gpus else 'generators.engine.cpu_kv_cache_gib'}."
+        f"{longest:.2f} GiB), got {cache:.2f} GiB"
     )
+    remedy = "generators.engine.cpu_kv_cache_gib" if where == HOST else "generators.engine.tensor_parallel_size"
+    if _is_shared(needs, where):
+        others = sorted((need for need in needs if need.place == where), key=lambda need: -need.gib)
+        named = ", ".join(f"{need.process.split()[0]}: {need.cause} {need.gib:.1f}" for need in others)
+        problem += f" beside what else shares {where} of {machine.gpu_gib:.1f} GiB ({named})"
+        remedy = f"the number of GPUs, or {_advice(others[0].cause)}"
+    return [f"{problem}: lower model.max_length, or raise {remedy}."]
+
+
+def _is_shared(needs: Sequence[Need], where: str) -> bool:
+    """Whether several roles use a GPU."""
+    return where != HOST and len({need.process for need in needs if need.place == where}) > 1
+
+
+def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
+    """KV cache of the longest sequence on each device of an engine."""
+    engine = run.generators.engine
+    assert isinstance(engine, VllmEngineConfig)
+    width = 1 if "fp8" in engine.kv_cache_dtype else getattr(torch, run.model.dtype).itemsize
+    return run.model.max_length * kv_bytes(model, width=width) / engine.num_workers / GIB
+
+
+def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
+    """KV cache of each engine where all roles share one GPU, GiB. Raises ConfigError if that cannot hold them."""
+    plan = make_plan(run, Machine(host_gib=inf, gpus=1, gpu_gib=gpu_gib))
+    if plan.problems:
+        raise ConfigError(plan.problems[0])
+    return min(need.gib for need in plan.needs if need.cause == "KV cache")
 
 
 def kv_bytes(model: PreTrainedModel, *, width: int) -> int:

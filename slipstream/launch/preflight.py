@@ -16,6 +16,7 @@ from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.launch.generator_pool import check_placement
 from slipstream.launch.replay_plan import plan_replay
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import check_model_path, read_chat_template
@@ -26,7 +27,7 @@ _STORE_TIMEOUT_S = 10.0
 
 
 def check_surroundings(run: RunConfig) -> None:
-    """Check reward functions; with role processes also the broker's address, its token and the store.
+    """Check reward functions; with role processes also the GPUs, the broker's address, its token and the store.
 
     Takes a moment, or ten seconds when the store does not answer. Raises ConfigError, BrokerError, ReplayBufferError.
     """
@@ -34,6 +35,7 @@ def check_surroundings(run: RunConfig) -> None:
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         RewardFunctions(reward)
     if run.mode == "async":
+        check_placement(run)
         find_token(run)
         # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
         # taken by whoever holds the run's lock.

@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.broker.status.step_times import describe_times
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -120,6 +121,7 @@ def _report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program:
         value = summary[key]
         table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
     console.print(table)
+    console.print(*describe_times(summary["times"]), sep="\n", highlight=False, soft_wrap=True)
     if best := summary["best"]:
         where = f"step {best['checkpoint']['step']}, {best['metric']} {best['value']:.4g}"
         console.print(f"best model   {folder.best_model} ({where})", highlight=False, soft_wrap=True)

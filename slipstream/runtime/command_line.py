@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, NoReturn
 
@@ -84,6 +85,26 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
         exit_with_error(f"{message[:1].lower()}{message[1:]}; see `{path} --help`.", code=BAD_INPUT)
     if code:
         raise SystemExit(code)
+
+
+def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
+    """Put `run` before arguments that begin with an override. Raises ConfigError for a command that `app` lacks."""
+    first = arguments[0] if arguments else "--help"
+    commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    if first in (*commands, "-h", "--help"):
+        return arguments
+    if "=" in first or first.startswith(("-", "~")):
+        # An override, deleted (~) or mistyped with dashes; `run` is what it must be meant for.
+        return ["run", *arguments]
+    close = get_close_matches(first, commands, n=1)
+    if close:
+        raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
+    from slipstream.configs.schema import nearest_key
+
+    # `max_steps 5`: the composition of the settings answers with the form to write.
+    if len(arguments) > 1 and nearest_key(first):
+        return ["run", *arguments]
+    raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")
 
 
 def _hide_types(parameters: list[Any]) -> None:

@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from threading import Lock
+from typing import Any
 
 from slipstream.runtime.clock import Clock
 
@@ -46,16 +47,20 @@ class Growth:
         growth.total == 300.0
     """
 
-    def __init__(self, counters: Mapping[str, float]) -> None:
+    def __init__(self, counters: Mapping[Any, float]) -> None:
         """`counters`: their present values. A counter that appears later started at 0."""
         self._last = dict(counters)
-        self.total = 0.0
-        """Growth so far, without that between the last update and the restart of a counter."""
+        self.each: dict[Any, float] = {}
+        """Growth of each so far, without that between the last update and the restart of a counter."""
 
-    def update(self, counters: Mapping[str, float]) -> None:
+    @property
+    def total(self) -> float:
+        return sum(self.each.values())
+
+    def update(self, counters: Mapping[Any, float]) -> None:
         """Add the growth since the last update."""
         for name, count in counters.items():
             last = self._last.get(name, 0.0)
             # A smaller value means a restart from 0, so that all of it is growth.
-            self.total += count - last if count >= last else count
+            self.each[name] = self.each.get(name, 0.0) + (count - last if count >= last else count)
         self._last |= counters

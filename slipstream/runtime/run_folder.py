@@ -12,6 +12,7 @@ runs/<name>/            for its owner alone
     metrics.jsonl       one row per step
     summary.json        results
     curve.png           plot of the metrics
+    profile/            recorded steps, see docs/profiling.md
     checkpoints/        for resuming
     weights/            versions that generators fetch; deleted at the end
     archive/            finished groups, in Parquet
@@ -77,6 +78,7 @@ class RunFolder:
         self.final_model = self.path / "final_model"
         self.best_model = self.path / "best_model"
         self.archive = self.path / "archive"
+        self.profile = self.path / "profile"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.token = self.path / "token"

@@ -279,14 +279,13 @@ def _drained_has_returned_all(evidence: Evidence) -> Iterator[str]:
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 def _orders_come_from_the_learner(evidence: Evidence) -> Iterator[str]:
-    ordered = {entry["order"] for entry in evidence.of_learners("ordered")}
+    given = evidence.of_learners("ordered")
+    ordered = {(entry["order"], member) for entry in given for member in entry["members"]}
     answered = {entry["answer"] for life in evidence.generators for entry in life.of("answered")}
     for life in evidence.generators:
         for entry in life.of("order"):
-            if entry["order"] not in ordered:
-                yield f"{life.role} got the order {entry['order']}, which no learner gave"
-            elif not entry["is_member"]:
-                yield f"{life.role} got the order {entry['order']}, of an epoch that it is not in"
+            if (entry["order"], entry["member"]) not in ordered:
+                yield f"{life.role} got the order {entry['order']}, which no learner gave to an epoch with it"
     for entry in evidence.of_learners("heard"):
         if entry["answer"] not in answered:
             yield f"the learner heard {entry['answer']}, which that generator never said"

@@ -132,7 +132,9 @@ class NoSender:
 
     address = ("file:///nowhere", 0)
 
-    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
+    device = "cpu"
+
+    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: str) -> None:
         """There is no group to build."""
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:

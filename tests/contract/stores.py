@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.memory.store import MemoryStore
-from slipstream.buffer.records import CheckpointPointer, Claim, Lease, StepEntry
+from slipstream.buffer.records import CheckpointPointer, Claim, Heartbeat, Lease, StepEntry
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
@@ -58,6 +58,10 @@ def open_run(store: AnyStore, **overrides: object) -> AnyStore:
 
 def lease(store: AnyStore, count: int = 1, *, owner: str = "generator-0", lease_s: float = 60.0) -> list[Lease]:
     return store.lease(owner=owner, max_groups=count, group_size=GROUP_SIZE, lease_s=lease_s, admission_limit=10**6)
+
+
+def renew(store: AnyStore, lease_ids: list[str], *, owner: str = "generator-0", lease_s: float) -> int:
+    return store.heartbeat([Heartbeat(owner, {}, owner, lease_ids)], lease_s=lease_s)
 
 
 def fill(store: AnyStore, lease: Lease) -> None:

@@ -26,6 +26,7 @@ from tests.contract.stores import (
     lease,
     make_ready,
     open_run,
+    renew,
 )
 
 INSERTED = Insertion(outcome="inserted")
@@ -155,7 +156,7 @@ def test_leases_lapse_unless_their_owner_renews_them_by_name(store, clock):
     (foreign,) = lease(store, 1, owner="other", lease_s=10)
     clock.now += 9
     named = [kept.id, kept.id, foreign.id, "77-0"]
-    assert store.renew_leases(owner="generator-0", lease_s=10, lease_ids=named) == 1
+    assert renew(store, named, lease_s=10) == 1
     assert store.reap() == []
     clock.now += 1
     assert store.reap() == [
@@ -163,7 +164,7 @@ def test_leases_lapse_unless_their_owner_renews_them_by_name(store, clock):
         f"lease {foreign.id} of other lapsed: its prompt will be leased again",
     ]
     assert store.counts().leased == 1
-    assert store.renew_leases(owner="other", lease_s=10, lease_ids=[foreign.id]) == 0
+    assert renew(store, [foreign.id], owner="other", lease_s=10) == 0
 
 
 DAY_S = 86400.0
@@ -254,7 +255,7 @@ def test_a_late_answer_completes_its_group_and_ends_the_new_lease(store, clock, 
     second = lease(store, owner="quick") if is_leased_again else []
     assert store.counts().returned == (not is_leased_again)
     fill(store, first)
-    assert store.renew_leases(owner="quick", lease_s=1, lease_ids=[each.id for each in second]) == 0
+    assert renew(store, [each.id for each in second], owner="quick", lease_s=1) == 0
     counts = store.counts()
     assert (counts.leased, counts.returned, counts.ready) == (0, 0, 1)
     assert lease(store)[0].ordinal == 1

@@ -1,6 +1,6 @@
 """Every store: reports of roles, events, metrics, requests, the queue by age."""
 
-from slipstream.buffer.records import ROLES_KEPT, Event, MetricsRows
+from slipstream.buffer.records import ROLES_KEPT, Event, Heartbeat, MetricsRows
 from slipstream.buffer.trajectory import VersionSpan
 from tests.contract.stores import answer, claim, commit, lease, make_ready
 
@@ -40,10 +40,10 @@ def test_above_the_cap_the_role_that_is_silent_for_longest_is_forgotten(store, c
     for role_id, gauges in (("early", {"tokens": 1.0}), ("learner", {}), ("late", {})):
         store.report_role(role_id, gauges)
         clock.now += 1
-    for number in range(ROLES_KEPT - 2):
-        clock.now += 1
-        store.report_role(f"generator-{number}", {})
-        store.report_role("learner", {})
+    clock.now += 1
+    store.heartbeat([Heartbeat(f"generator-{number}", {}) for number in range(ROLES_KEPT - 3)], lease_s=1)
+    clock.now += 1
+    store.heartbeat([Heartbeat("generator-last", {}), Heartbeat("learner", {})], lease_s=1)
     assert len(store.roles()) == ROLES_KEPT
     assert "early" not in store.roles()
     assert {"learner", "late", "generator-0"} <= store.roles().keys()
@@ -52,6 +52,24 @@ def test_above_the_cap_the_role_that_is_silent_for_longest_is_forgotten(store, c
     assert "late" not in store.roles()
     store.report_role("early", {})
     assert "progressed_at" not in store.roles()["early"], "its progress was forgotten, too"
+
+
+def test_one_heartbeat_of_many_renews_the_leases_of_each_owner_and_reports_its_role(store, clock):
+    held = {f"generator-{number}": lease(store, 2, owner=f"generator-{number}", lease_s=10) for number in range(100)}
+    clock.now += 9
+    # Each names its own first lease, the second of its neighbour, and one that nobody has.
+    stolen = [leases[1].id for leases in held.values()]
+    beats = [
+        Heartbeat(owner, {"state": "ready", "number": number}, owner, [leases[0].id, stolen[number - 1], "777-0"])
+        for number, (owner, leases) in enumerate(held.items())
+    ]
+    assert store.heartbeat([*beats, Heartbeat("broker", {"state": "ready"})], lease_s=10) == 100
+    assert store.heartbeat([], lease_s=10) == 0
+    assert store.roles()["generator-70"] == {"state": "ready", "number": 70, "reported_at": clock.now}
+    assert len(store.roles()) == 101
+    clock.now += 2
+    assert len(store.reap()) == 100, "second leases"
+    assert store.counts().leased == 100
 
 
 def test_the_run_records_when_its_last_step_was_committed(store, clock):

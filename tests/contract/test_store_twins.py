@@ -37,6 +37,7 @@ from tests.contract.stores import (
     make_memory_store,
     make_redis_store,
     open_run,
+    renew,
 )
 from tests.fakes import FakeClock
 
@@ -143,7 +144,7 @@ class Twins(RuleBasedStateMachine):
     @rule(owner=OWNERS, lease_s=LEASE_S, newest=pick([5, 5, 100]))
     def renew(self, owner: str, lease_s: float, newest: int) -> None:
         ids = [lease.id for lease in self.leases[-newest:]]
-        self.both(lambda store: store.renew_leases(owner=owner, lease_s=lease_s, lease_ids=ids))
+        self.both(lambda store: renew(store, ids, owner=owner, lease_s=lease_s))
 
     @rule(data=st.data())
     def return_leases(self, data: st.DataObject) -> None:

@@ -47,13 +47,12 @@ def run(
     from vllm.inputs import tokens_input
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from slipstream.generators.engines.vllm.engine import _read_checkpoint
-    from slipstream.generators.engines.vllm.process import engine_arguments
+    from slipstream.generators.engines.vllm.process import engine_arguments, read_checkpoint
     from slipstream.generators.engines.vllm.weights import register
 
     register()
     model = ModelConfig(path=folder, dtype=dtype)
-    _, module = _read_checkpoint(model)
+    _, module = read_checkpoint(model)
     names, max_positions = CheckpointNames(module), module.config.get_text_config().max_position_embeddings
     arguments = engine_arguments(model, CONFIG, seed=0, max_positions=max_positions, reads_text=False)
     if images:

@@ -1,6 +1,7 @@
 """Families of models: published by the learner, adopted by vLLM, and the log-probabilities of both agree."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import OptimizerConfig
@@ -79,19 +81,20 @@ def move(policy: Policy, *, seed: int) -> None:
             tensor.add_(_MOVE * torch.randn(tensor.shape, generator=generator))
 
 
-def write(staged: Staged, folder: Path) -> dict[str, Any]:
+def write(staged: Staged, path: Path) -> dict[str, Any]:
     """Write the buckets as an engine finds fetched ones, and describe them."""
-    folder.mkdir()
-    paths = [folder / str(index) for index in range(len(staged.buckets))]
-    for path, bucket in zip(paths, staged.buckets, strict=True):
-        path.write_bytes(bucket.numpy().tobytes())
+    shared = SharedBuckets(staged.update.bucket_bytes)
+    for bucket, into in zip(staged.buckets, shared.tensors, strict=True):
+        into.copy_(bucket)
+    shutil.copyfile(shared.path, path)
+    shared.close()
     update = staged.update
     slots = msgspec.to_builtins(update.slots)
     return {
         "slots": slots,
         "bucket_bytes": update.bucket_bytes,
         "checksums": update.checksums,
-        "fetched_paths": list(map(str, paths)),
+        "fetched_path": str(path),
     }
 
 

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> str:
     """The output of a run of 40 steps, `learns`."""
-    return runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", timeout_s=400)
+    return runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", "profile.steps=[20,21]", timeout_s=400)
 
 
 def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, printed: str):
@@ -44,6 +44,29 @@ def test_reward_rises_log_probs_agree_and_nothing_is_left_running(folder: Path, 
     for product in ("curve.png", "final_model/config.json", "config.yaml", "versions.json", "logs/learner.log"):
         assert (folder / "runs" / "learns" / product).exists()
     runs.assert_none_left(folder)
+
+
+def test_the_run_says_where_its_wall_time_went(folder: Path, printed: str):
+    summary, rows = runs.summary(folder, "learns"), runs.metrics(folder, "learns")
+    times = {each["role"]: each for each in summary["times"]["roles"]}
+    assert list(times) == ["learner", "generator", "broker", "store"]
+    for role in ("learner", "generator", "broker"):
+        assert sum(times[role]["shares"].values()) == pytest.approx(1, abs=0.01)
+    assert summary["times"]["step_s"] * 40 == pytest.approx(summary["train_seconds"], rel=0.02)
+    shares = times["learner"]["shares"]
+    trained_s = sum(shares[phase] for phase in ("batch", "compute", "optimizer", "committing"))
+    assert trained_s * summary["times"]["step_s"] == pytest.approx(
+        sum(row["learner/train_s"] for row in rows) / 40, rel=0.1
+    )
+    # vLLM's engine process computes most of all.
+    assert times["generator"]["cpu_s"] > times["learner"]["cpu_s"] > times["broker"]["cpu_s"] > 0
+    assert f"where the wall time went: 40 steps of {summary['times']['step_s']:.3g} s" in printed
+
+
+@pytest.mark.usefixtures("printed")
+def test_the_recorded_steps_show_every_trajectory_from_its_lease_to_the_version_it_made(folder: Path):
+    roles = ("trajectories", "broker (", "generator-0 (", "learner (", "learner torch (", "generator-0 torch (")
+    runs.assert_traced(folder, "learns", steps=(20, 21), per_step=32 * 8, processes=roles)
 
 
 @pytest.mark.usefixtures("printed")

@@ -22,6 +22,7 @@ from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
 from tests.builders import make_packed
+from tests.contract.stores import renew
 from tests.runs import processes_of, until
 
 GROUP_SIZE = 4
@@ -59,7 +60,7 @@ def lease_groups(store: RedisStore, count: int) -> list[str]:
 
 
 def renew_first_attempts(store: RedisStore, groups: list[str]) -> int:
-    return store.renew_leases(owner="generator-0", lease_s=60, lease_ids=[f"{group}-0" for group in groups])
+    return renew(store, [f"{group}-0" for group in groups], lease_s=60)
 
 
 def test_the_server_is_private_to_its_folder_and_its_user(server, folder):

@@ -1,6 +1,7 @@
 """Generators are added and drained by command while a run trains; the engine alone is scripted."""
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -35,6 +36,9 @@ class Run:
 
     def call(self, *command: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=90, check=False)
+
+    def log(self, role: str) -> str:
+        return (self.folder / "runs" / "scaled" / "logs" / f"{role}.log").read_text()
 
     def scale(self, number: int) -> str:
         done = self.call(*runs.command("scale", f"generators={number}", "name=scaled"))
@@ -85,8 +89,27 @@ def assert_no_port_is_open(run: Run) -> None:
     assert others == []
 
 
+def assert_steps_are_recorded(run: Run) -> None:
+    late = run.call(*runs.command("profile", "name=scaled", "--steps", "100000"))
+    assert late.returncode == 2
+    assert "--steps must be <= 99" in late.stderr
+    asked = run.call(*runs.command("profile", "name=scaled", "--steps", "2"))
+    assert asked.returncode == 0, asked.stderr
+    again = run.call(*runs.command("profile", "name=scaled"))
+    trace = run.folder / "runs" / "scaled" / "profile" / "trace.json.gz"
+    runs.until(trace.is_file, timeout_s=60, what="the trace")
+    assert again.returncode == 2 or "are recorded" in again.stdout
+    recorded = re.search(r"stage=events steps=\((\d+), (\d+)\)", run.log("learner"))
+    assert recorded
+    first, last = map(int, recorded.groups())
+    assert last == first + 1
+    roles = ("trajectories", "broker (", "generator-0 (", "learner (", "learner torch (")
+    runs.assert_traced(run.folder, "scaled", steps=(first, last), per_step=4 * 8, processes=roles)
+
+
 def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
-    run.until(lambda status: at_work(status) == {"generator-0"})
+    run.until(lambda status: at_work(status) == {"generator-0"} and status["step"] > 0)
+    assert_steps_are_recorded(run)
     assert "the number of generators changes from 1 to 3" in run.scale(3)
     run.until(lambda status: at_work(status) == {"generator-0", "generator-1", "generator-2"})
     assert run.status()["generators_target"] == 3
@@ -104,7 +127,8 @@ def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.output.read_text()[-2000:]
     steps = [row["step"] for row in runs.metrics(run.folder, "scaled")]
     assert steps == list(range(1, len(steps) + 1))
-    late = run.call(*runs.command("scale", "generators=2", "name=scaled"))
-    assert late.returncode == 1
-    assert "Traceback" not in late.stderr
+    for command in (("scale", "generators=2"), ("profile",)):
+        late = run.call(*runs.command(*command, "name=scaled"))
+        assert late.returncode == 1
+        assert "Traceback" not in late.stderr
     runs.assert_none_left(run.folder)

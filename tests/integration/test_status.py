@@ -19,7 +19,9 @@ import pytest
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
+from slipstream.launch.commands import profile
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 from tests.contract.stores import lease, make_ready, open_run
@@ -34,7 +36,7 @@ def config() -> Iterator[RunConfig]:
     # A short path: the length of a socket's path is limited.
     folder = Path(tempfile.mkdtemp(prefix="slip-"))
     # Longer than any start of a Python process takes on a busy machine.
-    yield make_run(name="mine", runs_dir=str(folder), broker={"peer_timeout_s": 300.0})
+    yield make_run(name="mine", runs_dir=str(folder), broker={"peer_timeout_s": 300.0}, learner={"max_steps": 200})
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -123,6 +125,49 @@ def test_the_summary_of_a_finished_run_is_named(config, server):
     assert done.returncode == 1
     assert "run 'mine' has ended" in done.stderr
     assert "summary.json" in done.stderr
+
+
+def test_a_profile_is_asked_for_with_steps_that_the_run_will_make(config, store, capsys):
+    profile(["mine", f"runs_dir={config.runs_dir}"], num_steps=3)
+    lead = (config.buffer.staleness.max_lag + 1) * config.weights.publish_every_steps
+    assert f"steps {lead + 2} to {lead + 4} are recorded" in capsys.readouterr().out
+    assert store.take_requests("learner") == {"profile": f"{lead + 2} {lead + 4}"}
+
+
+@pytest.mark.parametrize(
+    ("words", "num_steps", "change", "sentence"),
+    [
+        (["mine"], 1000, {}, r"--steps must be <= \d+, got 1000: recording can begin with step"),
+        (["mine"], 3, {"profile": "5 to 9"}, "must record no other steps, it does record 5 to 9"),
+        (["mine"], 3, {"phase": "finished"}, "needs a run that trains, got run 'mine', which is finished"),
+        (["mien"], 3, {}, "did you mean 'mine'"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_one_sentence(config, store, words, num_steps, change, sentence):
+    if "phase" in change:
+        store.set_phase(change["phase"])
+    store.report_role("learner", {"role": "learner", "state": "ready"} | change)
+    with pytest.raises(ConfigError, match=sentence):
+        profile([*words, f"runs_dir={config.runs_dir}"], num_steps=num_steps)
+    assert store.take_requests("learner") == {}
+
+
+@pytest.mark.usefixtures("server")
+def test_a_run_that_has_ended_or_is_one_process_has_no_profile(config, server, store, capsys):
+    folder = RunFolder(config)
+    serial = msgspec.json.decode(msgspec.json.encode(config))
+    serial |= {"mode": "serial", "buffer": {"store": {"kind": "memory"}}, "weights": {"transport": "memory"}}
+    kept = (folder.path / "config.yaml").read_bytes()
+    (folder.path / "config.yaml").write_bytes(msgspec.yaml.encode(msgspec.convert(serial, RunConfig)))
+    with pytest.raises(ConfigError, match=r"got mode=serial: begin one with profile.steps"):
+        profile(["mine", f"runs_dir={config.runs_dir}"], num_steps=3)
+    (folder.path / "config.yaml").write_bytes(kept)
+    server.stop()
+    folder.write_summary({"steps": 4})
+    with pytest.raises(SystemExit) as ended:
+        profile(["mine", f"runs_dir={config.runs_dir}"], num_steps=3)
+    assert ended.value.code == 1
+    assert "run 'mine' has ended" in capsys.readouterr().err
 
 
 def test_a_watch_shows_changes_and_ends_cleanly_at_ctrl_c(config, store):

@@ -39,7 +39,7 @@
 --   roles, role_times   hash    newest gauges, and their time    metrics            list  newest rows
 --   role_marks, role_progress_times  hash  progress of each role, and when it last changed
 --   events              list    newest events
---   launcher_requests, broker_requests  hash  subject -> value, until taken
+--   launcher_requests, broker_requests, learner_requests  hash  subject -> value, until taken
 
 local prefix = KEYS[1]
 local NORUN = redis.error_reply('NORUN')

@@ -1,5 +1,5 @@
 -- Leaves a request to the launcher or the broker; replaces one on the same subject.
--- Keys: launcher_requests or broker_requests
+-- Keys: launcher_requests, broker_requests or learner_requests
 -- Arguments: the key's name, subject, value
 -- Returns: nothing
 -- Atomic because a run that is not open must not be asked for anything.

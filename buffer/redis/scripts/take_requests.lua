@@ -1,5 +1,5 @@
 -- Takes all requests to the launcher or the broker.
--- Keys: launcher_requests or broker_requests
+-- Keys: launcher_requests, broker_requests or learner_requests
 -- Arguments: the key's name
 -- Returns: subject, value, ...
 -- Atomic because a request that comes between reading and deleting must not be lost.

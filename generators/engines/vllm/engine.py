@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import structlog
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import EngineInput, tokens_input
@@ -30,18 +30,19 @@ from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
-from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids, require_routers
+from slipstream.generators.engines.engine import Completion, EngineLoad, require_routers
 from slipstream.generators.engines.vllm.adapter import ADAPTER, check_experts, describe
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.vllm.fatal_error import read_fatal_error
 from slipstream.generators.engines.vllm.images import image_input
 from slipstream.generators.engines.vllm.process import (
+    PROFILES,
     check_environment,
     engine_arguments,
     one_line,
+    read_checkpoint,
     start_llm,
     stop_llm,
 )
@@ -50,13 +51,17 @@ from slipstream.generators.engines.vllm.stats import StepWatchdog, read_load
 from slipstream.generators.engines.weight_layout import WeightLayout
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
 from slipstream.runtime.images import PromptImage, VisionModel, takes_images
-from slipstream.runtime.lora import adapted_layers, meta_model
+from slipstream.runtime.lora import adapted_layers
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
 """Limit of one call to the engine process, on top of the time the call itself may take."""
+_MAX_PROFILED_STEPS = 24
+"""The engine stands still while it writes them: on a CPU a tenth of a second for each."""
+_PROFILE_TIMEOUT_S = 120.0
+"""The engine answers once it has written what it recorded."""
 _SECOND_CHANCE_S = 2.0
 """Limit of a call after one without an answer. An engine that is merely late answers at once then; a dead one must be
 replaced before the learner ends its run for want of weights (`learner.dead_end.after_s`)."""
@@ -78,6 +83,7 @@ class VllmEngine:
         self._uncompared = Counter[str]()
         self._num_probes = 0
         self._routed_layers: list[int] = []
+        self.device = "cpu"
         self._version = -1
         self._num_updates = 0
         self._open_requests: set[str] = set()
@@ -94,7 +100,7 @@ class VllmEngine:
     async def start(self) -> None:
         """Start the engine process and load the model; takes half a minute on a CPU. Raises EngineError."""
         check_environment(engine_environment(self._config))
-        self._end_token_ids, module = _read_checkpoint(self._model)
+        self._end_token_ids, module = read_checkpoint(self._model)
         try:
             self._names = AdapterNames(module) if self._model.lora else CheckpointNames(module)
         except WeightTransferError as error:
@@ -113,6 +119,7 @@ class VllmEngine:
         )
         self._llm = await start_llm(arguments, timeout_s=self._config.start_timeout_s)
         await self._call(self._llm.update_weight_version(str(self._version)))
+        self.device = (await self._call(self._llm.collective_rpc("weight_device")))[0]
 
     async def generate(
         self,
@@ -206,6 +213,14 @@ class VllmEngine:
         llm.output_processor.propagate_error(EngineDeadError())
         await stop_llm(llm)
 
+    async def profile(self, *, is_on: bool) -> list[Path]:
+        if is_on:
+            starting = self._running.start_profile(max_iterations=_MAX_PROFILED_STEPS)
+            await self._call(starting, timeout_s=_PROFILE_TIMEOUT_S)
+            return []
+        await self._call(self._running.stop_profile(), timeout_s=_PROFILE_TIMEOUT_S)
+        return sorted(PROFILES.glob("*.pt.trace.json"))
+
     # --- weights -------------------------------------------------------------------------------------------------
     async def _update(self, update: Update, fetched: SharedBuckets | None) -> float:
         llm = self._running
@@ -287,8 +302,8 @@ class VllmEngine:
         errors, is_changed, uncompared = zip(*outcomes, strict=True)
         kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted({*chain(*uncompared)}))
         if kinds and kinds != self._uncompared:
-            log.info("weights_not_compared", parameters=dict(kinds))
             self._uncompared = kinds
+            log.info("weights_not_compared", parameters=dict(kinds))
         return next(filter(None, errors), ""), any(is_changed)
 
     def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:
@@ -304,7 +319,7 @@ class VllmEngine:
                 "bucket_bytes": update.bucket_bytes,
                 "checksums": update.checksums,
                 "timeout_s": update.timeout_s,
-                "fetched_paths": fetched.paths if fetched else [],
+                "fetched_path": fetched.path if fetched else "",
                 "tied": names.tied,
                 "lora": describe(self._model.lora),
                 "rejection": rejection,
@@ -350,9 +365,8 @@ class VllmEngine:
             answer = await asyncio.wait_for(call, limit_s)
         except TimeoutError as error:
             # The first silence is the cause: later limits are shorter and say nothing about it.
-            self._unanswered = (
-                self._unanswered or f"vLLM's engine process must answer within {timeout_s:g} s, got no answer"
-            )
+            silence = f"vLLM's engine process must answer within {timeout_s:g} s, got no answer"
+            self._unanswered = self._unanswered or silence
             raise EngineError(self._unanswered) from error
         except EngineDeadError as error:
             raise self._death() from error
@@ -365,9 +379,7 @@ class VllmEngine:
         """The error that ended the engine process; without one it was killed."""
         cause = read_fatal_error()
         if not cause:
-            return EngineDiedError(
-                "vLLM's engine process died without an error of its own, as a process that is killed"
-            )
+            return EngineDiedError("vLLM's engine process died without an error of its own, as one that is killed")
         kind = EngineDiedError if self._has_answered else EngineStartError
         return kind(f"vLLM's engine process died: {cause}")
 
@@ -382,19 +394,3 @@ class VllmEngine:
         if self._llm is None:
             raise EngineError("the engine must be started before it is used, and not after stop(): it is not running")
         return self._llm
-
-
-def _read_checkpoint(model: ModelConfig) -> tuple[list[int], PreTrainedModel]:
-    """Return the end tokens, and the module that the learner trains. Raises EngineError, ConfigError."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        module = meta_model(model)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise EngineError(f"model.path must hold a transformers checkpoint, got {model.path!r}: {error}") from error
-    try:
-        generation = GenerationConfig.from_pretrained(model.path)
-    except OSError:
-        generation = GenerationConfig.from_model_config(module.config)
-    return end_token_ids(tokenizer, generation), module

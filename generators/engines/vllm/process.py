@@ -3,21 +3,28 @@
 import asyncio
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from difflib import get_close_matches
 from multiprocessing import resource_tracker
+from pathlib import Path
 
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from vllm.config.profiler import ProfilerConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
+from slipstream.generators.engines.engine import end_token_ids
 from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.fatal_error import forget_fatal_error, read_fatal_error
 from slipstream.generators.engines.vllm.images import image_arguments
@@ -26,10 +33,22 @@ from slipstream.generators.engines.vllm.stats import LoadRecorder
 from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
 from slipstream.generators.errors import EngineError, EngineStartError
 from slipstream.runtime.images import takes_images
+from slipstream.runtime.lora import meta_model
 
 _STOP_GRACE_S = 1.0
 """Time for the engine process to clean up; it holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
+PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
+"""Folder that vLLM's profiler writes into."""
+# Costs nothing until a profile is started. Without call stacks, which would be most of the file.
+_PROFILER = ProfilerConfig(
+    profiler="torch",
+    torch_profiler_dir=str(PROFILES),
+    torch_profiler_with_stack=False,
+    torch_profiler_use_gzip=False,
+    ignore_frontend=True,
+)
+_LEAST_SHARE = 0.01
 
 
 def engine_arguments(
@@ -64,7 +83,9 @@ def engine_arguments(
         pipeline_parallel_size=engine.pipeline_parallel_size,
         enable_expert_parallel=engine.expert_parallel,
         distributed_executor_backend="uni" if engine.num_workers == 1 else "mp",
-        gpu_memory_utilization=engine.gpu_memory_utilization,
+        # With a cache of a given size, vLLM only checks that this share of the GPU is free when the engine starts.
+        gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
+        kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=engine.enforce_eager,
         # Answers of one turn share only their prompt, and long ones of many turns everything before the next.
         # vLLM records experts by the blocks of cached prefixes.
@@ -85,7 +106,7 @@ def engine_arguments(
         use_tqdm_on_load=False,
         **lora_arguments(model.lora, targets=lora_targets),
         **(image_arguments(is_cpu=is_cpu) if has_images else {}),
-        **engine.extra,
+        **({"profiler_config": _PROFILER} | engine.extra),
     )
 
 
@@ -146,6 +167,7 @@ async def stop_llm(llm: AsyncLLM) -> None:
     await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
     _kill_engine_processes()
     forget_fatal_error()
+    shutil.rmtree(PROFILES, ignore_errors=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -178,3 +200,19 @@ def _kill_engine_processes() -> None:
         if process.name.startswith(VLLM_PROCESSES):
             process.kill()
             process.join(_ABANDON_TIMEOUT_S)
+
+
+def read_checkpoint(model: ModelConfig) -> tuple[list[int], PreTrainedModel]:
+    """Return the end tokens, and the module that the learner trains. Raises EngineError, ConfigError."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        module = meta_model(model)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise EngineError(f"model.path must hold a transformers checkpoint, got {model.path!r}: {error}") from error
+    try:
+        generation = GenerationConfig.from_pretrained(model.path)
+    except OSError:
+        generation = GenerationConfig.from_model_config(module.config)
+    return end_token_ids(tokenizer, generation), module

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,8 +32,8 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, TensorSlot
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver
+from slipstream.broker.weights.process_group import device_name
 from slipstream.broker.weights.shared_buckets import map_buckets
-from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
 from slipstream.generators.engines.vllm.fatal_error import report_fatal_errors
 from slipstream.generators.engines.vllm.images import serve_images_without_torchvision
@@ -41,6 +42,9 @@ from slipstream.generators.engines.vllm.verify import RecordedLoad
 
 BACKEND = "slipstream"
 """Name in vLLM's registry of weight transfer engines."""
+_ANSWER_BYTES = 16384
+"""Size of the first worker's answer to the others."""
+_MAX_ERROR_LENGTH = 2000
 VLLM_PROCESSES = ("EngineCore", "VllmWorker")
 """Prefixes of the names of vLLM's processes."""
 
@@ -98,7 +102,7 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     """xxh3-64 of each bucket's bytes."""
     timeout_s: float
     """Limit of one bucket, seconds."""
-    fetched_paths: list[str] = field(default_factory=list)
+    fetched_path: str = ""
     """Shared memory with fetched buckets; empty = the buckets are broadcast."""
     tied: list[list[str]] = field(default_factory=list)
     """Groups of names of one tensor, which comes under the first: CheckpointNames.tied."""
@@ -189,9 +193,9 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         self._receiver.close()
 
     def _receive(self, info: BroadcastInfo, slots: list[TensorSlot]) -> list[tuple[str, Tensor]]:
-        if info.fetched_paths:
+        if info.fetched_path:
             # Fetched once per generator: all its workers map the same memory.
-            mapped = map_buckets(info.fetched_paths, sizes=info.bucket_bytes)
+            mapped = map_buckets(info.fetched_path, sizes=info.bucket_bytes)
             buckets.verify(mapped, expected=info.checksums)
             return buckets.unpack(mapped, slots)
         return self._receiver.receive(
@@ -245,6 +249,9 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 class OutcomeReport:
     """Mixin of vLLM's worker class that lets `collective_rpc` call methods of BroadcastWeights."""
 
+    def weight_device(self) -> str:
+        return device_name(self.weight_transfer_engine.device)  # type: ignore[attr-defined]
+
     def pop_weight_outcome(self) -> tuple[str, bool, list[str]]:
         return self.weight_transfer_engine.pop_outcome()  # type: ignore[attr-defined]
 
@@ -255,13 +262,16 @@ class OutcomeReport:
 class SharedReceiver:
     """Represents all workers of one engine as a single member of the weight group. Implements WeightReceiver.
 
-    The first worker receives and verifies; the others get its tensors, or the news of its failure, over vLLM's own
-    group. Every worker must make the same calls.
+    The first worker receives and verifies in host memory, and the others map it, or get its error: every worker then
+    loads its own part of each tensor straight from there, so that an update takes no memory of a GPU but that of the
+    layer being loaded. Every worker must make the same calls.
     """
 
-    def __init__(self, receiver: WeightReceiver, *, device: torch.device) -> None:
+    def __init__(self, receiver: CollectiveReceiver, *, device: torch.device) -> None:
         self._receiver = receiver
-        self._device = device
+        self._is_pinned = device.type == "cuda"
+        self._mapped: list[Tensor] = []
+        self._mapping: tuple[int, list[int]] | None = None
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Join the weight group. Raises WeightTransferError on every worker if the first one fails."""
@@ -271,42 +281,39 @@ class SharedReceiver:
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
     ) -> list[tuple[str, Tensor]]:
         """Receive, verify, share. Raises WeightTransferError on every worker if the first one fails."""
-        tensors: list[tuple[str, Tensor]] = []
-
-        def receive() -> None:
-            tensors.extend(
-                self._receiver.receive(slots, bucket_bytes=bucket_bytes, checksums=checksums, timeout_s=timeout_s)
-            )
-
-        self._run_on_first(receive)
-        group = get_world_group()
-        if group.is_first_rank:
-            tensors = [(name, tensor.to(self._device)) for name, tensor in tensors]
-        else:
-            tensors = [
-                (slot.name, torch.empty(slot.shape, dtype=getattr(torch, slot.dtype), device=self._device))
-                for slot in slots
-            ]
-        # Over the device group, so that on GPUs the copies between workers do not pass through the host.
-        for _, tensor in tensors:
-            dist.broadcast(tensor, src=group.first_rank, group=group.device_group)
-        return tensors
+        path = self._run_on_first(
+            lambda: self._receiver.receive(slots, bucket_bytes=bucket_bytes, checksums=checksums, timeout_s=timeout_s)
+        )
+        held = self._receiver.staging
+        return buckets.unpack(held.tensors if held else self._map(path, bucket_bytes), slots)
 
     def close(self) -> None:
         self._receiver.close()
+        self._mapped, self._mapping = [], None
 
-    def _run_on_first(self, action: Callable[[], None]) -> None:
-        """Run on the first worker only. All workers raise if it fails: one that went on would wait for tensors."""
+    def _map(self, path: str, sizes: list[int]) -> list[Tensor]:
+        """Map the first worker's memory, once for as long as it is the same."""
+        mapping = Path(path).stat().st_ino, sizes
+        if mapping != self._mapping:
+            self._mapped, self._mapping = map_buckets(path, sizes=sizes, is_pinned=self._is_pinned), mapping
+        return self._mapped
+
+    def _run_on_first(self, action: Callable[[], object]) -> str:
+        """Run on the first worker only; returns the path of its memory. All workers raise if it fails: one that went on
+        would load what nobody verified."""
         group = get_world_group()
-        error: WeightTransferError | None = None
+        path, error = "", ""
         if group.is_first_rank:
             try:
                 action()
+                path = self._receiver.staging.path if self._receiver.staging else ""
             except WeightTransferError as caught:
-                error = caught
-        is_ok = torch.tensor([error is None], dtype=torch.uint8)
-        dist.broadcast(is_ok, src=group.first_rank, group=group.cpu_group)
-        if error is not None:
-            raise error
-        if not is_ok.item():
-            raise WeightTransferError("the first worker of this engine could not receive: see its message")
+                error = str(caught)[:_MAX_ERROR_LENGTH]
+        answer = torch.zeros(_ANSWER_BYTES, dtype=torch.uint8)
+        encoded = msgspec.json.encode((path, error)).ljust(_ANSWER_BYTES)
+        answer.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
+        dist.broadcast(answer, src=group.first_rank, group=group.cpu_group)
+        path, error = msgspec.json.decode(answer.numpy().tobytes(), type=tuple[str, str])
+        if error:
+            raise WeightTransferError(error)
+        return path

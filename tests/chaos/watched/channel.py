@@ -123,7 +123,8 @@ class WatchedChannel(ZmqClientChannel):
             case Pong(version=version, state=state, lease_ids=ids):
                 self.journal.write("pong", version=version, state=state, leases=ids)
             case OpenEpoch() | Update():
-                self.journal.write("ordered", order=_order(message))
+                members = [_name(member) for member in message.members]
+                self.journal.write("ordered", order=_order(message), members=members)
             case EpochOpened() | UpdateApplied():
                 self.journal.write("answered", answer=_answer(message))
             case Bye(reason=reason):
@@ -185,9 +186,10 @@ class WatchedChannel(ZmqClientChannel):
                 ordinals = [lease.ordinal for lease in leases if lease.purpose == "train"]
                 self._newest_group = max([self._newest_group, *ordinals])
             case OpenEpoch() | Update():
-                is_member = self._me is not None and self._me in message.members
-                self.journal.write("order", order=_order(message), is_member=is_member)
-                self._others = [member for member in message.members if member != self._me]
+                self.journal.write("order", order=_order(message), member=_name(self._me) if self._me else "")
+                # The broker leaves the members out of an update.
+                if isinstance(message, OpenEpoch):
+                    self._others = [member for member in message.members if member != self._me]
             case EpochOpened() | UpdateApplied():
                 self.journal.write("heard", answer=_answer(message))
 
@@ -244,6 +246,10 @@ class WatchedChannel(ZmqClientChannel):
                 super().send([encode(lie)])
         except ChannelClosedError:
             return
+
+
+def _name(member: Member) -> str:
+    return f"{member.peer_id}/{member.incarnation}"
 
 
 def _order(message: OpenEpoch | Update) -> str:

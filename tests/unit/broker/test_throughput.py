@@ -1,10 +1,21 @@
 """Throughput is measured from leases and from trajectories that were stored."""
 
+from math import inf, isnan
+from typing import NamedTuple
+
 import pytest
 
-from slipstream.broker.fair_share import Pace, Throughput
+from slipstream.broker.fair_share import Throughput
 
-TYPICAL = Pace(group_s=3.0, groups_per_s=2.0, in_flight=0)
+
+class Pace(NamedTuple):
+    group_s: float
+    groups_per_s: float
+    in_flight: int
+
+
+def pace(throughput: Throughput) -> Pace:
+    return Pace(*throughput.measured, throughput.in_flight)
 
 
 def groups(*numbers: int) -> dict[str, list[int]]:
@@ -23,7 +34,7 @@ def test_concurrent_groups_share_the_time_they_take():
     throughput.record_lease(groups(0, 1, 2, 3), now=10.0)
     store(throughput, 0, 1, 2, 3, now=12.0)
     # Four in two seconds.
-    assert throughput.pace(now=12.0) == Pace(group_s=2.0, groups_per_s=2.0, in_flight=0)
+    assert pace(throughput) == Pace(group_s=2.0, groups_per_s=2.0, in_flight=0)
 
 
 def test_a_steady_flow_measures_like_a_burst():
@@ -33,8 +44,8 @@ def test_a_steady_flow_measures_like_a_burst():
     for number in range(2, 40):
         store(throughput, number - 2, now=float(number))
         throughput.record_lease(groups(number), now=float(number))
-    # Two are always out, each for two seconds: one a second. The age of those out is (1 + 0) / 2.
-    assert throughput.pace(now=39.0) == Pace(group_s=2.0, groups_per_s=1.0, in_flight=2)
+    # Two are always out, each for two seconds: one a second.
+    assert pace(throughput) == Pace(group_s=2.0, groups_per_s=1.0, in_flight=2)
 
 
 def test_idle_time_does_not_count():
@@ -42,7 +53,7 @@ def test_idle_time_does_not_count():
     for start in (0.0, 1000.0):
         throughput.record_lease(groups(int(start)), now=start)
         store(throughput, int(start), now=start + 0.5)
-    assert throughput.pace(now=5000.0) == Pace(group_s=0.5, groups_per_s=2.0, in_flight=0)
+    assert pace(throughput) == Pace(group_s=0.5, groups_per_s=2.0, in_flight=0)
 
 
 def test_a_group_is_complete_with_its_last_member_and_duplicates_change_nothing():
@@ -53,7 +64,7 @@ def test_a_group_is_complete_with_its_last_member_and_duplicates_change_nothing(
     assert (throughput.in_flight, throughput.is_measured) == (1, False)
     throughput.record_stored("7-2-3", now=4.0)
     throughput.record_stored("7-2-3", now=9.0)
-    assert throughput.pace(now=9.0) == Pace(group_s=4.0, groups_per_s=0.25, in_flight=0)
+    assert pace(throughput) == Pace(group_s=4.0, groups_per_s=0.25, in_flight=0)
 
 
 @pytest.mark.parametrize("trajectory_id", ["8-2-1", "7-1-1", "", "-", "x-y-z", "7-2"])
@@ -69,7 +80,7 @@ def test_one_long_response_does_not_make_a_generator_slow():
     for number in range(9):
         throughput.record_lease(groups(number), now=0.0)
         store(throughput, number, now=100.0 if number == 4 else 1.0)
-    assert throughput.pace(now=100.0) == Pace(group_s=1.0, groups_per_s=1.0, in_flight=0)
+    assert pace(throughput) == Pace(group_s=1.0, groups_per_s=1.0, in_flight=0)
 
 
 def test_only_the_newest_groups_count():
@@ -77,24 +88,23 @@ def test_only_the_newest_groups_count():
     for number in range(64):
         throughput.record_lease(groups(number), now=0.0)
         store(throughput, number, now=10.0 if number < 32 else 2.0)
-    assert throughput.pace(now=10.0).group_s == 2.0
+    assert pace(throughput).group_s == 2.0
 
 
-def test_an_unmeasured_generator_counts_as_typical_and_slows_down_while_nothing_completes():
+def test_an_unmeasured_generator_has_no_pace_but_groups_in_flight():
     throughput = Throughput()
-    assert throughput.pace(now=0.0, typical=TYPICAL) == TYPICAL
-    throughput.record_lease(groups(0, 1), now=0.0)
-    assert throughput.pace(now=2.0, typical=TYPICAL) == Pace(3.0, 2.0, 2)
-    assert throughput.pace(now=7.0, typical=TYPICAL) == Pace(7.0, 2.0, 2)
+    assert throughput.leased_at == inf
+    throughput.record_lease(groups(0, 1), now=5.0)
+    assert (isnan(pace(throughput).group_s), throughput.in_flight, throughput.leased_at) == (True, 2, 5.0)
 
 
-def test_a_hanging_generator_slows_down_with_every_second():
+def test_the_groups_in_flight_have_the_age_of_their_median():
     throughput = Throughput()
-    throughput.record_lease(groups(0), now=0.0)
-    store(throughput, 0, now=1.0)
-    throughput.record_lease(groups(1, 2, 3), now=1.0)
-    assert throughput.pace(now=1.5).group_s == 1.0
-    assert throughput.pace(now=31.0) == Pace(group_s=30.0, groups_per_s=1.0, in_flight=3)
+    for at in (1.0, 2.0, 30.0):
+        throughput.record_lease(groups(int(at)), now=at)
+    assert throughput.leased_at == 2.0
+    store(throughput, 1, now=31.0)
+    assert throughput.leased_at == 16.0
 
 
 def test_old_leases_that_the_holder_does_not_list_are_dropped():
@@ -113,8 +123,8 @@ def test_after_a_restart_the_next_group_replaces_all_measurements():
         throughput.record_lease(groups(number), now=0.0)
         store(throughput, number, now=10.0)
     throughput.restart()
-    assert throughput.pace(now=10.0).group_s == 10.0
+    assert pace(throughput).group_s == 10.0
     for number, took_s in ((20, 1.0), (21, 3.0)):
         throughput.record_lease(groups(number), now=20.0)
         store(throughput, number, now=20.0 + took_s)
-    assert throughput.pace(now=30.0) == Pace(group_s=2.0, groups_per_s=pytest.approx(0.5), in_flight=0)
+    assert pace(throughput) == Pace(group_s=2.0, groups_per_s=pytest.approx(0.5), in_flight=0)

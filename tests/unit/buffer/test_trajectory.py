@@ -1,5 +1,6 @@
 """The wire schema: versions of tokens, and their lag."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -70,3 +71,15 @@ def test_the_histogram_counts_model_written_tokens_per_lag():
     trajectories = [make_trajectory(version_spans=MIXED), make_trajectory(version_spans=[VersionSpan(6, 5)])]
     assert lag_histogram(trajectories, learner_version=6) == {1: 9, 4: 3}
     assert lag_histogram([], learner_version=6) == {}
+
+
+def test_the_lags_of_a_histogram_are_those_of_the_tokens():
+    # A span without a token of the model's, and one that starts within an observation.
+    mask = np.array([0, 0, 1, 1, 0, 0, 1, 0, 1], dtype=np.bool_)
+    spans = [VersionSpan(2, 1), VersionSpan(4, 3), VersionSpan(5, 4), VersionSpan(8, 6)]
+    trajectory = msgspec.structs.replace(
+        make_trajectory(), token_ids=np.arange(9, dtype=np.int32), model_mask=mask, version_spans=spans
+    )
+    versions = trajectory.token_versions()[mask]
+    lags, counts = np.unique(7 - versions, return_counts=True)
+    assert lag_histogram([trajectory], learner_version=7) == dict(zip(lags.tolist(), counts.tolist(), strict=True))

@@ -186,7 +186,14 @@ SECOND_LEARNER = Life("learner", 7, [
             {"more": [entry(4.0, "prompts", leases=[["5-0", 2]]), entry(4.1, "bye", reason="")]},
             "5-0 neither answered nor returned",
         ),
-        ({"more": [entry(4.0, "order", order="Update 9 9", is_member=True)]}, "which no learner gave"),
+        ({"more": [entry(4.0, "order", order="Update 9 9", member="generator-0/a")]}, "which no learner gave"),
+        (
+            {
+                "learner": [entry(4.0, "ordered", order="Update 9 9", members=["generator-1/b"])],
+                "more": [entry(4.1, "order", order="Update 9 9", member="generator-0/a")],
+            },
+            "which no learner gave",
+        ),
         ({"learner": [entry(4.0, "heard", answer="UpdateApplied 1 1 generator-0/a")]}, "never said"),
         (
             {

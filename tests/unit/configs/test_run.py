@@ -39,6 +39,8 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
         ("broker.peer_timeout_s=4 broker.lease_s=1.4", "broker.lease_s", "be >= three pings (1.5), got 1.4"),
         ("buffer/store=memory", "buffer/store", "not be memory with mode=async, got memory"),
         ("weights.transport=memory", "weights.transport", "not be memory with mode=async"),
+        ("weights.backend=nccl learner.device=cpu", "weights.backend", "be auto or gloo with learner.device=cpu"),
+        ("weights.backend=nccl generators/engine=hf", "weights.backend", "without vllm's engine, got nccl"),
         ("mode=serial", "buffer/store", "be memory with mode=serial, got embedded"),
         ("mode=replay", "replay.path", "be set with mode=replay and in no other mode, got '' with mode=replay"),
         ("replay.path=runs/a/archive", "replay.path", "got 'runs/a/archive' with mode=async"),
@@ -135,3 +137,14 @@ def test_supervised_training_needs_a_file_and_ignores_the_generators() -> None:
 @pytest.mark.parametrize(("peer_timeout_s", "heartbeat_s"), [(8.0, 1.0), (600.0, 1.0), (1.6, 0.2)])
 def test_pings_are_dense_enough_for_the_peer_timeout(peer_timeout_s: float, heartbeat_s: float) -> None:
     assert make_run(broker={"peer_timeout_s": peer_timeout_s}).broker.heartbeat_s == pytest.approx(heartbeat_s)
+
+
+@pytest.mark.parametrize("steps", [[3], [0, 2], [5, 4], [3, 81], [1, 2, 3]])
+def test_steps_to_record_must_be_steps_of_the_run(steps: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"profile.steps must be the first and the last step to record, within 1 and"):
+        load(["learner.max_steps=80", f"profile.steps={steps}"])
+
+
+def test_a_supervised_run_has_no_steps_to_record() -> None:
+    with pytest.raises(ConfigError, match=r"profile.steps must be null with mode=sft"):
+        load(["experiment=digits_sft", "profile.steps=[1,2]"])

@@ -149,16 +149,16 @@ def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
     ]
 
 
-def make_alone() -> Ranks:
+def make_alone(device: torch.device = CPU) -> Ranks:
     """The only rank."""
-    return join_ranks(rank=0, size=1, device=CPU, timeout_s=60)
+    return join_ranks(rank=0, size=1, device=device, timeout_s=60)
 
 
-def make_trainer(run: RunConfig) -> Trainer:
+def make_trainer(run: RunConfig, *, device: torch.device = CPU) -> Trainer:
     """A trainer in this process, on one thread."""
     torch.set_num_threads(1)
-    os.environ.update(deepspeed_environment(CPU))
-    return build_trainer(run, ranks=make_alone(), device=CPU)
+    os.environ.update(deepspeed_environment(device))
+    return build_trainer(run, ranks=make_alone(device), device=device)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

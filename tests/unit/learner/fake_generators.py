@@ -37,6 +37,10 @@ class FakeGenerators:
         self.sent: list = []
         self.evicted: list[tuple[str, str]] = []
         self.opened_with: list[int] = []
+        self.backends: list[str] = []
+        self.device = "cpu"
+        self.probe_diff = 1e-7
+        self.devices: dict[str, str] = {}
         self.broadcasts = 0
         self.fails_to_open = False
 
@@ -58,7 +62,10 @@ class FakeGenerators:
                 self.inbox.append(EpochOpened(message.epoch, member(name)))
             if isinstance(message, Update) and (behaviour not in ("silent", "slow") or message.source is None):
                 error = "the probe differs" if behaviour == "wrong" else ""
-                answer = UpdateApplied(message.epoch, message.version, member(name), error, 1e-7, 2e-7, 0.02)
+                device = self.devices.get(name, "cpu")
+                answer = UpdateApplied(
+                    message.epoch, message.version, member(name), error, self.probe_diff, 2e-7, 0.02, device
+                )
                 self.inbox.append(answer)
 
     def updates(self, *, fetched: bool) -> list[tuple[int, list[str]]]:
@@ -77,8 +84,9 @@ class FakeGenerators:
         return self.inbox.popleft() if self.inbox else None
 
     # --- sender ---
-    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float) -> None:
+    def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: str) -> None:
         self.opened_with.append(num_members)
+        self.backends.append(backend)
         if self.fails_to_open or "silent" in self.members.values():
             raise WeightTransferError("rank 1 did not arrive in time")
 
@@ -119,6 +127,7 @@ def make_publisher(
     is_serial: bool = True,
     snapshots: "FakeSnapshots | None" = None,
     transports: dict[str, str] | None = None,
+    backend: str = "auto",
     **members: str,
 ) -> tuple[Publisher, FakeGenerators, FakeClock]:
     clock = FakeClock(0.0)
@@ -127,7 +136,7 @@ def make_publisher(
         client=generators,
         inbox=generators,
         sender=generators,
-        config=WeightsConfig(),
+        config=WeightsConfig(backend=backend),
         snapshots=snapshots,
         is_serial=is_serial,
         on_evict=lambda peer_id, text: generators.evicted.append((peer_id, text)),

@@ -13,6 +13,7 @@ from slipstream.learner.algorithms import policy_losses
 from slipstream.learner.algorithms.policy_losses import ppo_clip
 from slipstream.learner.learner import Learner
 from slipstream.learner.rank_group import Command, KeepAlive, RankGroup, Shutdown
+from slipstream.runtime.time_account import TimeAccount
 from tests.builders import make_run
 from tests.unit.learner.builders import make_alone, make_groups, make_model, make_response, make_trainer
 from tests.unit.learner.builders import make_run as make_learner_run
@@ -36,6 +37,7 @@ class FakeTrainer:
     """Trains on anything and reports nothing."""
 
     images = None
+    account = TimeAccount("rest")
 
     def step(self, groups: list[list[Trajectory]], **_: object) -> dict[str, float]:
         return {}

@@ -20,6 +20,7 @@ COMMANDS = [
     "status",
     "scale",
     "drain",
+    "profile",
     "data",
     "explain",
     "evaluate",

@@ -1,60 +1,102 @@
-import torch
+"""Order of a GPU's copies and broadcasts, under any schedule that CUDA may choose."""
 
-from slipstream.broker.weights.collective import DoubleBuffer
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.broker.weights.double_buffer import DoubleBuffer
+from tests.cuda_fake import FakeCuda, FakeNccl
 
 CPU = torch.device("cpu")
+SIZES = (8, 3, 1, 8, 5)
+TIMEOUT = timedelta(seconds=1)
 
 
-def make_buckets(*sizes: int) -> list[torch.Tensor]:
+def make_buckets(*sizes: int) -> list[Tensor]:
     return [torch.full((size,), index + 1, dtype=torch.uint8) for index, size in enumerate(sizes)]
 
 
-class Wire:
-    """Broadcasts that end when they are waited for; the contents of a buffer must not change in between."""
-
-    def __init__(self, arriving: list[torch.Tensor] | None = None) -> None:
-        self.arriving = arriving
-        self.sent: list[torch.Tensor] = []
-        self.events: list[str] = []
-
-    def start(self, index, buffer):
-        self.events.append(f"begin {index}")
-        before = buffer.clone()
-
-        def finish():
-            self.events.append(f"end {index}")
-            assert buffer.equal(before), "a buffer was overwritten during its broadcast"
-            if self.arriving:
-                buffer.copy_(self.arriving[index])
-            self.sent.append(buffer.clone())
-
-        return finish
+def start(nccl: FakeNccl, index: int, buffer: Tensor):
+    return partial(nccl.broadcast(buffer, 0, timeout=TIMEOUT).wait, TIMEOUT)
 
 
-def test_everything_is_sent_in_order():
-    buckets, wire = make_buckets(8, 3, 0, 8, 5), Wire()
-    DoubleBuffer(CPU).send(buckets, wire.start)
-    assert all(sent.equal(bucket) for sent, bucket in zip(wire.sent, buckets, strict=True))
-    assert wire.events == [f"{word} {index}" for index in range(5) for word in ("begin", "end")]
+def send(cuda: FakeCuda, *, is_stalled: bool = False) -> FakeNccl:
+    nccl = FakeNccl(cuda, is_stalled=is_stalled)
+    with cuda:
+        DoubleBuffer(CPU, cuda=cuda).send(make_buckets(*SIZES), partial(start, nccl))
+    return nccl
 
 
-def test_the_next_bucket_is_copied_during_a_broadcast(monkeypatch):
-    buckets, wire, double_buffer = make_buckets(4, 4, 4), Wire(), DoubleBuffer(CPU)
-    upload = double_buffer._upload
-    monkeypatch.setattr(double_buffer, "_upload", lambda b, i: (wire.events.append(f"copy {i}"), upload(b, i)))
-    double_buffer.send(buckets, wire.start)
-    assert wire.events[:5] == ["copy 0", "begin 0", "copy 1", "end 0", "begin 1"]
+def receive(cuda: FakeCuda) -> list[Tensor]:
+    buckets, nccl = [torch.zeros(size, dtype=torch.uint8) for size in SIZES], FakeNccl(cuda, make_buckets(*SIZES))
+    with cuda:
+        DoubleBuffer(CPU, cuda=cuda).receive(buckets, partial(start, nccl))
+    return buckets
 
 
-def test_received_bytes_reach_their_bucket():
-    expected, wire = make_buckets(8, 3, 8), Wire(make_buckets(8, 3, 8))
-    buckets = [torch.zeros_like(bucket) for bucket in expected]
-    DoubleBuffer(CPU).receive(buckets, wire.start)
-    assert all(bucket.equal(other) for bucket, other in zip(buckets, expected, strict=True))
+def assert_same(got: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(one.equal(other) for one, other in zip(got, expected, strict=True))
 
 
-def test_the_memory_is_twice_the_largest_bucket_and_is_kept():
-    double_buffer = DoubleBuffer(CPU)
+@pytest.mark.parametrize("seed", range(20))
+def test_every_bucket_is_sent_whole_under_any_schedule(seed: int):
+    assert_same(send(FakeCuda(seed)).sent, make_buckets(*SIZES))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_bucket_is_received_whole_under_any_schedule(seed: int):
+    assert_same(receive(FakeCuda(seed)), make_buckets(*SIZES))
+
+
+def test_the_next_bucket_is_copied_during_a_broadcast():
+    cuda = FakeCuda()
+    send(cuda)
+    called = [event for event in cuda.events if "broadcast" in event or "enqueue copy" in event]
+    assert [event.split(": ")[1] for event in called[:4]] == [
+        "enqueue copy",
+        "broadcast 0",
+        "enqueue copy",
+        "broadcast 1",
+    ]
+
+
+@pytest.mark.parametrize("run", [send, receive])
+def test_nothing_touches_the_default_stream_on_which_the_learner_trains(run):
+    cuda = FakeCuda()
+    # Training has queued work that takes for ever.
+    cuda.default.queue.append(("training", lambda: False))
+    run(cuda)
+    assert not [event for event in cuda.events if event.startswith("default")]
+    assert len(cuda.default.queue) == 1
+    assert {stream for stream, _ in cuda.allocated if _ == max(SIZES)} <= {"stream-2", "stream-1"}
+
+
+def test_training_goes_on_beside_a_stalled_broadcast():
+    cuda = FakeCuda()
+    with pytest.raises(RuntimeError, match="timed out"):
+        send(cuda, is_stalled=True)
+    trained: list[int] = []
+    for step in range(3):
+        cuda.default.enqueue("step", lambda step=step: trained.append(step) is None)
+    cuda.default.synchronize()
+    assert trained == [0, 1, 2]
+
+
+@pytest.mark.parametrize("run", [send, receive])
+def test_the_gpu_holds_two_buckets_whatever_the_number(run):
+    cuda = FakeCuda()
+    run(cuda)
+    buffers = [size for stream, size in cuda.allocated if size == max(SIZES)]
+    assert len(buffers) == 2
+
+
+def test_the_buffers_are_kept():
+    cuda = FakeCuda()
+    double_buffer = DoubleBuffer(CPU, cuda=cuda)
     for sizes in ((8, 3), (5,), ()):
-        double_buffer.send(make_buckets(*sizes), Wire().start)
+        with cuda:
+            double_buffer.send(make_buckets(*sizes), partial(start, FakeNccl(cuda)))
     assert [buffer.numel() for buffer in double_buffer._buffers] == [8, 8]

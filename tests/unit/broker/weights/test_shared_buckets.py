@@ -14,7 +14,7 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets, free_memory_
 READER = """
 import sys
 from slipstream.broker.weights.shared_buckets import map_buckets
-first, second = map_buckets(sys.argv[1:], sizes=[5, 0])
+first, second = map_buckets(sys.argv[1], sizes=[5, 0])
 first[0] = 99
 print(first.tolist(), second.tolist())
 """
@@ -24,7 +24,7 @@ def test_another_process_reads_the_buckets_and_cannot_change_them() -> None:
     buckets = SharedBuckets([5, 0])
     buckets.tensors[0].copy_(torch.arange(5, dtype=torch.uint8))
     reader = subprocess.run(
-        [sys.executable, "-c", READER, *buckets.paths], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", READER, buckets.path], capture_output=True, text=True, timeout=60, check=True
     )
     assert reader.stdout.strip() == "[99, 1, 2, 3, 4] []"
     assert buckets.tensors[0].tolist() == [0, 1, 2, 3, 4]
@@ -33,7 +33,7 @@ def test_another_process_reads_the_buckets_and_cannot_change_them() -> None:
 
 def test_closed_buckets_leave_no_descriptor() -> None:
     buckets = SharedBuckets([4096])
-    path = Path(buckets.paths[0])
+    path = Path(buckets.path)
     assert path.exists()
     buckets.close()
     assert not path.exists()
@@ -49,8 +49,8 @@ def test_weights_larger_than_the_memory_are_refused() -> None:
 def test_missing_or_smaller_buckets_cannot_be_mapped(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(b"abc")
     for name in ("absent", "small"):
-        with pytest.raises(WeightTransferError, match="must be able to map the 1 fetched buckets"):
-            map_buckets([str(tmp_path / name)], sizes=[4])
+        with pytest.raises(WeightTransferError, match="must be able to map the 1 buckets of its machine"):
+            map_buckets(str(tmp_path / name), sizes=[4])
 
 
 # --- free memory -----------------------------------------------------------------------------------------------------

@@ -79,6 +79,20 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged():
     assert trajectory.reward == Reward(total=0.8)
 
 
+def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own():
+    engine, calls = RecordingEngine(), []
+    agent = make_agent(engine, RecordingScorer())
+    encode = agent._encoder.encode_with_images
+    agent._encoder.encode_with_images = lambda prompt, **more: calls.append(prompt) or encode(prompt, **more)
+    prompt = make_prompt()
+    # Of the same lease id, as after a broker's restart with other data.
+    other = msgspec.structs.replace(prompt, prompt="11=")
+    for asked, index in ((prompt, 0), (prompt, 1), (other, 0), (prompt, 2)):
+        asyncio.run(agent.answer(asked, index))
+    assert calls == [prompt, other, prompt]
+    assert [len(request[0]) for request in engine.requests] == [6, 6, 3, 6]
+
+
 def test_the_trajectory_packs():
     trajectory, _, _ = answer(make_prompt())
     header, _ = pack(trajectory, lease_id="0-0", purpose="train", group_size=2)

@@ -8,10 +8,19 @@ import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Update
+from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.learner.publishing.background import BackgroundPublisher
-from tests.unit.learner.fake_generators import CANARY, WEIGHTS, make_publisher, make_stager, publish, stage
+from tests.unit.learner.fake_generators import (
+    CANARY,
+    WEIGHTS,
+    FakeGenerators,
+    FakeSnapshots,
+    make_publisher,
+    make_stager,
+    publish,
+    stage,
+)
 
 
 def test_all_living_generators_get_the_version_over_one_group():
@@ -50,7 +59,7 @@ def test_a_silent_member_is_evicted_and_the_others_get_the_version():
     publisher.set_version(stage(1))
     generators.members["g1"] = "silent"
 
-    def only_the_well_open(epoch: int, *, num_members: int, timeout_s: float) -> None:
+    def only_the_well_open(epoch: int, *, num_members: int, timeout_s: float, backend: str) -> None:
         generators.opened_with.append(num_members)
         if num_members == 2:
             raise WeightTransferError("rank 2 did not arrive in time")
@@ -234,3 +243,53 @@ def test_tensors_are_staged_one_at_a_time():
         staged = stager.stage(version=version, weights=gathered(), canary=CANARY)
         assert staged.buckets[0].view(torch.float32).unique().tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
     assert most_alive <= 2
+
+
+# --- backend of an epoch ---------------------------------------------------------------------------------------------
+def publish_twice(devices: dict[str, str], *, own: str = "cuda:GPU-0", backend: str = "auto") -> FakeGenerators:
+    """Members fetch the first version, which tells their devices, and are sent the second one."""
+    publisher, generators, clock = make_publisher(
+        snapshots=FakeSnapshots(), backend=backend, **dict.fromkeys(devices, "well")
+    )
+    generators.device, generators.devices = own, devices
+    publish(publisher, 1)
+    clock.now += 10
+    publish(publisher, 2)
+    return generators
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [
+        ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-2"], "nccl"),
+        ("cuda:GPU-0", ["cuda:GPU-0"], "gloo"),
+        ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-1"], "gloo"),
+        ("cuda:GPU-0", ["cuda:GPU-1", "cpu"], "gloo"),
+        ("cpu", ["cuda:GPU-1"], "gloo"),
+        ("cpu", ["cpu"], "gloo"),
+    ],
+)
+def test_the_backend_follows_from_where_the_roles_are(own: str, others: list[str], expected: str):
+    generators = publish_twice({f"g{index}": device for index, device in enumerate(others)}, own=own)
+    orders = [message.backend for message in generators.sent if isinstance(message, OpenEpoch)]
+    assert generators.backends == orders == [expected]
+
+
+def test_the_backend_changes_with_the_members():
+    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well")
+    generators.device, generators.devices = "cuda:GPU-0", {"g0": "cuda:GPU-1", "g1": "cpu"}
+    for version, names in enumerate([["g0"], ["g0"], ["g0", "g1"], ["g0", "g1"], ["g0"]]):
+        generators.set_members(**dict.fromkeys(names, "well"))
+        publish(publisher, version)
+        clock.now += 10
+    assert generators.backends == ["nccl", "gloo", "nccl"]
+
+
+def test_gloo_can_be_forced():
+    assert publish_twice({"g0": "cuda:GPU-1"}, backend="gloo").backends == ["gloo"]
+
+
+def test_nccl_that_cannot_work_is_refused_in_words():
+    generators = publish_twice({"g0": "cuda:GPU-0"}, backend="nccl")
+    assert generators.backends == []
+    assert "on a GPU of its own, got two of them on one GPU: use weights.backend=auto" in generators.evicted[0][1]

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from slipstream.buffer.errors import RunConflictError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import SftConfig
-from slipstream.configs.learner import CheckpointConfig, OptimizerConfig
+from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig
+from slipstream.configs.load import load
 from slipstream.learner.sft.log import SFT_ROW_KEYS, SFT_SUMMARY_KEYS
 from slipstream.learner.sft.run import build_sft, check_sft, choose_rows, count_seen, count_steps
 from tests.unit.learner.builders import CPU, make_model, make_run
@@ -115,6 +116,41 @@ def test_without_a_held_out_file_there_is_no_held_out_loss(tmp_path):
     rows, summary, _ = train(make_sft_run(tmp_path, steps=2, heldout_path=""))
     assert [row["step"] for row in rows] == [1, 2]
     assert (summary["heldout_loss"], summary["heldout_rows"]) == (None, 0)
+
+
+def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path):
+    # Few rows, learnt by heart: the loss on others falls and rises.
+    few = make_file(tmp_path, problems(0, 4), "few.parquet")
+    run = make_sft_run(tmp_path, steps=40, heldout_every_steps=5, train_path=few, trajectories_per_step=4)
+    best = BestConfig("eval/loss", mode="min")
+    learner = msgspec.structs.replace(run.learner, checkpoint=CheckpointConfig(every_steps=50, keep=1, best=best))
+    run = msgspec.structs.replace(run, learner=learner)
+    for steps in (20, 40):
+        at_most = msgspec.structs.replace(run.learner, max_steps=steps)
+        rows, _, final = train(msgspec.structs.replace(run, learner=at_most, resume=steps == 40))
+    losses = {row["step"]: row["eval/loss"] for row in rows if row["step"] and "eval/loss" in row}
+    step = min(losses, key=losses.__getitem__)
+    folder = Path(run.runs_dir) / run.name
+    assert 0 < step < 40
+    assert json.loads((folder / "best.json").read_text())["value"] == losses[step]
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-{step:08d}", "step-00000040"]
+    kept = load_file(folder / f"checkpoints/step-{step:08d}/model/model.safetensors")
+    exported = load_file(folder / "best_model/model.safetensors")
+    assert equal(kept, exported)
+    assert not equal(final, exported)
+
+
+@pytest.mark.parametrize(
+    ("metric", "heldout", "message"),
+    [
+        ("eval/accuracy_greedy", "heldout.parquet", "must name eval/loss here"),
+        ("eval/loss", "", "sft.heldout_path must be set"),
+    ],
+)
+def test_a_best_checkpoint_that_cannot_be_is_refused(metric, heldout, message):
+    settings = [f"sft.heldout_path={heldout}", f"learner.checkpoint.best={{metric: {metric}}}"]
+    with pytest.raises(ConfigError, match=message):
+        load(["experiment=sft", "sft.train_path=train.parquet", "model.path=somewhere", *settings])
 
 
 def test_another_seed_trains_in_another_order(tmp_path):

@@ -8,7 +8,14 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.launch.generator_pool import GeneratorPool, check_target, place, visible_gpus
+from slipstream.launch.generator_pool import (
+    GeneratorPool,
+    check_placement,
+    check_target,
+    gpu_gib,
+    place,
+    visible_gpus,
+)
 from slipstream.runtime.process import RoleDiedError, RoleProcess
 from tests.builders import make_run
 
@@ -138,6 +145,55 @@ def test_eight_gpus_are_assigned_in_order():
     assert placed == {"learner": ["0", "1", "2", "3"], "generator-0": ["4", "5"], "generator-1": ["6", "7"]}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "placed"),
+    [
+        # vLLM's build decides where it runs; the learner is told.
+        (["learner.device=cpu"], {"learner": [], "generator-0": ["5"]}),
+        (["learner.device=cpu", "generators/engine=hf"], {"learner": [], "generator-0": []}),
+        (["generators/engine=hf"], {"learner": ["5"], "generator-0": ["5"]}),
+        (["generators/engine=scripted"], {"learner": ["5"], "generator-0": []}),
+    ],
+)
+def test_a_role_without_a_gpu_sees_none(overrides: list[str], placed: dict[str, list[str]]):
+    assert place(load(overrides), gpus=["5"]) == placed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["learner.num_ranks=2"], r"learner.num_ranks must be <= the GPUs here \(1\), got 2: each"),
+        (["generators.engine.tensor_parallel_size=2"], r"parallel_size must be <= the GPUs here \(1\), got 2: each"),
+    ],
+)
+def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        place(load(overrides), gpus=["5"])
+
+
+def test_a_learner_that_must_have_a_gpu_is_refused_before_the_start_without_one():
+    check_placement(load(["learner.device=cpu"]))
+    # A machine without a driver, or a CPU build of torch.
+    with pytest.raises(ConfigError, match=r"^learner.device=cuda needs an NVIDIA GPU"):
+        check_placement(load(["learner.device=cuda"]))
+    with pytest.raises(
+        ConfigError, match=r"weights\.backend=nccl needs a GPU for the learner and others .* got 0 here"
+    ):
+        check_placement(load(["weights.backend=nccl"]))
+
+
+def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text('#!/bin/sh\ncase "$*" in *memory.total*"-i 1") echo 81559;; *index*) echo 0; echo 1;; esac\n')
+    asked.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert visible_gpus({}, torch_version="2.13.0") == ["0", "1"]
+    assert visible_gpus({}, torch_version="2.13.0+cpu") == []
+    assert gpu_gib("1") == pytest.approx(79.65, abs=0.01)
+    with pytest.raises(ConfigError, match=r"^nvidia-smi must tell the memory of GPU MIG-3a"):
+        gpu_gib("MIG-3a")
+
+
 def test_too_few_gpus_are_refused_with_the_sum():
     with pytest.raises(ConfigError, match="got 8"):
         place(load(["experiment=gsm8k_8gpu"]), gpus=EIGHT[:4])
@@ -155,11 +211,11 @@ def test_too_few_gpus_are_refused_with_the_sum():
     ],
 )
 def test_only_gpus_visible_to_the_launcher_are_assigned(value: str, names: list[str]):
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}) == names
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, torch_version="2.13.0+cu130") == names
 
 
 def test_a_role_gets_its_gpus_by_the_names_that_the_launcher_sees():
-    placed = place(make_run(), gpus=visible_gpus({"CUDA_VISIBLE_DEVICES": "6,GPU-8932f937"}))
+    placed = place(load([]), gpus=visible_gpus({"CUDA_VISIBLE_DEVICES": "6,GPU-8932f937"}, torch_version="2.13.0"))
     assert placed == {"learner": ["6"], "generator-0": ["GPU-8932f937"]}
 
 

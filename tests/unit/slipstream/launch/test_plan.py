@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load
+from slipstream.configs.load import derived_sizes, load
 from slipstream.configs.run import RunConfig
-from slipstream.launch.plan import GIB, HOST, Machine, Plan, derived_sizes, kv_bytes, make_plan, show_plan
+from slipstream.launch.plan import GIB, HOST, Machine, Plan, kv_bytes, make_plan, shared_cache_gib, show_plan
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.step_memory import Allocations, largest_microbatch, step_bytes
@@ -191,6 +191,37 @@ def test_gpus_hold_what_their_roles_need(model: Path) -> None:
     assert places["generator-1"] == {"gpu 3", "gpu 4", HOST}
     with pytest.raises(ConfigError, match="--gpu-gib"):
         Machine.here(host_gib=None, gpus=2 + torch.cuda.device_count(), gpu_gib=None)
+
+
+def test_a_shared_gpu_is_dealt_out_to_learner_and_engines(model: Path) -> None:
+    run = settings(model, "generators/engine=vllm_gpu_shared", "generators.count=2", "model.dtype=bfloat16")
+    one = Machine(host_gib=1024, gpus=1, gpu_gib=80)
+    # Few sequences fill less than is left: keys and values of two heads of 32, in four layers, in half precision.
+    full = (256 + 4) * 256 * 2 * 2 * 32 * 2 * LAYERS / GIB
+    assert shared_cache_gib(run, gpu_gib=80) == pytest.approx(full + 0.25)
+    plan = make_plan(run, one)
+    assert gib(plan, "generator-1", "engine: context and graphs") == pytest.approx(1.8)
+    # Neither measures what the other takes: all that is planned fits, and room for fragments.
+    others = plan.total("gpu 0") - 2 * gib(plan, "generator-0", "KV cache")
+    tight = make_plan(run, Machine(host_gib=1024, gpus=1, gpu_gib=(others + 0.1) / 0.92))
+    assert gib(tight, "generator-0", "KV cache") == pytest.approx(0.05)
+    assert tight.problems == []
+    given = settings(model, "generators.engine.kv_cache_gib=2.5", "generators/engine=vllm_gpu_shared")
+    assert gib(make_plan(given, one), "generator-0", "KV cache") == 2.5
+    assert gib(make_plan(given, Machine(host_gib=1024)), "generator-0", "KV cache") == 1
+
+
+def test_a_gpu_that_cannot_hold_both_is_refused_with_what_each_takes(model: Path) -> None:
+    run = settings(model, "generators/engine=vllm_gpu_shared", "learner.device=auto")
+    with pytest.raises(ConfigError) as caught:
+        shared_cache_gib(run, gpu_gib=2.0)
+    message = str(caught.value)
+    assert message.startswith("the KV cache of an engine must hold one sequence of model.max_length (256 tokens")
+    assert (
+        "got 0.00 GiB beside what else shares gpu 0 of 2.0 GiB (generator-0: engine: context and graphs 1.8" in message
+    )
+    assert "learner: context and libraries 0.8" in message
+    assert "raise the number of GPUs, or " in message
 
 
 def test_an_unreadable_model_is_one_sentence(tmp_path: Path) -> None:

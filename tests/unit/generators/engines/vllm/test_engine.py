@@ -55,6 +55,13 @@ def arguments_of(**settings: Any) -> AsyncEngineArgs:
     return engine_arguments(ModelConfig(path="none"), config, seed=0, max_positions=64, reads_text=False)
 
 
+def test_a_cache_of_a_given_size_does_not_depend_on_free_memory():
+    measured, given = arguments_of(), arguments_of(kv_cache_gib=1.5)
+    assert (measured.gpu_memory_utilization, measured.kv_cache_memory_bytes) == (0.85, None)
+    # vLLM starts only where that share of the GPU is free, which another role may have taken.
+    assert (given.gpu_memory_utilization, given.kv_cache_memory_bytes) == (0.01, 3 * 2**29)
+
+
 def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
     arguments = arguments_of(
         pipeline_parallel_size=2,
@@ -62,8 +69,13 @@ def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
         max_num_batched_tokens=512,
         kv_cache_dtype="fp8",
         quantization="fp8_per_tensor",
-        extra={"block_size": 32, "async_scheduling": False},
+        extra={
+            "block_size": 32,
+            "async_scheduling": False,
+            "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 256]},
+        },
     )
+    assert arguments.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
     assert (arguments.pipeline_parallel_size, arguments.enable_expert_parallel) == (2, True)
     assert (arguments.max_num_batched_tokens, arguments.kv_cache_dtype) == (512, "fp8")
     assert (arguments.quantization, arguments.distributed_executor_backend) == ("fp8_per_tensor", "mp")

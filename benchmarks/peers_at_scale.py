@@ -1,0 +1,335 @@
+"""Scripted generators on one broker: time to a lease, processor time of broker and store, tokens per second.
+
+python -m benchmarks.peers_at_scale --peers 250 1000 4000 --tokens-per-s 1000000
+
+Every generator says Hello, answers pings, asks for one group at a time and puts its trajectories one by one at an even
+rate; a scripted learner announces versions. All of them ask at once first; after that each asks when its group is done.
+"""
+
+import argparse
+import heapq
+import multiprocessing
+import select
+import socket
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import make_parser, write_result
+from benchmarks.ingest.paths import ANY_LEASE, make_trajectory
+from benchmarks.ingest.served_run import GROUP_SIZE, TOKEN, ServedRun
+from slipstream.broker.credentials import derive_keys
+from slipstream.broker.messages import (
+    NO_EPOCH,
+    Ack,
+    AnyMessage,
+    Hello,
+    LeaseRequest,
+    Member,
+    Members,
+    Message,
+    Nack,
+    Ping,
+    Pong,
+    Prompts,
+    Put,
+    TensorSlot,
+    Update,
+    UpdateApplied,
+    Welcome,
+)
+from slipstream.broker.transport import zmq_channels
+from slipstream.buffer.codec import decode, encode, pack
+from slipstream.buffer.trajectory import make_trajectory_id
+
+_LEARNER = "learner"
+_JOIN_S, _BURST_S = 60.0, 60.0
+_UPDATE_EVERY_S = 5.0
+_NUM_TENSORS = 300
+_GAUGES: dict[str, Any] = {f"gauge_{number}": float(number) for number in range(24)}
+"""As many as a generator reports."""
+
+console = Console(width=120) if not Console().is_terminal else Console()
+
+
+@dataclass
+class Peer:
+    """One scripted generator, or the learner."""
+
+    socket: zmq.Socket
+    member: Member
+    lease_ids: list[str] = field(default_factory=list)
+    asked_at: float = 0.0
+    num_left: int = 0
+    """Trajectories of its group that are not put yet."""
+    version: int = 0
+    is_joined: bool = False
+
+
+class Crowd:
+    """Scripted generators of one process, on one epoll. Life: join -> burst -> steady."""
+
+    def __init__(self, numbers: range, address: str, *, tokens: int, put_every_s: float, has_learner: bool) -> None:
+        """`put_every_s`: seconds between two trajectories of one generator."""
+        self._keys, self._address, self._put_every_s = derive_keys(TOKEN), address, put_every_s
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 16_384)
+        self._epoll = select.epoll()
+        self._by_fd: dict[int, Peer] = {}
+        self._touched: dict[int, Peer] = {}
+        self._due: list[tuple[float, int, Peer]] = []
+        self._template = make_trajectory(ANY_LEASE, 0, num_tokens=tokens, rng=np.random.default_rng(0))
+        self._live: list[Member] = []
+        self.waits_s: list[float] = []
+        self.num_acked = self.num_updates = self.num_rejected = 0
+        self._peers = [self._connect("generator", f"generator-{number}") for number in numbers]
+        self._learner = self._connect(_LEARNER, _LEARNER) if has_learner else None
+
+    def join(self) -> None:
+        """Block until every peer is welcome."""
+        everyone = [*self._peers, *([self._learner] if self._learner else [])]
+        self._run_until(_JOIN_S, lambda: all(peer.is_joined for peer in everyone))
+        if missing := sum(not peer.is_joined for peer in everyone):
+            raise RuntimeError(f"every peer must be welcome within {_JOIN_S:g} s, {missing} of {len(everyone)} are not")
+
+    def burst(self) -> None:
+        """Have all generators ask at once, and wait for all answers."""
+        for peer in self._peers:
+            self._ask(peer)
+        self._run_until(_BURST_S, lambda: len(self.waits_s) >= len(self._peers))
+
+    def steady(self, seconds: float) -> None:
+        self._run_until(seconds, lambda: False)
+
+    def _connect(self, role: Any, peer_id: str) -> Peer:
+        member = Member(peer_id, f"{peer_id}-0123456789abcdef0123456789")
+        options = zmq_channels._client_options(self._keys) | {zmq.IDENTITY: member.incarnation.encode()}
+        peer = Peer(zmq_channels._open(self._context, zmq.DEALER, options), member)
+        peer.socket.connect(self._address)
+        descriptor = int(peer.socket.getsockopt(zmq.FD))
+        self._by_fd[descriptor] = peer
+        self._epoll.register(descriptor, select.EPOLLIN)
+        self._send(peer, Hello(role, peer_id, member.incarnation, socket.gethostname(), 1))
+        return peer
+
+    def _run_until(self, seconds: float, is_done: Any) -> None:
+        deadline = time.perf_counter() + seconds
+        next_update_at = time.perf_counter() + _UPDATE_EVERY_S
+        while (now := time.perf_counter()) < deadline and not is_done():
+            if self._learner and now >= next_update_at:
+                next_update_at = now + _UPDATE_EVERY_S
+                self._announce()
+            while self._due and self._due[0][0] <= now:
+                at, _, peer = heapq.heappop(self._due)
+                self._put_one(peer, at)
+            self._drain_all()
+            left_s = (self._due[0][0] if self._due else deadline) - time.perf_counter()
+            for descriptor, _ in self._epoll.poll(min(0.05, max(0.0, left_s))):
+                self._touched[descriptor] = self._by_fd[descriptor]
+            self._drain_all()
+
+    def _send(self, peer: Peer, message: Message, *payloads: bytes) -> None:
+        peer.socket.send_multipart([encode(message), *payloads])
+        self._touched[id(peer)] = peer
+
+    def _drain_all(self) -> None:
+        # A socket's descriptor signals once, and a send takes that signal too: whatever was touched is read until it is
+        # empty, before the next wait.
+        while self._touched:
+            _, peer = self._touched.popitem()
+            while int(peer.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._handle(peer, decode(peer.socket.recv_multipart()[0], AnyMessage))  # type: ignore[arg-type]
+
+    def _handle(self, peer: Peer, message: Message) -> None:
+        match message:
+            case Welcome():
+                peer.is_joined = True
+                self._pong(peer, -1.0)
+            case Ping(sent_at=sent_at):
+                self._pong(peer, sent_at)
+            case Prompts(prompts=[]):
+                self._send(peer, LeaseRequest(GROUP_SIZE))
+            case Prompts(prompts=[prompt, *_]):
+                now = time.perf_counter()
+                self.waits_s.append(now - peer.asked_at)
+                peer.lease_ids, peer.num_left = [prompt.lease.id], GROUP_SIZE
+                # Spread over the interval, so that generators that asked at once do not go on in step.
+                heapq.heappush(self._due, (now + self._put_every_s * np.random.random(), id(peer), peer))
+            case Ack(ids=ids):
+                self.num_acked += len(ids)
+            case Nack():
+                self.num_rejected += 1
+            case Members(generators=generators):
+                self._live = [each.member for each in generators]
+            case Update(version=version, epoch=epoch):
+                peer.version, self.num_updates = version, self.num_updates + 1
+                self._pong(peer, -1.0)
+                self._send(peer, UpdateApplied(epoch, version, peer.member))
+
+    def _pong(self, peer: Peer, sent_at: float) -> None:
+        self._send(peer, Pong(sent_at, "ready", peer.version, gauges=_GAUGES, lease_ids=peer.lease_ids))
+
+    def _ask(self, peer: Peer) -> None:
+        peer.asked_at = time.perf_counter()
+        self._send(peer, LeaseRequest(GROUP_SIZE))
+
+    def _put_one(self, peer: Peer, at: float) -> None:
+        """Put the next member of the peer's group; after the last, ask for another group."""
+        lease_id, index = peer.lease_ids[0], GROUP_SIZE - peer.num_left
+        group_id, _, attempt = lease_id.rpartition("-")
+        ids = {"id": make_trajectory_id(lease_id, index), "group_id": group_id, "index": index}
+        made = msgspec.structs.replace(self._template, **ids, attempt=int(attempt))
+        header, payload = pack(made, lease_id=lease_id, purpose="train", group_size=GROUP_SIZE)
+        self._send(peer, Put([header]), payload)
+        peer.num_left -= 1
+        if peer.num_left:
+            heapq.heappush(self._due, (at + self._put_every_s, id(peer), peer))
+        else:
+            peer.lease_ids = []
+            self._ask(peer)
+
+    def _announce(self) -> None:
+        assert self._learner is not None
+        self._learner.version += 1
+        slots = [
+            TensorSlot(f"model.layers.{n}.mlp.weight", [4096, 4096], "bfloat16", 0, n) for n in range(_NUM_TENSORS)
+        ]
+        order = Update(
+            NO_EPOCH, self._live, self._learner.version, slots, [2**26] * 8, [2**63] * 8, [[1] * 32] * 4,
+            [[-1.0] * 31] * 4, max_probe_diff=1e-3, timeout_s=60.0,
+        )  # fmt: skip
+        self._send(self._learner, order)
+
+
+def _work(pipe: Connection, numbers: range, settings: dict[str, Any], seconds: float) -> None:
+    crowd = Crowd(numbers, **settings)
+    crowd.join()
+    pipe.send("joined")
+    pipe.recv()
+    crowd.burst()
+    pipe.send(crowd.waits_s)
+    pipe.recv()
+    crowd.waits_s, crowd.num_acked, crowd.num_updates = [], 0, 0
+    cpu_s = time.process_time()
+    crowd.steady(seconds)
+    pipe.send((crowd.waits_s, crowd.num_acked, crowd.num_updates, crowd.num_rejected, time.process_time() - cpu_s))
+
+
+def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the peers on a served run that nobody used yet; return the figures."""
+    context = multiprocessing.get_context("spawn")
+    settings = {
+        "address": served.address,
+        "tokens": arguments.tokens,
+        "put_every_s": num_peers * arguments.tokens / arguments.tokens_per_s,
+    }
+    pipes, workers = [], []
+    for number in range(arguments.processes):
+        ours, theirs = context.Pipe()
+        numbers = range(number, num_peers, arguments.processes)
+        work = (theirs, numbers, settings | {"has_learner": number == 0}, arguments.seconds)
+        workers.append(context.Process(target=_work, args=work, daemon=True))
+        workers[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    _gather(pipes)
+    idle = _cores(served, min(5.0, arguments.seconds))
+    _release(pipes)
+    burst = [wait for waits in _gather(pipes) for wait in waits]
+    before, started_at = served.cpu_s(), time.perf_counter()
+    _release(pipes)
+    results = _gather(pipes)
+    wall_s = time.perf_counter() - started_at
+    cores = {name: (used - before[name]) / wall_s for name, used in served.cpu_s().items()}
+    for worker in workers:
+        worker.join(5.0)
+    waits = [wait for result in results for wait in result[0]]
+    return {
+        "peers": num_peers,
+        "idle_cores": idle,
+        "burst_s": _quantiles(burst),
+        "lease_s": _quantiles(waits),
+        "leases": len(waits),
+        "cores": cores | {"peers": sum(result[4] for result in results) / wall_s},
+        "tokens_per_s": arguments.tokens * sum(result[1] for result in results) / wall_s,
+        "updates": sum(result[2] for result in results),
+        "rejected": sum(result[3] for result in results),
+    }
+
+
+def _cores(served: ServedRun, seconds: float) -> dict[str, float]:
+    before = served.cpu_s()
+    time.sleep(seconds)
+    return {name: (used - before[name]) / seconds for name, used in served.cpu_s().items()}
+
+
+def _gather(pipes: list[Connection]) -> list[Any]:
+    return [pipe.recv() for pipe in pipes]
+
+
+def _release(pipes: list[Connection]) -> None:
+    for pipe in pipes:
+        pipe.send("go")
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    if len(seconds) < 2:
+        return {"p50": float("nan"), "p99": float("nan"), "max": float("nan")}
+    percentiles = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {"p50": percentiles[49], "p99": percentiles[98], "max": max(seconds)}
+
+
+def main(arguments: argparse.Namespace) -> None:
+    """Measure each number of generators on a broker and a store of its own."""
+    rows = []
+    for num_peers in arguments.peers:
+        with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+            served = ServedRun(Path(folder), durability="standard", settings=["broker.peer_timeout_s=8"])
+            try:
+                served.start()
+                rows.append(measure(served, num_peers, arguments))
+            finally:
+                served.stop()
+        write_result(arguments, {"group_size": GROUP_SIZE, "rows": rows})
+    console.print(_table(rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(
+        "peers", "all at once: p50, last", "lease p50", "p99", "broker", "store", "idle", "peers'", "tokens/s"
+    )
+    table.title = "Seconds to a lease in ms; processor time in shares of a core"
+    for row in rows:
+        burst, lease, cores = row["burst_s"], row["lease_s"], row["cores"]
+        table.add_row(
+            f"{row['peers']:,}",
+            f"{1e3 * burst['p50']:,.0f}, {1e3 * burst['max']:,.0f}",
+            f"{1e3 * lease['p50']:,.1f}",
+            f"{1e3 * lease['p99']:,.1f}",
+            f"{cores['broker']:.2f}",
+            f"{cores['store']:.2f}",
+            f"{row['idle_cores']['broker']:.2f}",
+            f"{cores['peers']:.2f}",
+            f"{row['tokens_per_s']:,.0f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    parser = make_parser("benchmarks.peers_at_scale", __doc__)
+    parser.add_argument("--peers", type=int, nargs="+", default=[250, 1000, 4000], help="generators (250 1000 4000)")
+    parser.add_argument("--tokens-per-s", type=float, default=1e6, help="of all generators together (1,000,000)")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a trajectory (1024)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="measured after all have a lease (20)")
+    parser.add_argument("--processes", type=int, default=1, help="that the generators are divided over (1)")
+    main(parser.parse_args())

@@ -1,0 +1,249 @@
+"""ProcessGroup: one rank's end of an epoch's process group, over Gloo or NCCL.
+
+Building has three phases, all under the epoch's deadline:
+    gather   every member registers; rank 0 then publishes a verdict: proceed, or which members are missing
+    connect  the process group is built
+    probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
+Any later failure closes the group on every rank: a rank that fails closes its connections, which ends the operations of
+the ranks that wait for it. With NCCL over NVLink there is no connection that could break: the others notice a dead peer
+at the timeout of the bucket.
+
+On GPUs a process survives the death of a peer only if TORCH_NCCL_ASYNC_ERROR_HANDLING=0 was set when it started:
+otherwise NCCL's watchdog reacts to an error by ending the process.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+from threading import Event, Thread, Timer
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import DeviceName, GroupBackend
+from slipstream.broker.weights import rendezvous
+from slipstream.broker.weights.double_buffer import DoubleBuffer
+from slipstream.broker.weights.rendezvous import SENDER_RANK, EpochRank, seconds_left
+
+_PIECE_BYTES = 1024 * 1024
+"""Size of one Gloo operation; equal on all ranks. Gloo notices a dead peer at once except while it writes to it, so a
+piece must fit the kernel's socket buffer: otherwise all other ranks would wait for the deadline."""
+_GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
+"""Bounds for the connect phase, below the epoch's deadline: all members are ready then, and one that dies
+holds up all others and their engines. NCCL takes longer because it detects the topology first."""
+_GRACE_S = 1.0
+"""Extra seconds for an operation that has reached its timeout to raise."""
+_ABORT_S = 5.0
+"""Longest wait for an abort of NCCL's, which may hang itself; it goes on in the background."""
+TORCH_ERRORS = (RuntimeError, ValueError, OSError)
+"""Errors that torch and sockets raise: DistError and Gloo's errors are RuntimeErrors."""
+
+
+def device_name(device: torch.device) -> str:
+    """`cpu`, or `cuda:` and the GPU's UUID, which is the same in every process that sees it."""
+    return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+
+
+def choose_backend(
+    setting: Literal["auto", "gloo", "nccl"], own: DeviceName, others: Sequence[DeviceName]
+) -> GroupBackend:
+    """Choose for one epoch, by the devices of the learner and its members: NCCL where each has a GPU of its own.
+
+    Raises WeightTransferError for `nccl` where it cannot work.
+    """
+    devices = [own, *others]
+    if on_cpu := sum(not device.startswith("cuda:") for device in devices):
+        obstacle = f"{on_cpu} of {len(devices)} on a CPU"
+    else:
+        obstacle = "two of them on one GPU" if len(set(devices)) < len(devices) else ""
+    if setting == "nccl" and obstacle:
+        raise WeightTransferError(
+            f"weights.backend=nccl needs the learner and each generator on a GPU of its own, got {obstacle}: use "
+            "weights.backend=auto"
+        )
+    return "gloo" if obstacle or setting == "gloo" else "nccl"
+
+
+class Backend(Protocol):
+    """Common interface of ProcessGroupGloo and ProcessGroupNCCL; the latter exists only in CUDA builds of torch."""
+
+    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+
+class ProcessGroup:
+    """Life: open -> (send | receive)* -> close. Belongs to one thread; others may `abort`, even in `open`."""
+
+    def __init__(self, own: EpochRank, *, device: torch.device, is_aborted: Event | None = None) -> None:
+        """`is_aborted`: set by `abort`, and by its owner to end the wait for members."""
+        self._own = own
+        self._device = device
+        self._is_aborted = is_aborted or Event()
+        self._is_gloo = device.type == "cpu"
+        self._double_buffer = None if self._is_gloo else DoubleBuffer(device)
+        self._backend: Backend | None = None
+
+    def open(self, store: dist.Store, *, own_host: str, timeout_s: float) -> "ProcessGroup":
+        """Block until all ranks have joined. Raises WeightTransferError; the group is closed then."""
+        deadline = time.monotonic() + timeout_s
+        # A prefix per epoch: late writes of an earlier epoch cannot be taken for this one's.
+        prefixed = dist.PrefixStore(f"weights/epoch-{self._own.epoch}", store)
+        with self._phase("gather"):
+            rendezvous.gather(prefixed, self._own, deadline=deadline, is_aborted=self._is_aborted)
+        deadline = min(deadline, time.monotonic() + (_GLOO_CONNECT_S if self._is_gloo else _NCCL_CONNECT_S))
+        with self._phase("connect"):
+            self._backend = build_backend(
+                prefixed, self._own, own_host=own_host, device=self._device, timeout_s=seconds_left(deadline)
+            )
+        try:
+            # The timeout of NCCL's operation counts from when its communicator stands, which may be never.
+            with self._phase("probe"), self._aborting_at(deadline):
+                byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                self._begin_operation(byte, timeout_s=seconds_left(deadline))()
+                self._check_not_aborted()
+        except WeightTransferError:
+            self.close()
+            raise
+        return self
+
+    def send(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
+        """Send buckets to all other ranks, in order, each within `timeout_s`. Raises WeightTransferError."""
+        if self._double_buffer:
+            self._double_buffer.send(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
+        else:
+            self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
+
+    def receive(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
+        """Receive into host buckets of the same sizes. Raises WeightTransferError."""
+        if self._double_buffer:
+            self._double_buffer.receive(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
+        else:
+            self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
+
+    def abort(self) -> None:
+        """Abort the running operation, as far as the backend supports it: Gloo has no way to."""
+        self._is_aborted.set()
+        self._abort_backend()
+
+    def close(self) -> None:
+        """Close all connections, which ends the operations of the other ranks. No own operation may be running."""
+        self._abort_backend()
+        # Gloo closes its connections with the last reference to the backend. Cleared here rather than with this object,
+        # which a traceback may keep alive.
+        self._backend = None
+
+    def _abort_backend(self) -> None:
+        if (backend := self._backend) is None:
+            return
+        if self._is_gloo:
+            _abort(backend)
+            return
+        aborting = Thread(target=_abort, args=(backend,), name="abort-weights", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_S)
+
+    def _broadcast_in_pieces(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
+        for index, bucket in enumerate(buckets):
+            deadline = time.monotonic() + timeout_s
+            with self._phase(_phase_of(index, bucket, of=len(buckets))):
+                for piece in bucket.split(_PIECE_BYTES):
+                    self._begin_operation(piece, timeout_s=seconds_left(deadline))()
+                    self._check_not_aborted()
+
+    def _start_bucket(self, index: int, bucket: Tensor, *, of: int, timeout_s: float) -> Callable[[], None]:
+        phase = _phase_of(index, bucket, of=of)
+        with self._phase(phase):
+            finish = self._begin_operation(bucket, timeout_s=timeout_s)
+
+        def finish_in_phase() -> None:
+            with self._phase(phase):
+                finish()
+                self._check_not_aborted()
+
+        return finish_in_phase
+
+    def _begin_operation(self, bucket: Tensor, *, timeout_s: float) -> Callable[[], object]:
+        """Begin one operation; returns a function that blocks until it has ended and raises its error."""
+        if bucket.numel() == 0:
+            return lambda: None
+        # The operation's own timeout ends it and makes `wait` raise. Gloo has no way to cancel it earlier, and dropping
+        # the group while an operation runs would block on it with the GIL held.
+        assert self._backend is not None, "a closed group must not be used"
+        work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
+        # With a timeout NCCL's `wait`, too, blocks this thread, not only the stream. Called in no frame of ours that
+        # holds `work`, as a traceback would keep it alive, and with it Gloo's connections.
+        return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
+
+    def _check_not_aborted(self) -> None:
+        # An operation of NCCL's that was aborted ends like one that succeeded.
+        if self._is_aborted.is_set():
+            raise RuntimeError("it was aborted")
+
+    @contextmanager
+    def _aborting_at(self, deadline: float) -> Iterator[None]:
+        """Abort at the deadline what has no deadline of its own: NCCL's connecting."""
+        if self._is_gloo:
+            yield
+            return
+        timer = Timer(seconds_left(deadline), self.abort)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        with naming_phase(self._own, phase):
+            yield
+
+
+@contextmanager
+def naming_phase(own: EpochRank, phase: str) -> Iterator[None]:
+    """Raise torch's errors as WeightTransferErrors that name epoch, rank and phase."""
+    try:
+        yield
+    except TORCH_ERRORS as error:
+        raise WeightTransferError(
+            f"weight epoch {own.epoch}, rank {own.rank} of {own.num_ranks}: {phase} failed: {error}"
+        ) from error
+
+
+def build_backend(
+    store: dist.Store, own: EpochRank, *, own_host: str, device: torch.device, timeout_s: float
+) -> Backend:
+    """Build the process group: NCCL for a GPU, else Gloo. Raises `TORCH_ERRORS`."""
+    store.set_timeout(timedelta(seconds=timeout_s))
+    if device.type != "cpu":
+        return _build_nccl(store, own)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options._threads = 1
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
+    return dist.ProcessGroupGloo(store, own.rank, own.num_ranks, options)
+
+
+def _build_nccl(store: dist.Store, own: EpochRank) -> Backend:
+    options = dist.ProcessGroupNCCL.Options()
+    # Above all other timeouts, because NCCL's watchdog ends the process when its own one expires.
+    options._timeout = timedelta(days=1)
+    options.group_name = f"weights-epoch-{own.epoch}"
+    # Its calls return at once, so that an abort from another thread ends a communicator that does not come to stand.
+    options.config.blocking = 0
+    return dist.ProcessGroupNCCL(store, own.rank, own.num_ranks, options)
+
+
+def _abort(backend: Backend) -> None:
+    with suppress(*TORCH_ERRORS):
+        backend.abort()
+
+
+def _phase_of(index: int, bucket: Tensor, *, of: int) -> str:
+    return f"broadcast of bucket {index} of {of} ({bucket.numel()} bytes)"

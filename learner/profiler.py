@@ -1,0 +1,160 @@
+"""StepProfiler: has every role record the steps of `profile.steps`, or those that `slipstream profile` asks for.
+
+All roles record from some steps before the first one on, so that its trajectories are seen from their lease. They write
+their events when the version of the last step has arrived, and a thread makes one file of them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from slipstream.broker.messages import Message, Profile
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.records import StepEntry
+from slipstream.buffer.store import Store
+from slipstream.configs.learner import PROFILE_REQUEST
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.trace import Trace, merge, parts_of
+
+_MAX_TORCH_STEPS = 3
+"""Steps that torch's profiler records: it keeps every operator."""
+_ASK_EVERY_S = 1.0
+_PARTS_TIMEOUT_S = 30.0
+
+log = structlog.get_logger(__name__)
+
+
+class StepProfiler:
+    """Belongs to the learner's loop, and never fails a step.
+
+    Life: prepare -> (begin_step -> record_step -> end_step)* -> close -> join.
+    """
+
+    def __init__(self, run: RunConfig, *, store: Store, folder: Path, send: Callable[[Message], None]) -> None:
+        """`send` takes the orders to the other roles; `folder` is `profile` of the run folder."""
+        self._run = run
+        self._store = store
+        self._folder = folder
+        self._send = send
+        self._steps: Sequence[int] | None = run.profile.steps
+        self._ask_at = 0.0
+        self._version = 0
+        self._torch: torch.profiler.profile | None = None
+        self._recorded: torch.profiler.profile | None = None
+        self._merging: threading.Thread | None = None
+        self.trace = Trace("learner", folder)
+
+    @property
+    def gauges(self) -> dict[str, str]:
+        """Steps that are, or will be, recorded, for the learner's Pong."""
+        return {PROFILE_REQUEST: "{} to {}".format(*self._steps)} if self._steps else {}
+
+    def prepare(self, step: int) -> None:
+        """Take a request, about once a second, and have the roles record if the trajectories of these steps may begin.
+
+        `step`: the next one. Also called before the first, whose prompts are leased before it begins.
+        """
+        if self._steps is None and self._run.mode == "async" and time.monotonic() >= self._ask_at:
+            self._ask_at = time.monotonic() + _ASK_EVERY_S
+            self._steps = self._take_request(step)
+        if self._steps is None:
+            return
+        first, last = self._steps
+        if step > last and not self.trace.is_on:
+            log.warning("profile_steps_are_over", steps=self._steps, step=step)
+            self._steps = None
+        elif step >= first - self._run.profile_lead_steps and not self.trace.is_on:
+            self._order("events")
+
+    def begin_step(self, step: int) -> None:
+        """Prepare, and start torch's and the engines' profilers before the first step."""
+        self.prepare(step)
+        if self._steps and step == self._steps[0]:
+            self._order("engine")
+            profiler = torch.profiler.profile()
+            try:
+                profiler.start()
+                self._torch = profiler
+            except RuntimeError as error:
+                log.warning("torch_not_profiled", reason=str(error))
+
+    def record_step(self, entry: StepEntry, *, claimed_at_ns: int) -> None:
+        """Record that the trajectories of a step were claimed then, and are trained and committed now."""
+        if self.trace.is_on:
+            if self._steps and entry.step <= self._steps[1]:
+                self._version = entry.version + 1
+            trained = [each for group in entry.trajectory_ids for each in group]
+            self.trace.mark("claimed", *trained, at_ns=claimed_at_ns)
+            self.trace.mark("committed", *trained, step=entry.step, version=entry.version + 1)
+
+    def end_step(self, step: int, *, published: int) -> None:
+        """`published`: version that has arrived in the generators, -1 if none has since the step before."""
+        if self._steps is None:
+            return
+        first, last = self._steps
+        if step >= min(last, first + _MAX_TORCH_STEPS - 1):
+            self._stop_torch()
+        if step >= last and (published >= self._version or step > last + self._run.profile_lead_steps):
+            self.close()
+
+    def close(self) -> None:
+        """End a recording, of however many steps. One that has not begun is forgotten."""
+        self._steps = None
+        self._stop_torch()
+        if self.trace.is_on:
+            self._order("end")
+            self._merging = threading.Thread(target=self._merge, args=(self._recorded,), name="profile", daemon=True)
+            self._merging.start()
+
+    def join(self) -> None:
+        """Wait until the file of the last recording is written, if there is one; at most a minute."""
+        if self._merging:
+            self._merging.join(2 * _PARTS_TIMEOUT_S)
+
+    def _stop_torch(self) -> None:
+        if self._torch:
+            self._torch.stop()
+            # Written by the thread that merges: that takes seconds.
+            self._torch, self._recorded = None, self._torch
+
+    def _take_request(self, step: int) -> tuple[int, int] | None:
+        value = self._store.take_requests("learner").get(PROFILE_REQUEST, "")
+        if not value:
+            return None
+        first, last = map(int, value.split())
+        # The learner may have made steps since.
+        late = max(0, step + self._run.profile_lead_steps - first)
+        return first + late, min(last + late, self._run.learner.max_steps)
+
+    def _order(self, stage: str) -> None:
+        log.info("profile", stage=stage, steps=self._steps)
+        self._send(Profile(stage))  # type: ignore[arg-type]
+        self.trace.obey(stage)
+
+    def _merge(self, recorded: torch.profiler.profile | None) -> None:
+        try:
+            self._recorded = None
+            if recorded:
+                recorded.export_chrome_trace(str(parts_of(self._folder) / "learner.torch"))
+            missing = self._await_parts()
+            merge(self._folder)
+            log.info("profile_written", file=str(self._folder / "trace.json.gz"), missing=missing)
+        except (OSError, RuntimeError, ValueError, msgspec.MsgspecError, ReplayBufferError) as error:
+            log.warning("profile_not_written", folder=str(self._folder), reason=str(error))
+
+    def _await_parts(self) -> list[str]:
+        """Wait for the files of the broker and the generators; return those that sent none: they see no run folder."""
+        ends_at = time.monotonic() + _PARTS_TIMEOUT_S
+        roles = self._store.roles().items()
+        awaited = [name for name, gauges in roles if gauges.get("role") in ("broker", "generator")]
+        awaited = [name for name in awaited if dict(roles)[name].get("state") != "gone"]
+        while missing := [name for name in awaited if not (parts_of(self._folder) / f"{name}.json").is_file()]:
+            if time.monotonic() >= ends_at:
+                return missing
+            time.sleep(0.1)
+        return []

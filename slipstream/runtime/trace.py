@@ -1,0 +1,212 @@
+"""Trace: the events of a role while a run is being profiled; merge: one file of all roles, as Perfetto reads it.
+
+Each role writes its events into `profile/parts/` of the run folder, torch's and vLLM's profilers theirs beside them.
+Times are those of `time.time_ns`, so that roles on one machine share a time line.
+"""
+
+import gzip
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+MARKS = ("leased", "started", "generated", "scored", "stored", "claimed", "committed", "published")
+"""Moments in the life of a trajectory, in order."""
+SPANS = ("lease", "generate", "reward", "put", "buffered", "train", "publish")
+"""Spans between each two of them."""
+PUBLISH = "publish version"
+_MAX_EVENTS = 200_000
+"""Events that one role keeps, about 30 MB; those beyond are counted only."""
+_MAX_PROFILE_BYTES = 2**28
+"""Largest file of torch's profiler that is merged; a larger one is left beside the trace."""
+
+log = structlog.get_logger(__name__)
+
+
+class TracePart(msgspec.Struct, frozen=True):
+    """Events of one role. Example: TracePart("broker", 4711, [("leased", "380-0-3", 17.., {})], [("", "idle", ..)])."""
+
+    role: str
+    pid: int
+    marks: list[tuple[str, str, int, dict[str, Any]]]
+    """(mark, id of the trajectory, nanoseconds, arguments)."""
+    spans: list[tuple[str, str, int, int, dict[str, Any]]]
+    """(lane, name, start, duration in nanoseconds, arguments)."""
+    dropped: int = 0
+
+
+class Trace:
+    """Events of one role, in memory until they are written. Any thread may add some.
+
+    Life: (obey("events") -> (mark | span)* -> obey("end"))*. While it is off, a mark or span costs 0.1 microseconds.
+    """
+
+    def __init__(self, role: str, folder: Path | None = None, *, limit: int = _MAX_EVENTS) -> None:
+        """`folder`: `profile` of the run folder, for the file; None where nothing is to be written."""
+        self._role = role
+        self._folder = folder
+        self._limit = limit
+        self._events = TracePart(role, os.getpid(), [], [])
+        self._dropped = 0
+        self.is_on = False
+
+    def obey(self, stage: str) -> None:
+        """Carry out an order: `events` starts a recording unless one runs, `end` ends it and writes the file."""
+        if stage == "events" and not self.is_on:
+            self._events, self._dropped, self.is_on = TracePart(self._role, os.getpid(), [], []), 0, True
+        elif stage == "end" and self.is_on:
+            self.is_on = False
+            self._write()
+
+    def mark(self, name: str, *ids: str, at_ns: int = 0, **arguments: Any) -> None:
+        """Record a moment of these trajectories: now, or then."""
+        if self.is_on:
+            at_ns = at_ns or time.time_ns()
+            for each in ids:
+                if self._has_room():
+                    self._events.marks.append((name, each, at_ns, arguments))
+
+    def span(self, name: str, *, seconds: float, lane: str = "", **arguments: Any) -> None:
+        """Record a span that ends now. Those of one lane must not overlap."""
+        if self.is_on and self._has_room():
+            duration = int(1e9 * seconds)
+            self._events.spans.append((lane, name, time.time_ns() - duration, duration, arguments))
+
+    @contextmanager
+    def timed(self, name: str, **arguments: Any) -> Iterator[None]:
+        """Record the block as a span in a lane of that name."""
+        began_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.span(name, seconds=time.perf_counter() - began_at, lane=name, **arguments)
+
+    def adopt(self, profiles: Sequence[Path]) -> None:
+        """Move files of torch's profiler to the events. Raises OSError."""
+        for number, path in enumerate(profiles):
+            shutil.move(path, self._part(f"-{number}.torch" if number else ".torch"))
+
+    def _part(self, suffix: str) -> Path:
+        if self._folder is None or not self._folder.parent.is_dir():
+            raise FileNotFoundError(f"there is no run folder for {self._folder} on this machine")
+        parts_of(self._folder).mkdir(parents=True, exist_ok=True)
+        return parts_of(self._folder) / f"{self._role}{suffix}"
+
+    def _write(self) -> None:
+        part = msgspec.structs.replace(self._events, dropped=self._dropped)
+        try:
+            draft = self._part(".new")
+            draft.write_bytes(msgspec.json.encode(part))
+            # Whole or not at all: somebody waits for the file.
+            draft.replace(self._part(".json"))
+        except OSError as error:
+            log.warning("profile_not_written", role=self._role, reason=str(error))
+
+    def _has_room(self) -> bool:
+        has_room = len(self._events.marks) + len(self._events.spans) < self._limit
+        self._dropped += not has_room
+        return has_room
+
+
+def parts_of(folder: Path) -> Path:
+    """Return the folder in which the roles of a run leave their events until they are merged."""
+    return folder / "parts"
+
+
+# --- one file --------------------------------------------------------------------------------------------------------
+def merge(folder: Path) -> None:
+    """Write `trace.json.gz` from the parts in a `profile` folder, and delete them. Raises OSError."""
+    parts = [msgspec.json.decode(path.read_bytes(), type=TracePart) for path in sorted(_files(folder, ".json"))]
+    names = {f"{part.role} ({part.pid})": part for part in parts}
+    pids = count(1)
+    events = _trajectory_events(parts, pid=next(pids))
+    for name, part in names.items():
+        events += _role_events(part, name, pid=next(pids))
+    profiles = _files(folder, ".torch")
+    left = [path for path in profiles if path.stat().st_size > _MAX_PROFILE_BYTES]
+    for path in left:
+        path.replace(folder / f"{path.stem}.torch.json")
+    for path in sorted(set(profiles) - set(left)):
+        events += _profiler_events(msgspec.json.decode(path.read_bytes()), path.stem, pids)
+    began_at = min((event["ts"] for event in events if "ts" in event), default=0)
+    for event in events:
+        if "ts" in event:
+            # Microseconds; only now, as a float cannot hold those since 1970 with their fractions.
+            event["ts"] = (event["ts"] - began_at) / 1000
+    facts = {
+        "began_at_ns": began_at,
+        "dropped_events": {name: part.dropped for name, part in names.items() if part.dropped},
+        "not_merged": [f"{path.stem}.torch.json" for path in left],
+    }
+    draft = folder / "trace.json.gz.new"
+    with gzip.open(draft, "wb", compresslevel=4) as file:
+        file.write(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}))
+    draft.replace(folder / "trace.json.gz")
+    shutil.rmtree(parts_of(folder))
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    return [path for path in parts_of(folder).glob("*") if path.suffix == suffix]
+
+
+def _name(kind: str, pid: int, name: str, tid: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str, Any]]:
+    """Spans of each trajectory, one behind the other: only between two moments that were both recorded."""
+    moments: dict[str, dict[str, tuple[int, dict[str, Any]]]] = {}
+    for mark, each, at_ns, arguments in (mark for part in parts for mark in part.marks):
+        moments.setdefault(each, {}).setdefault(mark, (at_ns, arguments))
+    spans = [span for part in parts for span in part.spans if span[1] == PUBLISH]
+    published = sorted((each["version"], start + duration) for _, _, start, duration, each in spans)
+    events = [_name("process", pid, "trajectories")]
+    for each, found in moments.items():
+        if committed := found.get("committed"):
+            # A version that was replaced before it was sent arrives with the next one.
+            ended = next((end for version, end in published if version >= committed[1]["version"]), None)
+            found |= {"published": (ended, {})} if ended else {}
+        common = {"cat": "trajectory", "id": each, "pid": pid, "tid": 0}
+        start = 0
+        for name, (first, second) in zip(SPANS, pairwise(MARKS), strict=True):
+            if first in found and second in found:
+                # Never backwards: a claim may be recorded before the broker has heard of the insert, and clocks differ.
+                start = max(start, found[first][0])
+                end, arguments = max(start, found[second][0]), found[second][1]
+                events.append({"ph": "b", "name": name, "ts": start, **common, "args": {"id": each, **arguments}})
+                events.append({"ph": "e", "name": name, "ts": end, **common})
+                start = end
+    return events
+
+
+def _role_events(part: TracePart, name: str, *, pid: int) -> list[dict[str, Any]]:
+    lanes = {lane: tid for tid, lane in enumerate(dict.fromkeys(span[0] for span in part.spans), start=1)}
+    return [
+        _name("process", pid, name),
+        *(_name("thread", pid, lane or part.role, tid) for lane, tid in lanes.items()),
+        *(
+            {"ph": "X", "name": each, "ts": at, "dur": took / 1000, "pid": pid, "tid": lanes[lane], "args": arguments}
+            for lane, each, at, took, arguments in part.spans
+        ),
+    ]
+
+
+def _profiler_events(profile: dict[str, Any], role: str, pids: Iterator[int]) -> list[dict[str, Any]]:
+    """Events of torch's profiler, its processes under names of their own."""
+    base, own, events = int(profile.get("baseTimeNanoseconds", 0)), dict[Any, int](), []
+    for event in profile["traceEvents"]:
+        if event.get("pid", "") == "" or event.get("name") in ("process_name", "process_labels", "process_sort_index"):
+            continue
+        if event["pid"] not in own:
+            own[event["pid"]] = next(pids)
+            events.append(_name("process", own[event["pid"]], f"{role} torch ({event['pid']})"))
+        event["pid"], at_us = own[event["pid"]], event.pop("ts", None)
+        events.append(event if at_us is None or event["ph"] == "M" else event | {"ts": base + int(1000 * at_us)})
+    return events

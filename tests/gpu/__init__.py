@@ -1,0 +1,1 @@
+"""Tests on a GPU, in a process of their own: `make gpu-check`."""

