@@ -1,0 +1,178 @@
+"""Tasks of the comparison, as settings of a run and as what the peer's side reads."""
+
+import argparse
+import string
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from slipstream.buffer.trajectory import Reward
+from slipstream.generators.agents.episode import Episode
+from slipstream.generators.rewards.reward import RewardInput
+from slipstream.scripts.init_random_model import save_model
+
+PAD, EOS = "<pad>", "<eos>"
+TURN_TOKENS = 8
+"""Length of each of the two turns around a slow tool."""
+LONG_TAIL_MODEL = "models/peers-long-tail"
+_CHARACTERS = string.digits + string.ascii_letters + string.punctuation
+_HERE = "benchmarks.peers.tasks"
+
+
+class Task(NamedTuple):
+    """A task of both sides. Example: Task("default", reward="position_match", ..., overrides=[...])."""
+
+    name: str
+    reward: str
+    groups: int
+    group_size: int
+    max_tokens: int
+    learning_rate: float
+    steps: int
+    model: str = "models/digits-gpt2-warm"
+    goal: float = 2.0
+    """Share of correct answers among those of three steps in a row that ends the measurement; above 1: none."""
+    tool_s: float | None = None
+    overrides: tuple[str, ...] = ()
+    """Settings of our side beside those that follow from the others."""
+
+    def settings(self) -> list[str]:
+        """Settings of a run of Slipstream."""
+        return [
+            f"model.path={self.model}",
+            f"generators.group_size={self.group_size}",
+            f"generators.sampling.max_tokens={self.max_tokens}",
+            f"learner.groups_per_step={self.groups}",
+            f"learner.optimizer.learning_rate={self.learning_rate}",
+            f"learner.max_steps={self.steps}",
+            "learner.stop=[]",
+            "evaluation.every_steps=0",
+            "evaluation.final_prompts=32",
+            *self.overrides,
+        ]
+
+    def peer(self, *, threads: int, folder: Path, seed: int) -> dict[str, Any]:
+        """The same for `trl_side.py`."""
+        return {
+            "model": self.model,
+            "train": "data/digits/train.parquet",
+            "reward": self.reward,
+            "groups": self.groups,
+            "group_size": self.group_size,
+            "max_tokens": self.max_tokens,
+            "learning_rate": self.learning_rate,
+            "warmup_steps": 10,
+            "steps": self.steps,
+            "seed": seed,
+            "threads": threads,
+            "tool_s": self.tool_s,
+            "turn_tokens": TURN_TOKENS,
+            "folder": str(folder),
+        }
+
+
+def _tool_task(name: str, tool_s: float, *, steps: int) -> Task:
+    return Task(
+        name,
+        reward="digit_share",
+        groups=32,
+        group_size=8,
+        max_tokens=2 * TURN_TOKENS + 1,
+        learning_rate=1e-6,
+        steps=steps,
+        tool_s=tool_s,
+        overrides=(
+            f"generators.reward.function={_HERE}:digit_share",
+            "generators/agent=custom",
+            f"generators.agent.function={_HERE}:call_tool",
+            f"generators.agent.arguments={{seconds: {tool_s}}}",
+            "model.max_length=64",
+        ),
+    )
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            "default",
+            reward="position_match",
+            groups=32,
+            group_size=8,
+            max_tokens=8,
+            learning_rate=3e-3,
+            steps=80,
+            goal=0.9,
+        ),
+        Task(
+            "long tail",
+            reward="digit_share",
+            groups=16,
+            group_size=8,
+            max_tokens=256,
+            learning_rate=1e-6,
+            steps=8,
+            model=LONG_TAIL_MODEL,
+            overrides=(
+                f"generators.reward.function={_HERE}:digit_share",
+                "model.max_length=288",
+                "learner.tokens_per_microbatch=4096",
+            ),
+        ),
+        _tool_task("tool 0.08 s", 0.08, steps=30),
+        _tool_task("tool 1 s", 1.0, steps=15),
+    )
+}
+
+
+def digit_share(sample: RewardInput) -> Reward:
+    """Share of digits: a reward that differs between answers and hardly changes how long they are."""
+    return Reward(total=sum(map(str.isdigit, sample.response)) / max(1, len(sample.response)))
+
+
+async def call_tool(episode: Episode, *, seconds: float) -> None:
+    """Agent loop: a turn, a tool, a turn."""
+    import asyncio
+
+    await episode.generate(max_tokens=TURN_TOKENS)
+    await asyncio.sleep(seconds)
+    episode.observe("=")
+    await episode.generate(max_tokens=TURN_TOKENS)
+
+
+def save_long_tail_model(folder: Path) -> None:
+    """Write a random Qwen2 of 3.3 million parameters over 96 tokens, one of which ends an answer.
+
+    Its answers are about geometrically distributed in length.
+    """
+    characters = [character for character in _CHARACTERS if character not in "<>"]
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *characters])}
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+    tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=EOS)
+    save_model(folder, model=model, tokenizer=tokenizer)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, prog="python -m benchmarks.peers.tasks", description=save_long_tail_model.__doc__
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    save_long_tail_model(parser.parse_args().out)
