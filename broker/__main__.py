@@ -41,7 +41,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
-from slipstream.runtime.process import die_with_launcher, exempt_from_collection, has_launcher, on_stop_signal
+from slipstream.runtime.process import exempt_from_collection, has_launcher, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
@@ -57,7 +57,6 @@ def main(overrides: list[str]) -> None:
     exit_after_help(overrides, __doc__)
     run = load(overrides)
     configure_logs("broker")
-    die_with_launcher()
     # Whatever the user can get wrong is checked before the store starts.
     train, heldout = open_datasets(run)
     folder = RunFolder(run)

@@ -52,7 +52,7 @@ from slipstream.runtime.clock import Deadline
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
-from slipstream.runtime.process import die_with_launcher, exempt_from_collection, on_stop_signal
+from slipstream.runtime.process import exempt_from_collection, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, describe_others, list_runs
 
 _FLUSH_S = 3.0
@@ -88,7 +88,6 @@ def main(arguments: list[str]) -> None:
     exit_after_help(arguments, __doc__)
     peer_id, overrides = split_id(arguments)
     configure_logs(peer_id)
-    die_with_launcher()
     given = load(overrides)
     if ignored := ignored_settings(overrides):
         log.warning("settings_ignored", settings=ignored, reason="the broker sends those of the run")

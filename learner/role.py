@@ -32,7 +32,7 @@ from slipstream.learner.sft.run import build_sft, check_sft
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_same_model
-from slipstream.runtime.process import die_with_launcher, exempt_from_collection, raise_on_stop_signal
+from slipstream.runtime.process import exempt_from_collection, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, describe_others
 
 _LOOK_EVERY_S = 0.2
@@ -52,7 +52,6 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     is_rank = "RANK" in os.environ
     if run.mode == "sft" and not is_rank:
         check_sft(run)
-    die_with_launcher()
     if run.learner.num_ranks > 1 and not is_rank:
         on_cpu = choose_device(run.learner.device).type == "cpu"
         launch_ranks("slipstream.learner", overrides, num_ranks=run.learner.num_ranks, on_cpu=on_cpu)

@@ -13,11 +13,11 @@ import typer
 
 from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
+from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
 from slipstream.runtime.command_line import fail_cleanly, run_app, with_command
-from slipstream.runtime.process import RoleDiedError
 
 SETTINGS = """\b
 Most used settings:

@@ -174,10 +174,10 @@ class Run:
         return (self.path / "logs" / f"{role}.log").read_text()
 
     def role(self, module: str) -> psutil.Process:
-        """The process that the launcher started as `python -m module`."""
-        (found,) = [
-            child for child in psutil.Process(self.launcher.pid).children() if child.cmdline()[1:3] == ["-m", module]
-        ]
+        """The process that a keeper of the launcher started as `python -m module`."""
+        keepers = psutil.Process(self.launcher.pid).children()
+        roles = [role for keeper in keepers for role in keeper.children()]
+        (found,) = [role for role in roles if role.cmdline()[1:3] == ["-m", module]]
         return found
 
     def kill(self, module: str) -> float:

@@ -8,10 +8,10 @@ from importlib import metadata
 from itertools import takewhile
 from typing import NamedTuple
 
+from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.configs.base import ConfigError
 from slipstream.configs.engines import ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.process import RoleDiedError, RoleProcess
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PER_CORE = 4

@@ -20,6 +20,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
 from slipstream.configs.engines import VllmEngineConfig
@@ -36,7 +37,7 @@ from slipstream.launch.generator_pool import (
 from slipstream.launch.preflight import preparation_limit_s
 from slipstream.launch.scaling import LauncherReport, Scaling
 from slipstream.runtime.logs import make_output_lossy
-from slipstream.runtime.process import LAUNCHER_VARIABLE, Restart, RoleDiedError, RoleProcess, raise_on_stop_signal
+from slipstream.runtime.process import LAUNCHER_VARIABLE, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 _POLL_EVERY_S = 0.5

@@ -12,11 +12,10 @@ another algorithm shows its effect on the same data.
 
 import asyncio
 import os
-import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -31,6 +30,7 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import FinishedGroup, image_names
 from slipstream.buffer.trajectory import Reward, Trajectory
+from slipstream.cluster.seat import LocalSeat
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
 from slipstream.configs.load import load
@@ -47,12 +47,13 @@ from slipstream.learner.errors import LearnerError, RankGroupError
 from slipstream.learner.ranks import exit_rank, launch_ranks
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
-from slipstream.runtime.process import LAUNCHER_VARIABLE, die_with_launcher, raise_on_stop_signal
+from slipstream.runtime.process import raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 log = structlog.get_logger(__name__)
 
 
+_POLL_EVERY_S = 0.1
 _STOP_TIMEOUT_S = 6.0
 """Time for the ranks to end before they are killed."""
 
@@ -70,17 +71,15 @@ def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> No
 
 def _run_ranks(run: RunConfig, overrides: list[str]) -> None:
     raise_on_stop_signal()
-    # With the variable of a launcher, the ranks die with this process.
-    variables = os.environ | {LAUNCHER_VARIABLE: str(os.getpid())}
-    ranks = subprocess.Popen([sys.executable, "-m", "slipstream.launch.replay", *overrides], env=variables)
+    ranks = LocalSeat(None)
+    ranks.start(["slipstream.launch.replay", *overrides], variables={})
     try:
         # Needs no deadline: every collective of the ranks has one.
-        code = ranks.wait()
+        while (code := ranks.poll()) is None:
+            time.sleep(_POLL_EVERY_S)
     finally:
         ranks.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            ranks.wait(timeout=_STOP_TIMEOUT_S)
-        ranks.kill()
+        ranks.stop(ends_at=time.monotonic() + _STOP_TIMEOUT_S)
     if code:
         raise RankGroupError(
             f"all {run.learner.num_ranks} learner ranks must succeed, got exit code {code}: their messages are above."
@@ -90,7 +89,6 @@ def _run_ranks(run: RunConfig, overrides: list[str]) -> None:
 @fail_cleanly(ReplayBufferError, GeneratorError, LearnerError)
 def main(overrides: list[str]) -> None:
     """Run as one rank; without the environment of one, start all ranks."""
-    die_with_launcher()
     run = load(overrides)
     if "RANK" not in os.environ:
         on_cpu = choose_device(run.learner.device).type == "cpu"

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from slipstream.runtime.process import die_with_launcher
-
 _LARGE = 500
 """Bytes from which a chunk is taken for trajectories or prompts: heartbeats and acknowledgements are smaller."""
 _CUT_SHARE = {"up": 0.03, "down": 0.02}
@@ -105,7 +103,6 @@ class Relay:
 
 def main(arguments: Sequence[str]) -> None:
     """Relay until killed."""
-    die_with_launcher()
     listen, connect, seed = arguments
     Relay(listen, connect, seed=int(seed)).run()
 

@@ -41,7 +41,7 @@ from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.logs import configure_logs
-from slipstream.runtime.process import die_with_launcher, raise_on_stop_signal
+from slipstream.runtime.process import raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 from tests.chaos.outcome import Trained, pack_lineage, read_lineage, samples_of
 from tests.chaos.stage import HOLD_FILE, JOURNALS, MEAN_STEP_S, POINTS
@@ -167,7 +167,6 @@ def main(arguments: list[str]) -> None:
     watch()
     run = load(overrides)
     configure_logs("learner")
-    die_with_launcher()
     raise_on_stop_signal()
     torch.set_num_threads(1)
     board = StatusBoard()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.launch.generator_pool import (
@@ -16,7 +17,6 @@ from slipstream.launch.generator_pool import (
     place,
     visible_gpus,
 )
-from slipstream.runtime.process import RoleDiedError, RoleProcess
 from tests.builders import make_run
 
 STAYS = """

@@ -44,10 +44,10 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
         run = load(own)
         launcher = Launcher(run, RunFolder(run), overrides=own, console=Console(file=io.StringIO()))
         launcher._share_gpu()
-        assert launcher._learner._command[3:] == [*launcher._broker._command[3:]]
+        assert launcher._learner._arguments[1:] == launcher._broker._arguments[1:]
         with pytest.raises(ConfigError, match=r"generators must be <= 1 on the one GPU .*, got 2: its memory is dealt"):
             launcher._check_room(2)
-        return launcher._broker._command
+        return launcher._broker._arguments
 
     (told,) = [text for text in arguments() if "kv_cache_gib" in text]
     # What 256 short sequences of such a model fill, and a little more; readable by the roles.

@@ -1,0 +1,1 @@
+"""Places where roles run: keepers, seats on this machine and on others."""

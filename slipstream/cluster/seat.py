@@ -1,0 +1,165 @@
+"""Seat: the place where a role runs; LocalSeat: one on this machine."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Protocol
+
+from slipstream.cluster import keeper
+
+GRACE_S = 6.0
+"""Time for a role to end once its starter is gone, before it is killed."""
+_START_TIMEOUT_S = 30.0
+_KILL_TIMEOUT_S = 6.0
+"""Longer than a keeper tries to kill what hangs in the kernel."""
+_CLOSE_TIMEOUT_S = 1.0
+_POLL_EVERY_S = 0.1
+_REPORT_BYTES = 4096
+
+
+class Seat(Protocol):
+    """Place where a role runs, one process at a time.
+
+    Life: (start -> (poll | terminate)* -> stop)*; what the process prints is appended to the role's log.
+    """
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the role on its machine; None before its start."""
+        ...
+
+    def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
+        """Start `python -m ARGUMENTS` with `variables` added to the environment. Raises OSError."""
+        ...
+
+    def poll(self) -> int | None:
+        """Return None before the end, then the exit code, or minus the signal that ended the role.
+
+        By then nothing that the role started is left.
+        """
+        ...
+
+    def terminate(self) -> None:
+        """Send the role SIGTERM; no effect after its end."""
+        ...
+
+    def stop(self, *, ends_at: float) -> None:
+        """Wait for the end until `ends_at` (monotonic), then kill the role and all that it started."""
+        ...
+
+
+class LocalSeat:
+    """A seat on this machine: the role is a child of a keeper, which ends it when this process ends, however."""
+
+    def __init__(self, log: Path | None, *, is_detached: bool = False) -> None:
+        """Without `log` the role prints where this process does; a detached keeper is no child of this process."""
+        self._log = log
+        self._attachment = "detached" if is_detached else "attached"
+        self._keeper: subprocess.Popen[bytes] | None = None
+        self._status = -1
+        self._pid: int | None = None
+        self._code: int | None = None
+        self._kill_at: float | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
+    def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
+        self._close()
+        self._pid = self._code = self._kill_at = None
+        self._start_keeper([sys.executable, "-m", *arguments], os.environ | variables)
+        self._read(timeout_s=_START_TIMEOUT_S)
+        if self._pid is None:
+            self._close()
+            raise OSError(f"the keeper of a role must start within {_START_TIMEOUT_S:g} s, and did not")
+
+    def poll(self) -> int | None:
+        if self._keeper is not None and self._code is None:
+            if self._kill_at is None:
+                self._read(timeout_s=0)
+            else:
+                self._poll_orphan(self._kill_at)
+        return self._code
+
+    def terminate(self) -> None:
+        self._request(b"t")
+
+    def stop(self, *, ends_at: float) -> None:
+        self._await_end(ends_at=max(ends_at, time.monotonic() + 0.1))
+        if self._keeper is not None and self._code is None:
+            self._request(b"k")
+            self._kill_at = self._kill_at and 0.0
+            # A process that hangs in the kernel (a device, a lost file system) cannot be waited for.
+            self._await_end(ends_at=time.monotonic() + _KILL_TIMEOUT_S)
+        self._close()
+
+    def _start_keeper(self, command: list[str], environment: Mapping[str, str]) -> None:
+        self._status, status = os.pipe()
+        keeping = [sys.executable, "-I", "-S", keeper.__file__, str(status), f"{GRACE_S:g}", self._attachment]
+        with ExitStack() as opened:
+            opened.callback(os.close, status)
+            output = opened.enter_context(self._log.open("ab")) if self._log else None
+            self._keeper = subprocess.Popen(
+                [*keeping, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output and subprocess.STDOUT,
+                pass_fds=[status],
+                start_new_session=True,
+                env=environment,
+            )
+
+    def _await_end(self, *, ends_at: float) -> None:
+        while self._keeper is not None and self.poll() is None and (left_s := ends_at - time.monotonic()) > 0:
+            select.select([self._status] if self._kill_at is None else [], [], [], min(left_s, _POLL_EVERY_S))
+
+    def _request(self, request: bytes) -> None:
+        if self._keeper is not None and self._code is None:
+            assert self._keeper.stdin is not None
+            # The keeper may have ended since the last look.
+            with suppress(BrokenPipeError):
+                os.write(self._keeper.stdin.fileno(), request)
+
+    def _read(self, *, timeout_s: float) -> None:
+        """Take in what the keeper has reported, or reports within `timeout_s`."""
+        if not select.select([self._status], [], [], timeout_s)[0]:
+            return
+        reports = os.read(self._status, _REPORT_BYTES)
+        if not reports:
+            self._kill_at = time.monotonic() + GRACE_S
+        for report in reports.decode().splitlines():
+            word, _, number = report.partition(" ")
+            if word == "started":
+                self._pid = int(number)
+            else:
+                self._code = int(number)
+                self._close()
+
+    def _poll_orphan(self, kill_at: float) -> None:
+        """Poll a role whose keeper was killed: the kernel has sent it SIGTERM, and its group is what is known of it."""
+        assert self._pid is not None
+        is_due = time.monotonic() >= kill_at
+        try:
+            os.killpg(self._pid, signal.SIGKILL if is_due else 0)
+        except ProcessLookupError:
+            is_due = True
+        if is_due:
+            self._code = -signal.SIGKILL
+            self._close()
+
+    def _close(self) -> None:
+        if self._keeper is None:
+            return
+        process, self._keeper = self._keeper, None
+        assert process.stdin is not None
+        process.stdin.close()
+        os.close(self._status)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_CLOSE_TIMEOUT_S)

@@ -1,0 +1,166 @@
+"""Restarts of a role by its launcher, its log and its end."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
+
+ENDS_WITH = """
+import os, sys
+if sys.argv[1] == "kill":
+    os.kill(os.getpid(), 9)
+sys.exit(int(sys.argv[1]))
+"""
+NEVER_DONE = """
+import signal, sys
+from slipstream.runtime.process import on_stop_signal
+on_stop_signal(lambda: print("stopping", flush=True))
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "ends_with.py").write_text(ENDS_WITH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def fate(folder: Path, end: str, restart: Restart) -> str:
+    """The launcher's report of a role that ends in this way."""
+    role = RoleProcess("role", ["ends_with", end], logs=folder, restart=restart)
+    role.start()
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        has_finished = role.has_finished
+        if messages := role.poll():
+            return messages[0]
+        if has_finished:
+            return "finished"
+    raise TimeoutError("the role must end")
+
+
+@pytest.mark.parametrize(
+    ("end", "restart"),
+    [("kill", "on_death"), ("1", "on_death"), ("75", "on_death"), ("130", "on_death"), ("0", "always")],
+)
+def test_a_death_that_a_restart_may_cure_leads_to_one(folder: Path, end: str, restart: Restart):
+    assert "restarting in 1 s" in fate(folder, end, restart)
+
+
+@pytest.mark.parametrize("restart", ["on_death", "always"])
+def test_a_verdict_of_the_role_ends_the_run(folder: Path, restart: Restart):
+    with pytest.raises(RoleDiedError, match="role ended with exit code 2"):
+        fate(folder, "2", restart)
+
+
+FAILS = """
+import pathlib, sys
+path = pathlib.Path(sys.argv[1])
+error, *others = path.read_text().splitlines()
+path.write_text("\\n".join(others))
+if sys.argv[2] == "raise":
+    raise RuntimeError(error)
+print("error: " + error)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def fails(folder: Path, end: str, errors: list[str]) -> RoleProcess:
+    """A role each of whose starts ends with the next error."""
+    (folder / "fails.py").write_text(FAILS)
+    (folder / "errors").write_text("\n".join(errors))
+    return RoleProcess("role", ["fails", str(folder / "errors"), end], logs=folder)
+
+
+@pytest.mark.parametrize(("end", "reported"), [("76", "role: of model 7"), ("raise", "role: RuntimeError: of model 7")])
+def test_an_error_of_the_start_that_comes_back_the_same_ends_the_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, reported: str
+):
+    monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
+    # It changes once, then it comes back with another number in it.
+    role = fails(folder, end, ["of the machine", "of model 6", "of model 7"])
+    role.start()
+    with pytest.raises(RoleDiedError, match=reported):
+        until(lambda: bool(role.poll()) and False)
+    assert role.num_restarts == 2
+
+
+@pytest.mark.parametrize(("end", "has_worked"), [("raise", True), ("75", False)])
+def test_an_error_that_a_restart_may_cure_may_come_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, has_worked: bool
+):
+    monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
+    role = fails(folder, end, ["of the network"] * 4)
+    role.start()
+
+    def is_restarted_thrice() -> bool:
+        if has_worked:
+            role.record_work()
+        role.poll()
+        return role.num_restarts == 3
+
+    until(is_restarted_thrice)
+    role.stop(ends_at=0.0)
+
+
+def test_a_role_that_succeeds_is_not_restarted(folder: Path):
+    assert fate(folder, "0", "on_death") == "finished"
+
+
+def until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < deadline
+
+
+def test_terminate_signals_a_role_once(folder: Path):
+    (folder / "never_done.py").write_text(NEVER_DONE)
+    role = RoleProcess("role", ["never_done"], logs=folder)
+    role.start()
+    until(lambda: "up" in role.log_tail())
+    role.terminate()
+    until(lambda: "stopping" in role.log_tail())
+    grace_ends_at = time.monotonic() + 1.5
+    while time.monotonic() < grace_ends_at:
+        role.terminate()
+    assert role.is_running
+    role.stop(ends_at=0.0)
+    assert not role.is_running
+
+
+CHATTY = """
+import sys, time
+for number in range(int(sys.argv[1])):
+    print("line", number, flush=True)
+print("error: the last line", flush=True)
+sys.exit(2) if len(sys.argv) > 2 else time.sleep(60)
+"""
+
+
+def test_a_log_is_cut_to_its_newest_lines_while_the_role_goes_on_writing(folder: Path):
+    (folder / "chatty.py").write_text(CHATTY)
+    role = RoleProcess("role", ["chatty", "5000"], logs=folder, max_log_bytes=8000)
+    role.start()
+    until(lambda: "the last line" in role.log_tail(num_lines=1))
+    assert role.poll() == []
+    log = (folder / "role.log").read_text()
+    assert 1000 < len(log) <= 2000
+    assert log.endswith("line 4999\nerror: the last line\n")
+    role.stop(ends_at=0.0)
+
+
+def test_an_error_is_found_in_a_log_that_was_cut(folder: Path):
+    (folder / "chatty.py").write_text(CHATTY)
+    (folder / "role.log").write_text("error: of a start before\n" * 400)
+    role = RoleProcess("role", ["chatty", "5000", "ends"], logs=folder, max_log_bytes=8000)
+    role.start()
+    until(lambda: not role.is_running)
+    with pytest.raises(RoleDiedError, match="role: the last line"):
+        role.poll()
