@@ -30,6 +30,7 @@ from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
+from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S, open_storage
 from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
@@ -45,6 +46,8 @@ from slipstream.runtime.process import exempt_from_collection, has_launcher, on_
 from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
+_STORAGE_TIMEOUT_S = 20.0
+"""Failures of the object store, seconds, after which the archiver reports them; it tries again then."""
 _ANSWER_TIMEOUT_S = 3.0
 """Timeout of one store operation, seconds: while the broker waits for it, no peer is served."""
 
@@ -159,12 +162,15 @@ def _archiving(run: RunConfig, folder: RunFolder, store_url: str) -> Iterator[No
         yield
         return
     connect = partial(open_run_store, store_url, run.name, timeout_s=run.buffer.retry_timeout_s)
-    archiver = ArchiverThread(connect, folder.archive, run.buffer.archive)
+    storage = open_storage(run, timeout_s=_STORAGE_TIMEOUT_S)
+    archive = storage and storage.child(folder.archive.name)
+    archiver = ArchiverThread(connect, folder.archive, run.buffer.archive, storage=archive)
     archiver.start()
     try:
         yield
     finally:
-        archiver.stop(timeout_s=_ARCHIVE_TIMEOUT_S)
+        if not archiver.stop(timeout_s=UPLOAD_TIMEOUT_S if storage else _ARCHIVE_TIMEOUT_S):
+            log.warning("archive_unfinished", reason=archiver.status().reason, folder=str(folder.archive))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ Consumes: finished groups of the store, oldest first; its step ledger.
 Produces: shards and a ledger in the archive's folder; room in the store; the gauges of the role `archiver`.
 Waits for: enough groups for a shard, at most `flush_s`.
 Woken by: its own clock, every second.
-Invariant: the store forgets a group only after the archive holds it durably; the archive takes a group once. A step is
-in the archive's ledger only if a checkpoint covers it and the archive holds all of its groups.
+Invariant: the store forgets a group only after the archive holds it durably, in the object store too if there is one;
+the archive takes a group once. A step is in the archive's ledger only if a checkpoint covers it and the archive holds
+all of its groups.
 """
 
 import os
@@ -24,8 +25,10 @@ import structlog
 from slipstream.broker.status.role_status import WaitsFor
 from slipstream.buffer.archive.archive import missing_images, write_images
 from slipstream.buffer.archive.ledger import LedgerWriter
+from slipstream.buffer.archive.mirror import ArchiveMirror
 from slipstream.buffer.archive.shard_writer import ShardWriter
-from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
+from slipstream.buffer.errors import ReplayBufferError, StorageError, StoreUnavailableError
+from slipstream.buffer.object_folder import ObjectFolder
 from slipstream.buffer.records import FinishedGroup, StepEntry, image_names
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Record
@@ -118,13 +121,20 @@ class Archiver:
         max_shard_bytes: int = _MAX_SHARD_BYTES,
         clock: Clock = time.monotonic,
         open_writer: OpenWriter = ShardWriter,
+        mirror: ArchiveMirror | None = None,
     ) -> None:
-        """`folder`: of the archive. Raises ArchiveError if another process writes there, OSError."""
+        """`folder`: of the archive; `mirror`: its copy in the object store.
+
+        Raises ArchiveError if another process writes there, StorageError, OSError.
+        """
         self._store = store
         self._folder = folder
         self._config = config
         self._max_shard_bytes = max_shard_bytes
         self._clock = clock
+        self._mirror = mirror
+        if mirror:
+            mirror.fetch()
         self._writer = open_writer(folder)
         self._waiting_since: float | None = None
         try:
@@ -145,11 +155,12 @@ class Archiver:
     def step(self) -> int:
         """Archive one shard if it is due; returns the number of groups taken from the store.
 
-        Raises StoreUnavailableError, OSError. Nothing is lost then: the next call starts where this one did.
+        Raises StoreUnavailableError, StorageError, OSError. Nothing is lost then: the next call starts where this one
+        did.
         """
         self._steps.poll()
         num_groups = self._move() if self._is_due() else 0
-        self._steps.write()
+        self._write_steps()
         return num_groups
 
     def flush(self) -> int:
@@ -158,12 +169,17 @@ class Archiver:
         num_groups = 0
         while moved := self._move():
             num_groups += moved
-        self._steps.write()
+        self._write_steps()
         return num_groups
 
     def close(self) -> None:
         """Release the archive to other writers. The store stays open."""
         self._writer.close()
+
+    def _write_steps(self) -> None:
+        self._steps.write()
+        if self._mirror:
+            self._mirror.send()
 
     def _is_due(self) -> bool:
         num_waiting, now = self._store.counts().unarchived, self._clock()
@@ -193,6 +209,8 @@ class Archiver:
                 write_images(self._folder, self._store.images(names))
             if new and (shard := self._writer.write(new)):
                 log.info("archived", file=shard.file, groups=shard.groups, trajectories=shard.rows, bytes=shard.bytes)
+            if new and self._mirror:
+                self._mirror.send()
             self._steps.mark_archived(group.id for group in groups)
         # Forgotten last: after a crash in between, the store offers the groups again and `has` recognizes them.
         if groups:
@@ -240,13 +258,16 @@ class ArchiverThread:
         *,
         tick_s: float = _TICK_S,
         open_writer: OpenWriter = ShardWriter,
+        storage: ObjectFolder | None = None,
     ) -> None:
-        """`connect` opens the store; it is called on the thread, and again after every error."""
+        """`connect` opens the store; it is called on the thread, and again after every error. `storage`: where the
+        archive is kept beside its folder."""
         self._connect = connect
         self._folder = folder
         self._config = config
         self._tick_s = tick_s
         self._open_writer = open_writer
+        self._storage = storage
         self._stopping = threading.Event()
         self._status = ArchiverStatus()
         self._last_error = ""
@@ -294,7 +315,8 @@ class ArchiverThread:
             return False
 
     def _open(self, store: Store) -> Archiver:
-        return Archiver(store, self._folder, self._config, open_writer=self._open_writer)
+        mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None
+        return Archiver(store, self._folder, self._config, open_writer=self._open_writer, mirror=mirror)
 
     def _archive(self, archiver: Archiver, store: Store) -> None:
         while not self._stopping.is_set():
@@ -334,6 +356,7 @@ class ArchiverThread:
             log.warning("not_archiving", reason=reason, folder=str(self._folder))
         # StoreUnavailableError is an OSError too, so that it is tested for first.
         waits_for: WaitsFor = "store" if isinstance(error, StoreUnavailableError) else "disk"
+        waits_for = "storage" if isinstance(error, StorageError) else waits_for
         self._status = msgspec.structs.replace(self._status, state="stuck", reason=reason, waits_for=waits_for)
 
     def _report(self, store: Store) -> None:

@@ -7,8 +7,10 @@ ReplayBufferError
 │   └── StoreCannotWriteError  the store answers, but refuses writes: disk or memory full, or a replica
 ├── StoreLostError             the embedded store died and cannot be restarted
 ├── RunConflictError           the store belongs to another run, or the run's name is taken
-└── ArchiveError               the folder is no archive, has another writer, or its manifest is damaged
-    └── ShardError             one shard cannot be read; the others can
+├── ArchiveError               the folder is no archive, has another writer, or its manifest is damaged
+│   └── ShardError             one shard cannot be read; the others can
+└── StorageError               the object store of the run has not answered, or refused, for too long
+    └── DamagedObjectError     an object is missing, or not as it was written
 """
 
 
@@ -58,3 +60,11 @@ class ShardError(ArchiveError):
         super().__init__(f"{name} {detail}")
         self.name = name
         """File name of the shard."""
+
+
+class StorageError(ReplayBufferError, RuntimeError):
+    """The object store cannot be used; the message names the object and the store's own reason."""
+
+
+class DamagedObjectError(StorageError):
+    """An object, or the file that it was to be made of, differs from its checksum; no repetition would help."""

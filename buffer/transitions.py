@@ -14,7 +14,7 @@ PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
 """All values of RunState.phase."""
 
 MAY_CHANGE = (
-    "resume", "runs_dir",
+    "resume", "runs_dir", "storage_uri", "storage_timeout_s",
     "learner.max_steps", "learner.stop",
     "learner.num_ranks", "learner.engine", "learner.device", "learner.tokens_per_microbatch",
     "generators.count", "generators.reward.num_workers", "generators.reward.timeout_s",

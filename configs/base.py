@@ -1,5 +1,6 @@
 """The bases of all config records, and the error of every setting that cannot work."""
 
+import re
 from typing import Any, ClassVar, Union
 
 import msgspec
@@ -18,6 +19,24 @@ def require(holds: bool, key: str, must: str, *, got: object, why: str) -> None:
     if not holds:
         shown = f"{got:g}" if isinstance(got, float) else got
         raise ConfigError(f"{key} must {must}, got {shown}: {why}.")
+
+
+_STORAGE_URI = re.compile(r"(s3://|gs://|file:///)[^@?#]+")
+
+
+def require_storage(key: str, uri: str | None, *, is_fit: bool) -> None:
+    """Raise ConfigError unless `uri` names a folder of an object store, and nothing but that; None names none.
+
+    `is_fit`: the run's mode has a use for one.
+    """
+    if uri is not None:
+        # Not shown, because it may hold a password.
+        shown = "an address with a user in it" if "@" in uri else repr(uri)
+        must = "be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER, without options or credentials"
+        why = "an object store takes those from the environment (AWS_REGION, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID, ...)"
+        require(_STORAGE_URI.fullmatch(uri) is not None, key, must, got=shown, why=why)
+        why = "a run of one process has its checkpoints in its run folder"
+        require(is_fit, key, "be null with mode=serial and mode=replay", got=shown, why=why)
 
 
 class Formula(Config, tag_field="kind"):

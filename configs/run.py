@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.base import Config, ConfigError, require
+from slipstream.configs.base import Config, ConfigError, require, require_storage
 from slipstream.configs.broker import BrokerConfig, WeightsConfig
 from slipstream.configs.buffer import AccuracyConfig, BufferConfig, MemoryStoreConfig, ZeroSignalConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
@@ -42,6 +42,12 @@ class RunConfig(Config):
     resume: bool | Literal["auto"] = False
     """Continue the run of this name from its newest checkpoint, which must exist; `false`: the name must be unused;
     `auto`: continue it if it exists, else begin it."""
+    storage_uri: str | None = None
+    """Folder of an object store, such as `s3://BUCKET/PREFIX`, `gs://BUCKET` or `file:///mnt/FOLDER`, in which
+    checkpoints, archive and final model are kept under the run's name; the run folder is scratch then. Credentials come
+    from the environment (`AWS_*`). null = the run folder alone."""
+    storage_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
+    """Failures of the object store after which the learner ends, seconds."""
     prepare: list[PrepareStep] = []
     """Commands that create missing inputs before the roles start, in this order."""
     generators: GeneratorsConfig = GeneratorsConfig()
@@ -54,6 +60,7 @@ class RunConfig(Config):
     profile: ProfileConfig = ProfileConfig()
 
     def __post_init__(self) -> None:
+        require_storage("storage_uri", self.storage_uri, is_fit=not self.is_one_process)
         for check in _LEARNER_CHECKS if self.mode == "sft" else (*_LEARNER_CHECKS, *_ROLE_CHECKS):
             check(self)
 

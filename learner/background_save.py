@@ -1,10 +1,12 @@
 """BackgroundSaver: writes a checkpoint while the learner trains on.
 
 Consumes: writes of a state that is copied, on every rank.
-Produces: a folder with the files of all ranks, durable and with checksums.
-Waits for: room on the disk, and, on rank 0, the files of the other ranks.
-Invariant: one save is in flight. Its threads make no collectives, which would get between those of the training: they
-meet in the draft's folder, where a rank's files appear as a whole.
+Produces: in each machine's folder the files of its ranks, durable and with checksums; with `storage_uri` all of them in
+the object store.
+Waits for: room on the disk, the object store, and, on the first rank of a folder, the files of the others.
+Invariant: one save is in flight. Its threads make no collectives, which would get between those of the training: ranks
+of one folder meet in the draft, where a rank's files appear as a whole; the first ranks of several folders leave word
+at the rendezvous, and only when all have, rank 0 names the checkpoint and calls `finish`.
 
 <folder>/draft-5f3a09c1/rank-0/  a rank's files, sealed: of the save in flight, or what a crash left of one
 """
@@ -22,8 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.buffer.durable_files import sync_path
+from slipstream.buffer.object_folder import ObjectFolder
+from slipstream.buffer.sealed_folder import merge, read_checksums, seal
+from slipstream.learner.rank_folders import RankFolders
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.sealed_folder import merge, seal
 from slipstream.runtime.disk import DiskWait
 
 Write = Callable[[Path], object]
@@ -38,9 +42,20 @@ log = structlog.get_logger(__name__)
 class BackgroundSaver:
     """One per rank. Life: (start -> flush)*."""
 
-    def __init__(self, folder: Path, *, ranks: Ranks, in_background: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ranks: Ranks,
+        folders: RankFolders,
+        in_background: bool,
+        storage: ObjectFolder | None = None,
+    ) -> None:
+        """`storage`: checkpoints of the run in the object store, which this thread alone uses while it is busy."""
         self._folder = folder
         self._ranks = ranks
+        self._folders = folders
+        self._storage = storage
         self._in_background = in_background
         self._disk = DiskWait()
         self._waits_for_ranks = ""
@@ -53,20 +68,29 @@ class BackgroundSaver:
         """Wait of the save in flight for room on the disk or for other ranks; else empty. Callable from any thread."""
         return self._disk.reason or self._waits_for_ranks
 
+    @property
+    def storage_reason(self) -> str:
+        """Wait of the save in flight for the object store; else empty. Callable from any thread."""
+        return self._storage.wait.reason if self._storage else ""
+
     def start(self, draft: str, writes: Sequence[Write], *, name: str, finish: Callable[[], object]) -> None:
-        """Write this rank's files; rank 0 makes them all the folder `name`, then calls `finish`.
+        """Write this rank's files, which become the folder `name` with those of the others; then rank 0 calls `finish`.
 
         None may be in flight. A full disk is waited for.
         """
+        self._draft = self._folder / draft
+        self.run(lambda: self._write(writes, name=name, finish=finish))
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Do other work as if it were a save: `flush` waits for it, and raises what it raised."""
 
         def run() -> None:
             try:
-                self._write(writes, name=name, finish=finish)
+                work()
                 in_flight.set_result(None)
             except BaseException as error:
                 in_flight.set_exception(error)
 
-        self._draft = self._folder / draft
         in_flight = self._in_flight = Future()
         if self._in_background:
             # A daemon thread: what a learner that is told to stop leaves half written does not count.
@@ -101,23 +125,56 @@ class BackgroundSaver:
     # --- the thread ----------------------------------------------------------------------------------------------
     def _write(self, writes: Sequence[Write], *, name: str, finish: Callable[[], object]) -> None:
         began_at, draft = time.monotonic(), self._draft
-        parts = [draft / f"rank-{rank}" for rank in range(self._ranks.size)]
-        own = parts[self._ranks.rank]
+        own = draft / f"rank-{self._ranks.rank}"
         self._disk.retry(lambda: _write_sealed(own, writes), what="a checkpoint", path=self._folder)
-        if not self._ranks.is_first:
+        if not self._folders.is_leader:
             return
-        self._await_others(parts)
-        self._disk.retry(lambda: merge(parts[1:], into=own), what="a checkpoint", path=self._folder)
-        own.rename(self._folder / name)
-        sync_path(self._folder)
-        finish()
+        parts = [draft / f"rank-{rank}" for rank in self._folders.sharers if rank != self._ranks.rank]
+        self._await_ranks(lambda: [part.name for part in parts if not part.is_dir()])
+        self._disk.retry(lambda: merge(parts, into=own), what="a checkpoint", path=self._folder)
+        if not self._ranks.is_first:
+            self._name(own, name)
+        self._meet("written")
+        # Last, so that a checkpoint that rank 0 has is durable on every machine.
+        if self._ranks.is_first:
+            self._name(own, name)
+        if self._storage:
+            self._upload(self._storage.child(name), name)
+        if self._ranks.is_first:
+            finish()
         shutil.rmtree(draft, ignore_errors=True)
         log.info("checkpoint_durable", name=name, after_s=round(time.monotonic() - began_at, 3))
 
-    def _await_others(self, parts: Sequence[Path]) -> None:
-        """Wait for the files of all ranks. One that dies, or cannot write, ends this process in its next collective."""
+    def _name(self, own: Path, name: str) -> None:
+        own.rename(self._folder / name)
+        sync_path(self._folder)
+
+    def _upload(self, remote: ObjectFolder, name: str) -> None:
+        folder = self._folder / name
+        remote.upload(folder, read_checksums(folder), sender=self._ranks.rank)
+        self._meet("uploaded")
+        if self._ranks.is_first:
+            remote.seal(senders=self._folders.leaders)
+
+    def _meet(self, state: str) -> None:
+        """Say that this folder's part is in a state; rank 0 waits until those of all folders are."""
+        subject, draft = f"checkpoint-{state}", self._draft.name
+        if not self._ranks.is_first:
+            self._ranks.post(subject, draft)
+            return
+        waiting = self._folders.leaders[1:]
+
+        def find_missing() -> list[str]:
+            # Each is asked for until it has answered: they may be hundreds.
+            waiting[:] = [rank for rank in waiting if self._ranks.posted(subject, rank=rank) != draft]
+            return [f"rank-{rank}" for rank in waiting]
+
+        self._await_ranks(find_missing)
+
+    def _await_ranks(self, find_missing: Callable[[], list[str]]) -> None:
+        """Wait for the files of ranks. One that dies, or cannot write, ends this process in its next collective."""
         began_at = time.monotonic()
-        while missing := [part.name for part in parts if not part.is_dir()]:
+        while missing := find_missing():
             waited_s = time.monotonic() - began_at
             self._waits_for_ranks = f"waiting {waited_s:.0f} s for the files of a checkpoint of {', '.join(missing)}"
             time.sleep(_POLL_S)

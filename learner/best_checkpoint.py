@@ -29,20 +29,28 @@ class BestEntry(Record):
     """Checkpoint of the weights that were evaluated."""
 
 
+BEST_FILE = "best.json"
+"""Name in the run folder of the BestEntry."""
+
+
 class BestCheckpoint:
-    """Life: (add -> judge)* -> export. Without a config nothing is best, and nothing is pinned."""
+    """Life: resume -> (add -> judge)* -> export. Without a config nothing is best, and nothing is pinned."""
 
     def __init__(self, config: BestConfig | None, folder: RunFolder, *, flush: Callable[[], object]) -> None:
-        """Go on with the best one of a run that is resumed. `flush` waits until the newest checkpoint is durable."""
+        """`flush` waits until the newest checkpoint is durable."""
         self._config = config
         self._folder = folder
-        self._file = folder.path / "best.json"
+        self._file = folder.path / BEST_FILE
         self._flush = flush
         self._evaluated: dict[int, CheckpointPointer] = {}
         self.entry: BestEntry | None = None
-        if config and self._file.is_file():
+
+    def resume(self) -> None:
+        """Go on with the best one of the run, which a restore has fetched if it lay elsewhere."""
+        if self._config and self._file.is_file():
             entry = msgspec.json.decode(self._file.read_bytes(), type=BestEntry)
-            if entry.metric == config.metric and (folder.checkpoints / entry.checkpoint.name).is_dir():
+            is_there = (self._folder.checkpoints / entry.checkpoint.name).is_dir()
+            if entry.metric == self._config.metric and is_there:
                 self.entry = entry
 
     @property

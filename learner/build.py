@@ -13,6 +13,7 @@ from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.inbox import Inbox
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.archive.rollouts import Rollouts
+from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.store import Store
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
@@ -41,6 +42,7 @@ from slipstream.learner.training.sequence_parallel import SequenceGroup
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
+from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
 from slipstream.runtime.run_folder import RunFolder
 
 T = TypeVar("T", bound=Trainable)
@@ -186,8 +188,11 @@ def _build_engine(
 def build_rank_group(
     run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0, rendezvous: str | None = None
 ) -> RankGroup:
-    """Build this rank's part of the learner. Blocks until all ranks have joined. Raises LearnerError."""
+    """Build this rank's part of the learner. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     ranks = join_ranks(rank=rank, size=run.learner.num_ranks, device=device, rendezvous=rendezvous)
+    # Rank 0 has compared its own with the broker's.
+    model = [encode(fingerprint(run.model.path))] if ranks.is_first else None
+    check_same_model(run.model.path, decode(ranks.broadcast_bytes(model)[0], ModelFingerprint | None))  # type: ignore[arg-type]
     torch.manual_seed(run.seed)
     trainer = build_trainer(run, ranks=ranks, device=device)
     checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks)

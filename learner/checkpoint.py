@@ -2,7 +2,8 @@
 
 A save copies the state to host memory, which training waits for; the files are written in the background. A checkpoint
 counts only once the store points at it (`RunState.checkpoint`): that pointer moves in the same atomic operation that
-retires the groups the checkpoint covers.
+retires the groups the checkpoint covers. With ranks on several machines each machine has the files of its own ranks;
+with `storage_uri` the object store has all of them before the pointer moves.
 
 <folder>/step-00000050/state.json        CheckpointState
 <folder>/step-00000050/model/            weights in transformers format, with tokenizer; an adapter merged into them
@@ -17,9 +18,9 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from functools import cached_property, partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 import numpy as np
@@ -27,17 +28,21 @@ import structlog
 import torch
 from torch import Tensor
 
+from slipstream.buffer.durable_files import write_durably
+from slipstream.buffer.object_folder import open_storage
 from slipstream.buffer.records import CheckpointPointer
+from slipstream.buffer.sealed_folder import CHECKSUMS, checksum, checksums_of, find_damage
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.background_save import BackgroundSaver, Write, delete_checkpoint, write_tensors
+from slipstream.learner.best_checkpoint import BEST_FILE, BestEntry
 from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
 from slipstream.learner.errors import CheckpointError, ModelError
+from slipstream.learner.rank_folders import RankFolders
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.sealed_folder import checksum, find_damage
 from slipstream.learner.training.critic import load_value_model, save_value_model
 from slipstream.learner.training.model import Policy, is_sharded, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
@@ -80,26 +85,64 @@ class CheckpointState(Record):
 
 
 class Checkpoints:
-    """Saves and restores a trainer. `save`, `flush` and `restore` are collective; rank 0 writes shared files."""
+    """Saves and restores a trainer. Construction, `save`, `flush` and `restore` are collective; rank 0 writes shared
+    files."""
 
     def __init__(self, folder: Path, *, run: RunConfig, trainer: Trainer, ranks: Ranks) -> None:
         self._folder = folder
         self._run = run
         self._trainer = trainer
         self._ranks = ranks
-        self.saver = BackgroundSaver(folder, ranks=ranks, in_background=not run.is_one_process)
+        self._folders = RankFolders(folder, ranks)
+        self._run_storage = open_storage(run) if self._folders.is_leader else None
+        self._storage = self._run_storage and self._run_storage.child(folder.name)
+        self.saver = BackgroundSaver(
+            folder,
+            ranks=ranks,
+            folders=self._folders,
+            in_background=not run.is_one_process,
+            storage=self._storage,
+        )
         """Writes what `save` has copied."""
 
     def names(self) -> list[str]:
-        """Names of the complete checkpoints, oldest first."""
-        folders = sorted(self._folder.glob("step-*"), key=lambda folder: folder.stat().st_mtime_ns)
-        return [folder.name for folder in folders]
+        """Names of the complete checkpoints in this rank's folder, or else in the object store, oldest first."""
+        folders = [path.parent for path in self._folder.glob(f"step-*/{CHECKSUMS}")]
+        if not folders and self._storage:
+            return self._storage.names()
+        return [folder.name for folder in sorted(folders, key=lambda folder: folder.stat().st_mtime_ns)]
 
     def prune(self, *, pinned: Set[str]) -> None:
-        """Delete all but the newest `keep`, and none that is `pinned`."""
-        for name in self.names()[: -self._run.learner.checkpoint.keep]:
-            if name not in pinned:
-                delete_checkpoint(self._folder / name)
+        """Delete all but the newest `keep`, and none that is `pinned`, here and in the object store.
+
+        Other machines follow when the next save begins.
+        """
+        keep = self._run.learner.checkpoint.keep
+        self._keep({*self.names()[-keep:], *pinned})
+        if self._run_storage and self._storage:
+            best = self._folder.parent / BEST_FILE
+            # Before its predecessor goes.
+            if best.is_file():
+                self._run_storage.write(BEST_FILE, best.read_bytes())
+            self._storage.prune(keep=keep, pinned=pinned)
+
+    def upload(self, folders: Iterable[Path]) -> None:
+        """Begin to send folders of the run to the object store, if there is one; `saver.flush` waits for it."""
+        if storage := self._run_storage:
+
+            def work() -> None:
+                for folder in folders:
+                    remote = storage.child(folder.name)
+                    remote.upload(folder, checksums_of(folder))
+                    remote.seal()
+                    log.info("uploaded", uri=remote.uri)
+
+            self.saver.run(work)
+
+    def _keep(self, names: Set[str]) -> None:
+        for folder in self._folder.glob("step-*"):
+            if folder.name not in names:
+                delete_checkpoint(folder)
 
     @cached_property
     def _base(self) -> dict[str, str]:
@@ -118,8 +161,11 @@ class Checkpoints:
         """
         began_at = time.monotonic()
         self.saver.flush()
-        chosen = [name.encode() for name in self._begin(step)] if self._ranks.is_first else None
-        name, draft = (part.decode() for part in self._ranks.broadcast_bytes(chosen))
+        chosen = [part.encode() for part in self._begin(step)] if self._ranks.is_first else None
+        name, draft, *kept = (part.decode() for part in self._ranks.broadcast_bytes(chosen))
+        if self._folders.is_leader and not self._ranks.is_first:
+            self._delete_drafts(but=draft)
+            self._keep(set(kept))
         pointer = CheckpointPointer(step, version, name)
         waited_s = time.monotonic() - began_at
         writes = self._copy(step=step, version=version)
@@ -128,15 +174,26 @@ class Checkpoints:
         self.saver.start(draft, writes, name=name, finish=lambda: finish(pointer))
         return pointer
 
-    def _begin(self, step: int) -> tuple[str, str]:
-        """Return (name of the checkpoint, name of its draft). What crashes left of earlier ones is deleted."""
-        for draft in self._folder.glob("draft*"):
-            shutil.rmtree(draft, ignore_errors=True)
-        # A step that was rolled back and trained again gets a new name: the store may still point at the old one.
-        names = [f"step-{step:08d}", *(f"step-{step:08d}.{repeat}" for repeat in range(2, 1000))]
-        name = next(name for name in names if not (self._folder / name).exists())
+    def _begin(self, step: int) -> list[str]:
+        """Return the name of the checkpoint, that of its draft, and those of all before it that are kept.
+
+        What crashes left of earlier ones is deleted.
+        """
+        self._delete_drafts()
         # A name of its own, in which no rank of a learner before this one can write.
-        return name, f"draft-{uuid.uuid4().hex[:8]}"
+        mark = uuid.uuid4().hex[:8]
+        # For an object store that holds of the whole name: a learner that was replaced may still run elsewhere.
+        first = f"step-{step:08d}-{mark}" if self._run.storage_uri else f"step-{step:08d}"
+        # A step that was rolled back and trained again gets a new name: the store may still point at the old one.
+        names = [first, *(f"{first}.{repeat}" for repeat in range(2, 1000))]
+        name = next(name for name in names if not (self._folder / name).exists())
+        return [name, f"draft-{mark}", *(folder.name for folder in self._folder.glob("step-*"))]
+
+    def _delete_drafts(self, *, but: str = "") -> None:
+        # Another rank may have begun to write the new one.
+        for draft in self._folder.glob("draft*"):
+            if draft.name != but:
+                shutil.rmtree(draft, ignore_errors=True)
 
     def _copy(self, *, step: int, version: int) -> list[Write]:
         """Copy this rank's part of the state to host memory; returns what writes it. Collective."""
@@ -193,10 +250,12 @@ class Checkpoints:
     def restore(self, name: str) -> CheckpointState:
         """Load a checkpoint into the trainer. Raises CheckpointError, and for damaged files before it loads any."""
         folder = self._folder / name
+        # As work of the saver, because another rank may fetch for longer than a collective may take.
+        self.saver.run(lambda: self._make_whole(name))
+        self.saver.flush()
+        # Every machine needs all of a checkpoint: its ranks may hold other parts of the optimizer's state now.
+        self._folders.complete(folder)
         state = _read_state(folder)
-        # Rank 0 alone reads them all; the others load nothing before it has.
-        if self._ranks.is_first and (damage := find_damage(folder)):
-            raise CheckpointError(f"{damage}: restore the file from a copy{self._advise_other(name)}.")
         if self._ranks.is_first and state.base != self._base:
             raise CheckpointError(
                 f"model.path must hold the model that the adapter in {folder} was trained on, got other weights in "
@@ -213,6 +272,31 @@ class Checkpoints:
         self._seed_generators(step=state.step)
         self._ranks.barrier()
         return state
+
+    def _make_whole(self, name: str) -> None:
+        """Check the files that this machine has of a checkpoint, and fetch the others from the object store."""
+        folder = self._folder / name
+        if not self._folders.is_leader:
+            return
+        damage = find_damage(folder) if folder.is_dir() else ""
+        if self._storage and (damage or not folder.is_dir() or len(self._folders.leaders) > 1):
+            log.info("fetching_checkpoint", uri=self._storage.child(name).uri)
+            self._storage.child(name).download(folder)
+            if self._ranks.is_first:
+                self._fetch_best()
+        elif damage:
+            raise CheckpointError(f"{damage}: restore the file from a copy{self._advise_other(name)}.")
+
+    def _fetch_best(self) -> None:
+        """Fetch the best checkpoint, and which one it is, if this machine does not know."""
+        path = self._folder.parent / BEST_FILE
+        if not (self._run_storage and self._storage) or path.exists():
+            return
+        if data := self._run_storage.read(BEST_FILE):
+            best = self._storage.child(msgspec.json.decode(data, type=BestEntry).checkpoint.name)
+            if best.manifest() is not None:
+                best.download(self._folder / PurePosixPath(best.uri).name)
+                write_durably(path, data)
 
     def _advise_other(self, damaged: str) -> str:
         """Return advice to begin a new run with the newest checkpoint that is whole."""

@@ -100,9 +100,9 @@ class Learner:
     def status(self) -> PeerStatus:
         """Content of the next Pong; callable from any thread."""
         gauges = self._metrics_log.gauges() | self._stall.gauges() | self._profiler.gauges
-        full = self._disk.reason or self._rank_group.saver.reason
-        waits = {"waits_for": "disk"} if full else {}
-        return PeerStatus("ready", version=self._version, reason=full or self._reason, gauges=gauges | waits)
+        full, away = self._disk.reason or self._rank_group.saver.reason, self._rank_group.saver.storage_reason
+        waits = {"waits_for": "disk" if full else "storage"} if full or away else {}
+        return PeerStatus("ready", version=self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
     def run(self) -> None:
         """Train from the newest checkpoint, or from the beginning. Raises DeadEndError, with all steps saved."""
@@ -132,6 +132,7 @@ class Learner:
         if state.checkpoint:
             self._rank_group.restore(state.checkpoint)
             self._step, self._version = state.checkpoint.step, state.checkpoint.version
+            self._best.resume()
         elif not self._store.versions():
             self._check_new()
         # Steps after the checkpoint left no trace in these weights: their groups become ready again. The rollback also
@@ -184,7 +185,9 @@ class Learner:
         self._rank_group.flush_checkpoint()
         final = self._metrics_log.folder.final_model
         self._disk.retry(lambda: self._rank_group.save_model(final), what="the final model", path=final)
-        self._disk.retry(self._best.export, what="the best model", path=self._metrics_log.folder.best_model)
+        best = self._disk.retry(self._best.export, what="the best model", path=self._metrics_log.folder.best_model)
+        self._reason = "uploading the final model"
+        self._rank_group.upload([final, *([best] if best else [])])
         self._end_run(after)
 
     def _end_run(self, after: dict[Purpose, EvaluationResult]) -> None:

@@ -192,7 +192,7 @@ class RankGroup:
         self._checkpoints.prune(pinned=pinned)
 
     def checkpoint_names(self) -> list[str]:
-        """Names of the complete checkpoints in the run folder, oldest first."""
+        """Names of the complete checkpoints, oldest first."""
         return self._checkpoints.names()
 
     def restore(self, pointer: CheckpointPointer) -> None:
@@ -204,6 +204,11 @@ class RankGroup:
         """Write weights and tokenizer in transformers format. Raises OSError when the disk is full; repeatable."""
         self._broadcast(SaveModel(str(folder)))
         save_model(self._trainer, folder, run=self._run, ranks=self._ranks)
+
+    def upload(self, folders: Iterable[Path]) -> None:
+        """Send folders of the run to the object store, if there is one. Raises StorageError."""
+        self._checkpoints.upload(folders)
+        self.flush_checkpoint()
 
     def keep_alive(self) -> None:
         """Restart the timeout of the other ranks; call it every few seconds of a wait."""

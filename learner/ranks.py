@@ -5,16 +5,19 @@ Rank 0 alone talks to the store and the generators; the others get all they need
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
+
+T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT_S = 2400.0
 """Limit of one collective, for whose begin a rank may wait as long as rank 0 publishes, reads a checkpoint or waits for
@@ -52,8 +55,26 @@ def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int, on_cp
     raise SystemExit(0)
 
 
+_GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of a rank, by which torch's process group is formed."""
+
+
+def check_environment(environment: Mapping[str, str], *, num_ranks: int) -> None:
+    """Raise ConfigError unless a rank has all variables that its launcher must give it, for `num_ranks` ranks."""
+    if missing := [name for name in _GIVEN if not environment.get(name)]:
+        raise ConfigError(
+            f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
+            "ranks with torchrun, or give them all of these; without RANK the learner starts its ranks itself."
+        )
+    if int(environment["WORLD_SIZE"]) != num_ranks:
+        raise ConfigError(
+            f"learner.num_ranks must be the number of ranks that were started, got {num_ranks} with WORLD_SIZE="
+            f"{environment['WORLD_SIZE']}: it is machines x ranks of each (torchrun: --nnodes x --nproc-per-node)."
+        )
+
+
 class Ranks:
-    """One process's view of its rank group. Every method is collective."""
+    """One process's view of its rank group. Every method is collective, but `post` and `posted`."""
 
     def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
         self._rank = rank
@@ -88,11 +109,12 @@ class Ranks:
         groups = [list(range(first, first + size)) for first in range(0, self._size, size)]
         return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
 
-    def broadcast_bytes(self, payloads: Sequence[bytes] | None) -> list[bytes]:
-        """Rank 0's payloads, on every rank; the others pass None. Blocks until rank 0 calls."""
+    def broadcast_bytes(self, payloads: Sequence[bytes] | None, *, source: int = 0) -> list[bytes]:
+        """Payloads of rank `source`, on every rank; the others pass None. Blocks until that rank calls."""
         if self._size == 1:
             return list(payloads or ())
-        lengths = self.broadcast_ints([len(payload) for payload in payloads] if payloads is not None else None)
+        sizes = [len(payload) for payload in payloads] if payloads is not None else None
+        lengths = self.broadcast_ints(sizes, source=source)
         if not sum(lengths):
             return [b""] * len(lengths)
         # One flat buffer: a collective per payload would cost hundreds of round trips per step.
@@ -100,20 +122,29 @@ class Ranks:
             flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
         else:
             flat = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
-        self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=0))
+        self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=source))
         joined = flat.cpu().numpy().tobytes()
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
-    def broadcast_ints(self, values: Sequence[int] | None) -> list[int]:
-        """Rank 0's numbers, on every rank; the others pass None. Blocks until rank 0 calls."""
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Payloads of all ranks, in their order, on every rank."""
+        if self._size == 1:
+            return [payload]
+        return [
+            self.broadcast_bytes([payload] if rank == self._rank else None, source=rank)[0]
+            for rank in range(self._size)
+        ]
+
+    def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
+        """Numbers of rank `source`, on every rank; the others pass None. Blocks until that rank calls."""
         if self._size == 1:
             return list(values or ())
         count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
-        self._collective("broadcast a count", lambda: dist.broadcast(count, src=0))
+        self._collective("broadcast a count", lambda: dist.broadcast(count, src=source))
         numbers = torch.tensor(values or [0] * int(count), dtype=torch.int64, device=self._device)
         if len(numbers):
-            self._collective("broadcast numbers", lambda: dist.broadcast(numbers, src=0))
+            self._collective("broadcast numbers", lambda: dist.broadcast(numbers, src=source))
         return numbers.tolist()
 
     def sum(self, values: Tensor) -> Tensor:
@@ -132,6 +163,22 @@ class Ranks:
         """Block until every rank has called."""
         if self._size > 1:
             self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
+
+    def post(self, subject: str, word: str) -> None:
+        """Leave a word for the other ranks to read; from any thread, and without waiting for them."""
+        if self._size > 1:
+            self._call_store(lambda store: store.set(f"{subject}/{self._rank}", word))
+
+    def posted(self, subject: str, *, rank: int) -> str:
+        """The word that a rank has left under a subject; empty before its first."""
+        key = f"{subject}/{rank}"
+        return self._call_store(lambda store: store.get(key).decode() if store.check([key]) else "")
+
+    def _call_store(self, call: Callable[[Any], T]) -> T:
+        try:
+            return call(dist.distributed_c10d._get_default_store())
+        except RuntimeError as error:
+            raise RankGroupError(f"the rendezvous of the learner's ranks must be there, got: {error}") from error
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
         if self._size == 1:

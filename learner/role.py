@@ -27,7 +27,7 @@ from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.learner import Learner
 from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.rank_group import RankGroup
-from slipstream.learner.ranks import ERROR_HANDLING, exit_rank, launch_ranks
+from slipstream.learner.ranks import ERROR_HANDLING, check_environment, exit_rank, launch_ranks
 from slipstream.learner.sft.run import build_sft, check_sft
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.logs import configure_logs
@@ -50,6 +50,8 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     `overrides` are those that `run` was loaded from, for the ranks that this process starts.
     """
     is_rank = "RANK" in os.environ
+    if is_rank:
+        check_environment(os.environ, num_ranks=run.learner.num_ranks)
     if run.mode == "sft" and not is_rank:
         check_sft(run)
     if run.learner.num_ranks > 1 and not is_rank:
@@ -67,6 +69,8 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
         _run_first_rank(run, device=device, rendezvous=rendezvous)
     else:
         folder = RunFolder(run)
+        # The first rank of its machine finds none.
+        folder.make()
         rank_group = build_rank_group(run, folder=folder, device=device, rank=rank, rendezvous=rendezvous)
         exempt_from_collection()
         rank_group.worker_loop()

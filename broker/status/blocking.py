@@ -18,6 +18,7 @@ _BLOCKED_ON: dict[str, str] = {
     "agents": _AGENTS,
     "store": _STORE,
     "disk": _DISK,
+    "storage": "the object store",
 }
 """WaitsFor -> the side that can end the wait."""
 _ENDED_PHASES = ("finished", "failed")

@@ -15,14 +15,14 @@ from slipstream.buffer.records import StepEntry
 from slipstream.buffer.trajectory import Record
 
 # --- images of prompts -----------------------------------------------------------------------------------------------
-_IMAGES = "images"
+IMAGES = "images"
 """Folder of the images in the archive's, each by its name."""
 
 
 def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
     """Write images that the archive lacks; durable on return. Raises OSError."""
     for name, data in images.items():
-        path = folder / _IMAGES / name
+        path = folder / IMAGES / name
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
             write_durably(path, data)
@@ -30,13 +30,13 @@ def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
 
 def missing_images(folder: Path, names: Iterable[str]) -> list[str]:
     """Those of these images that the archive lacks."""
-    return [name for name in names if not (folder / _IMAGES / name).is_file()]
+    return [name for name in names if not (folder / IMAGES / name).is_file()]
 
 
 def read_images(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
     """Return the bytes of the named images that the archive has."""
     # A name comes from a trajectory: it must not lead out of the folder.
-    paths = {name: folder / _IMAGES / Path(name).name for name in names}
+    paths = {name: folder / IMAGES / Path(name).name for name in names}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 
 

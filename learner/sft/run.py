@@ -16,6 +16,7 @@ import msgspec
 import structlog
 import torch
 
+from slipstream.buffer.object_folder import check_storage
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.sampling import row_of
 from slipstream.buffer.transitions import check_same_run
@@ -94,6 +95,8 @@ class SftRun:
         (found,) = self._ranks.broadcast_bytes([newest] if newest else None)
         for name in msgspec.json.decode(found):
             self._step = self._saved_step = self._checkpoints.restore(name).step
+        if self._best:
+            self._best.resume()
         log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))
         if self._log:
             self._log.start(step=self._step)
@@ -164,7 +167,9 @@ class SftRun:
                 path=self._folder.final_model,
             )
         if self._best:
-            self._disk.retry(self._best.export, what="the best model", path=self._folder.best_model)
+            best = self._disk.retry(self._best.export, what="the best model", path=self._folder.best_model)
+            self._checkpoints.upload([self._folder.final_model, *([best] if best else [])])
+        self._checkpoints.saver.flush()
         if self._log:
             self._log.finish(step=self._step, epoch=self._epoch)
         self._ranks.barrier()
@@ -194,6 +199,7 @@ def check_sft(run: RunConfig) -> None:
     """Check name, settings and files once, before any rank is started. Raises ConfigError, RunConflictError."""
     folder = RunFolder(run)
     folder.check_name()
+    check_storage(run, has_folder=folder.has_run)
     before = folder.path / "config.yaml"
     if before.exists():
         _check_same_run(run, before.read_bytes())

@@ -24,9 +24,9 @@ from transformers.utils import logging
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.buffer.sealed_folder import CHECKSUMS, find_damage, seal
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.learner import SHARD_SIZE
-from slipstream.learner.sealed_folder import CHECKSUMS, find_damage, seal
 from slipstream.learner.training.model import COMPUTE_DTYPES
 from slipstream.runtime.disk import describe_disk, is_disk_full
 from slipstream.runtime.lora import ADAPTER_FILE

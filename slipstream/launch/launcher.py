@@ -16,6 +16,7 @@ from slipstream.broker.status.monitor import Monitor, RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
@@ -195,7 +196,8 @@ class Launcher:
                 role.terminate()
             for role in reversed(self._roles):
                 role.terminate()
-                role.stop(ends_at=ends_at)
+                is_uploading = role is self._broker and self._run.storage_uri
+                role.stop(ends_at=ends_at + UPLOAD_TIMEOUT_S if is_uploading else ends_at)
 
     @property
     def _roles(self) -> list[RoleProcess]:

@@ -10,6 +10,7 @@ from msgspec import json
 from slipstream.broker.credentials import find_token
 from slipstream.broker.prompts.dataset import describe_shortages, read_heldout, read_train
 from slipstream.broker.transport.zmq_channels import check_free
+from slipstream.buffer.object_folder import check_storage
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
@@ -20,6 +21,7 @@ from slipstream.launch.generator_pool import check_placement
 from slipstream.launch.replay_plan import plan_replay
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import check_model_path, read_chat_template
+from slipstream.runtime.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 3600.0
 """Longest run of one preparation step: long enough for a slow download."""
@@ -27,10 +29,12 @@ _STORE_TIMEOUT_S = 10.0
 
 
 def check_surroundings(run: RunConfig) -> None:
-    """Check reward functions; with role processes also the GPUs, the broker's address, its token and the store.
+    """Check reward functions and the object store; with role processes also the GPUs, the broker's address, its token
+    and the store.
 
-    Takes a moment, or ten seconds when the store does not answer. Raises ConfigError, BrokerError, ReplayBufferError.
+    Takes a moment, or ten seconds when a store does not answer. Raises ConfigError, BrokerError, ReplayBufferError.
     """
+    check_storage(run, has_folder=RunFolder(run).has_run)
     # Imported here once, because an error inside a generator's worker process would come a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         RewardFunctions(reward)

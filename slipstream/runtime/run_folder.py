@@ -125,7 +125,10 @@ class RunFolder:
             self.unlock()
 
     def check_name(self) -> None:
-        """Raise ConfigError when the run exists and is not to be resumed, is to be and does not, or runs already."""
+        """Raise ConfigError when the run exists and is not to be resumed, is to be and does not, or runs already.
+
+        With `storage_uri`, a run to be resumed may be there alone.
+        """
         if self.path.is_dir() and not self._lock:
             self.lock()
             self.unlock()
@@ -134,7 +137,7 @@ class RunFolder:
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
                 "choose another with name=..., continue it with resume=true, or delete the folder."
             )
-        if self._run.resume is True and not self.has_run:
+        if self._run.resume is True and not self.has_run and not self._run.storage_uri:
             others = describe_others(Path(self._run.runs_dir), self._run.name)
             raise ConfigError(
                 f"name must be that of a run with resume=true, got {self._run.name!r}, but there is no {self.path}: "

@@ -48,6 +48,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--aux-loss", type=float, default=0.0)
     parser.add_argument("--microbatch", type=int, default=8192)
+    parser.add_argument("--machine", help="name of the machine, which has a run folder of its own")
+    parser.add_argument("--storage", help="object store")
     return parser.parse_args()
 
 
@@ -99,14 +101,17 @@ def main() -> None:
     dtype = "bfloat16" if args.bfloat16 else "float32"
     model = ModelConfig(path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None)
     model = msgspec.structs.replace(model, router_aux_loss=args.aux_loss)
-    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm)
+    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage_uri=args.storage)
     torch.manual_seed(run.seed)
     if args.bfloat16:
         count_gathered(args.folder / f"{args.out}.rank-{args.rank}.gathered", is_whole=args.bfloat16 == "whole")
     trainer = build_trainer(run, ranks=ranks, device=CPU)
-    checkpoints = Checkpoints(args.folder / f"{args.out}-checkpoints", run=run, trainer=trainer, ranks=ranks)
-    if names := checkpoints.names():
-        checkpoints.restore(names[-1])
+    where = args.folder / args.machine / "checkpoints" if args.machine else args.folder / f"{args.out}-checkpoints"
+    checkpoints = Checkpoints(where, run=run, trainer=trainer, ranks=ranks)
+    # Rank 0 alone knows which ones all machines have finished.
+    found = ranks.broadcast_bytes([name.encode() for name in checkpoints.names()] if ranks.is_first else None)
+    if found:
+        checkpoints.restore(found[-1].decode())
     assert ranks.broadcast_bytes([] if ranks.is_first else None) == []
     if args.die:
         os._exit(1)

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -32,10 +33,19 @@ def start(folder: Path, *, rank: int, ranks: int, zero: int, out: str, extra: tu
     )
 
 
-def train(folder: Path, *, ranks: int, zero: int, out: str, extra: tuple[str, ...] = ()) -> tuple[dict, list]:
-    """Returns the saved weights and the metrics of every rank."""
+def train(
+    folder: Path,
+    *,
+    ranks: int,
+    zero: int,
+    out: str,
+    extra: tuple[str, ...] = (),
+    machines: tuple[str, ...] = (),
+) -> tuple[dict, list]:
+    """Returns the saved weights and the metrics of every rank. `machines`: the one of each rank, with its own files."""
     (folder / f"{out}.rendezvous").unlink(missing_ok=True)
-    processes = [start(folder, rank=rank, ranks=ranks, zero=zero, out=out, extra=extra) for rank in range(ranks)]
+    own = [(*extra, f"--machine={name}") for name in machines] or [extra] * ranks
+    processes = [start(folder, rank=rank, ranks=ranks, zero=zero, out=out, extra=each) for rank, each in enumerate(own)]
     end = time.monotonic() + DEADLINE_S
     try:
         outputs = [process.communicate(timeout=max(1.0, end - time.monotonic()))[0] for process in processes]
@@ -134,6 +144,27 @@ def test_two_ranks_train_the_visual_encoder_of_one(tmp_path, zero):
     visual = [name for name in base if "visual" in name]
     assert largest_difference(alone, together) < 1e-5
     assert min(float((base[name] - together[name]).abs().max()) for name in visual) > 0
+
+
+@pytest.mark.long
+def test_two_machines_continue_bit_for_bit_without_a_shared_folder(tmp_path):
+    """On the same machines, with the ranks the other way round, and on new ones from an object store."""
+    make_tiny_model(tmp_path / "model")
+    straight, _ = train(tmp_path, ranks=2, zero=2, out="straight", extra=("--steps", "0", "1"))
+    storage = f"--storage=file://{tmp_path}/remote"
+    train(tmp_path, ranks=2, zero=2, out="begun", extra=("--steps", "0", storage), machines=("a", "b"))
+    kept = {name: {path.name for path in (tmp_path / name / "checkpoints").glob("*/*")} for name in ("a", "b")}
+    assert kept["a"] >= {"model", "state.json", "optimizer-rank-0.safetensors"}
+    assert kept["b"] == {"optimizer-rank-1.safetensors", "checksums.json"}
+    for name in ("a", "b"):
+        shutil.copytree(tmp_path / name, tmp_path / f"{name}-2")
+    for out, machines, extra in (
+        ("same", ("a", "b"), ()),
+        ("swapped", ("b-2", "a-2"), ()),
+        ("elsewhere", ("c", "d"), (storage,)),
+    ):
+        resumed, _ = train(tmp_path, ranks=2, zero=2, out=out, extra=("--steps", "1", *extra), machines=machines)
+        assert largest_difference(straight, resumed) == 0
 
 
 @pytest.mark.long

@@ -11,12 +11,14 @@ import pytest
 from slipstream.broker.archiver import Archiver, ArchiverThread
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.mirror import ArchiveMirror
 from slipstream.buffer.archive.shard_writer import ShardWriter
-from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.errors import ArchiveError, StorageError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
 from slipstream.configs.buffer import ArchiveConfig
-from tests.builders import make_finished
+from tests.builders import make_finished, write_archive
 from tests.fakes import FakeClock
 from tests.unit.buffer.archive.test_ledger import make_step
 
@@ -311,3 +313,68 @@ def test_a_full_archive_is_shown(tmp_path: Path, store: FakeStore):
         assert time.monotonic() < deadline
     thread.stop(timeout_s=10)
     assert "buffer.archive.max_gib" in reports[-1]["reason"]
+
+
+# --- the object store ------------------------------------------------------------------------------------------------
+def make_mirrored(store: FakeStore, folder: Path, remote: Path) -> Archiver:
+    storage = ObjectFolder(f"file://{remote}", StorageWait(0))
+    return Archiver(store, folder, CONFIG, mirror=ArchiveMirror(folder, storage))
+
+
+def test_groups_leave_the_store_only_after_the_object_store_has_them(store, tmp_path):
+    archiver = make_mirrored(store, tmp_path / "here", tmp_path / "remote")
+    (tmp_path / "remote").write_text("no folder")
+    store.finish(0, 1, 2)
+    with pytest.raises(StorageError, match=r"remote/shard-00000001\.parquet must be reachable in storage_uri"):
+        archiver.step()
+    assert [group.id for group in store.groups] == ["0", "1", "2"]
+    (tmp_path / "remote").unlink()
+    archiver.step()
+    assert store.groups == []
+    store.train(1, 3, 4, 5)
+    archiver.flush()
+    assert shards_in(tmp_path / "remote") == shards_in(tmp_path / "here") == [["0", "1", "2"], ["3", "4", "5"]]
+    assert Archive(tmp_path / "remote").check().is_sound
+    assert [entry.step for entry in Archive(tmp_path / "remote").steps()] == [1]
+
+
+def test_an_archive_goes_on_elsewhere_and_refuses_the_folder_that_was_left(store, tmp_path):
+    store.train(1, 0, 1, 2)
+    first = make_mirrored(store, tmp_path / "here", tmp_path / "remote")
+    first.flush()
+    first.close()
+    store.train(2, 3, 4, 5)
+    second = make_mirrored(store, tmp_path / "there", tmp_path / "remote")
+    assert second.last_step == 1
+    second.flush()
+    second.close()
+    for place in ("there", "remote"):
+        assert shards_in(tmp_path / place) == [["0", "1", "2"], ["3", "4", "5"]]
+        assert [entry.step for entry in Archive(tmp_path / place).steps()] == [1, 2]
+    # The first machine lacks the newest shard, and gets it; one of its own would be a second archive.
+    make_mirrored(store, tmp_path / "here", tmp_path / "remote").close()
+    assert shards_in(tmp_path / "here") == shards_in(tmp_path / "remote")
+    other = write_archive(tmp_path / "other", [make_finished("9")])
+    with pytest.raises(ArchiveError, match=r"must have the first shards of .*remote, got others"):
+        make_mirrored(store, other, tmp_path / "remote")
+
+
+def test_an_object_store_that_is_away_is_reported_by_name(store, tmp_path):
+    (tmp_path / "remote").write_text("no folder")
+    store.finish(0, 1, 2)
+    storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0))
+    thread = ArchiverThread(lambda: store, tmp_path / "here", CONFIG, tick_s=0.01, storage=storage)
+    thread.start()
+    try:
+        await_status(thread, lambda status: status.waits_for == "storage" and f"{tmp_path}/remote" in status.reason)
+        (tmp_path / "remote").unlink()
+        await_status(thread, lambda status: status.state == "archiving" and not store.groups)
+    finally:
+        thread.stop(timeout_s=5)
+
+
+def await_status(thread: ArchiverThread, holds) -> None:
+    ends_at = time.monotonic() + 10
+    while not holds(thread.status()):
+        assert time.monotonic() < ends_at, thread.status()
+        time.sleep(0.01)

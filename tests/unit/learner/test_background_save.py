@@ -9,24 +9,45 @@ from pathlib import Path
 import pytest
 
 from slipstream.buffer.durable_files import write_durably
+from slipstream.buffer.errors import StorageError
+from slipstream.buffer.object_folder import ObjectFolder, StorageWait
+from slipstream.buffer.sealed_folder import CHECKSUMS, find_damage
 from slipstream.learner.background_save import BackgroundSaver, delete_checkpoint
-from slipstream.learner.sealed_folder import find_damage
 
 TRACED = ("mkdir", "rename", "replace", "fsync", "rmdir", "unlink")
 
 
 class Alone:
-    """A rank whose collectives answer with its own numbers."""
+    """A rank whose collectives answer with its own numbers; `words` are those that ranks have left."""
 
-    def __init__(self, rank: int, *, size: int = 2) -> None:
+    def __init__(self, rank: int, *, size: int = 2, words: dict[tuple[str, int], str] | None = None) -> None:
         self.rank, self.size, self.is_first = rank, size, rank == 0
+        self.words = {} if words is None else words
 
     def max(self, values):
         return values
 
+    def post(self, subject, word):
+        self.words[subject, self.rank] = word
+
+    def posted(self, subject, *, rank):
+        return self.words.get((subject, rank), "")
+
+
+class Sharing:
+    """Folders of ranks: one of all of them, or one of each."""
+
+    def __init__(self, rank: int, *, sharers: list[int], leaders: list[int]) -> None:
+        self.sharers, self.leaders, self.is_leader = sharers, leaders, sharers[0] == rank
+
+
+def make_saver(folder: Path, rank: int, *, size: int) -> BackgroundSaver:
+    sharing = Sharing(rank, sharers=list(range(size)), leaders=[0])
+    return BackgroundSaver(folder, ranks=Alone(rank, size=size), folders=sharing, in_background=True)
+
 
 def make_savers(folder: Path) -> list[BackgroundSaver]:
-    return [BackgroundSaver(folder, ranks=Alone(rank), in_background=True) for rank in (0, 1)]
+    return [make_saver(folder, rank, size=2) for rank in (0, 1)]
 
 
 def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
@@ -114,7 +135,7 @@ def test_a_process_killed_anywhere_in_a_save_leaves_whole_checkpoints(tmp_path):
 
 
 def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
-    saver = BackgroundSaver(tmp_path, ranks=Alone(0, size=1), in_background=True)
+    saver = make_saver(tmp_path, 0, size=1)
 
     def fail(part: Path) -> None:
         raise PermissionError("no")
@@ -141,3 +162,66 @@ def test_rank_0_says_whose_files_it_waits_for(tmp_path):
     first.flush()
     assert first.reason == ""
     assert (tmp_path / "step-1").is_dir()
+
+
+# --- several machines ------------------------------------------------------------------------------------------------
+def make_machines(folder: Path, storage: ObjectFolder) -> list[BackgroundSaver]:
+    words: dict[tuple[str, int], str] = {}
+    return [
+        BackgroundSaver(
+            folder / str(rank),
+            ranks=Alone(rank, words=words),
+            folders=Sharing(rank, sharers=[rank], leaders=[0, 1]),
+            in_background=True,
+            storage=storage.child("checkpoints"),
+        )
+        for rank in (0, 1)
+    ]
+
+
+def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
+    rank = saver._ranks.rank
+    write = lambda part: (part / f"rank-{rank}").write_text(f"{number} of {rank}")  # noqa: E731
+    saver.start(f"draft-{number}", [write], name=f"step-{number}", finish=finish)
+
+
+def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_their_files(tmp_path):
+    storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0))
+    first, second = make_machines(tmp_path, storage)
+    finished: list[list[str]] = []
+    start(first, 1, finish=lambda: finished.append(storage.child("checkpoints").names()))
+    ends_at = time.monotonic() + 10
+    while "files of a checkpoint of rank-1" not in first.reason:
+        assert time.monotonic() < ends_at
+        time.sleep(0.01)
+    assert not (tmp_path / "0" / "step-1").exists()
+    assert finished == []
+    start(second, 1)
+    for saver in (first, second):
+        saver.flush()
+    assert finished == [["step-1"]], "the object store has all of it when the pointer moves"
+    for rank in (0, 1):
+        assert find_damage(tmp_path / str(rank) / "step-1") == ""
+        assert (tmp_path / str(rank) / "step-1" / f"rank-{rank}").read_text() == f"1 of {rank}"
+    storage.child("checkpoints/step-1").download(tmp_path / "elsewhere")
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [CHECKSUMS, "rank-0", "rank-1"]
+    assert [*tmp_path.glob("*/draft*")] == []
+
+
+def test_a_dead_object_store_ends_the_save_before_its_pointer_moves_and_leaves_it_on_the_disk(tmp_path):
+    (tmp_path / "remote").write_text("no folder")
+    sharing = Sharing(0, sharers=[0], leaders=[0])
+    storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0.3, first_delay_s=0.05))
+    saver = BackgroundSaver(
+        tmp_path / "0", ranks=Alone(0, size=1), folders=sharing, in_background=True, storage=storage
+    )
+    finished: list[bool] = []
+    start(saver, 1, finish=lambda: finished.append(True))
+    ends_at = time.monotonic() + 10
+    while f"s of 0.3 s for file://{tmp_path}/remote/step-1" not in saver.storage_reason:
+        assert time.monotonic() < ends_at
+        time.sleep(0.005)
+    with pytest.raises(StorageError, match=f"file://{tmp_path}/remote/step-1.* must be reachable in storage_uri"):
+        saver.flush()
+    assert finished == []
+    assert find_damage(tmp_path / "0" / "step-1") == ""

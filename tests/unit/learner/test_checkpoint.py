@@ -2,17 +2,21 @@ import random
 import shutil
 import time
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
+from slipstream.buffer.errors import DamagedObjectError
+from slipstream.buffer.sealed_folder import seal
+from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig, TorchEngineConfig
+from slipstream.learner.best_checkpoint import BestCheckpoint
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.optimizer import Shard, copy_moments, restore_moments
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.sealed_folder import seal
+from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
 from tests.unit.learner.builders import (
     CPU,
@@ -123,12 +127,74 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         tied.restore("step-00000001")
 
 
+def test_a_run_goes_on_elsewhere_with_what_the_object_store_has(tmp_path):
+    keep = CheckpointConfig(keep=1)
+    run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
+    trainer, checkpoints = make_checkpoints(run, tmp_path / "here")
+    names = []
+    for step in (1, 2):
+        steps(trainer, [step - 1])
+        names.append(save(checkpoints, step=step))
+        checkpoints.prune(pinned={names[-1]})
+    remote = tmp_path / "remote" / "test" / "checkpoints"
+    assert [path.name for path in remote.iterdir()] == names[-1:] == checkpoints.names()
+    saved = copies(trainer)
+
+    resumed, moved = make_checkpoints(run, tmp_path / "there")
+    assert moved.names() == names[-1:]
+    assert moved.restore(names[-1]).step == 2
+    assert all(tensor.equal(saved[key]) for key, tensor in copies(resumed).items())
+    # A file that was damaged here is fetched again.
+    (tmp_path / "there" / "checkpoints" / names[-1] / "state.json").write_bytes(b"{")
+    assert moved.restore(names[-1]).step == 2
+
+    (remote / names[-1] / "model" / "config.json").write_bytes(b"{}")
+    _, third = make_checkpoints(run, tmp_path / "third")
+    with pytest.raises(DamagedObjectError, match=r"model/config\.json must have the checksum it was written with"):
+        third.restore(names[-1])
+
+
+def test_the_best_checkpoint_comes_along(tmp_path):
+    keep = CheckpointConfig(keep=1, best=BestConfig("eval/accuracy_greedy"))
+    run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
+    here = msgspec.structs.replace(run, runs_dir=str(tmp_path / "here"))
+    folder = RunFolder(here)
+    _, checkpoints = make_checkpoints(run, folder.path)
+    best = BestCheckpoint(keep.best, folder, flush=lambda: None)
+    pointers = []
+    for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.4)):
+        pinned = best.pinned
+        pointers.append(checkpoints.save(step=step, version=step))
+        checkpoints.saver.flush()
+        checkpoints.prune(pinned=pinned)
+        best.add(pointers[-1])
+        best.judge({"eval/version": step, "eval/accuracy_greedy": accuracy})
+    there = RunFolder(msgspec.structs.replace(run, runs_dir=str(tmp_path / "there")))
+    _, moved = make_checkpoints(run, there.path)
+    moved.restore(pointers[-1].name)
+    resumed = BestCheckpoint(keep.best, there, flush=lambda: None)
+    resumed.resume()
+    assert resumed.entry == best.entry
+    assert (resumed.export() / "config.json").is_file()
+
+
+def test_final_models_go_to_the_object_store(tmp_path):
+    run = make_run(make_model(tmp_path), storage_uri=f"file://{tmp_path}/remote")
+    _, checkpoints = make_checkpoints(run, tmp_path)
+    (tmp_path / "final_model").mkdir()
+    (tmp_path / "final_model" / "config.json").write_text("{}")
+    checkpoints.upload([tmp_path / "final_model"])
+    checkpoints.saver.flush()
+    sent = tmp_path / "remote" / "test" / "final_model"
+    assert sorted(path.name for path in sent.iterdir()) == ["checksums.json", "config.json"]
+
+
 @pytest.mark.parametrize("part", ["state.json", "optimizer-rank-0.safetensors"])
 def test_a_damaged_checkpoint_is_refused(tmp_path, part):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     save(checkpoints, step=1)
     (tmp_path / "checkpoints" / "step-00000001" / part).write_bytes(b"{")
-    with pytest.raises(CheckpointError, match=part if part != "state.json" else "complete checkpoint"):
+    with pytest.raises(CheckpointError, match=f"{part} must have the checksum it was written with"):
         checkpoints.restore("step-00000001")
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,8 @@ class FakeRanks:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
+        self.uploaded: list[str] = []
+        self.storage_reason = ""
 
     def train(self, **_: Any) -> dict[str, Any]:
         return {"learner/tokens": 8.0, "learner/reward_mean": 1.0, "lag/mean": 0.0, "lag/max": 0}
@@ -46,7 +48,7 @@ class FakeRanks:
 
     @property
     def saver(self) -> SimpleNamespace:
-        return SimpleNamespace(reason="", raise_error=lambda: None)
+        return SimpleNamespace(reason="", storage_reason=self.storage_reason, raise_error=lambda: None)
 
     def flush_checkpoint(self) -> None: ...
 
@@ -65,6 +67,9 @@ class FakeRanks:
                 shutil.rmtree(folder)
 
     def save_model(self, folder: Path) -> None: ...
+
+    def upload(self, folders: Iterable[Path]) -> None:
+        self.uploaded += [folder.name for folder in folders]
 
 
 class FakePublisher:
@@ -101,20 +106,24 @@ def run(tmp_path: Path) -> RunConfig:
     return load(["experiment=digits_cpu", f"runs_dir={tmp_path}", "name=run", *settings, stop, *small])
 
 
-def train(run: RunConfig, store: MemoryStore, publisher: type[FakePublisher] = FakePublisher) -> list[int]:
-    """Run the learner to its end; returns the steps in `metrics.jsonl`."""
+def make_learner(run: RunConfig, store: MemoryStore, ranks: FakeRanks, publisher: type[FakePublisher]) -> Learner:
     folder = RunFolder(run)
     folder.path.mkdir(exist_ok=True)
-    learner = Learner(
+    return Learner(
         run=run,
         store=store,
-        rank_group=FakeRanks(folder),
+        rank_group=ranks,
         publisher=publisher(store),
         metrics_log=MetricsLog(run, folder=folder, store=store),
         wait=lambda _num_ready, _timeout_s: time.sleep(0),
         num_heldout={"sampled": 2, "greedy": 2},
     )
-    learner.run()
+
+
+def train(run: RunConfig, store: MemoryStore, publisher: type[FakePublisher] = FakePublisher) -> list[int]:
+    """Run the learner to its end; returns the steps in `metrics.jsonl`."""
+    folder = RunFolder(run)
+    make_learner(run, store, FakeRanks(folder), publisher).run()
     rows = folder.metrics.read_bytes().splitlines() if folder.metrics.exists() else []
     return [row["step"] for row in map(msgspec.json.decode, rows)]
 
@@ -168,6 +177,21 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_and_exported(run: RunConf
     assert {path.name for path in folder.checkpoints.iterdir()} == {f"step-{step:08d}", "step-00000009"}
     summary = msgspec.json.decode(folder.summary.read_bytes())
     assert summary["best"] == msgspec.to_builtins(best)
+
+
+def test_the_final_and_the_best_model_are_uploaded_once_there_are_both(run: RunConfig):
+    ranks = FakeRanks(RunFolder(run))
+    best = with_settings(run, best=BestConfig("eval/reward_greedy"))
+    make_learner(best, make_store(), ranks, RisingAndFalling).run()
+    assert ranks.uploaded == ["final_model", "best_model"]
+
+
+def test_the_status_names_what_the_object_store_fails_to_take(run: RunConfig):
+    ranks = FakeRanks(RunFolder(run))
+    learner = make_learner(run, make_store(), ranks, FakePublisher)
+    ranks.storage_reason = "waiting 9 s of 1800 s for s3://bucket/run/checkpoints/step-1/state.json: AWS Error"
+    status = learner.status()
+    assert (status.reason, status.gauges["waits_for"]) == (ranks.storage_reason, "storage")
 
 
 def test_the_best_checkpoint_outlives_a_resume(run: RunConfig):

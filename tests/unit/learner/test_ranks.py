@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
-from slipstream.learner.ranks import join_ranks
+from slipstream.learner.ranks import check_environment, join_ranks
 from tests.unit.learner.builders import CPU, make_alone
 
 
@@ -19,3 +20,18 @@ def test_one_rank_keeps_what_it_has():
 def test_several_ranks_need_a_rendezvous():
     with pytest.raises(RankGroupError, match="2 learner ranks need a rendezvous"):
         join_ranks(rank=0, size=2, device=CPU, timeout_s=1.0)
+
+
+def test_ranks_that_another_launcher_starts_need_all_variables_and_the_number_of_the_settings():
+    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+    check_environment(given, num_ranks=2)
+    with pytest.raises(
+        ConfigError, match=r"learner\.num_ranks must be the number of ranks .*, got 4 with WORLD_SIZE=2"
+    ):
+        check_environment(given, num_ranks=4)
+    with pytest.raises(ConfigError, match="got no LOCAL_RANK, MASTER_PORT: start ranks with torchrun"):
+        check_environment(given | {"LOCAL_RANK": "", "MASTER_PORT": ""}, num_ranks=2)
+
+
+def test_one_rank_gathers_its_own():
+    assert make_alone().gather_bytes(b"ab") == [b"ab"]

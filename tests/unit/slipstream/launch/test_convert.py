@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slipstream.buffer.sealed_folder import find_damage
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import CheckpointConfig
 from slipstream.launch.convert import convert
 from slipstream.learner.checkpoint import Checkpoints
-from slipstream.learner.sealed_folder import find_damage
 from tests.fakes import no_file_above
 from tests.families import make_family
 from tests.tiny_model import make_tiny_model, make_tiny_module

@@ -28,7 +28,7 @@ def checksum(path: Path) -> str:
 
 def seal(folder: Path) -> None:
     """Write the checksums of a folder and sync it all: only a rename is missing then. Raises OSError."""
-    (folder / CHECKSUMS).write_bytes(msgspec.json.encode(_checksums(folder)))
+    (folder / CHECKSUMS).write_bytes(msgspec.json.encode(checksums_of(folder)))
     # Contents before the name: after the rename the folder must survive a power failure.
     for path in (*folder.rglob("*"), folder):
         sync_path(path)
@@ -38,11 +38,11 @@ def merge(parts: Sequence[Path], *, into: Path) -> None:
     """Move the files of sealed folders into another one, which is sealed again then. Raises OSError; repeatable."""
     checksums = dict[str, str]()
     for folder in (into, *parts):
-        checksums |= msgspec.json.decode((folder / CHECKSUMS).read_bytes(), type=dict[str, str])
+        checksums |= read_checksums(folder)
     # First, because it alone takes room on the disk.
     write_durably(into / CHECKSUMS, msgspec.json.encode(checksums))
     for folder in parts:
-        for name in msgspec.json.decode((folder / CHECKSUMS).read_bytes(), type=dict[str, str]):
+        for name in read_checksums(folder):
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             if (folder / name).exists():
                 (folder / name).rename(into / name)
@@ -54,12 +54,10 @@ def merge(parts: Sequence[Path], *, into: Path) -> None:
 
 def find_damage(folder: Path) -> str:
     """Return which file of a sealed folder is not as it was written, as the beginning of a sentence; empty if none."""
-    path = folder / CHECKSUMS
     try:
-        expected = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
-        found = _checksums(folder)
+        expected, found = read_checksums(folder), checksums_of(folder)
     except (OSError, msgspec.MsgspecError) as error:
-        return f"{path} must hold the checksums of its checkpoint, got {error}"
+        return f"{folder / CHECKSUMS} must hold the checksums of its checkpoint, got {error}"
     name = next((name for name in sorted(expected | found) if expected.get(name) != found.get(name)), None)
     if name is None:
         return ""
@@ -69,8 +67,13 @@ def find_damage(folder: Path) -> str:
     )
 
 
-def _checksums(folder: Path) -> dict[str, str]:
-    """Return the checksum of every file but that of the checksums, by its path within the folder."""
+def read_checksums(folder: Path) -> dict[str, str]:
+    """Checksums that a sealed folder has on file, by path within it. Raises OSError, msgspec.MsgspecError."""
+    return msgspec.json.decode((folder / CHECKSUMS).read_bytes(), type=dict[str, str])
+
+
+def checksums_of(folder: Path) -> dict[str, str]:
+    """Compute the checksum of every file but that of the checksums, by its path within the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip((str(path.relative_to(folder)) for path in files), pool.map(checksum, files), strict=True))

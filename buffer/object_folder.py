@@ -1,0 +1,331 @@
+"""ObjectFolder: a folder of an object store, or of any other file system that `pyarrow.fs` opens by its URI.
+
+Consumes: folders of this machine and the checksums of their files.
+Produces: the same folders elsewhere, and back.
+Waits for: the object store, with back-off, until an operation has failed for `timeout_s`.
+Invariant: a folder counts once it has its manifest, which is written after every other file and deleted before them.
+
+<uri>/upload-0.json     first: checksums of what sender 0 sends, by which an upload that is repeated sends only the rest
+<uri>/<file>            objects, each there as a whole or not at all
+<uri>/checksums.json    last: the manifest, checksums of the files of all senders
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import urlencode, urlsplit
+
+import msgspec
+import pyarrow as pa
+import structlog
+import xxhash
+from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
+
+from slipstream.buffer.durable_files import sync_path, write_durably
+from slipstream.buffer.errors import DamagedObjectError, StorageError
+from slipstream.buffer.sealed_folder import CHECKSUMS, checksum
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
+
+T = TypeVar("T")
+
+_INTENT = "upload-{}.json"
+_PROBE = "write-probe"
+_BLOCK_BYTES = 16 * 2**20
+_BLOCKS_IN_FLIGHT = 8
+"""Parts of a multipart upload that are sent at the same time: pyarrow alone would read ahead without a limit."""
+UPLOAD_TIMEOUT_S = 60.0
+"""Time that a role which is to end has for its uploads."""
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
+_WITH_FOLDERS = ("local", "hdfs")
+"""File systems in which a file needs its folder."""
+
+log = structlog.get_logger(__name__)
+
+
+class StorageWait:
+    """Repeats operations of an object store while they fail. Used by one thread; `reason` may be read by any."""
+
+    def __init__(self, timeout_s: float, *, first_delay_s: float = _FIRST_DELAY_S) -> None:
+        """`timeout_s`: how long an operation may fail, from its first failure on."""
+        self._timeout_s = timeout_s
+        self._first_delay_s = first_delay_s
+        self.reason = ""
+        """The wait under way, such as `waiting 12 s for s3://...: AWS Error NETWORK_CONNECTION ...`; else empty."""
+
+    def repeat(self, what: str, call: Callable[[], T]) -> T:
+        """Call until it succeeds. Raises StorageError, which names `what`, once it has failed for `timeout_s`."""
+        failing_since, delay_s = 0.0, self._first_delay_s
+        while True:
+            try:
+                result = call()
+            except (OSError, pa.ArrowException) as error:
+                now = time.monotonic()
+                failing_since = failing_since or now
+                if now - failing_since >= self._timeout_s:
+                    self.reason = ""
+                    raise StorageError(
+                        f"{what} must be reachable in storage_uri, but has failed for {now - failing_since:.0f} s: "
+                        f"{error}. Check the server, the bucket and the credentials in the environment."
+                    ) from error
+                self.reason = f"waiting {now - failing_since:.0f} s of {self._timeout_s:g} s for {what}: {error}"
+                log.warning("storage_failed", path=what, again_in_s=delay_s, error=str(error))
+                time.sleep(delay_s)
+                delay_s = min(2 * delay_s, _LONGEST_DELAY_S)
+            else:
+                self.reason = ""
+                return result
+
+
+class ObjectFolder:
+    """One folder. Life of an upload: upload, by every sender; seal, by one of them."""
+
+    def __init__(self, uri: str, wait: StorageWait) -> None:
+        """Open the file system of `uri`; the folder need not exist. Raises StorageError."""
+        self.uri = uri.rstrip("/")
+        self.wait = wait
+        try:
+            self._files, self._path = FileSystem.from_uri(_with_endpoint(self.uri))
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise StorageError(f"storage_uri must name a folder that pyarrow.fs opens, got {uri}: {error}") from None
+
+    def child(self, name: str) -> "ObjectFolder":
+        """Folder within this one, with the same connection and the same waits."""
+        child = copy(self)
+        child.uri, child._path = f"{self.uri}/{name}", f"{self._path}/{name}"
+        return child
+
+    # --- whole folders -------------------------------------------------------------------------------------------
+    def check_writable(self) -> None:
+        """Write an object and delete it. Raises StorageError."""
+        self.write(_PROBE, b"")
+        self.remove(_PROBE)
+
+    def names(self) -> list[str]:
+        """Names of the folders within this one that count, oldest first."""
+        manifests = [each for name, each in self.objects().items() if PurePosixPath(name).name == CHECKSUMS]
+        found = [(each.mtime_ns, PurePosixPath(each.path).parent) for each in manifests]
+        return [folder.name for _, folder in sorted(found) if str(folder.parent) == self._path]
+
+    def manifest(self) -> dict[str, str] | None:
+        """Checksums of the files by name; None if this folder does not count. Raises StorageError."""
+        data = self.read(CHECKSUMS)
+        return None if data is None else _parse(data, where=f"{self.uri}/{CHECKSUMS}")
+
+    def upload(self, folder: Path, checksums: Mapping[str, str], *, sender: int = 0) -> None:
+        """Send the files of `checksums`, but those that an upload of the same content has sent. Raises StorageError.
+
+        Several senders may send into one folder, each its own files; it counts after `seal`.
+        """
+        intent, data = _INTENT.format(sender), msgspec.json.encode(dict(sorted(checksums.items())))
+        found = self.objects()
+        if self.read(intent) != data:
+            # Objects of an upload of other content: deleted before the intent says what they must be.
+            for name in (CHECKSUMS, intent, *checksums):
+                if name in found:
+                    self.remove(name)
+                    del found[name]
+            self.write(intent, data)
+        for name, expected in checksums.items():
+            if name not in found or found[name].size != (folder / name).stat().st_size:
+                self.send(folder / name, name, expected=expected)
+
+    def seal(self, *, senders: Sequence[int] = (0,)) -> None:
+        """Write the manifest: the uploads of all senders have ended, and this folder counts. Raises StorageError."""
+        intents = [_INTENT.format(sender) for sender in senders]
+        checksums = dict[str, str]()
+        for name in intents:
+            checksums |= _parse(self.read(name) or b"", where=f"{self.uri}/{name}")
+        self.write(CHECKSUMS, msgspec.json.encode(checksums))
+        for name in self.objects().keys() - checksums.keys() - {CHECKSUMS}:
+            self.remove(name)
+
+    def download(self, into: Path) -> None:
+        """Fetch the files that `into` lacks or has otherwise, then their checksums; durable on return.
+
+        Raises StorageError, DamagedObjectError for an object that is not as its manifest has it, and OSError.
+        """
+        manifest = self.manifest()
+        if manifest is None:
+            raise DamagedObjectError(f"{self.uri} must be a folder that was uploaded whole, but has no {CHECKSUMS}.")
+        for name, expected in manifest.items():
+            target = into / name
+            if not target.is_file() or checksum(target) != expected:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                self.fetch(name, target, expected=expected)
+        write_durably(into / CHECKSUMS, msgspec.json.encode(manifest))
+        for path in (*(path for path in into.rglob("*") if path.is_dir()), into):
+            sync_path(path)
+
+    def prune(self, *, keep: int, pinned: Set[str]) -> None:
+        """Delete all folders within this one but the newest `keep` that count and those `pinned`. Raises StorageError.
+
+        No upload may be under way: those that were cut short are deleted, too.
+        """
+        kept = {*self.names()[-keep:], *pinned}
+        for name in sorted({PurePosixPath(name).parts[0] for name in self.objects()} - kept):
+            self.child(name).delete()
+
+    def delete(self) -> None:
+        """Delete the folder with its files, so that it stops counting first. Raises StorageError."""
+        found = self.objects()
+        for name in sorted(found, key=lambda name: name != CHECKSUMS):
+            self.remove(name)
+        if self._files.type_name in _WITH_FOLDERS and found:
+            self.wait.repeat(self.uri, lambda: self._files.delete_dir(self._path))
+
+    # --- single objects ------------------------------------------------------------------------------------------
+    def objects(self) -> dict[str, FileInfo]:
+        """All files below, by their names in this folder."""
+        selector = FileSelector(self._path, recursive=True, allow_not_found=True)
+        infos = self.wait.repeat(self.uri, lambda: self._files.get_file_info(selector))
+        return {
+            str(PurePosixPath(info.path).relative_to(self._path)): info for info in infos if info.type == FileType.File
+        }
+
+    def read(self, name: str) -> bytes | None:
+        """Content of a small object; None if there is none."""
+
+        def call() -> bytes | None:
+            try:
+                with self._files.open_input_stream(self._at(name)) as source:
+                    return bytes(source.read())
+            except FileNotFoundError:
+                return None
+
+        return self.wait.repeat(f"{self.uri}/{name}", call)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object."""
+
+        def call() -> None:
+            with self._open_sink(name) as sink:
+                sink.write(data)
+            self._sync(name)
+
+        self.wait.repeat(f"{self.uri}/{name}", call)
+
+    def send(self, path: Path, name: str, *, expected: str = "") -> None:
+        """Upload a file, and check on the way that it still has the checksum `expected`, if one is given."""
+
+        def call() -> str:
+            with path.open("rb", buffering=0) as source, self._open_sink(name) as sink:
+                digest = _copy(source, sink)
+            self._sync(name)
+            return digest
+
+        found = self.wait.repeat(f"{self.uri}/{name}", call)
+        if expected and found != expected:
+            self.remove(name)
+            raise DamagedObjectError(f"{path} must have the checksum it was written with ({expected}), got {found}.")
+
+    def fetch(self, name: str, path: Path, *, expected: str = "") -> None:
+        """Download an object; durable on return. Raises DamagedObjectError unless it has the checksum `expected`."""
+
+        def call() -> str:
+            with self._files.open_input_stream(self._at(name)) as source, path.open("wb") as sink:
+                digest = _copy(source, sink)
+                os.fsync(sink.fileno())
+            return digest
+
+        found = self.wait.repeat(f"{self.uri}/{name}", call)
+        if expected and found != expected:
+            path.unlink()
+            raise DamagedObjectError(
+                f"{self.uri}/{name} must have the checksum it was written with ({expected}), got {found}: restore "
+                "it from a copy, or begin another run with the model of another checkpoint."
+            )
+
+    def remove(self, name: str) -> None:
+        """Delete an object, if it is there."""
+
+        def call() -> None:
+            try:
+                self._files.delete_file(self._at(name))
+            except FileNotFoundError:
+                return
+
+        self.wait.repeat(f"{self.uri}/{name}", call)
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+    def _open_sink(self, name: str) -> Any:
+        path = self._at(name)
+        if self._files.type_name in _WITH_FOLDERS:
+            self._files.create_dir(str(PurePosixPath(path).parent), recursive=True)
+        return self._files.open_output_stream(path)
+
+    def _sync(self, name: str) -> None:
+        """An object store has it on disk by now; a mounted file system may not."""
+        if self._files.type_name == "local":
+            sync_path(Path(self._at(name)))
+
+
+def open_storage(run: RunConfig, *, timeout_s: float | None = None) -> ObjectFolder | None:
+    """Folder of the run in `storage_uri`; None without one. `timeout_s` in place of the run's. Raises StorageError."""
+    if not run.storage_uri:
+        return None
+    wait = StorageWait(run.storage_timeout_s if timeout_s is None else timeout_s)
+    return ObjectFolder(f"{run.storage_uri.rstrip('/')}/{run.name}", wait)
+
+
+def check_storage(run: RunConfig, *, has_folder: bool) -> None:
+    """Raise ConfigError unless `storage_uri` can be written, and has the run if, and only if, it is to be continued.
+
+    `has_folder`: the run folder has it. Takes seconds when nobody answers.
+    """
+    try:
+        if not (storage := open_storage(run, timeout_s=0)):
+            return
+        has_run = bool(storage.objects())
+        storage.check_writable()
+    except StorageError as error:
+        raise ConfigError(str(error)) from None
+    if has_run and not run.resume:
+        raise ConfigError(
+            f"name must be unused in storage_uri, got {run.name!r}, of which {storage.uri} has files: choose "
+            "another with name=..., continue it with resume=true, or delete them."
+        )
+    if run.resume is True and not (has_run or has_folder):
+        raise ConfigError(
+            f"name must be that of a run with resume=true, got {run.name!r}, of which neither {run.runs_dir}/ nor "
+            f"{run.storage_uri} has anything: correct name=..., or begin the run with resume=auto."
+        )
+
+
+def _copy(source: Any, sink: Any) -> str:
+    """Copy all that is left of a stream; returns its xxh3-64."""
+    digest, num_blocks = xxhash.xxh3_64(), 0
+    while block := source.read(_BLOCK_BYTES):
+        digest.update(block)
+        sink.write(block)
+        num_blocks += 1
+        if num_blocks % _BLOCKS_IN_FLIGHT == 0:
+            sink.flush()
+    sink.flush()
+    return digest.hexdigest()
+
+
+def _parse(data: bytes, *, where: str) -> dict[str, str]:
+    try:
+        checksums = msgspec.json.decode(data, type=dict[str, str])
+    except msgspec.MsgspecError as error:
+        raise DamagedObjectError(f"{where} must hold checksums by file, got {error}") from None
+    for name in checksums:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise DamagedObjectError(f"{where} must name files within its folder, got {name!r}")
+    return checksums
+
+
+def _with_endpoint(uri: str) -> str:
+    """Add the S3 endpoint of the environment, which pyarrow reads for other services only."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if not (uri.startswith("s3://") and endpoint):
+        return uri
+    parts = urlsplit(endpoint)
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    return f"{uri}?{urlencode({'endpoint_override': parts.netloc, 'scheme': parts.scheme, 'region': region})}"
