@@ -105,9 +105,10 @@ def _run_trl(task: Task, python: Path, folder: Path, *, seed: int) -> list[dict[
 
 
 def _run_ours(task: Task, engine: list[str], folder: Path, *, seed: int) -> list[dict[str, float]]:
-    settings = [*task.settings(), *engine, "name=peer", f"runs_dir={folder}", f"seed={seed}"]
+    settings = [*engine, *task.settings(), "name=peer", f"runs_dir={folder}", f"seed={seed}"]
     settings.append(f"broker.address=ipc://{folder}/broker.sock")
-    _call([sys.executable, "-m", "slipstream", "run", *settings], {**os.environ, "OMP_NUM_THREADS": "1"})
+    environment = {**os.environ, "OMP_NUM_THREADS": str(task.learner_threads)}
+    _call([sys.executable, "-m", "slipstream", "run", *settings], environment)
     rows = [json.loads(line) for line in (folder / "peer" / "metrics.jsonl").read_text().splitlines()]
     keys = {"step": "step", "time_s": "time_s", "learner/tokens": "tokens", _CORRECT: "accuracy"}
     return [{ours: row.get(key, 0.0) for key, ours in keys.items()} for row in rows]

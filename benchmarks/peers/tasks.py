@@ -35,6 +35,8 @@ class Task(NamedTuple):
     goal: float = 2.0
     """Share of correct answers among those of three steps in a row that ends the measurement; above 1: none."""
     tool_s: float | None = None
+    learner_threads: int = 1
+    """Threads of our learner; TRL has one for each core. More than one slow a tiny model down."""
     overrides: tuple[str, ...] = ()
     """Settings of our side beside those that follow from the others."""
 
@@ -89,6 +91,8 @@ def _tool_task(name: str, tool_s: float, *, steps: int) -> Task:
             f"generators.agent.function={_HERE}:call_tool",
             f"generators.agent.arguments={{seconds: {tool_s}}}",
             "model.max_length=64",
+            # All that the lag allows: what waits for a tool takes no place in the engine.
+            "generators.max_concurrency=1280",
         ),
     )
 
@@ -115,6 +119,8 @@ TASKS = {
             learning_rate=1e-6,
             steps=8,
             model=LONG_TAIL_MODEL,
+            # It is the learner that everything waits for.
+            learner_threads=2,
             overrides=(
                 f"generators.reward.function={_HERE}:digit_share",
                 "model.max_length=288",

@@ -224,6 +224,7 @@ class ZmqClientChannel:
         # Outside the socket, because only its own thread may use that.
         self._queue: deque[Frames] = deque()
         self._is_woken = threading.Event()
+        self._is_notified = False
         self._wakeup_receiver, self._wakeup_sender = socket.socketpair()
         self._wakeup_receiver.setblocking(False)
         self._wakeup_sender.setblocking(False)
@@ -310,9 +311,14 @@ class ZmqClientChannel:
         poller.poll(_milliseconds(timeout_s))
         with suppress(BlockingIOError):
             self._wakeup_receiver.recv(4096)
+        # Before the queue is looked at: whoever appends to it later finds this unset and notifies.
+        self._is_notified = False
 
     def _notify(self) -> None:
-        # A full socket pair (BlockingIOError) has pending notifications already; a closed one has no receiver.
+        if self._is_notified:
+            return
+        self._is_notified = True
+        # A closed socket pair has no receiver.
         with suppress(OSError):
             self._wakeup_sender.send(b"\0")
 

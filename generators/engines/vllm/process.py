@@ -14,6 +14,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+from vllm import envs
 from vllm.config.profiler import ProfilerConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -166,6 +167,7 @@ async def stop_llm(llm: AsyncLLM) -> None:
     """Shut the engine process down, then kill whatever is left; a few seconds at most."""
     await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
     _kill_engine_processes()
+    envs.disable_envs_cache()
     forget_fatal_error()
     shutil.rmtree(PROFILES, ignore_errors=True)
 
@@ -182,7 +184,10 @@ def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])
+        llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])
+        # Its own process caches them, too: a request reads a dozen.
+        envs.enable_envs_cache()
+        return llm
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
