@@ -171,11 +171,15 @@ class ObjectFolder:
 
     def delete(self) -> None:
         """Delete the folder with its files, so that it stops counting first. Raises StorageError."""
-        found = self.objects()
-        for name in sorted(found, key=lambda name: name != CHECKSUMS):
-            self.remove(name)
-        if self._files.type_name in _WITH_FOLDERS and found:
-            self.wait.repeat(self.uri, lambda: self._files.delete_dir(self._path))
+        self.remove(CHECKSUMS)
+
+        def call() -> None:
+            try:
+                self._files.delete_dir(self._path)
+            except FileNotFoundError:
+                return
+
+        self.wait.repeat(self.uri, call)
 
     # --- single objects ------------------------------------------------------------------------------------------
     def objects(self) -> dict[str, FileInfo]:

@@ -43,9 +43,8 @@ class RunConfig(Config):
     """Continue the run of this name from its newest checkpoint, which must exist; `false`: the name must be unused;
     `auto`: continue it if it exists, else begin it."""
     storage_uri: str | None = None
-    """Folder of an object store, such as `s3://BUCKET/PREFIX`, `gs://BUCKET` or `file:///mnt/FOLDER`, in which
-    checkpoints, archive and final model are kept under the run's name; the run folder is scratch then. Credentials come
-    from the environment (`AWS_*`). null = the run folder alone."""
+    """Folder of an object store (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `file:///FOLDER`) for checkpoints, archive
+    and models, with credentials from the environment; the run folder is scratch then. null = the run folder alone."""
     storage_timeout_s: Annotated[float, Meta(gt=0)] = 1800.0
     """Failures of the object store after which the learner ends, seconds."""
     prepare: list[PrepareStep] = []
