@@ -28,6 +28,7 @@ from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.errors import BrokerError
 from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.router import Router
+from slipstream.broker.transport.interface import listen
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S, open_storage
@@ -66,8 +67,10 @@ def main(overrides: list[str]) -> None:
     folder.make()
     if not has_launcher():
         folder.lock()
-    channel = ZmqServerChannel(folder.broker_address, keys=derive_keys(make_token(run)))
+    keys = derive_keys(make_token(run))
+    channel = listen(folder.broker_address, keys=keys, cluster=run.cluster, before=folder.read_address())
     folder.open()
+    folder.write_address(channel.address)
     supervisor = _make_supervisor(run, folder)
     try:
         if supervisor:
@@ -121,7 +124,7 @@ def _serve(
     )
     is_stopping = on_stop_signal(lambda: None)
     exempt_from_collection()
-    log.info("listening", address=folder.broker_address, store=url, step=state.step, version=state.version)
+    log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
     with closing(store), _archiving(run, folder, url):
         while not is_stopping():
             router.step(timeout_s=0.2)

@@ -29,6 +29,9 @@ TOKEN_REMEDY = (
 )
 """End of a sentence about a token that is missing or wrong."""
 _TOKEN_LENGTHS = range(16, 1025)
+_MIN_OPEN_LENGTH = 32
+"""Characters of a token where other machines reach the sockets: whoever can connect can try tokens."""
+_MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`."
 _ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _SCRYPT_COST = 2**15
 """Makes each guess at a token that a person chose cost a tenth of a second and 32 MiB."""
@@ -50,7 +53,13 @@ def find_token(run: RunConfig) -> str:
 
     Raises ConfigError.
     """
-    return given_token(run.broker) or _token_in_folder(RunFolder(run))
+    token = given_token(run.broker) or _token_in_folder(RunFolder(run))
+    if token and run.cluster.is_open and len(token) < _MIN_OPEN_LENGTH:
+        raise ConfigError(
+            f"the token must have >= {_MIN_OPEN_LENGTH} characters with cluster.interface, got {len(token)}: other "
+            f"machines can guess at it; {_MAKE_TOKEN}"
+        )
+    return token
 
 
 def make_token(run: RunConfig) -> str:
@@ -107,8 +116,7 @@ def _check_format(token: str, *, origin: str) -> str:
     if len(token) not in _TOKEN_LENGTHS or not token.isascii() or not token.isprintable():
         raise ConfigError(
             f"{origin} must hold {_TOKEN_LENGTHS[0]} to {_TOKEN_LENGTHS[-1]} printable ASCII characters, got "
-            f"{len(token)} characters that are not: make a token with "
-            "`python -c 'import secrets; print(secrets.token_urlsafe())'`."
+            f"{len(token)} characters that are not: {_MAKE_TOKEN}"
         )
     return token
 

@@ -25,7 +25,9 @@ class Vitals:
         self._store = store
         self._ingest = ingest
         self._send = send
-        self._trace = Trace("broker", RunFolder(run).profile)
+        folder = RunFolder(run)
+        self._address = folder.read_address()
+        self._trace = Trace("broker", folder.profile)
         self.account = TimeAccount("routing", trace=self._trace)
         if (steps := run.profile.steps) and steps[0] - run.profile_lead_steps <= store.run_state().step + 1 <= steps[1]:
             # Generators are told as they join: the learner's order would come after their first leases.
@@ -34,7 +36,7 @@ class Vitals:
     def gauges(self, *, num_peers: int) -> dict[str, object]:
         deferred = {f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()}
         reason = f"trajectories are deferred: {self._ingest.reason}" if self._ingest.reason else ""
-        where = {"host": socket.gethostname(), "pid": os.getpid()}
+        where = {"host": socket.gethostname(), "pid": os.getpid(), "address": self._address}
         waits = {"reason": reason, "waits_for": "store" if reason else ""}
         # Without children: a store that this process started reports its own time.
         used = {"cpu_s": round(time.process_time(), 3), "store_cpu_s": self._store.cpu_s(), **self.account.gauges()}

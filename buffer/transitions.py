@@ -8,20 +8,21 @@ from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, Lease,
 from slipstream.buffer.sampling import RowCount, Sample, row_of
 from slipstream.buffer.trajectory import Purpose, make_lease_id
 from slipstream.configs.buffer import DropShortConfig, TrainShortConfig
+from slipstream.configs.cluster import PLACE
 
 # --- the run ---------------------------------------------------------------------------------------------------------
 PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
 """All values of RunState.phase."""
 
 MAY_CHANGE = (
-    "resume", "runs_dir", "storage_uri", "storage_timeout_s",
+    *PLACE,
     "learner.max_steps", "learner.stop",
     "learner.num_ranks", "learner.engine", "learner.device", "learner.tokens_per_microbatch",
     "generators.count", "generators.reward.num_workers", "generators.reward.timeout_s",
     "learner.dead_end", "learner.wait_timeout_s", "evaluation.timeout_s",
 )  # fmt: skip
-"""Settings that a resumed run may change: how it is started, when it ends, how the learner divides its model and its
-work, which changes no gradient, its workers and its timeouts."""
+"""Settings that a resumed run may change: where it lives, when it ends, how the learner divides its model and its work,
+which changes no gradient, its workers and its timeouts."""
 
 
 def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tuple[str, RowCount, int]) -> None:

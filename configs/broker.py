@@ -18,8 +18,8 @@ class BrokerConfig(Config):
 
     address: str | None = None
     """ZeroMQ endpoint that the broker binds; null: a unix socket in the run folder, where every role of the run finds
-    it. A port (`tcp://127.0.0.1:5757`) on a loopback address for tunnels; for a generator at their other end, that end.
-    """
+    it, and with `cluster.interface` also a port, which `status` shows. A port (`tcp://127.0.0.1:5757`) on a loopback
+    address for tunnels, or in `cluster.interface`; for a generator on another machine, where it reaches the broker."""
     token_file: str | None = None
     """File with the token that encrypts and admits to all sockets of the run, readable by its owner alone.
     `SLIPSTREAM_TOKEN` in the environment takes precedence; without either, a token is made in the run folder."""
@@ -64,7 +64,8 @@ class WeightsConfig(Config):
     """Steps between two policy versions."""
     fetch_address: str | None = None
     """ZeroMQ endpoint of the learner from which generators fetch that cannot read the run folder; null: a unix socket
-    in it. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, equal at both of its ends."""
+    in it, or with `cluster.interface` a port. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, equal at both of
+    its ends."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat buffer of a broadcast, bytes."""
     transfer_timeout_s: Annotated[float, Meta(gt=0)] = 60.0

@@ -13,6 +13,7 @@ from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import Config, ConfigError, require, require_storage
 from slipstream.configs.broker import BrokerConfig, WeightsConfig
 from slipstream.configs.buffer import AccuracyConfig, BufferConfig, MemoryStoreConfig, ZeroSignalConfig
+from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.generators import GeneratorsConfig
@@ -50,6 +51,7 @@ class RunConfig(Config):
     prepare: list[PrepareStep] = []
     """Commands that create missing inputs before the roles start, in this order."""
     generators: GeneratorsConfig = GeneratorsConfig()
+    cluster: ClusterConfig = ClusterConfig()
     broker: BrokerConfig = BrokerConfig()
     buffer: BufferConfig = BufferConfig()
     weights: WeightsConfig = WeightsConfig()

@@ -40,6 +40,7 @@ from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.broker.messages import PEER_ID_PATTERN
 from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.inbox import call_threadsafe
+from slipstream.broker.transport.interface import collective_environment
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.configs.base import ConfigError
 from slipstream.configs.engines import VllmEngineConfig
@@ -109,6 +110,8 @@ def main(arguments: list[str]) -> None:
     with session.leave_at_exit(flush_s=_FLUSH_S):
         run = accept_settings(session.welcome.config_json, own, overrides)
         log.info("joined", run=run.name)
+        if (_transport_override(overrides) or run.weights.transport) == "collective":
+            os.environ.update(collective_environment(run.cluster))
         loading.join()
         asyncio.run(_generate(session, board, run=run, token=token))
     log.info("stopped")

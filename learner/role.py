@@ -14,6 +14,7 @@ from slipstream.broker.credentials import Keys, derive_keys, find_token
 from slipstream.broker.handshake import LEARNER
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.endpoints import is_listening
+from slipstream.broker.transport.interface import collective_environment
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
@@ -21,6 +22,7 @@ from slipstream.broker.weights.stream import StreamServer
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.base import ConfigError
+from slipstream.configs.load import identity
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_learner, build_rank_group, choose_device
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
@@ -62,6 +64,7 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     raise_on_stop_signal()
     device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     _set_environment(device, is_alone=run.learner.num_ranks == 1)
+    os.environ.update(collective_environment(run.cluster))
     rendezvous = "env://" if run.learner.num_ranks > 1 else None
     if run.mode == "sft":
         build_sft(run, device=device, rank=rank, rendezvous=rendezvous).run()
@@ -189,7 +192,10 @@ def _build_learner(
         inbox=session.inbox,
         sender=CollectiveSender(device=device, folder=folder.sockets),
         snapshots=SnapshotServer(
-            snapshots, StreamServer(snapshots, keys=keys, address=run.weights.fetch_address or _own_socket(folder))
+            snapshots,
+            StreamServer(
+                snapshots, keys=keys, address=run.weights.fetch_address or _own_socket(folder), cluster=run.cluster
+            ),
         ),
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
         num_heldout=session.welcome.num_heldout,
@@ -214,12 +220,11 @@ def _status(learner: Learner, store: RedisStore) -> PeerStatus:
 
 
 def _check_same_run(run: RunConfig, config_json: str) -> None:
-    theirs = msgspec.json.decode(config_json, type=RunConfig)
-    # These may differ: a launcher restarts the learner alone with resume=true, and `broker` is an address that each
-    # process sees from its own machine.
-    theirs = msgspec.structs.replace(theirs, resume=run.resume, broker=run.broker)
-    if theirs != run:
-        differing = [f for f in RunConfig.__struct_fields__ if getattr(theirs, f) != getattr(run, f)]
+    # `broker` may differ: each process sees it from its own machine, and has timeouts of its own.
+    theirs = identity(msgspec.json.decode(config_json, type=RunConfig)) | {"broker": None}
+    own = identity(run) | {"broker": None}
+    if theirs != own:
+        differing = [key for key in own if theirs[key] != own[key]]
         raise ConfigError(
             f"the learner's settings must be the broker's, got differences in {', '.join(differing)}: "
             "start both with the same overrides."

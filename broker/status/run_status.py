@@ -67,6 +67,8 @@ class RunStatus(Record):
     """Share of the learner's time spent waiting for groups, last 20 steps; None before the first."""
     generators_target: int | None
     """Number of generators that the launcher keeps running; None without a launcher."""
+    address: str
+    """Where generators on other machines join; empty if the broker listens at no port."""
     generators_busy_fraction: float | None
     """Trajectories in progress / capacity of the living generators; None without any."""
     admission: Admission
@@ -136,6 +138,7 @@ def make_status(
         waits=find_waits(state, roles, admission_reason=admission.reason, full_disk=full_disk),
         learner_wait_fraction=wait_fraction(snapshot.rows[-_RECENT_STEPS:]),
         generators_target=snapshot.roles.get(LAUNCHER, {}).get("generators_target"),
+        address=str(snapshot.roles.get("broker", {}).get("address", "")),
         generators_busy_fraction=busy_fraction(roles),
         admission=admission,
         counts=counts,

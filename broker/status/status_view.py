@@ -7,6 +7,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.broker.credentials import TOKEN_VARIABLE
 from slipstream.broker.status.blocking import Wait
 from slipstream.broker.status.live_view import duration
 from slipstream.broker.status.role_status import Liveness, RoleStatus
@@ -57,7 +58,12 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
         "version": _version(status),
         "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
         "last step": _last_step(status.last_row),
-    }
+    } | ({"join": join_command(status.address)} if status.address else {})
+
+
+def join_command(address: str) -> str:
+    """Return the command that starts a generator on another machine, in words."""
+    return f"{TOKEN_VARIABLE}=... python -m generators broker.address={address}, with the token of the run"
 
 
 def _step(status: RunStatus) -> str:

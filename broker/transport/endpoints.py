@@ -12,19 +12,24 @@ _MAX_PATH_BYTES = 107
 """Length of a unix socket's path that the kernel takes."""
 
 
-def check_local(address: str, *, setting: str) -> None:
-    """Raise ChannelClosedError unless the address, which `setting` names, is an ipc path or a loopback port."""
+def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | None = None) -> None:
+    """Raise ChannelClosedError unless the address, which `setting` names, may be listened at.
+
+    That is an ipc path, a loopback port, or a port of an address in `network`, that of `cluster.interface`.
+    """
     transport, _, endpoint = address.partition("://")
     if transport == "ipc" and len(endpoint.encode()) > _MAX_PATH_BYTES:
         raise ChannelClosedError(
             f"{setting} must be a path of at most {_MAX_PATH_BYTES} bytes, got {len(endpoint.encode())}: {address}; "
             "choose a shorter one, or none, for a socket of the run's own."
         )
-    if transport == "ipc" or (transport == "tcp" and _is_loopback(endpoint.rpartition(":")[0])):
+    host = endpoint.rpartition(":")[0]
+    if transport == "ipc" or (transport == "tcp" and (_is_loopback(host) or _is_inside(host, network))):
         return
     raise ChannelClosedError(
-        f"{setting} must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), "
-        f"got {address}: broadcasts are not encrypted; other machines connect through a tunnel (docs/scaling.md)"
+        f"{setting} must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), or an "
+        f"address of this machine in cluster.interface ({network or 'not set'}), got {address}: for other machines, "
+        "name their network with cluster.interface (docs/cluster.md), or use a tunnel (docs/scaling.md)"
     )
 
 
@@ -105,3 +110,10 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host in _LOOPBACK_NAMES
+
+
+def _is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:
+    try:
+        return network is not None and ipaddress.IPv4Address(host) in network
+    except ValueError:
+        return False

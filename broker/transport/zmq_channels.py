@@ -13,7 +13,9 @@ import threading
 import time
 import uuid
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from ipaddress import IPv4Network
 from itertools import accumulate, chain, pairwise
 from typing import Annotated
 
@@ -28,7 +30,7 @@ from slipstream.broker.messages import Frames
 from slipstream.broker.transport.endpoints import (
     PROBE_TIMEOUT_S,
     bind_error,
-    check_local,
+    check_reach,
     check_unused,
     remove_path,
     speaks_curve,
@@ -107,9 +109,9 @@ class _OwnClients:
         return key == self._expected
 
 
-def check_free(address: str, *, setting: str = BROKER_ADDRESS) -> None:
+def check_free(address: str, *, setting: str = BROKER_ADDRESS, network: IPv4Network | None = None) -> None:
     """Raise ChannelClosedError unless a server can be bound at the address, which `setting` names."""
-    check_local(address, setting=setting)
+    check_reach(address, setting=setting, network=network)
     check_unused(address, setting=setting)
     with zmq.Context() as context, _open(context, zmq.ROUTER, _SERVER_OPTIONS | {zmq.LINGER: 0}) as probe:
         try:
@@ -138,14 +140,16 @@ def is_refused(address: str, keys: Keys) -> bool:
 class ZmqServerChannel:
     """The broker's end. Fulfils ServerChannel; single-threaded."""
 
-    def __init__(self, address: str, *, keys: Keys, setting: str = BROKER_ADDRESS) -> None:
+    def __init__(
+        self, address: str, *, keys: Keys, setting: str = BROKER_ADDRESS, network: IPv4Network | None = None
+    ) -> None:
         """Bind the address, which `setting` names; only clients with the same keys are heard.
 
-        Raises ChannelClosedError if the address is not loopback or ipc, or is in use.
+        Raises ChannelClosedError if the address is in use, or neither ipc nor loopback nor in `network`.
         """
-        check_local(address, setting=setting)
+        check_reach(address, setting=setting, network=network)
         check_unused(address, setting=setting)
-        self._address = ""
+        self._address = self._path = ""
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -159,11 +163,27 @@ class ZmqServerChannel:
         except zmq.ZMQError as error:
             self.close()
             raise bind_error(address, error, setting=setting) from error
-        self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        self._address = self._path = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    def bind_first(self, endpoints: Sequence[str]) -> None:
+        """Bind the first of `cluster.ports` that is free beside the address so far. Raises ChannelClosedError."""
+        for endpoint in endpoints:
+            try:
+                self._socket.bind(endpoint)
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE:
+                    continue
+                raise ChannelClosedError(f"cluster.ports must be ports to bind, got {endpoint}: {error}") from error
+            self._address = endpoint
+            return
+        raise ChannelClosedError(
+            f"cluster.ports must have a free port, got {endpoints[0]} to {endpoints[-1]}, all of them in use: name a "
+            "wider range."
+        )
 
     @property
     def address(self) -> str:
-        """Bound endpoint, with the actual port in place of 0."""
+        """Bound endpoint, with the actual port in place of 0; after `bind_first`, the one for other machines."""
         return self._address
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
@@ -200,7 +220,7 @@ class ZmqServerChannel:
         if self._socket.closed:
             return
         # While this socket still listens: afterwards the path may be that of another broker.
-        remove_path(self._address)
+        remove_path(self._path)
         self._socket.disable_monitor()
         self._refusals.close(linger=0)
         self._socket.close()

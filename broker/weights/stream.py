@@ -22,9 +22,11 @@ from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import ChannelClosedError, WeightTransferError
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.channels import ClientChannel
+from slipstream.broker.transport.interface import listen
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel
 from slipstream.broker.weights.snapshot_store import SnapshotStore, check_size
 from slipstream.buffer.trajectory import Name, Record
+from slipstream.configs.cluster import LOCAL, ClusterConfig
 from slipstream.runtime.clock import Deadline
 
 CHUNK_BYTES = 256 * 1024
@@ -101,10 +103,20 @@ T = TypeVar("T")
 class StreamServer:
     """Serves the files of a SnapshotStore from a thread of its own."""
 
-    def __init__(self, snapshot_store: SnapshotStore, *, keys: Keys, address: str = "tcp://127.0.0.1:*") -> None:
-        """Listen at an endpoint of this machine; `*` takes any free port. Raises WeightTransferError."""
+    def __init__(
+        self,
+        snapshot_store: SnapshotStore,
+        *,
+        keys: Keys,
+        address: str = "tcp://127.0.0.1:*",
+        cluster: ClusterConfig = LOCAL,
+    ) -> None:
+        """Listen at an endpoint of this machine; `*` takes any free port. Raises WeightTransferError.
+
+        With an interface in `cluster`, an ipc endpoint is joined by a port for other machines.
+        """
         self._snapshot_store = snapshot_store
-        self._channel = _bind(address, keys)
+        self._channel = _bind(address, keys, cluster)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weight-stream", daemon=True)
         self._thread.start()
@@ -336,8 +348,8 @@ def _decode(frames: Frames) -> Answer | None:
         return None
 
 
-def _bind(address: str, keys: Keys) -> ZmqServerChannel:
+def _bind(address: str, keys: Keys, cluster: ClusterConfig) -> ZmqServerChannel:
     try:
-        return ZmqServerChannel(address, keys=keys, setting="weights.fetch_address")
+        return listen(address, keys=keys, setting="weights.fetch_address", cluster=cluster)
     except ChannelClosedError as error:
         raise WeightTransferError(str(error)) from error

@@ -14,6 +14,7 @@ from slipstream.broker.credentials import make_token
 from slipstream.broker.status.live_view import LiveView
 from slipstream.broker.status.monitor import Monitor, RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER
+from slipstream.broker.status.status_view import join_command
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
@@ -65,6 +66,7 @@ class Launcher:
         self._gpus = place(run, gpus=self._visible_gpus)
         self._set_roles(overrides)
         self._step: int | None = None
+        self._address = ""
         self._living_generators: set[str] = set()
         self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
 
@@ -249,6 +251,12 @@ class Launcher:
         for role in (self._broker, *self._pool.roles):
             if role.pid in ready:
                 role.record_work()
+        broker = snapshot.roles.get("broker", {})
+        address = str(broker.get("address", ""))
+        # Once it reports itself: the store may hold the report of a broker on the machine where the run was before.
+        if address != self._address and self._broker.pid == broker.get("pid"):
+            self._address = address
+            self._view.print_line(f"generators on other machines join with {join_command(address)}")
 
     def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
         """Show and report the run, and scale it. Raises StoreUnavailableError once the store is away for too long."""

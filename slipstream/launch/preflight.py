@@ -9,6 +9,7 @@ from msgspec import json
 
 from slipstream.broker.credentials import find_token
 from slipstream.broker.prompts.dataset import describe_shortages, read_heldout, read_train
+from slipstream.broker.transport.interface import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.object_folder import check_storage
 from slipstream.buffer.redis.run_store import open_run_store
@@ -43,8 +44,10 @@ def check_surroundings(run: RunConfig) -> None:
         find_token(run)
         # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
         # taken by whoever holds the run's lock.
+        if run.cluster.network:
+            find_interface(run.cluster)
         if run.broker.address:
-            check_free(run.broker.address)
+            check_free(run.broker.address, network=run.cluster.network)
         if isinstance(run.buffer.store, RedisConfig):
             open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
 

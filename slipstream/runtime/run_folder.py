@@ -3,6 +3,7 @@
 runs/<name>/            for its owner alone
     run.lock            held by the launcher, or by a broker that was started by hand
     token               secret that keeps strangers off the run's sockets, unless the user gave one
+    address             where generators on other machines reach the broker
     doors/<generator>   address at which agents of the user's find a generator
     sockets/            unix sockets of the broker and of the learner
     config.yaml         the resolved configuration
@@ -83,6 +84,7 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.token = self.path / "token"
         self.doors = self.path / "doors"
+        self._address = self.path / "address"
         self._lock: IO[str] | None = None
         self._is_new = False
 
@@ -199,6 +201,17 @@ class RunFolder:
                 raise ConfigError(f"the disk of {self.path} must have room, got {error}: make some.") from error
             # A role that restarts on a full disk: the launcher has written these files when the run began.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
+
+    def read_address(self) -> str:
+        """Return where other machines reach the broker that was started last; empty if they do not."""
+        return self._address.read_text().strip() if self._address.is_file() else ""
+
+    def write_address(self, address: str) -> None:
+        """Record where the broker listens, if that is a port."""
+        if address.startswith("tcp://"):
+            _replace(self._address, f"{address}\n".encode())
+        else:
+            self._address.unlink(missing_ok=True)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append a row, whole or not at all. Raises OSError, and can be called again then."""

@@ -3,12 +3,14 @@
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from zmq.utils import z85
 
 from slipstream.broker.credentials import TOKEN_VARIABLE, derive_keys, find_token, make_token
 from slipstream.configs.base import ConfigError
+from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.run import RunConfig
 from tests.builders import make_run
 
@@ -100,3 +102,21 @@ def test_every_token_has_key_pairs_of_its_own_for_each_end():
 def test_the_keys_of_a_token_stay_what_they_are():
     """Machines with different releases must meet."""
     assert derive_keys(SECRET).server_public == b"Qx4y)n(:/:AO(RxM8}/59%7wFqYT%V[d*}!^kA4T"
+
+
+def test_a_short_token_is_refused_where_other_machines_reach_the_sockets(tmp_path: Path):
+    run = run_in(tmp_path, SECRET)
+    assert find_token(run) == make_token(run) == SECRET
+    for interface in ("10.0.0.0/8", "0.0.0.0/0"):
+        there = msgspec.structs.replace(run, cluster=ClusterConfig(interface=interface))
+        for find in (find_token, make_token):
+            with pytest.raises(ConfigError, match=r"must have >= 32 characters with cluster.interface, got 17:"):
+                find(there)
+    loopback = msgspec.structs.replace(run, cluster=ClusterConfig(interface="127.0.0.0/8"))
+    assert find_token(loopback) == SECRET
+
+
+def test_the_token_that_a_run_makes_is_long_enough_for_other_machines(tmp_path: Path):
+    run = make_run(runs_dir=str(tmp_path), cluster={"interface": "10.0.0.0/8"})
+    assert find_token(run) == ""
+    assert len(make_token(run)) >= 32

@@ -1,0 +1,57 @@
+"""Settings of several machines: what no machine could use is refused in one sentence."""
+
+import re
+
+import pytest
+
+from slipstream.configs.base import ConfigError
+from slipstream.configs.cluster import PLACE
+from slipstream.configs.load import config_hash, identity, load
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ("cluster.interface=10.0.0.5/8", "an IPv4 network such as 10.0.0.0/8, got '10.0.0.5/8': 10.0.0.5/8 has host"),
+        ("cluster.interface=eth0", "an IPv4 network such as 10.0.0.0/8, got 'eth0'"),
+        ("cluster.interface=fd00::/8", "an IPv4 network such as 10.0.0.0/8, got 'fd00::/8'"),
+        ("cluster.ports=any", "FIRST-LAST within 1024-65535, such as 20000-20999, got any:"),
+        ("cluster.ports=20999-20000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 20999-20000:"),
+        ("cluster.ports=80-90", "FIRST-LAST within 1024-65535, such as 20000-20999, got 80-90:"),
+        ("cluster.ports=60000-70000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 60000-70000:"),
+        ("cluster.trusted_network=true", "false without cluster.interface, got True: there is no network to trust."),
+    ],
+)
+def test_what_no_machine_could_use_is_refused(overrides: str, sentence: str) -> None:
+    key = overrides.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)} must be {re.escape(sentence)}"):
+        load([overrides])
+
+
+def test_roles_listen_for_other_machines_only_with_an_interface_beyond_loopback() -> None:
+    assert not load([]).cluster.is_open
+    assert not load(["cluster.interface=127.0.0.0/8"]).cluster.is_open
+    assert load(["cluster.interface=10.0.0.0/8"]).cluster.is_open
+
+
+def test_one_port_is_a_range() -> None:
+    assert list(load(["cluster.ports=20000-20000"]).cluster.port_range) == [20000]
+
+
+def test_the_place_of_a_run_is_no_part_of_its_identity() -> None:
+    elsewhere = [
+        "resume=true",
+        "runs_dir=elsewhere",
+        "storage_uri=s3://bucket/runs",
+        "storage_timeout_s=99",
+        "cluster.interface=10.0.0.0/8",
+        "broker.address=tcp://10.0.0.5:20000",
+        "broker.token_file=token",
+        "weights.fetch_address=tcp://10.0.0.5:20001",
+        "buffer/store=redis",
+        "buffer.store.url=rediss://store:6380/0",
+    ]
+    assert {override.partition("=")[0].replace("/", ".") for override in elsewhere} >= set(PLACE) - {"cluster"}
+    here, there = load([]), load(elsewhere)
+    assert identity(here) == identity(there)
+    assert config_hash(here) == config_hash(there) != config_hash(load(["broker.lease_s=60"]))
