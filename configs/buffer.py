@@ -1,6 +1,7 @@
 """Replay buffer settings: the store, capacity and deadlines, and which groups a step trains on."""
 
 from typing import Annotated, Literal
+from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Meta
 
@@ -18,11 +19,36 @@ class EmbeddedRedisConfig(Config, tag="embedded", tag_field="kind"):
     """Limit above which the server refuses writes (it never evicts), MiB."""
 
 
+STORE_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
+"""Environment variable, because a password in the config would end up in logs, command lines and run folders."""
+
+
 class RedisConfig(Config, tag="redis", tag_field="kind"):
     """A Redis or Valkey server that is run by somebody else."""
 
     url: str
-    """`redis://`, `rediss://` or `unix://`; the password comes from the environment, `SLIPSTREAM_REDIS_PASSWORD`."""
+    """`redis://HOST:PORT/DB`, `rediss://` (TLS) or `unix://`, with its user where it has one (`rediss://USER@HOST`);
+    the password comes from the environment, `SLIPSTREAM_REDIS_PASSWORD`."""
+    tls_ca_file: str | None = None
+    """PEM file of the authorities that may vouch for a `rediss://` server; null: those of the system."""
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+        except ValueError as error:
+            raise ConfigError(f"buffer.store.url must be an address, got one that cannot be read: {error}.") from None
+        if parts.password is not None or "password" in parse_qs(parts.query):
+            # The address without what may be secret: user and query.
+            shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+            raise ConfigError(
+                f"buffer.store.url must hold no password, got one for {shown}: settings are logged and written down; "
+                f"set {STORE_PASSWORD_VARIABLE} to it."
+            )
+        if self.tls_ca_file is not None and parts.scheme != "rediss":
+            raise ConfigError(
+                f"buffer.store.tls_ca_file must be null unless buffer.store.url is a rediss:// address, got "
+                f"{self.tls_ca_file!r} with {parts.scheme}://: nothing would be verified."
+            )
 
 
 class MemoryStoreConfig(Config, tag="memory", tag_field="kind"):

@@ -43,6 +43,7 @@ from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.interface import collective_environment
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
@@ -180,6 +181,7 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
         if token and (known or is_named or address):
             # Whatever this process starts inherits its environment: graders, tools and environments of others.
             os.environ.pop(TOKEN_VARIABLE, None)
+            os.environ.pop(STORE_PASSWORD_VARIABLE, None)
             return own, token
         if address and is_listening(address):
             raise ConfigError(f"the token must be that of the broker at {address}, got none: {TOKEN_REMEDY}")

@@ -19,9 +19,10 @@ from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
-from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.load import identity
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_learner, build_rank_group, choose_device
@@ -123,8 +124,10 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
         folder = RunFolder(run)
         folder.open()
         timeout_s, max_attempts = run.buffer.retry_timeout_s, run.buffer.max_attempts
+        # A server elsewhere is reached with this machine's own settings, the file of its authorities among them.
+        is_elsewhere = isinstance(run.buffer.store, RedisConfig)
         store = open_run_store(
-            session.welcome.store_url,
+            store_url(run, folder.path) if is_elsewhere else session.welcome.store_url,
             run.name,
             timeout_s=timeout_s,
             retry_timeout_s=timeout_s,

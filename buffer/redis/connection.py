@@ -1,6 +1,7 @@
 """The one door to Redis and Valkey: connects, checks the server, runs scripts, maps Redis's errors to ours."""
 
 import os
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,15 +18,18 @@ from slipstream.buffer.redis.retry import RetryPolicy, refuses_writes
 from slipstream.buffer.redis.scripts import load_script
 from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.transitions import no_run
+from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.runtime.disk import describe_disk
 
-PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
-"""Environment variable, because a password in the config would end up in logs and run folders."""
 OLDEST_REDIS = (6, 2)
 """First version with every command that the scripts use."""
 ANSWER_TIMEOUT_S = 30.0
 """Default limit for one answer; above the longest blocking call of RedisStore."""
 _POLL_S = 0.1
+_DENIED = ("NOPERM", "no permissions", "executing the script can't", "ACL failure")
+"""Parts of the errors of a user that lacks a right; inside a script the error's type is lost."""
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+"""Reasons of a TLS client to which a server answers in plain text."""
 
 
 # --- connecting ------------------------------------------------------------------------------------------------------
@@ -42,7 +46,7 @@ def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: flo
         "socket_timeout": answer_timeout_s,
         "command_packer": CommandPacker(),
     }
-    if password := os.environ.get(PASSWORD_VARIABLE):
+    if password := os.environ.get(STORE_PASSWORD_VARIABLE):
         options["password"] = password
     try:
         return redis.Redis.from_url(url, **options)
@@ -70,6 +74,8 @@ def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
                 return
             raise
         except (redis.ConnectionError, redis.TimeoutError) as error:
+            if failure := _tls_failure(error):
+                raise StoreUnavailableError(f"the store at {address_of(client)} must {failure}") from error
             if time.monotonic() >= deadline:
                 raise StoreUnavailableError(
                     f"no store answered at {address_of(client)} within {timeout_s:g} s ({error}): start the run's "
@@ -98,10 +104,12 @@ def await_usable_server(url: str, *, timeout_s: float) -> str:
                     raise
     except redis.AuthenticationError as error:
         raise StoreUnavailableError(
-            f"the store at {address_of(client)} must take the password in {PASSWORD_VARIABLE}, got: {error}; set the "
-            "variable to the store's password, or unset it for a store without one."
+            f"the store at {address_of(client)} must take the password in {STORE_PASSWORD_VARIABLE}, got: {error}; set "
+            "the variable to the store's password, or unset it for a store without one."
         ) from error
     except redis.RedisError as error:
+        if is_denied(error):
+            raise StoreUnavailableError(_lacks_right(client, error)) from error
         raise StoreUnavailableError(f"the store at {address_of(client)} refused the connection: {error}.") from error
     finally:
         client.close()
@@ -119,16 +127,48 @@ def _check_server(client: redis.Redis) -> None:
     if int(info.get("maxmemory", 0)) > 0 and policy != "noeviction":
         raise StoreUnavailableError(
             f"maxmemory-policy of the store at {address_of(client)} must be noeviction, got {policy}: Redis would "
-            "drop trajectories silently; run `CONFIG SET maxmemory-policy noeviction` or use another server."
+            "drop trajectories silently; run `CONFIG SET maxmemory-policy noeviction`, set it among the parameters of "
+            "a managed server, or use another one."
         )
 
 
+def _tls_failure(error: BaseException) -> str:
+    """Return what the server of a failed TLS handshake must do, for a sentence; empty for another failure.
+
+    A handshake that only broke off, as when the server restarts, is another failure.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return (
+            f"present a certificate of its name by a known authority, got: {cause.verify_message.rstrip('.')}; name "
+            "the authority's file with buffer.store.tls_ca_file, or correct the host in buffer.store.url."
+        )
+    if cause is not None and cause.reason in _NO_TLS:
+        return "speak TLS, got plain text: correct the port in buffer.store.url, or write redis:// in it."
+    return ""
+
+
+def is_denied(error: Exception) -> bool:
+    """Whether the server's access control list denies its user a command or a key."""
+    return any(words in str(error) for words in _DENIED)
+
+
+def _lacks_right(client: redis.Redis, error: Exception) -> str:
+    return (
+        f"the store at {address_of(client)} must let its user do what a run needs, got: {error}; give it the rights in "
+        "docs/cluster.md."
+    )
+
+
 def address_of(client: redis.Redis) -> str:
-    """Return the server's address for error messages, without the password."""
+    """Return the server's address for error messages, without user and password."""
     target = client.connection_pool.connection_kwargs
     if "path" in target:
         return f"unix://{target['path']}"
-    return f"redis://{target.get('host', 'localhost')}:{target.get('port', 6379)}/{target.get('db', 0)}"
+    scheme = "rediss" if issubclass(client.connection_pool.connection_class, redis.SSLConnection) else "redis"
+    return f"{scheme}://{target.get('host', 'localhost')}:{target.get('port', 6379)}/{target.get('db', 0)}"
 
 
 def describe_store_disk(client: redis.Redis) -> str:
@@ -251,6 +291,8 @@ class RedisConnection:
                 f"the store at {where} takes no writes{retried} ({error}): make room on its disk, give it more memory "
                 "(maxmemory), or name a primary; it goes on as soon as it can."
             )
+        if is_denied(error):
+            return StoreUnavailableError(_lacks_right(self._client, error))
         if isinstance(error, redis.ResponseError):
             return StoreUnavailableError(f"the store at {where} refused an operation of run {self._run_id!r}: {error}")
         return StoreUnavailableError(

@@ -19,7 +19,8 @@ import psutil
 import redis
 
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.redis.connection import OLDEST_REDIS, PASSWORD_VARIABLE, await_answer, connect
+from slipstream.buffer.redis.connection import OLDEST_REDIS, await_answer, connect
+from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.runtime.run_folder import make_private, short_folder
 
 # --- the server program ----------------------------------------------------------------------------------------------
@@ -179,9 +180,9 @@ class EmbeddedRedis:
         password is set, which an embedded server does not take. ConfigError when the folder of its socket belongs to
         somebody else.
         """
-        if os.environ.get(PASSWORD_VARIABLE):
+        if os.environ.get(STORE_PASSWORD_VARIABLE):
             raise StoreUnavailableError(
-                f"the embedded store has no password, but {PASSWORD_VARIABLE} is set: unset it, or choose "
+                f"the embedded store has no password, but {STORE_PASSWORD_VARIABLE} is set: unset it, or choose "
                 "buffer/store=redis, the store whose password it is."
             )
         deadline = time.monotonic() + timeout_s

@@ -1,6 +1,8 @@
 """open_run_store: opens the store of a run, by its address or by its run folder."""
 
+import ssl
 from pathlib import Path
+from urllib.parse import quote
 
 from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, await_usable_server, connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
@@ -60,10 +62,21 @@ def store_url(run: RunConfig, folder: Path) -> str:
     """Return the address of the run's store. Raises ConfigError when the run keeps it in its own process."""
     config = run.buffer.store
     if isinstance(config, RedisConfig):
-        return config.url
+        return config.url if config.tls_ca_file is None else _with_authority(config.url, Path(config.tls_ca_file))
     if not isinstance(config, EmbeddedRedisConfig):
         raise ConfigError(f"run {run.name!r} must have a store to look into, but keeps it in memory (mode={run.mode}).")
     return EmbeddedRedis(folder / "store").url
+
+
+def _with_authority(url: str, path: Path) -> str:
+    """Add the file of the authorities in the form that redis-py reads. Raises ConfigError."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except OSError as error:
+        raise ConfigError(
+            f"buffer.store.tls_ca_file must be a file of certificates in PEM, got {path}: {error.strerror or error}."
+        ) from None
+    return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(path.resolve()), safe='')}"
 
 
 def _start_server(run: RunConfig, folder: Path, *, timeout_s: float) -> EmbeddedRedis | None:

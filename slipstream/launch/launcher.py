@@ -19,12 +19,12 @@ from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
 from slipstream.buffer.redis.embedded import EmbeddedRedis
-from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
 from slipstream.configs.base import ConfigError
-from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
+from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.launch.generator_pool import (
@@ -151,8 +151,7 @@ class Launcher:
     def _store(self) -> Iterator[RedisStore]:
         config = self._run.buffer.store
         if not isinstance(config, EmbeddedRedisConfig):
-            assert isinstance(config, RedisConfig)
-            with self._opened(config.url) as store:
+            with self._opened(store_url(self._run, self._folder.path)) as store:
                 yield store
             return
         server = EmbeddedRedis(self._folder.store, durability=config.durability, max_memory_mib=config.max_memory_mib)

@@ -12,7 +12,7 @@ from slipstream.broker.prompts.dataset import describe_shortages, read_heldout, 
 from slipstream.broker.transport.interface import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.object_folder import check_storage
-from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
@@ -49,7 +49,8 @@ def check_surroundings(run: RunConfig) -> None:
         if run.broker.address:
             check_free(run.broker.address, network=run.cluster.network)
         if isinstance(run.buffer.store, RedisConfig):
-            open_run_store(run.buffer.store.url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
+            url = store_url(run, RunFolder(run).path)
+            open_run_store(url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
 
 
 def make_inputs(run: RunConfig) -> None:

@@ -2,11 +2,14 @@
 
 import atexit
 import itertools
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+
+import redis
 
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.memory.store import MemoryStore
@@ -26,6 +29,7 @@ OLDEST_FIRST = SamplingRules()
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=6, seed=0)
 AnyStore = MemoryStore | RedisStore
 
+PAGE = Path(__file__).parents[2] / "docs/cluster.md"
 _run_numbers = itertools.count()
 
 
@@ -34,8 +38,22 @@ def make_memory_store(clock: Callable[[], float]) -> MemoryStore:
 
 
 def make_redis_store(clock: Callable[[], float]) -> RedisStore:
-    """A store of a new run on the one server of this test session."""
-    return RedisStore(connect(shared_server().url), f"run-{next(_run_numbers)}", max_attempts=MAX_ATTEMPTS, clock=clock)
+    """A store of a new run on the one server of this test session, as a user with the rights of docs/cluster.md."""
+    url = as_limited_user(shared_server(), keys="{run-*}:*")
+    return RedisStore(connect(url), f"run-{next(_run_numbers)}", max_attempts=MAX_ATTEMPTS, clock=clock)
+
+
+def as_limited_user(server: EmbeddedRedis, *, keys: str, password: str = "", without: str = "") -> str:
+    """Make a user with the rights of docs/cluster.md, and without one; returns the address that names it."""
+    (line,) = re.findall(r"^ACL SETUSER slipstream on >PASSWORD ~\{mine\}:\* (.*)$", PAGE.read_text(), re.MULTILINE)
+    assert without in line
+    rights = line.replace(without, "") if without else line
+    # Not by `connect`, which takes the password of the environment.
+    admin = redis.Redis.from_url(server.url)
+    secret = f">{password}" if password else "nopass"
+    admin.execute_command("ACL SETUSER", "slipstream", "reset", "on", secret, f"~{keys}", *rights.split())
+    admin.close()
+    return server.url.replace("unix://", "unix://slipstream@")
 
 
 @cache

@@ -15,12 +15,13 @@ import redis
 
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.records import CheckpointPointer, Insertion, make_entry
-from slipstream.buffer.redis.connection import PASSWORD_VARIABLE, connect
+from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from tests.builders import make_packed
 from tests.contract.stores import renew
 from tests.runs import processes_of, until
@@ -261,18 +262,18 @@ def test_the_password_comes_from_the_environment(server, monkeypatch):
     admin.config_set("requirepass", "secret")
     with pytest.raises(StoreUnavailableError, match=r"must take the password in .* got: Auth"):
         open_run_store(server.url, "run", timeout_s=5)
-    monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
+    monkeypatch.setenv(STORE_PASSWORD_VARIABLE, "secret")
     store = open_run_store(server.url, "run", timeout_s=5)
     store.close()
     admin.config_set("requirepass", "")
 
 
 def test_a_password_is_refused_by_name_because_the_embedded_server_has_none(server, folder, monkeypatch):
-    monkeypatch.setenv(PASSWORD_VARIABLE, "secret")
-    with pytest.raises(StoreUnavailableError, match=f"has no password, but {PASSWORD_VARIABLE} is set: unset it"):
+    monkeypatch.setenv(STORE_PASSWORD_VARIABLE, "secret")
+    with pytest.raises(StoreUnavailableError, match=f"has no password, but {STORE_PASSWORD_VARIABLE} is set: unset it"):
         EmbeddedRedis(folder).start()
     with pytest.raises(
-        StoreUnavailableError, match=f"must take the password in {PASSWORD_VARIABLE}, got: .*called without any"
+        StoreUnavailableError, match=f"must take the password in {STORE_PASSWORD_VARIABLE}, got: .*called without any"
     ):
         open_run_store(server.url, "run", timeout_s=5)
 
