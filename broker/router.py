@@ -41,6 +41,7 @@ from slipstream.broker.messages import (
 from slipstream.broker.partial_decode import HelloHeader, decode_header, nacks_for_unreadable
 from slipstream.broker.peers import DrainRequests, Peer, Peers, PingRound
 from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.status.inspection import Inspection
 from slipstream.broker.store_clock import StoreClock
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.broker.transport.channels import ServerChannel
@@ -116,13 +117,12 @@ class Router:
         self._store_clock = StoreClock(store, run, clock=clock)
         self._vitals = Vitals(run, store, self._ingest, send=self._send)
         self._account = self._vitals.account
+        self._inspection = Inspection(run, config_json=config_json, model=model, send=channel.send)
         self._departed: list[tuple[Peer, str]] = []
-        self._next_ping_at = 0.0
         self._ping_round = PingRound(())
-        self._next_reap_at = 0.0
-        self._next_serve_at = self._may_serve_at = 0.0
         self._members_changed = False
-        self._next_members_at = 0.0
+        self._next_ping_at = self._next_reap_at = self._next_members_at = 0.0
+        self._next_serve_at = self._may_serve_at = 0.0
 
     def step(self, *, timeout_s: float) -> int:
         """Handle received messages, then what is due; blocks at most `timeout_s`. Returns the number of messages."""
@@ -140,6 +140,7 @@ class Router:
         self._try(self._serve_leases)
         self._try(self._run_periodic)
         self._send_members()
+        self._inspection.send_due()
         return handled
 
     def drain_all(self, *, reason: str) -> None:
@@ -174,7 +175,8 @@ class Router:
         try:
             message = decode_message(frames, max_bytes=self._run.broker.max_message_bytes)
         except RecordRefusedError as refusal:
-            self._answer_unreadable(identity, frames, refusal)
+            if not self._inspection.accept(identity, frames):
+                self._answer_unreadable(identity, frames, refusal)
             return
         peer = self._peers.get(identity)
         if isinstance(message, Hello):

@@ -17,27 +17,7 @@ from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
-from slipstream.runtime.command_line import fail_cleanly, run_app, with_command
-
-SETTINGS = """\b
-Most used settings:
-  experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, picture_digits_cpu,
-                                gsm8k_1gpu, gsm8k_8gpu, gsm8k_32b_8gpu, gsm8k_moe_8gpu, gsm8k_lora_1gpu, math_1gpu,
-                                retool_1gpu, search_r1_1gpu, environment_1gpu, geometry_1gpu, digits_serial,
-                                digits_replay, digits_sft, sft, reward_model; or your own mine.yaml
-  recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
-  name=NAME                     run folder runs/NAME; resume=true continues it
-  seed=0                        every random choice of the run derives from it
-  model.path=FOLDER             model to train: a transformers folder, or a name on the Hugging Face hub
-  data.train=FILE               prompts, Parquet or JSON lines; data.heldout=FILE those to evaluate on
-  generators.count=1            vLLM engines; generators.group_size=8 answers to each prompt
-  generators.reward.function=module:function
-  buffer.staleness.max_lag=4    versions that a trajectory may be old; 0 is synchronous training
-  learner.max_steps=80          learner.groups_per_step=32 prompts each
-  learner.optimizer.learning_rate=3e-3
-
-All settings: docs/settings.md; `slipstream config` prints them with their values.
-"""
+from slipstream.runtime.command_line import SETTINGS, fail_cleanly, run_app, with_command
 
 app = typer.Typer(
     help="""Asynchronous actor-learner reinforcement learning for language models.
@@ -384,6 +364,25 @@ def convert(
     from slipstream.launch.convert import convert as write_model
 
     print(write_model(source, target, base=base, dtype=dtype, max_shard_size=max_shard_size))
+
+
+@app.command(context_settings=_WITH_OVERRIDES)
+def diagnose(
+    part: Annotated[Literal["cluster"], typer.Argument(metavar="PART", help="What to check.")],
+    overrides: Overrides = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cluster.md has its keys.")] = False,
+) -> None:
+    """Check a machine before it joins a run.
+
+    \b
+    slipstream diagnose cluster broker.address=tcp://HOST:PORT     against the run of that broker
+    slipstream diagnose cluster cluster.interface=10.0.0.0/8       this machine alone
+
+    Exit codes: 0, 1 when a check has failed, 2 for settings that are not valid.
+    """
+    from slipstream.diagnose.cluster import diagnose_cluster
+
+    diagnose_cluster(overrides or [], is_json=json)
 
 
 @fail_cleanly(BrokerError, ReplayBufferError, GeneratorError, LearnerError, RoleDiedError)

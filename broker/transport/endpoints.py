@@ -24,7 +24,7 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
             "choose a shorter one, or none, for a socket of the run's own."
         )
     host = endpoint.rpartition(":")[0]
-    if transport == "ipc" or (transport == "tcp" and (_is_loopback(host) or _is_inside(host, network))):
+    if transport == "ipc" or (transport == "tcp" and (_is_loopback(host) or is_inside(host, network))):
         return
     raise ChannelClosedError(
         f"{setting} must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), or an "
@@ -112,7 +112,8 @@ def _is_loopback(host: str) -> bool:
         return host in _LOOPBACK_NAMES
 
 
-def _is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:
+def is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:
+    """Return whether a host is an address in this network."""
     try:
         return network is not None and ipaddress.IPv4Address(host) in network
     except ValueError:

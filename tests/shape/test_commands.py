@@ -55,6 +55,7 @@ TRIED_BY = {
     "slipstream generate": "tests/unit/slipstream/launch/test_generate.py",
     "slipstream compare": "tests/unit/slipstream/launch/test_compare.py",
     "slipstream convert": "tests/unit/slipstream/launch/test_convert.py",
+    "slipstream diagnose": "tests/integration/test_diagnose.py",
     "slipstream drain": "tests/integration/test_scaling.py",
     "slipstream profile": "tests/integration/test_scaling.py",
     "slipstream data ls": "tests/integration/test_data_commands.py",

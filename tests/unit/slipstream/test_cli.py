@@ -29,6 +29,7 @@ COMMANDS = [
     "plot",
     "compare",
     "convert",
+    "diagnose",
 ]
 
 

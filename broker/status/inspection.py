@@ -1,0 +1,104 @@
+"""Inspection: what a machine learns of a run before it joins, and whether the broker reaches it.
+
+    machine -> broker       broker -> machine
+    Inspect                 Inspected + bytes
+These are no messages of peers: a machine asks without having joined. It must have the run's token, as every client.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Annotated
+
+from msgspec import Meta
+
+from slipstream.broker.messages import Frames, Message
+from slipstream.broker.partial_decode import decode_header
+from slipstream.broker.transport.endpoints import is_inside, is_listening
+from slipstream.buffer.codec import encode
+from slipstream.buffer.trajectory import SCHEMA_VERSION, Name
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.model_files import ModelFingerprint
+from slipstream.runtime.run_folder import versions
+
+MAX_BYTES = 256 * 1024
+"""Bytes of one answer: like a chunk of weights, few enough that other peers are served in between."""
+_MAX_PROBES = 8
+"""Machines that are tried at a time; others learn nothing of whether they are reached."""
+
+
+class Inspect(Message):
+    """Question of a machine that may join. Example: Inspect(listens_at="tcp://10.0.0.7:20000", num_bytes=262144)."""
+
+    listens_at: Name = ""
+    """Port of the machine for the broker to connect to; empty: none. Tried only inside `cluster.interface`."""
+    num_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
+    """Length of the answer's second frame, which measures the link."""
+
+
+class Inspected(Message):
+    """Answer to Inspect."""
+
+    run_id: str
+    config_json: str
+    """The resolved RunConfig, as JSON."""
+    versions: dict[str, str]
+    """Of the broker's machine: library -> version."""
+    model: ModelFingerprint | None
+    """Fingerprint of `model.path` there; None if there is no such folder."""
+    schema_version: int = SCHEMA_VERSION
+    time: float = 0.0
+    """Seconds since 1970 by the broker's clock."""
+    is_reached: bool | None = None
+    """Whether the broker could connect to `listens_at`; None: not tried."""
+
+
+class Inspection:
+    """Answers machines that have not joined. Belongs to the router's thread, and connects in one of its own."""
+
+    def __init__(
+        self,
+        run: RunConfig,
+        *,
+        config_json: str,
+        model: ModelFingerprint | None,
+        send: Callable[[bytes, Frames], object],
+    ) -> None:
+        self._run = run
+        self._config_json = config_json
+        self._model = model
+        self._send = send
+        self._probing: dict[bytes, Future[bool]] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="inspection")
+
+    def accept(self, identity: bytes, frames: Frames) -> bool:
+        """Answer a question, now or once the machine was tried; False for any other message."""
+        question = decode_header(frames, Inspect)
+        if question is None:
+            return False
+        if self._may_try(question.listens_at):
+            self._probing[identity] = self._threads.submit(is_listening, question.listens_at)
+        else:
+            self._answer(identity, num_bytes=question.num_bytes)
+        return True
+
+    def send_due(self) -> None:
+        """Answer the machines that have been tried."""
+        for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
+            self._answer(identity, is_reached=self._probing.pop(identity).result())
+
+    def _may_try(self, address: str) -> bool:
+        # Inside that network alone: the broker is no means to look into others.
+        host = address.removeprefix("tcp://").rpartition(":")[0]
+        return is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES
+
+    def _answer(self, identity: bytes, *, num_bytes: int = 0, is_reached: bool | None = None) -> None:
+        answer = Inspected(
+            self._run.name,
+            self._config_json,
+            versions(),
+            self._model,
+            time=time.time(),
+            is_reached=is_reached,
+        )
+        self._send(identity, [encode(answer), bytes(num_bytes)] if num_bytes else [encode(answer)])

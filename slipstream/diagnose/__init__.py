@@ -1,0 +1,1 @@
+"""`slipstream diagnose`: checks of a machine, each with a verdict and a remedy."""

@@ -1,0 +1,156 @@
+"""`slipstream diagnose cluster` against a real broker's sockets: each fault is named, and nothing joins."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from slipstream.broker.credentials import TOKEN_VARIABLE, derive_keys
+from slipstream.broker.prompts.dataset import Dataset
+from slipstream.broker.router import Router
+from slipstream.broker.status.inspection import Inspect
+from slipstream.broker.transport.interface import listen
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel
+from slipstream.buffer.memory.store import MemoryStore
+from slipstream.cli import main
+from slipstream.configs.run import RunConfig
+from slipstream.diagnose.checks import Finding
+from slipstream.diagnose.cluster import BrokerLink, find_all
+from slipstream.runtime.model_files import fingerprint
+from tests.builders import make_run
+from tests.fakes import write_rows
+
+TOKEN = "a token of thirty-two characters"
+HERE = ["cluster.interface=127.0.0.0/8", "cluster.ports=23100-23119"]
+CHECKS = ["token", "broker", "model", "clock", "way back", "bandwidth", "versions", "interface", "ports"]
+CHECKS += ["shared memory", "open files", "locked memory"]
+
+
+class ServedRun:
+    """A router over ZeroMQ, stepped by a thread of its own."""
+
+    def __init__(self, folder: Path, run: RunConfig) -> None:
+        self.store = MemoryStore()
+        data, config_json = Dataset(write_rows(folder / "rows.parquet")), msgspec.json.encode(run).decode()
+        self.store.open_run(run.name, config_json=config_json, num_rows=len(data), seed=0)
+        self.channel = listen(f"ipc://{folder}/broker.sock", keys=derive_keys(TOKEN), cluster=run.cluster)
+        self._router = Router(
+            self.channel,
+            self.store,
+            run=run,
+            config_json=config_json,
+            train=data,
+            heldout={each.name: data for each in run.data.heldout_sets},
+            model=fingerprint(run.model.path),
+        )
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            self._router.step(timeout_s=0.02)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.channel.close()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"hidden_size": 64}')
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def served(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServedRun]:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    cluster = {"interface": "127.0.0.0/8", "ports": "23100-23119"}
+    run = make_run(runs_dir=str(tmp_path), cluster=cluster, model={"path": str(model)}, weights={"bucket_bytes": 2**20})
+    opened = ServedRun(tmp_path, run)
+    yield opened
+    opened.close()
+
+
+def found(*overrides: str) -> dict[str, Finding]:
+    return {each.name: each for each in find_all(list(overrides))}
+
+
+def test_a_machine_that_fits_passes_every_check_and_does_not_join(served: ServedRun) -> None:
+    findings = found(f"broker.address={served.channel.address}")
+    assert list(findings) == CHECKS
+    assert {name: each for name, each in findings.items() if each.verdict == "fail"} == {}
+    assert findings["broker"].found == f"run 'test' at {served.channel.address}"
+    assert "the broker reaches 127.0.0.1:231" in findings["way back"].found
+    assert findings["way back"].verdict == findings["clock"].verdict == findings["bandwidth"].verdict == "ok"
+    assert findings["interface"].found == "127.0.0.1 (lo) in 127.0.0.0/8", "that of the run, not given here"
+    assert served.store.counts().refused == {}
+    assert set(served.store.roles()) <= {"broker"}
+    assert served.store.quarantined() == []
+
+
+def test_another_model_is_named(served: ServedRun, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text('{"hidden_size": 128}')
+    model = found(f"broker.address={served.channel.address}", f"model.path={tmp_path}/other")["model"]
+    assert model.verdict == "fail"
+    assert "hidden_size 128 here and 64 at the broker" in model.found
+
+
+def test_the_broker_connects_inside_the_network_of_the_run_alone(served: ServedRun) -> None:
+    outside, unused = Inspect(listens_at="tcp://203.0.113.1:80"), Inspect(listens_at="tcp://127.0.0.1:9")
+    link = BrokerLink(ZmqClientChannel(served.channel.address, keys=derive_keys(TOKEN), max_message_bytes=2**20))
+    try:
+        for question, is_reached in ((outside, None), (unused, False)):
+            answer = link.ask(question)
+            assert answer is not None
+            assert answer.is_reached is is_reached
+    finally:
+        link.close()
+
+
+def test_a_wrong_token_no_token_and_no_broker_are_named(
+    served: ServedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"broker.address={served.channel.address}"
+    monkeypatch.setenv(TOKEN_VARIABLE, "another token, which is long enough")
+    other = found(address)["broker"]
+    assert (other.verdict, other.found) == ("fail", f"{served.channel.address} has another token")
+    assert "another token, which" not in str(other)
+    monkeypatch.delenv(TOKEN_VARIABLE)
+    missing = found(address, f"runs_dir={tmp_path}/none")
+    assert (missing["token"].verdict, "broker" in missing) == ("fail", False)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    nobody = found("broker.address=tcp://127.0.0.1:23119")["broker"]
+    assert (nobody.verdict, nobody.found) == ("fail", "nothing accepts a connection at tcp://127.0.0.1:23119")
+
+
+def test_the_command_prints_a_table_or_json_and_its_code_tells_whether_a_check_has_failed(
+    served: ServedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["diagnose", "cluster", f"broker.address={served.channel.address}"])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in CHECKS)
+    assert TOKEN not in printed
+    with pytest.raises(SystemExit) as caught:
+        main(["diagnose", "cluster", "--json", "broker.address=tcp://127.0.0.1:23119"])
+    assert caught.value.code == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [each["name"] for each in checks if each["verdict"] == "fail"] == ["broker"]
+    assert checks[1]["fix"].startswith("correct broker.address, start the broker, or open its port")
+
+
+def test_a_machine_alone_is_checked_without_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    findings = found(*HERE)
+    assert list(findings) == ["token", *CHECKS[6:]]
+    assert found("cluster.interface=203.0.113.0/24")["interface"].verdict == "fail"
+    with pytest.raises(SystemExit) as caught:
+        main(["diagnose", "cluster", "cluster.ports=9-1"])
+    assert caught.value.code == 2

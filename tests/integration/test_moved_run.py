@@ -1,0 +1,134 @@
+"""A run goes on elsewhere: other folders, addresses and stores, the same ledger; everything is killed before."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from slipstream.buffer.records import StepEntry
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
+from slipstream.runtime.run_folder import find_run
+from tests import runs
+from tests.contract.stores import as_limited_user
+from tests.integration.test_managed_store import PASSWORD, TlsDoor, make_certificate
+from tests.runs import Run, has_stepped, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS = 24
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield runs.make_task(tmp_path, warm=False)
+    runs.kill_processes_of(tmp_path)
+
+
+def ledger_in(server: EmbeddedRedis) -> list[StepEntry]:
+    with open_run_store(server.url, "mine", timeout_s=10) as store:
+        return store.ledger()
+
+
+def assert_went_on(server: EmbeddedRedis, before: list[StepEntry], *, from_step: int) -> None:
+    """The steps that the checkpoint covers are those of before, and every group was trained on in one step."""
+    with open_run_store(server.url, "mine", timeout_s=10) as store:
+        after, audit, counts = store.ledger(), store.audit(), store.counts()
+    assert [entry.step for entry in after] == list(range(1, STEPS + 1))
+    assert after[:from_step] == before[:from_step]
+    assert {entry.config_hash for entry in after} == {before[0].config_hash}
+    trained = [group for entry in after for group in entry.group_ids]
+    assert len(trained) == len(set(trained)) == 4 * STEPS
+    assert audit.is_sound, audit
+    assert counts.outcomes == {"retired": 4 * STEPS}
+    placed = counts.leased + counts.returned + counts.ready + counts.claimed + counts.used
+    assert counts.admitted == placed + 4 * STEPS
+
+
+def run_until_killed(folder: Path, *settings: str) -> None:
+    """Make some steps after a checkpoint, then kill every process of the test's folder, servers included."""
+    with Run(folder, "mine", f"learner.max_steps={STEPS}", *settings).ended_at_last() as run:
+        until(has_stepped(run, 12), timeout_s=120, what="a checkpoint")
+        assert_secret(folder, run)
+        runs.kill_processes_of(folder)
+
+
+def resumed_from(folder: Path, *settings: str) -> tuple[int, Run]:
+    """Go on to the end; returns the step from which."""
+    with Run(folder, "mine", f"learner.max_steps={STEPS}", "resume=true", *settings).ended_at_last() as run:
+        # Where `runs_dir` puts it, and not where the run was.
+        run.path = find_run(["name=mine", f"runs_dir={folder}/elsewhere"], command="status")
+        assert run.await_end() == 0, run.printed[-3000:]
+    begun_at = re.findall(r"starting groups_returned=\d+ role=learner step=(\d+)", run.log("learner"))
+    return int(begun_at[-1]), run
+
+
+def assert_secret(folder: Path, run: Run) -> None:
+    """The store's password is in no file of the run and in no command line."""
+    for path in (path for path in [*run.path.rglob("*"), folder / "mine.out"] if path.is_file()):
+        assert PASSWORD.encode() not in path.read_bytes(), path
+    for process in psutil.Process(run.launcher.pid).children(recursive=True):
+        assert PASSWORD not in " ".join(process.cmdline())
+
+
+def move(folder: Path) -> None:
+    """Copy the run folder and delete the one of before."""
+    shutil.copytree(folder / "runs/mine", folder / "elsewhere/mine", ignore=shutil.ignore_patterns("*.sock", "sockets"))
+    shutil.rmtree(folder / "runs")
+
+
+def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder: Path) -> None:
+    run_until_killed(folder)
+    move(folder)
+    server = EmbeddedRedis(folder / "elsewhere/mine/store")
+    server.start()
+    before = ledger_in(server)
+    server.stop()
+    here = ("runs_dir=elsewhere", "cluster.interface=127.0.0.0/8", "cluster.ports=22000-22099")
+    from_step, run = resumed_from(folder, *here)
+    assert 10 <= from_step < STEPS
+    assert "python -m generators broker.address=tcp://127.0.0.1:220" in run.printed
+    server.start()
+    try:
+        assert_went_on(server, before, from_step=from_step)
+    finally:
+        server.stop()
+
+
+def test_a_run_on_a_managed_store_goes_on_elsewhere_with_another_address_of_a_copy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, certificate = EmbeddedRedis(folder / "first"), make_certificate(folder, "first")
+    first.start()
+    as_limited_user(first, keys="{mine}:*", password=PASSWORD)
+    door = TlsDoor(first, certificate)
+    with monkeypatch.context() as environment:
+        environment.setenv(STORE_PASSWORD_VARIABLE, PASSWORD)
+        store = ("buffer/store=redis", f"buffer.store.url={door.url()}", f"buffer.store.tls_ca_file={certificate.file}")
+        run_until_killed(folder, *store)
+    door.close()
+    move(folder)
+    # Its log, as the kill has left it.
+    shutil.copytree(folder / "first", folder / "second", ignore=shutil.ignore_patterns("*.sock", "redis.pid"))
+    shutil.rmtree(folder / "first")
+    second, other = EmbeddedRedis(folder / "second"), make_certificate(folder, "second")
+    second.start()
+    before = ledger_in(second)
+    as_limited_user(second, keys="{mine}:*", password=PASSWORD)
+    door = TlsDoor(second, other)
+    with monkeypatch.context() as environment:
+        environment.setenv(STORE_PASSWORD_VARIABLE, PASSWORD)
+        store = ("buffer/store=redis", f"buffer.store.url={door.url()}", f"buffer.store.tls_ca_file={other.file}")
+        from_step, run = resumed_from(folder, *store, "runs_dir=elsewhere", "broker.address=tcp://127.0.0.1:22100")
+        assert_secret(folder, run)
+    assert 10 <= from_step < STEPS
+    assert_went_on(second, before, from_step=from_step)
+    denied = redis.Redis.from_url(second.url).execute_command("ACL LOG")
+    assert denied == [], denied
+    door.close()
+    second.stop()
