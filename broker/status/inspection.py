@@ -43,7 +43,7 @@ class Inspected(Message):
     config_json: str
     """The resolved RunConfig, as JSON."""
     versions: dict[str, str]
-    """Of the broker's machine: library -> version."""
+    """Versions on the broker's machine, by library."""
     model: ModelFingerprint | None
     """Fingerprint of `model.path` there; None if there is no such folder."""
     schema_version: int = SCHEMA_VERSION

@@ -68,7 +68,7 @@ class RunStatus(Record):
     generators_target: int | None
     """Number of generators that the launcher keeps running; None without a launcher."""
     address: str
-    """Where generators on other machines join; empty if the broker listens at no port."""
+    """Address at which generators on other machines join; empty if the broker listens at no port."""
     generators_busy_fraction: float | None
     """Trajectories in progress / capacity of the living generators; None without any."""
     admission: Admission

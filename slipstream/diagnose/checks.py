@@ -40,7 +40,7 @@ class Finding(Record):
     verdict: Verdict
     found: str
     fix: str = ""
-    """What to do; empty if it is in order."""
+    """Remedy; empty if it is in order."""
 
 
 # --- software --------------------------------------------------------------------------------------------------------

@@ -45,15 +45,15 @@ def make_redis_store(clock: Callable[[], float]) -> RedisStore:
 
 def as_limited_user(server: EmbeddedRedis, *, keys: str, password: str = "", without: str = "") -> str:
     """Make a user with the rights of docs/cluster.md, and without one; returns the address that names it."""
-    (line,) = re.findall(r"^ACL SETUSER slipstream on >PASSWORD ~\{mine\}:\* (.*)$", PAGE.read_text(), re.MULTILINE)
+    (line,) = re.findall(r"^ACL SETUSER trainer on >PASSWORD ~\{mine\}:\* (.*)$", PAGE.read_text(), re.MULTILINE)
     assert without in line
     rights = line.replace(without, "") if without else line
     # Not by `connect`, which takes the password of the environment.
     admin = redis.Redis.from_url(server.url)
     secret = f">{password}" if password else "nopass"
-    admin.execute_command("ACL SETUSER", "slipstream", "reset", "on", secret, f"~{keys}", *rights.split())
+    admin.execute_command("ACL SETUSER", "trainer", "reset", "on", secret, f"~{keys}", *rights.split())
     admin.close()
-    return server.url.replace("unix://", "unix://slipstream@")
+    return server.url.replace("unix://", "unix://trainer@")
 
 
 @cache

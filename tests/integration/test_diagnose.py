@@ -91,7 +91,7 @@ def test_a_machine_that_fits_passes_every_check_and_does_not_join(served: Served
     assert findings["interface"].found == "127.0.0.1 (lo) in 127.0.0.0/8", "that of the run, not given here"
     assert served.store.counts().refused == {}
     assert set(served.store.roles()) <= {"broker"}
-    assert served.store.quarantined() == []
+    assert served.store.quarantined_frames() == []
 
 
 def test_another_model_is_named(served: ServedRun, tmp_path: Path) -> None:

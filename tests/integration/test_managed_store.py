@@ -54,7 +54,7 @@ class TlsDoor:
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 
-    def url(self, *, user: str = "slipstream@", host: str = "localhost") -> str:
+    def url(self, *, user: str = "trainer@", host: str = "localhost") -> str:
         return f"rediss://{user}{host}:{self.port}/0"
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ def test_a_file_that_holds_no_authority_is_named(tmp_path: Path, content: str | 
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        (f"rediss://slipstream:{PASSWORD}@store:6380/0", "rediss://store:6380/0"),
+        (f"rediss://trainer:{PASSWORD}@store:6380/0", "rediss://store:6380/0"),
         (f"redis://:{PASSWORD}@store", "redis://store"),
         (f"unix://me:{PASSWORD}@/run/redis.sock", "unix:///run/redis.sock"),
         (f"redis://store?db=1&password={PASSWORD}", "redis://store"),

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import pyarrow.parquet as pq
 import pytest
 
@@ -47,8 +46,8 @@ def ip(*words: str) -> bool:
 @pytest.fixture
 def machines() -> Iterator[tuple[Machine, Machine]]:
     """Two machines in one network, 10.77.0.0/24."""
-    if os.getuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("network namespaces need root, ip and unshare")
+    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "ss", "unshare"))):
+        pytest.skip("network namespaces need root, ip, ss and unshare")
     pair = (Machine("slip-moves-a", "10.77.0.1"), Machine("slip-moves-b", "10.77.0.2"))
     ends = [f"{machine.name}-v" for machine in pair]
     try:
@@ -74,11 +73,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     runs.kill_processes_of(tmp_path)
 
 
-def listening(process: psutil.Process, kind: str) -> list[tuple[str, int]]:
-    """Addresses at which a process and its descendants listen."""
-    family = [process, *process.children(recursive=True)]
-    found = [each for one in family for each in one.net_connections(kind) if each.status == psutil.CONN_LISTEN]
-    return [(each.laddr.ip, each.laddr.port) for each in found]
+def listening(machine: Machine) -> list[tuple[str, int]]:
+    """Addresses and ports at which any process of a machine listens."""
+    listed = subprocess.run(
+        ["ip", "netns", "exec", machine.name, "ss", "-ltnH"], capture_output=True, text=True, check=True
+    ).stdout
+    found = [line.split()[3].rpartition(":") for line in listed.splitlines()]
+    return [(address, int(port)) for address, _, port in found]
 
 
 def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(
@@ -86,7 +87,7 @@ def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(
 ) -> None:
     here, there = machines
     (unseen := folder / "unseen").mkdir()
-    steps = ("learner.max_steps=60", "generators.engine.seconds_per_token=0.05", "weights.transport=delta")
+    steps = ("learner.max_steps=40", "generators.engine.seconds_per_token=0.05", "weights.transport=delta")
     settings = ("name=mine", "cluster.interface=10.77.0.0/24", "cluster.ports=21000-21009", *steps)
     launcher = here.start(folder, *runs.command(*SMALL, *settings), hidden=unseen)
     generator = None
@@ -107,7 +108,7 @@ def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(
         log = folder / f"{there.name}.out"
         until(lambda: launcher.poll() is not None or "joined" in log.read_text(), timeout_s=60, what="the joining")
         # Whatever listens beyond the loopback interface is one of the two sockets with CURVE.
-        beyond = {each for each in listening(psutil.Process(launcher.pid), "inet") if not each[0].startswith("127.")}
+        beyond = {each for each in listening(here) if not each[0].startswith("127.")}
         assert {address for address, _ in beyond} == {here.address}
         assert all(port in range(21000, 21010) for _, port in beyond)
         assert launcher.wait(timeout=150) == 0, printed.read_text()[-3000:]

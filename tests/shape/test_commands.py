@@ -33,7 +33,7 @@ LANGUAGES = ("sh", "console", "text", "python", "yaml", "json")
 """Commands, commands with what they print, anything that is no command, code, settings and rows."""
 EXAMPLES = {"N": "1", "K": "1", "KIND": "advantage", "SECONDS": "1"}
 """Values of placeholders that must be numbers or choices; all others may be any text."""
-ELSEWHERE = ("ssh",)
+ELSEWHERE = ("ssh", "rsync", "export")
 """Programs that are not ours."""
 TRIED_BY = {
     "make run": ".ci/run",
