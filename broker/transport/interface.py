@@ -75,8 +75,11 @@ def listen(
     endpoints = [] if is_local else tcp_endpoints(cluster, before=before)
     channel = ZmqServerChannel(address, keys=keys, setting=setting, network=cluster.network)
     try:
-        if endpoints:
-            channel.bind_first(endpoints)
+        if endpoints and not any(map(channel.bind, endpoints)):
+            raise ChannelClosedError(
+                f"cluster.ports must have a free port, got {endpoints[0]} to {endpoints[-1]}, all of them in use: name "
+                "a wider range."
+            )
     except ChannelClosedError:
         channel.close()
         raise

@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from ipaddress import IPv4Network
 from itertools import accumulate, chain, pairwise
@@ -165,25 +164,20 @@ class ZmqServerChannel:
             raise bind_error(address, error, setting=setting) from error
         self._address = self._path = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def bind_first(self, endpoints: Sequence[str]) -> None:
-        """Bind the first of `cluster.ports` that is free beside the address so far. Raises ChannelClosedError."""
-        for endpoint in endpoints:
-            try:
-                self._socket.bind(endpoint)
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EADDRINUSE:
-                    continue
-                raise ChannelClosedError(f"cluster.ports must be ports to bind, got {endpoint}: {error}") from error
-            self._address = endpoint
-            return
-        raise ChannelClosedError(
-            f"cluster.ports must have a free port, got {endpoints[0]} to {endpoints[-1]}, all of them in use: name a "
-            "wider range."
-        )
+    def bind(self, endpoint: str) -> bool:
+        """Listen there as well, for other machines; False if it is in use. Raises ChannelClosedError."""
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                return False
+            raise ChannelClosedError(f"cluster.ports must be ports to bind, got {endpoint}: {error}") from error
+        self._address = endpoint
+        return True
 
     @property
     def address(self) -> str:
-        """Bound endpoint, with the actual port in place of 0; after `bind_first`, the one for other machines."""
+        """Bound endpoint, with the actual port in place of 0; after `bind`, the one for other machines."""
         return self._address
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
