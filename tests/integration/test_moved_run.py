@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import redis
 
@@ -72,7 +71,7 @@ def assert_secret(folder: Path, run: Run) -> None:
     """The store's password is in no file of the run and in no command line."""
     for path in (path for path in [*run.path.rglob("*"), folder / "mine.out"] if path.is_file()):
         assert PASSWORD.encode() not in path.read_bytes(), path
-    for process in psutil.Process(run.launcher.pid).children(recursive=True):
+    for process in runs.processes_of(folder):
         assert PASSWORD not in " ".join(process.cmdline())
 
 
