@@ -384,17 +384,8 @@ def _check_lease(run: RunConfig) -> None:
 _LEARNER_CHECKS = (_check_mode, _check_profile, _check_learner, _check_router_replay, _check_best_of_sft)
 """Checks that apply in every mode."""
 _ROLE_CHECKS = (
-    _check_bounds,
-    _check_heldout,
-    _check_equal_shares,
-    _check_advantage_has_a_baseline,
-    _check_one_process,
-    _check_backend,
-    _check_mix,
-    _check_autoscale,
-    _check_samples_per_insert,
-    _check_filter,
-    _check_capacity,
-    _check_lease,
-)
+    _check_bounds, _check_heldout, _check_equal_shares, _check_advantage_has_a_baseline, _check_one_process,
+    _check_backend, _check_mix, _check_autoscale, _check_samples_per_insert, _check_filter,
+    _check_capacity, _check_lease,
+)  # fmt: skip
 """Checks of the modes in which a learner has generators."""
