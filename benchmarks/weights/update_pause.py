@@ -45,7 +45,8 @@ from slipstream.generators.engines.vllm.stats import LoadRecorder
 _BUCKET_BYTES = 64 << 20
 _MAX_TOKENS = 200
 _PROMPT = [2 + i % 12 for i in range(64)]
-_PARTS = ("_receive", "_load", "_verify_loaded")
+_PARTS = ("_receive", "_load", "finish_weight_update")
+"""Methods of the worker; the last loads and compares what it loaded."""
 _KV_SETTINGS = ["keep", "recompute"]
 
 console = Console(highlight=False)
@@ -285,7 +286,7 @@ def _show(results: dict[str, Seconds], versions: Versions, arguments: argparse.N
     for name, values in raw.items():
         parts.add_row(f"{name} alone", _ms(values))
     for name, seconds in results.items():
-        for part in ("receive", "load", "verify_loaded"):
+        for part in (name.strip("_") for name in _PARTS):
             if name != "raw":
                 parts.add_row(f"{name}: {part}", _ms(seconds[part]))
     console.print(parts)
