@@ -41,7 +41,7 @@ class Inspected(Message):
 
     run_id: str
     config_json: str
-    """The resolved RunConfig, as JSON."""
+    """The resolved RunConfig, as JSON; empty in an answer with bytes."""
     versions: dict[str, str]
     """Versions on the broker's machine, by library."""
     model: ModelFingerprint | None
@@ -95,7 +95,8 @@ class Inspection:
     def _answer(self, identity: bytes, *, num_bytes: int = 0, is_reached: bool | None = None) -> None:
         answer = Inspected(
             self._run.name,
-            self._config_json,
+            # Left out of a measurement, to which it would add.
+            "" if num_bytes else self._config_json,
             versions(),
             self._model,
             time=time.time(),

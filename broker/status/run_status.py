@@ -138,7 +138,7 @@ def make_status(
         waits=find_waits(state, roles, admission_reason=admission.reason, full_disk=full_disk),
         learner_wait_fraction=wait_fraction(snapshot.rows[-_RECENT_STEPS:]),
         generators_target=snapshot.roles.get(LAUNCHER, {}).get("generators_target"),
-        address=str(snapshot.roles.get("broker", {}).get("address", "")),
+        address=_address_to_join(snapshot, roles),
         generators_busy_fraction=busy_fraction(roles),
         admission=admission,
         counts=counts,
@@ -148,6 +148,12 @@ def make_status(
         last_row=snapshot.last,
         events=[StatusEvent(max(0.0, now - event.at), event.role, event.text) for event in events],
     )
+
+
+def _address_to_join(snapshot: RunSnapshot, roles: list[RoleStatus]) -> str:
+    """Return the port at which a living broker listens; empty without one."""
+    living = [role.name for role in roles if role.role == "broker" and role.is_alive]
+    return str(snapshot.roles[living[0]].get("address", "")) if living else ""
 
 
 def _by_lag(ready_versions: dict[int, int], *, version: int) -> dict[int, int]:

@@ -12,6 +12,7 @@ import pytest
 
 from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
 from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.generators.__main__ import (
@@ -198,12 +199,13 @@ def test_with_a_token_and_a_name_the_folder_of_the_run_need_not_exist_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "a token of one's own")
+    monkeypatch.setenv(STORE_PASSWORD_VARIABLE, "that of the launcher's store")
     words = [f"runs_dir={tmp_path}", "name=mine"]
     (own,), token = wait_for_token(given := load(words), words, deadline=Deadline(0.1, what="a run"))
     assert (own, token) == (given, "a token of one's own")
     assert RunFolder(own).broker_address == f"ipc://{RunFolder(given).sockets}/broker.sock"
     # The code of others that a generator starts must not inherit it.
-    assert TOKEN_VARIABLE not in os.environ
+    assert not {TOKEN_VARIABLE, STORE_PASSWORD_VARIABLE} & os.environ.keys()
     monkeypatch.setenv(TOKEN_VARIABLE, "a token of one's own")
     with pytest.raises(WaitTimeoutError, match="missing: a run whose broker listens"):
         wait_for_token(load(words[:1]), words[:1], deadline=Deadline(0.1, what="a run"))

@@ -32,6 +32,13 @@ def test_a_generator_has_version_lag_throughput_capacity_and_restarts():
     assert (first.host, first.pid, first.progress_age_s) == ("node", 7, 0.5)
 
 
+@pytest.mark.parametrize(("age_s", "address"), [(0.5, "tcp://10.0.0.5:20000"), (90.0, "")])
+def test_the_address_to_join_is_that_of_a_living_broker(age_s, address):
+    broker = {"role": "broker", "state": "ready", "address": "tcp://10.0.0.5:20000"}
+    assert status_of({"broker": (age_s, broker)}).address == address
+    assert status_of().address == ""
+
+
 def test_a_reported_capacity_takes_precedence_over_the_settings():
     assert role(status_of({"g": (0, make_gauges(max_concurrency=16))}), "g").capacity == 16
 

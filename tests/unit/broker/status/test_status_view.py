@@ -95,3 +95,13 @@ def test_reported_text_cannot_add_markup_or_control_characters(width):
     text = drawn(status_of(reports, events=[Event(0, "x", "\x1b[31m[/]")]), width=width)
     assert "\x1b" not in text
     assert "\x07" not in text
+
+
+def test_a_broker_that_other_machines_reach_is_shown_with_the_command_that_joins():
+    broker = {"role": "broker", "state": "ready", "address": "tcp://10.0.0.5:20000"}
+    text = drawn(status_of({"broker": (0.5, broker)}))
+    assert (
+        "SLIPSTREAM_TOKEN=... python -m generators broker.address=tcp://10.0.0.5:20000, with the token of the run"
+        in text
+    )
+    assert "join" not in drawn(status_of())
