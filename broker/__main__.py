@@ -43,7 +43,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
-from slipstream.runtime.process import exempt_from_collection, has_launcher, on_stop_signal
+from slipstream.runtime.process import ended_beside, exempt_from_collection, has_launcher, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 3.0
@@ -177,4 +177,5 @@ def _archiving(run: RunConfig, folder: RunFolder, store_url: str) -> Iterator[No
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with ended_beside("archiver"):
+        main(sys.argv[1:])

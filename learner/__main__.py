@@ -25,6 +25,7 @@ from slipstream.configs.load import load
 from slipstream.learner.errors import LearnerError
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.model_files import check_model_path
+from slipstream.runtime.process import ended_beside
 
 
 @fail_cleanly(BrokerError, ReplayBufferError, LearnerError, restartable=(StaleFenceError, ClientDiedError))
@@ -40,4 +41,5 @@ def main(overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with ended_beside("checkpoint"):
+        main(sys.argv[1:])

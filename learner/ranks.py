@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slipstream.broker.transport.endpoints import is_loopback
 from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
@@ -59,8 +60,11 @@ _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of a rank, by which torch's process group is formed."""
 
 
-def check_environment(environment: Mapping[str, str], *, num_ranks: int) -> None:
-    """Raise ConfigError unless a rank has all variables that its launcher must give it, for `num_ranks` ranks."""
+def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
+    """Raise ConfigError unless a rank has all variables that its launcher must give it, for `num_ranks` ranks.
+
+    `is_trusted`: their collectives may cross a network.
+    """
     if missing := [name for name in _GIVEN if not environment.get(name)]:
         raise ConfigError(
             f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
@@ -71,6 +75,18 @@ def check_environment(environment: Mapping[str, str], *, num_ranks: int) -> None
             f"learner.num_ranks must be the number of ranks that were started, got {num_ranks} with WORLD_SIZE="
             f"{environment['WORLD_SIZE']}: it is machines x ranks of each (torchrun: --nnodes x --nproc-per-node)."
         )
+    if not is_trusted and _spans_machines(environment):
+        raise ConfigError(
+            "cluster.trusted_network must be true for learner ranks on several machines, got false: their collectives "
+            "are neither encrypted nor authenticated; set it, with cluster.interface, if the network is yours alone."
+        )
+
+
+def _spans_machines(environment: Mapping[str, str]) -> bool:
+    """Whether ranks may be on several machines: not all are on this one, and they do not meet at its loopback."""
+    if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:
+        return False
+    return not is_loopback(environment["MASTER_ADDR"])
 
 
 class Ranks:

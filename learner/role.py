@@ -54,7 +54,7 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     """
     is_rank = "RANK" in os.environ
     if is_rank:
-        check_environment(os.environ, num_ranks=run.learner.num_ranks)
+        check_environment(os.environ, num_ranks=run.learner.num_ranks, is_trusted=run.cluster.trusted_network)
     if run.mode == "sft" and not is_rank:
         check_sft(run)
     if run.learner.num_ranks > 1 and not is_rank:

@@ -24,7 +24,7 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
             "choose a shorter one, or none, for a socket of the run's own."
         )
     host = endpoint.rpartition(":")[0]
-    if transport == "ipc" or (transport == "tcp" and (_is_loopback(host) or is_inside(host, network))):
+    if transport == "ipc" or (transport == "tcp" and (is_loopback(host) or is_inside(host, network))):
         return
     raise ChannelClosedError(
         f"{setting} must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757 or ipc:///tmp/broker.sock), or an "
@@ -105,7 +105,8 @@ def bind_error(address: str, reason: object, *, setting: str) -> ChannelClosedEr
     )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Return whether a host is this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

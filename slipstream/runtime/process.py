@@ -7,8 +7,10 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles: it keeps the store that they share."""
@@ -50,6 +52,24 @@ def exempt_from_collection() -> None:
     gc.freeze()
     # Libraries report what is left at the end as leaks, and the reason of a death must stay the last line of a log.
     atexit.register(gc.unfreeze)
+
+
+@contextmanager
+def ended_beside(*threads: str) -> Iterator[None]:
+    """End the process after this block; without the interpreter's teardown if a thread of such a name still runs.
+
+    In the teardown pyarrow waits for the object store that the thread waits for, without a limit.
+    """
+    code: object = 0
+    try:
+        yield
+    except SystemExit as end:
+        code = end.code
+    if not any(each.name in threads for each in threading.enumerate()):
+        raise SystemExit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:

@@ -1,6 +1,9 @@
 """A whole run with its checkpoints, archive and models in an object store."""
 
+import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.sealed_folder import find_damage
 from tests import runs
-from tests.runs import SMALL
+from tests.runs import ROOT, SMALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -31,3 +34,27 @@ def test_a_run_leaves_all_that_it_made_in_the_object_store(tmp_path: Path) -> No
     refused = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
     assert f"of which {uri}/mine has files: choose another with name=" in refused.stderr
+
+
+HANGING = """
+import sys, threading, time
+from slipstream.buffer.object_folder import ObjectFolder, StorageWait
+from slipstream.runtime.process import ended_beside
+
+with ended_beside("checkpoint"):
+    folder = ObjectFolder("s3://bucket/run", StorageWait(600))
+    threading.Thread(target=lambda: folder.write("a", b"1"), name="checkpoint", daemon=True).start()
+    time.sleep(0.5)
+    raise SystemExit(75)
+"""
+
+
+def test_a_process_ends_beside_an_object_store_that_takes_connections_and_does_not_answer() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = "http://{}:{}".format(*silent.getsockname())
+        environment = {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"}
+        command = [sys.executable, "-c", HANGING]
+        ended = subprocess.run(command, env=os.environ | environment, cwd=ROOT, timeout=30, check=False)
+    assert ended.returncode == 75

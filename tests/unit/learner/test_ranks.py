@@ -22,16 +22,27 @@ def test_several_ranks_need_a_rendezvous():
         join_ranks(rank=0, size=2, device=CPU, timeout_s=1.0)
 
 
+GIVEN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
 def test_ranks_that_another_launcher_starts_need_all_variables_and_the_number_of_the_settings():
-    given = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    check_environment(given, num_ranks=2)
+    check_environment(GIVEN, num_ranks=2, is_trusted=True)
     with pytest.raises(
         ConfigError, match=r"learner\.num_ranks must be the number of ranks .*, got 4 with WORLD_SIZE=2"
     ):
-        check_environment(given, num_ranks=4)
+        check_environment(GIVEN, num_ranks=4, is_trusted=True)
     with pytest.raises(ConfigError, match="got no LOCAL_RANK, MASTER_PORT: start ranks with torchrun"):
-        check_environment(given | {"LOCAL_RANK": "", "MASTER_PORT": ""}, num_ranks=2)
+        check_environment(GIVEN | {"LOCAL_RANK": "", "MASTER_PORT": ""}, num_ranks=2, is_trusted=True)
 
 
 def test_one_rank_gathers_its_own():
     assert make_alone().gather_bytes(b"ab") == [b"ab"]
+
+
+def test_collectives_between_machines_need_a_network_that_is_trusted():
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.trusted_network must be true for learner ranks on several machines"
+    ):
+        check_environment(GIVEN, num_ranks=2, is_trusted=False)
+    for alone in ({"LOCAL_WORLD_SIZE": "2"}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}):
+        check_environment(GIVEN | alone, num_ranks=2, is_trusted=False)
