@@ -5,6 +5,8 @@ BrokerError
 ├── ClientDiedError       the thread that runs the broker client failed
 ├── RefusedByBrokerError  the broker rejected this peer; carries its reason
 └── WeightTransferError   a weight group could not be built, or a broadcast, a fetch or its verification failed
+    ├── AlteredWeightsError   the bytes are not those that the learner published
+    └── NotYetError           a lender is still fetching what it was asked for
 """
 
 
@@ -26,3 +28,16 @@ class RefusedByBrokerError(BrokerError, ValueError):
 
 class WeightTransferError(BrokerError, RuntimeError):
     """A process group could not be built, a transfer failed, or the received bytes are not those that were sent."""
+
+
+class AlteredWeightsError(WeightTransferError):
+    """The bytes read are complete, but not those that the learner published: damaged in storage, or by a lender."""
+
+
+class NotYetError(WeightTransferError):
+    """A file is about to be there: this process fetches it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """`num_bytes`: received so far; as long as they grow, waiting is worthwhile."""
+        super().__init__("it is still being fetched")
+        self.num_bytes = num_bytes

@@ -9,6 +9,7 @@ from typing import Literal
 from slipstream.broker.messages import Hello
 from slipstream.broker.partial_decode import HelloHeader
 from slipstream.broker.status.role_status import LAUNCHER
+from slipstream.broker.transport.endpoints import is_here
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Record
 
@@ -23,7 +24,7 @@ class Rejection(Record):
     Example: Rejection("schema", "schema version must be 2, got 1 from 'g-0': update the older side.")
     """
 
-    kind: Literal["schema", "name"]
+    kind: Literal["schema", "name", "network"]
     reason: str
     """One sentence: what must hold, what was got, what to do."""
 
@@ -31,14 +32,22 @@ class Rejection(Record):
 class Handshake:
     """Admits a peer, or refuses it with the reason, by what its Hello says."""
 
-    def __init__(self, *, locate_duplicate: Callable[[Hello], str]) -> None:
+    def __init__(self, *, locate_duplicate: Callable[[Hello], str], trusts_network: bool = False) -> None:
         """`locate_duplicate` describes another living peer of the same name; empty if there is none."""
         self._locate_duplicate = locate_duplicate
+        self._trusts_network = trusts_network
 
     def check(self, hello: Hello) -> Rejection | None:
         """Return the reason to reject a peer; None if it may join."""
         if hello.schema_version != SCHEMA_VERSION:
             return _reject_schema(hello.peer_id, hello.schema_version)
+        if hello.weight_transport == "collective" and not (self._trusts_network or is_here(hello.machine)):
+            return Rejection(
+                "network",
+                "weights.transport=collective on another machine needs cluster.trusted_network=true, got it from "
+                f"{hello.peer_id!r} on {hello.host} without: broadcasts are not encrypted. Leave it out, and this "
+                "generator fetches deltas.",
+            )
         reason = self._check_name(hello)
         return Rejection("name", reason) if reason else None
 

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from slipstream.broker.messages import Ack, Message, Nack, Put, oversized_error
+from slipstream.broker.messages import Ack, Message, Nack, Put
+from slipstream.broker.partial_decode import oversized_error
 from slipstream.broker.store_outage import StoreOutage
 from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, check_header
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError

@@ -20,8 +20,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from slipstream.buffer.codec import decode
-from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Name, Record, TrajectoryHeader
 from slipstream.runtime.model_files import ModelFingerprint
@@ -48,6 +46,8 @@ PEER_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._@:-]*\Z"
 """Printable, on one line: such names reach logs, events and terminals. With \\Z, as $ allows a line feed at the end."""
 PeerId = Annotated[str, Meta(max_length=128, pattern=PEER_ID_PATTERN)]
 """Logical name of a peer."""
+LendAddress = Annotated[str, Meta(max_length=256, pattern=r"^((tcp|ipc)://[!-~]+)?\Z")]
+"""Endpoint at which a generator lends the version that it holds; empty: it lends nothing."""
 HostName = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:-]*\Z")]
 
 
@@ -73,6 +73,8 @@ class Hello(Message):
     """Peers of another version are refused."""
     weight_transport: Literal["", "collective", "snapshot", "delta"] = ""
     """This generator's own choice of transport; empty: `weights.transport` of the run."""
+    machine: HostName = ""
+    """Equal for peers that reach each other's loopback addresses; empty: unknown."""
 
 
 class Welcome(Message):
@@ -139,6 +141,7 @@ class Pong(Message):
     """Tokens per second, running requests, outbox length, ..."""
     lease_ids: LeaseIds = []
     """Leases it holds. Only these are renewed, so one lost in transit lapses and is leased again."""
+    lends_at: LendAddress = ""
 
 
 # --- prompts and trajectories ----------------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ class TensorSlot(msgspec.Struct, frozen=True, array_like=True):
 class SnapshotSource(Record):
     """Location of a version to fetch.
 
-    Example: SnapshotSource("ipc:///runs/a/sockets/weights-1f0c33a9.sock", folder="/runs/a/weights", has_deltas=True)
+    Example: SnapshotSource("tcp://10.0.0.1:20007", folder="/runs/a/weights", lenders=["tcp://10.0.0.7:20411"])
     """
 
     address: str
@@ -244,6 +247,19 @@ class SnapshotSource(Record):
     """Folder with the same files, for generators that can read it."""
     has_deltas: bool = False
     """Whether deltas are written: the next version may be a delta from this one, which is then worth keeping."""
+    lenders: list[LendAddress] = []
+    """Generators to fetch from, in this order, before the learner."""
+    is_lent: bool = False
+    """Whether others fetch the version from this generator, which keeps it until the next one."""
+
+
+class LenderError(Record):
+    """Failure of a lender, as a generator that fetched from it reports it to the learner."""
+
+    address: LendAddress
+    reason: ErrorText
+    is_altered: bool = False
+    """Whether it sent other bytes than the learner published."""
 
 
 class Member(Record):
@@ -261,6 +277,8 @@ class MemberState(Record):
     """Pong.state, or `silent` while the generator does not answer pings."""
     version: int
     transport: WeightTransport = "collective"
+    machine: HostName = ""
+    lends_at: LendAddress = ""
 
 
 class Members(Message):
@@ -317,6 +335,8 @@ class Update(Message):
     """Time for each bucket of a broadcast, or for a whole fetch, seconds."""
     source: SnapshotSource | None = None
     """Location of the version, for a fetch; None: it is broadcast."""
+    digests: list[Annotated[bytes, Meta(min_length=32, max_length=32)]] = []
+    """BLAKE3 of the bytes of each bucket, which a lender cannot forge; empty without lenders."""
 
 
 class UpdateApplied(Message):
@@ -335,6 +355,8 @@ class UpdateApplied(Message):
     """Time for which generation was paused, seconds."""
     device: DeviceName = "cpu"
     """Device on which the engine receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
+    lender_errors: Annotated[list[LenderError], Meta(max_length=16)] = []
+    """Lenders that failed it."""
 
 
 class Profile(Message):
@@ -365,22 +387,3 @@ AnyMessage = (
     | Profile
 )
 """Type to decode a header as."""
-
-
-def decode_message(frames: Frames, *, max_bytes: int) -> Message:
-    """Decode the header of a received message. Raises RecordRefusedError."""
-    if not frames:
-        raise RecordRefusedError("frame_count", "a message must have a frame, got none")
-    if len(frames[0]) > max_bytes:
-        raise oversized_error(frames[0], max_bytes=max_bytes)
-    message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
-    if len(frames) > 1 and not isinstance(message, Put):
-        raise RecordRefusedError("frame_count", f"{type(message).__name__} must have one frame, got {len(frames)}")
-    return message
-
-
-def oversized_error(frame: bytes, *, max_bytes: int) -> RecordRefusedError:
-    """Build the refusal of a frame above broker.max_message_bytes."""
-    return RecordRefusedError(
-        "oversized", f"a frame must have at most broker.max_message_bytes ({max_bytes}), got {len(frame)}"
-    )

@@ -1,4 +1,4 @@
-"""Partial decode: reads just enough of an undecodable message to answer its sender.
+"""Decoding of what peers send: whole messages, and just enough of an undecodable one to answer its sender.
 
 A peer of another version, or one whose frame was damaged in transit, would otherwise wait forever for an answer.
 """
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from slipstream.broker.messages import ErrorText, Frames, Nack
+from slipstream.broker.messages import AnyMessage, ErrorText, Frames, Message, Nack, Put
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import Name
@@ -64,3 +64,22 @@ def nacks_for_unreadable(frames: Frames, refusal: RecordRefusedError) -> list[Na
     headers = put.headers[:_MAX_HEADERS] if put else []
     reason = f"{UNREADABLE}: {refusal.detail}"
     return [Nack(header.id, reason, True, lease_id=header.lease_id) for header in headers]
+
+
+def decode_message(frames: Frames, *, max_bytes: int) -> Message:
+    """Decode the header of a received message. Raises RecordRefusedError."""
+    if not frames:
+        raise RecordRefusedError("frame_count", "a message must have a frame, got none")
+    if len(frames[0]) > max_bytes:
+        raise oversized_error(frames[0], max_bytes=max_bytes)
+    message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+    if len(frames) > 1 and not isinstance(message, Put):
+        raise RecordRefusedError("frame_count", f"{type(message).__name__} must have one frame, got {len(frames)}")
+    return message
+
+
+def oversized_error(frame: bytes, *, max_bytes: int) -> RecordRefusedError:
+    """Build the refusal of a frame above broker.max_message_bytes."""
+    return RecordRefusedError(
+        "oversized", f"a frame must have at most broker.max_message_bytes ({max_bytes}), got {len(frame)}"
+    )

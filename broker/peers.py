@@ -21,11 +21,12 @@ class Peer:
     heard_at: float
     """Time of its last message by the broker's clock, seconds."""
     state: str = "starting"
-    """Pong.state, like the following four fields."""
+    """Pong.state, like the following five fields."""
     version: int = -1
     reason: str = ""
     gauges: Gauges = field(default_factory=dict)
     lease_ids: list[str] = field(default_factory=list)
+    lends_at: str = ""
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
 
@@ -140,10 +141,10 @@ class Peers:
         return has_changed
 
     def record_pong(self, peer: Peer, pong: Pong) -> bool:
-        """Store the contents of a Pong; returns whether state or version changed."""
-        changed = (peer.state, peer.version) != (pong.state, pong.version)
+        """Store the contents of a Pong; returns whether anything of `members` changed."""
+        changed = (peer.state, peer.version, peer.lends_at) != (pong.state, pong.version, pong.lends_at)
         peer.state, peer.version, peer.reason = pong.state, pong.version, pong.reason
-        peer.gauges, peer.lease_ids = pong.gauges, pong.lease_ids
+        peer.gauges, peer.lease_ids, peer.lends_at = pong.gauges, pong.lease_ids, pong.lends_at
         return changed
 
     def members(self) -> Members:
@@ -154,10 +155,13 @@ class Peers:
         """
         return Members(
             [
-                MemberState(p.member, self._state(p), p.version, p.hello.weight_transport or self._transport)
+                MemberState(p.member, self._state(p), p.version, self._transport_of(p), p.hello.machine, p.lends_at)
                 for p in self.generators()
             ]
         )
+
+    def _transport_of(self, peer: Peer) -> WeightTransport:
+        return peer.hello.weight_transport or self._transport
 
     def _state(self, peer: Peer) -> str:
         return "silent" if peer.is_disconnected or self._is_silent(peer) else peer.state

@@ -36,9 +36,8 @@ from slipstream.broker.messages import (
     Update,
     UpdateApplied,
     Welcome,
-    decode_message,
 )
-from slipstream.broker.partial_decode import HelloHeader, decode_header, nacks_for_unreadable
+from slipstream.broker.partial_decode import HelloHeader, decode_header, decode_message, nacks_for_unreadable
 from slipstream.broker.peers import DrainRequests, Peer, Peers, PingRound
 from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.status.inspection import Inspection
@@ -106,7 +105,7 @@ class Router:
             transport=run.weights.transport,
             clock=clock,
         )
-        self._handshake = Handshake(locate_duplicate=self._locate_duplicate)
+        self._handshake = Handshake(locate_duplicate=self._locate_duplicate, trusts_network=run.cluster.trusted_network)
         self._outage = StoreOutage(report=log.warning, clock=clock)
         self._log_limiter = LogLimiter(log.warning, clock=clock)
         limit = run.broker.max_message_bytes

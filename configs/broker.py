@@ -52,7 +52,8 @@ class WeightsConfig(Config):
     """`collective`: broadcast over NCCL (GPU) or Gloo (CPU). `snapshot`: each generator fetches every version whole and
     generates meanwhile. `delta`: it fetches the difference to the version it holds. `memory`: handed over inside one
     process (serial mode). A generator may choose one of the first three for itself: `python -m generators
-    weights.transport=delta`. A joining generator always fetches its first version."""
+    weights.transport=delta`. A joining generator always fetches its first version, and one on another machine fetches
+    deltas instead of broadcasts unless `cluster.trusted_network` is set."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto`: chosen whenever generators join or leave, by where they are: NCCL if the learner and each of them have a
     GPU of their own, else `gloo`, through host memory. `nccl`: refused where it cannot work."""
@@ -66,6 +67,9 @@ class WeightsConfig(Config):
     """ZeroMQ endpoint of the learner from which generators fetch that cannot read the run folder; null: a unix socket
     in it, or with `cluster.interface` a port. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, equal at both of
     its ends."""
+    fan_out: Annotated[int, Meta(ge=1)] = 8
+    """Generators on other machines that fetch a version from the learner itself; the others fetch it from generators
+    that have it, each of which lends it to as many."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat buffer of a broadcast, bytes."""
     transfer_timeout_s: Annotated[float, Meta(gt=0)] = 60.0

@@ -97,10 +97,10 @@ def main(arguments: list[str]) -> None:
     deadline = Deadline(given.broker.join_timeout_s, what="a run to join")
     own, token = wait_for_token(given, overrides, deadline=deadline)
     loading = start_loading(next((run for run in own if run is not given), None))
-    keys = derive_keys(token)
+    keys, address = derive_keys(token), RunFolder(own[0]).broker_address
     session = join(
         "generator",
-        address=RunFolder(own[0]).broker_address,
+        address=address,
         keys=keys,
         max_message_bytes=own[0].broker.max_message_bytes,
         peer_id=peer_id,
@@ -114,26 +114,27 @@ def main(arguments: list[str]) -> None:
         if (_transport_override(overrides) or run.weights.transport) == "collective":
             os.environ.update(collective_environment(run.cluster))
         loading.join()
-        asyncio.run(_generate(session, board, run=run, token=token))
+        asyncio.run(_generate(session, board, run=run, token=token, broker_address=address))
     log.info("stopped")
 
 
-async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, token: str) -> None:
+async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, token: str, broker_address: str) -> None:
     os.environ.update(vllm_environment(run))
     check_model_path(run.model.path)
     check_same_model(run.model.path, session.welcome.model)
     # Imported after the config has arrived: torch and vLLM read the environment at import.
     from slipstream.broker.weights.collective import CollectiveReceiver
-    from slipstream.generators.build import assemble
+    from slipstream.generators.build import assemble, make_fetcher
     from slipstream.generators.tokenization import load_tokenizer
 
+    keys = derive_keys(token)
     generator = assemble(
         run,
         member=session.member,
         client=session.client,
         tokenizer=load_tokenizer(run.model),
         receiver=CollectiveReceiver(device="cpu"),
-        keys=derive_keys(token),
+        fetcher=make_fetcher(run, keys, broker_address=broker_address),
         token=token,
     )
     board.set_source(generator.status)

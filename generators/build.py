@@ -1,12 +1,18 @@
 """Builders: engine and Generator from the run's config."""
 
 import time
+import uuid
 from typing import Any
 
+import structlog
+
 from slipstream.broker.credentials import Keys
+from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Member
 from slipstream.broker.transport.client import BrokerClient
+from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.configs.base import ConfigError
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.runner import AgentRunner
@@ -18,6 +24,8 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.trace import Trace
+
+log = structlog.get_logger(__name__)
 
 
 def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
@@ -38,6 +46,20 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
             return ScriptedEngine(config, receiver=receiver)
 
 
+def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
+    """Build the fetcher of weights; where machines share a network it lends on what it has fetched.
+
+    A machine that is not in the network, such as one behind a tunnel, lends nothing, nor does the learner's own.
+    """
+    if run.cluster.network is None or broker_address.startswith("ipc://"):
+        return Fetcher(keys)
+    try:
+        return Fetcher(keys, lend_at=f"ipc://@slipstream-{uuid.uuid4().hex}", cluster=run.cluster)
+    except (ConfigError, WeightTransferError) as error:
+        log.warning("weights_not_lent", reason=str(error))
+        return Fetcher(keys)
+
+
 def assemble(
     run: RunConfig,
     *,
@@ -45,7 +67,7 @@ def assemble(
     client: BrokerClient,
     tokenizer: Any,
     receiver: WeightReceiver,
-    keys: Keys | None = None,
+    fetcher: Fetcher | None = None,
     token: str = "",
     clock: Clock = time.monotonic,
 ) -> Generator:
@@ -71,7 +93,7 @@ def assemble(
         engine=engine,
         agent=agent,
         rewards=pool,
-        keys=keys,
+        fetcher=fetcher,
         trace=trace,
         clock=clock,
     )

@@ -14,7 +14,6 @@ from typing import Literal
 
 import structlog
 
-from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import ClientDiedError
 from slipstream.broker.messages import (
     MAX_REASON_LENGTH,
@@ -33,6 +32,7 @@ from slipstream.broker.messages import (
 )
 from slipstream.broker.status.role_status import WaitsFor
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
+from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.buffer.codec import pack
 from slipstream.buffer.trajectory import make_trajectory_id
 from slipstream.configs.run import RunConfig
@@ -75,11 +75,11 @@ class Generator:
         engine: Engine,
         agent: Agent,
         rewards: RewardPool,
-        keys: Keys | None = None,
+        fetcher: Fetcher | None = None,
         trace: Trace | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`keys`: of the run, for fetching weights; None where they are handed over within the process."""
+        """`fetcher`: of weights; None where they are handed over within the process."""
         self._group_size = run.generators.members_per_group
         self._max_payload_bytes = run.broker.max_message_bytes
         self._client = client
@@ -112,7 +112,7 @@ class Generator:
             engine=engine,
             set_state=self._set_state,
             release=self._release,
-            keys=keys,
+            fetcher=fetcher,
             trace=self._trace,
         )
 
@@ -274,7 +274,8 @@ class Generator:
         reason = self._prompt_error or self._agent.waiting or self._reason
         if outbox.deferral_reason:
             reason = f"trajectories are deferred: {outbox.deferral_reason}"
-        return PeerStatus(self._state, self._weight_updates.version, reason, gauges, lease_ids=sorted(held))
+        updates = self._weight_updates
+        return PeerStatus(self._state, updates.version, reason, gauges, sorted(held), updates.lends_at)
 
     @property
     def _phase(self) -> str:

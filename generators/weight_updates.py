@@ -16,7 +16,6 @@ from threading import Event
 import numpy as np
 import structlog
 
-from slipstream.broker.credentials import Keys
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, Update, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
@@ -88,12 +87,12 @@ class WeightUpdates:
         engine: Engine,
         set_state: Callable[[str, str], None],
         release: Callable[[str], Awaitable[None]],
-        keys: Keys | None = None,
+        fetcher: Fetcher | None = None,
         trace: Trace | None = None,
     ) -> None:
         """`set_state(state, reason)` sets the generator's state; `release(reason)` cancels its requests in flight.
 
-        `keys`: of the run, for fetching.
+        `fetcher`: closed at the end; None where nothing is fetched.
         """
         self._trace = trace or Trace(member.peer_id)
         self._member = member
@@ -101,7 +100,7 @@ class WeightUpdates:
         self._engine = engine
         self._set_state = set_state
         self._release = release
-        self._fetcher = Fetcher(keys)
+        self._fetcher = fetcher or Fetcher(None)
         self._fetch_thread = ThreadPoolExecutor(1, thread_name_prefix="fetch-weights")
         self._commands: asyncio.Queue[OpenEpoch | Update] = asyncio.Queue()
         self._newest: OpenEpoch | Update | None = None
@@ -114,7 +113,17 @@ class WeightUpdates:
         self.is_fetching = False
         self.is_verified = asyncio.Event()
         """Set while the weights that the engine samples from have passed the probe."""
-        self.gauges: dict[str, float] = {"updates": 0, "fetched_mib": 0.0}
+        self._gauges: dict[str, float] = {"updates": 0, "fetched_mib": 0.0}
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """Gauges for the generator's status."""
+        return self._gauges | {"lent_mib": round(self._fetcher.num_bytes_lent / 2**20, 3)}
+
+    @property
+    def lends_at(self) -> str:
+        """Endpoint at which other generators fetch from this one; empty: none."""
+        return self._fetcher.lends_at
 
     def submit(self, command: OpenEpoch | Update) -> None:
         """Queue a command; a repetition of the newest one sends its answer again."""
@@ -221,7 +230,7 @@ class WeightUpdates:
         if update.source is None:
             return None
         if self.version < 0:
-            self._set_state("unsynced", f"fetching version {update.version} from the learner")
+            self._set_state("unsynced", f"fetching version {update.version}")
         # Only the newest update gets a fresh event: `submit` has cancelled any other for good.
         if update is self._newest:
             self._abandoned = Event()
@@ -231,17 +240,17 @@ class WeightUpdates:
             fetched = await asyncio.get_running_loop().run_in_executor(self._fetch_thread, fetch)
         finally:
             self.is_fetching = False
-        self.gauges["fetched_mib"] += self._fetcher.num_bytes / 2**20
+        self._gauges["fetched_mib"] += self._fetcher.num_bytes / 2**20
         return fetched
 
     def _report(self, update: Update, pause_s: float, result: ProbeResult, error: str) -> None:
-        if update.source and not update.source.has_deltas:
-            # Without deltas the fetched bytes serve no later update.
+        if update.source is None or not (update.source.has_deltas or update.source.is_lent):
+            # The fetched bytes serve no later update and no other generator.
             self._fetcher.release()
         if error:
             log.error("weight_update_failed", version=update.version, error=error)
-        self.gauges["updates"] += not error
-        self.gauges |= {"pause_ms": round(1000 * pause_s, 1), "probe_diff": result.mean}
+        self._gauges["updates"] += not error
+        self._gauges |= {"pause_ms": round(1000 * pause_s, 1), "probe_diff": result.mean}
         answer = UpdateApplied(
             update.epoch,
             update.version,
@@ -251,6 +260,7 @@ class WeightUpdates:
             result.largest,
             pause_s,
             self._engine.device,
+            self._fetcher.lender_errors if update.source else [],
         )
         self._answer(update, answer)
 

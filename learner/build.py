@@ -222,6 +222,7 @@ def build_learner(
         snapshots=snapshots,
         is_serial=run.is_one_process,
         on_evict=store.record_event,
+        trusts_network=run.cluster.trusted_network,
         clock=clock,
     )
     # Weights are sent in the dtype in which the engines hold them.

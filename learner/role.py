@@ -14,7 +14,7 @@ from slipstream.broker.credentials import Keys, derive_keys, find_token
 from slipstream.broker.handshake import LEARNER
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.endpoints import is_listening
-from slipstream.broker.transport.interface import collective_environment
+from slipstream.broker.transport.interface import collective_environment, find_interface
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
@@ -193,7 +193,7 @@ def _build_learner(
         folder=folder,
         client=session.client,
         inbox=session.inbox,
-        sender=CollectiveSender(device=device, folder=folder.sockets),
+        sender=_make_sender(run, folder, device),
         snapshots=SnapshotServer(
             snapshots,
             StreamServer(
@@ -203,6 +203,13 @@ def _build_learner(
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
         num_heldout=session.welcome.num_heldout,
     )
+
+
+def _make_sender(run: RunConfig, folder: RunFolder, device: torch.device) -> CollectiveSender:
+    """Build the sender of broadcasts, which leave this machine only for a trusted network."""
+    if not run.cluster.trusted_network:
+        return CollectiveSender(device=device, folder=folder.sockets)
+    return CollectiveSender(find_interface(run.cluster).address, device=device, ports=run.cluster.port_range)
 
 
 def _own_socket(folder: RunFolder) -> str:

@@ -24,6 +24,7 @@ from benchmarks.harness import make_parser, write_result
 from slipstream.broker.credentials import derive_keys
 from slipstream.broker.weights import delta
 from slipstream.broker.weights.host_weights import HostWeights
+from slipstream.broker.weights.snapshot import Manifest
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer, WeightStream
 from slipstream.configs.broker import WeightsConfig
@@ -153,8 +154,9 @@ def fetch(base: Staged, new: Staged) -> dict[str, Any]:
         update_weights(held, store, base)
         result: dict[str, Any] = {"put_s": put_s, "put_with_delta_s": put_with_delta_s}
         for name, weights in {"delta": held, "whole": empty}.items():
+            before = weights.num_bytes
             result[f"{name}_s"], _ = timed(lambda weights=weights: update_weights(weights, stream, new))
-            result[f"{name}_bytes"] = weights.num_bytes
+            result[f"{name}_bytes"] = weights.num_bytes - before
             result[f"{name}_is_equal"] = all(map(torch.equal, weights.tensors, new.buckets))
         stream.close()
         server.close()
@@ -163,7 +165,7 @@ def fetch(base: Staged, new: Staged) -> dict[str, Any]:
 
 def update_weights(weights: HostWeights, files: SnapshotStore | WeightStream, staged: Staged) -> None:
     """Update as a generator does."""
-    weights.update_to(files, staged.version, slots=staged.update.slots, with_deltas=True, timeout_s=_TIMEOUT_S)
+    weights.update_to(files, Manifest.of(staged.update), with_deltas=True, timeout_s=_TIMEOUT_S)
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:

@@ -55,6 +55,7 @@ class PeerStatus(Record):
     reason: str = ""
     gauges: dict[str, Any] = {}
     lease_ids: list[str] = []
+    lends_at: str = ""
 
 
 class BrokerClient:
@@ -208,6 +209,7 @@ class BrokerClient:
             reason=status.reason,
             gauges=status.gauges,
             lease_ids=status.lease_ids,
+            lends_at=status.lends_at,
         )
 
 

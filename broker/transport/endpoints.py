@@ -1,7 +1,9 @@
 """Endpoints: checks of an address, and probes of who listens there, with plain sockets."""
 
 import ipaddress
+import re
 import socket
+from functools import cache
 from pathlib import Path
 
 from slipstream.broker.errors import ChannelClosedError
@@ -31,6 +33,31 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
         f"address of this machine in cluster.interface ({network or 'not set'}), got {address}: for other machines, "
         "name their network with cluster.interface (docs/cluster.md), or use a tunnel (docs/scaling.md)"
     )
+
+
+@cache
+def machine_id() -> str:
+    """Return a name of this machine and its network namespace, alike in all processes that share a loopback interface.
+
+    Example: `node7-1f0c33a9-4026531840`. The name alone may be that of several machines, or of all their containers.
+    """
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{host}-{boot}-{Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:
+        return host
+
+
+def is_here(machine: str) -> bool:
+    """Return whether a `machine_id` is that of this machine; of an unknown one it is assumed."""
+    return machine in ("", machine_id())
+
+
+def is_own_machine(address: str) -> bool:
+    """Return whether an endpoint can be reached from its own machine alone."""
+    transport, _, endpoint = address.partition("://")
+    return transport != "tcp" or _is_loopback(endpoint.rpartition(":")[0])
 
 
 def check_unused(address: str, *, setting: str) -> None:

@@ -14,7 +14,7 @@ from slipstream.broker.credentials import TOKEN_REMEDY, Keys
 from slipstream.broker.errors import RefusedByBrokerError
 from slipstream.broker.messages import Hello, Member, Welcome
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
-from slipstream.broker.transport.endpoints import is_listening
+from slipstream.broker.transport.endpoints import is_listening, machine_id
 from slipstream.broker.transport.inbox import QueueInbox
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_refused
 from slipstream.runtime.clock import Deadline
@@ -85,6 +85,7 @@ def join(
         socket.gethostname(),
         os.getpid(),
         weight_transport=weight_transport,
+        machine=machine_id(),
     )
     inbox = QueueInbox()
     channel = ZmqClientChannel(address, keys=keys, max_message_bytes=max_message_bytes)

@@ -6,6 +6,7 @@ can be closed and rebuilt as members join and leave.
 """
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Event
 
@@ -28,12 +29,17 @@ class CollectiveSender:
     """The learner's end: rank 0, and owner of the rendezvous store. Fulfils WeightSender; belongs to one thread."""
 
     def __init__(
-        self, host: str = _LOOPBACK, *, device: str | torch.device, port: int = 0, folder: Path | None = None
+        self,
+        host: str = _LOOPBACK,
+        *,
+        device: str | torch.device,
+        ports: Iterable[int] = (0,),
+        folder: Path | None = None,
     ) -> None:
         """Broadcast from `host`, an IPv4 address or name of this machine. Raises WeightTransferError.
 
         `folder`: where members meet by file, which a folder of its owner's keeps from strangers; None: at a TCPStore on
-        `host` at `port`, 0 for any.
+        `host` at the first of `ports` that is free, 0 for any.
         """
         self._device = torch.device(device)
         self._host = host
@@ -42,7 +48,7 @@ class CollectiveSender:
             self._address = rendezvous.create_file(folder), 0
             self._store = rendezvous.open_file(self._address[0])
         else:
-            listening = rendezvous.listen(host, port=port)
+            listening = rendezvous.listen(host, ports=ports)
             self._address, self._store = (host, listening.port), listening
         self._group: ProcessGroup | None = None
         self._num_members: int | None = None

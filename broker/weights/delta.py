@@ -22,7 +22,7 @@ import xxhash
 from msgspec import Meta
 from torch import Tensor
 
-from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
 from slipstream.broker.messages import TensorSlot
 from slipstream.buffer.trajectory import Record
 
@@ -120,9 +120,9 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
 
 
 def apply(delta: BucketDelta, payload: bytes, *, onto: Tensor) -> None:
-    """Apply a delta in place to a uint8 bucket on the CPU. Raises WeightTransferError; the bucket is undefined then."""
+    """Apply a delta in place to a uint8 bucket on the CPU. Raises AlteredWeightsError; the bucket is undefined then."""
     if len(payload) != delta.size_bytes or xxhash.xxh3_64_intdigest(payload) != delta.checksum:
-        raise WeightTransferError(
+        raise AlteredWeightsError(
             f"a delta must arrive as it was sent ({delta.size_bytes} bytes with checksum {delta.checksum:#018x}), "
             f"got {len(payload)} bytes with checksum {xxhash.xxh3_64_intdigest(payload):#018x}"
         )
@@ -199,10 +199,10 @@ def _decompress(part: bytes, *, size_bytes: int) -> Bytes:
     try:
         return np.frombuffer(_codec().decompress(part, decompressed_size=size_bytes), dtype=np.uint8)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise WeightTransferError(
+        raise AlteredWeightsError(
             f"a delta must be readable, got bytes that zstd cannot decompress: {error}"
         ) from error
 
 
-def _damaged(expected: str, got: str) -> WeightTransferError:
-    return WeightTransferError(f"a delta must have {expected}, got {got}: it is damaged or of another model")
+def _damaged(expected: str, got: str) -> AlteredWeightsError:
+    return AlteredWeightsError(f"a delta must have {expected}, got {got}: it is damaged or of another model")

@@ -1,30 +1,39 @@
 """Fetcher: a generator's end of the snapshot and delta transports.
 
-It reads from the learner's folder if it can, else over the network, and falls back from a delta to the whole snapshot
-whatever the reason. The result always has the checksums of the update.
+It reads from the generators that the update names as lenders, from the learner's folder if it can, else from the
+learner's server, and falls back from a delta to the whole snapshot whatever the reason. The result always has the
+checksums of the update; what a lender sent also has the learner's digests, which cannot be forged. Lenders get at most
+half of the time, so that the learner can still serve.
 """
 
 import time
+from collections.abc import Collection, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from threading import Event
 
+import msgspec
 import structlog
 
 from slipstream.broker.credentials import Keys
-from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import SnapshotSource, Update
+from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
+from slipstream.broker.messages import LenderError, SnapshotSource, Update
+from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import snapshot
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.snapshot import Manifest
 from slipstream.broker.weights.snapshot_store import SnapshotStore, WeightFiles
-from slipstream.broker.weights.stream import WeightStream
+from slipstream.broker.weights.stream import StreamServer, WeightStream
+from slipstream.configs.cluster import LOCAL, ClusterConfig
 from slipstream.runtime.clock import Deadline
 
 _POLL_INTERVAL_S = 0.05
 _DIAGNOSE_TIMEOUT_S = 2.0
 """Extra seconds to find out which version is there instead of the requested one."""
+_GIVE_UP_S = 10.0
+"""Time without progress after which a lender is given up for the next source."""
 
 log = structlog.get_logger(__name__)
 
@@ -32,35 +41,63 @@ log = structlog.get_logger(__name__)
 class Fetcher:
     """Fetches versions into host memory. Belongs to one thread."""
 
-    def __init__(self, keys: Keys | None) -> None:
-        """`keys`: of the run; None in a process that fetches nothing."""
+    def __init__(
+        self,
+        keys: Keys | None,
+        *,
+        lend_at: str = "",
+        cluster: ClusterConfig = LOCAL,
+        host_weights: HostWeights | None = None,
+    ) -> None:
+        """`keys`: of the run; None in a process that fetches nothing. `host_weights`: where versions are kept.
+
+        `lend_at`: endpoint at which other generators may fetch what this one holds, by a port of `cluster` if it has an
+        interface; empty: none. Raises ConfigError, WeightTransferError if it cannot be bound.
+        """
         self._keys = keys
-        self._stream: WeightStream | None = None
-        self._address = ""
-        self._host_weights = HostWeights()
+        self._streams: dict[str, WeightStream] = {}
+        self._host_weights = host_weights or HostWeights()
+        self._server = (
+            StreamServer(self._host_weights, keys=keys, address=lend_at, cluster=cluster) if keys and lend_at else None
+        )
+        self.num_bytes = 0
+        """Bytes read by the last `fetch`."""
+        self.lender_errors: list[LenderError] = []
+        """Lenders that failed the last `fetch`."""
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes read by the last `fetch`."""
-        return self._host_weights.num_bytes
+    def lends_at(self) -> str:
+        """Endpoint at which others fetch from this generator; empty: none."""
+        return self._server.address if self._server else ""
+
+    @property
+    def num_bytes_lent(self) -> int:
+        """Bytes sent to other generators."""
+        return self._server.num_bytes if self._server else 0
 
     def fetch(self, update: Update, *, cancelled: Event) -> SharedBuckets:
         """Fetch and verify the version of an update that has a source; the result is valid until the next call.
 
         Blocks at most `update.timeout_s`, and ends soon after `cancelled` is set. Raises WeightTransferError.
         """
-        assert update.source is not None, "a version that is broadcast cannot be fetched"
+        source, manifest, before = update.source, Manifest.of(update), self._host_weights.num_bytes
+        assert source is not None, "a version that is broadcast cannot be fetched"
+        self.lender_errors = []
+        self._disconnect(kept=[*source.lenders, source.address])
         deadline = Deadline(update.timeout_s, what=f"version {update.version}")
         try:
-            self._update(update, self._sources(update.source, cancelled), deadline)
+            with self._host_weights.lending(manifest if source.is_lent else None, with_deltas=source.has_deltas):
+                if self._host_weights.checksum != manifest.checksum:
+                    lender = self._fetch_from_lenders(update, source, cancelled, deadline)
+                    if not lender:
+                        self._fetch_from_learner(update, source, cancelled, deadline)
+                    log.info("weights_fetched", version=update.version, source=lender or "learner")
         except WeightTransferError as error:
             raise WeightTransferError(f"version {update.version} could not be fetched: {error}") from error
+        finally:
+            self.num_bytes = self._host_weights.num_bytes - before
         buckets = self._host_weights.buckets
         assert buckets is not None, "a fetched version is held"
-        if buckets.sizes != update.bucket_bytes:
-            raise WeightTransferError(
-                f"buckets must have the announced sizes {update.bucket_bytes}, got {buckets.sizes}"
-            )
         return buckets
 
     def release(self) -> None:
@@ -68,40 +105,68 @@ class Fetcher:
         self._host_weights.release()
 
     def close(self) -> None:
-        """Free the memory and disconnect. Idempotent."""
+        """Stop lending, free the memory and disconnect. Idempotent."""
+        if self._server:
+            self._server.close()
         self.release()
         self._disconnect()
 
-    def _sources(self, source: SnapshotSource, cancelled: Event) -> list[WeightFiles]:
-        """Return the sources to try, the folder before the network."""
-        if self._stream is None or source.address != self._address:
-            self._disconnect()
+    def _connect(self, address: str, cancelled: Event, *, give_up_s: float | None = None) -> WeightStream:
+        if address not in self._streams:
             assert self._keys is not None, "a fetcher must have the run's keys"
-            self._stream, self._address = WeightStream(source.address, keys=self._keys), source.address
-        self._stream.cancelled = cancelled
-        folder = Path(source.folder)
-        return [SnapshotStore(folder), self._stream] if _is_visible(folder) else [self._stream]
+            self._streams[address] = WeightStream(address, keys=self._keys, give_up_s=give_up_s)
+        self._streams[address].cancelled = cancelled
+        return self._streams[address]
 
-    def _disconnect(self) -> None:
-        if self._stream:
-            self._stream.close()
-            self._stream = None
+    def _disconnect(self, *, kept: Collection[str] = ()) -> None:
+        for address in self._streams.keys() - set(kept):
+            self._streams.pop(address).close()
 
-    def _update(self, update: Update, sources: list[WeightFiles], deadline: Deadline) -> None:
-        checksum = flat.combine(update.checksums)
-        if self._host_weights.checksum == checksum:
-            return
+    # --- from other generators -----------------------------------------------------------------------------------
+    def _fetch_from_lenders(self, update: Update, source: SnapshotSource, cancelled: Event, deadline: Deadline) -> str:
+        """Return the lender that had the version; empty if none. Raises WeightTransferError when cancelled."""
+        half = Deadline(deadline.left_s / 2, what=f"version {update.version} from other generators")
+        for address in source.lenders if update.digests else ():
+            try:
+                self._fetch_from_lender(address, update, cancelled, half)
+                return address
+            except WeightTransferError as error:
+                if cancelled.is_set():
+                    raise
+                log.warning("lender_failed", version=update.version, lender=address, reason=str(error))
+                is_altered = isinstance(error, AlteredWeightsError)
+                self.lender_errors.append(LenderError(address, str(error), is_altered))
+        return ""
+
+    def _fetch_from_lender(self, address: str, update: Update, cancelled: Event, deadline: Deadline) -> None:
+        if not is_listening(address):
+            raise WeightTransferError(f"nobody listens at {address}")
+        stream = self._connect(address, cancelled, give_up_s=_GIVE_UP_S)
+        checksum, begins = flat.combine(update.checksums), Deadline(_GIVE_UP_S, what="the lender to begin")
+        # It is told of the version at the same time, and may still be loading the one before.
+        while (version := stream.find(checksum, timeout_s=deadline.left_s)) is None:
+            if begins.is_over or deadline.is_over:
+                raise WeightTransferError(f"the lender at {address} must begin to fetch it within {_GIVE_UP_S:g} s")
+            cancelled.wait(_POLL_INTERVAL_S)
+        self._read(stream, version, update, deadline, digests=update.digests)
+
+    # --- from the learner ----------------------------------------------------------------------------------------
+    def _fetch_from_learner(self, update: Update, source: SnapshotSource, cancelled: Event, deadline: Deadline) -> None:
+        """Fetch from the learner's folder, if it can be seen, else from its server. Raises WeightTransferError."""
+        stream, folder = self._connect(source.address, cancelled), Path(source.folder)
+        files: list[WeightFiles] = [SnapshotStore(folder), stream] if _is_visible(folder) else [stream]
         # The update may arrive before the learner has written the version.
-        while not self._try_sources(checksum, update, sources, deadline):
+        while not self._try_files(files, update, deadline):
             if deadline.is_over:
-                raise _missing_version(update, sources[-1])
+                raise _missing_version(update, stream)
             time.sleep(_POLL_INTERVAL_S)
 
-    def _try_sources(self, checksum: str, update: Update, sources: list[WeightFiles], deadline: Deadline) -> bool:
+    def _try_files(self, sources: list[WeightFiles], update: Update, deadline: Deadline) -> bool:
         """Read the version from the first source that has it; False if none does. Raises WeightTransferError."""
         failure: WeightTransferError | None = None
         for files in sources:
             try:
+                checksum = flat.combine(update.checksums)
                 version = files.find(checksum, timeout_s=max(_DIAGNOSE_TIMEOUT_S, deadline.left_s))
                 if version is not None:
                     self._read(files, version, update, deadline)
@@ -114,10 +179,14 @@ class Fetcher:
             raise failure
         return False
 
-    def _read(self, files: WeightFiles, version: int, update: Update, deadline: Deadline) -> None:
+    def _read(
+        self, files: WeightFiles, version: int, update: Update, deadline: Deadline, *, digests: Sequence[bytes] = ()
+    ) -> None:
         with_deltas = update.source is not None and update.source.has_deltas
+        # By the number that these files have it under: equal weights may have been published twice.
+        manifest = msgspec.structs.replace(Manifest.of(update), version=version)
         self._host_weights.update_to(
-            files, version, slots=update.slots, with_deltas=with_deltas, timeout_s=deadline.left_s
+            files, manifest, with_deltas=with_deltas, timeout_s=deadline.left_s, digests=digests
         )
 
 

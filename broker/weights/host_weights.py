@@ -1,94 +1,168 @@
-"""HostWeights: a version of the weights in host memory, updated to later versions by deltas or whole snapshots."""
+"""HostWeights: a version of the weights in host memory, updated to later versions by deltas or whole snapshots.
 
-from collections.abc import Sequence
+The version can be lent on while it arrives: each bucket as soon as it is verified, its delta once all are. What is lent
+has therefore passed the lender's own verification, and wrong bytes are the fault of whoever sent them. A lent version
+takes no memory of its own: its buckets are overwritten by the next one, and deltas are kept of the newest two.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
 
 import msgspec
 import structlog
+from blake3 import blake3
 from torch import Tensor
 
-from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import TensorSlot
+from slipstream.broker.errors import AlteredWeightsError, NotYetError, WeightTransferError
+from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import snapshot
 from slipstream.broker.weights.delta import Delta, apply
 from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.broker.weights.snapshot import MANIFEST, Manifest
+from slipstream.broker.weights.snapshot import Manifest
 from slipstream.broker.weights.snapshot_store import DELTA, WeightFiles, delta_name
 
 _MAX_DELTAS = 16
 """Length of a chain of deltas above which the snapshot is fetched."""
+_DELTAS_LENT = 2
+"""Versions whose deltas are kept for those who fetch later."""
+_BUCKET = re.compile(r"bucket-(\d{4,6})\.bin")
 
 log = structlog.get_logger(__name__)
 
+DeltaFiles = dict[tuple[int, str], bytes]
+"""(version, name) -> content."""
+
 
 class HostWeights:
-    """Flat buckets, complete and verified while `checksum` is not empty. Belongs to one thread."""
+    """Flat buckets, each verified or being overwritten. Updated by one thread; `find` to `read_part` serve any other.
+
+    A version that fails midway can be continued from another source: what was verified is not read again.
+    """
 
     def __init__(self) -> None:
         self.buckets: SharedBuckets | None = None
         """Updated in place; None while no memory is allocated."""
-        self.checksum = ""
-        """Combined checksum of the held version; empty while the buckets hold no complete version."""
         self.num_bytes = 0
-        """Bytes read by the last `update_to`."""
+        """Bytes read so far, of all versions."""
+        self._held: list[int | None] = []
+        """Checksum of each bucket's bytes; None while they are overwritten."""
+        self._base: list[int] = []
+        """Checksums of the version that deltas start from: the last complete one before `_target`."""
+        self._target = ""
+        self._source: WeightFiles | None = None
+        self._num_arrived = 0
+        """Bytes that have come over a network, less those of `_source`."""
+        # Lent bytes are copied under it, so that none are overwritten meanwhile.
+        self._lock = Lock()
+        self._lent: Manifest | None = None
+        self._is_arriving = self._deltas_may_come = False
+        self._lent_deltas: DeltaFiles = {}
 
-    def update_to(
-        self, files: WeightFiles, version: int, *, slots: Sequence[TensorSlot], with_deltas: bool, timeout_s: float
-    ) -> None:
-        """Update to a version: by a chain of deltas if one exists and is smaller, else from its snapshot.
-
-        `timeout_s` bounds each file. Raises WeightTransferError; no version is held then.
-        """
-        self.num_bytes = 0
-        manifest = snapshot.parse_manifest(self._read(files, version, MANIFEST, timeout_s=timeout_s))
-        snapshot.check_layout(manifest, slots)
-        if with_deltas and self.checksum and self._apply_deltas(files, manifest, timeout_s=timeout_s):
-            return
-        # Cleared while the buckets are overwritten: a failure in between must not leave them labelled as a version.
-        self.checksum = ""
-        self._allocate(manifest.bucket_bytes)
-        for index in range(len(self.tensors)):
-            self._read_bucket(files, version, index, timeout_s=timeout_s)
-            snapshot.check_bucket(manifest, index, self.tensors[index])
-        self.checksum = manifest.checksum
-
-    def release(self) -> None:
-        """Free the memory; no version is held then."""
-        if self.buckets:
-            self.buckets.close()
-        self.buckets, self.checksum = None, ""
+    @property
+    def checksum(self) -> str:
+        """Combined checksum of the buckets; empty while any of them is incomplete."""
+        held = [checksum for checksum in self._held if checksum is not None]
+        return flat.combine(held) if held and len(held) == len(self._held) else ""
 
     @property
     def tensors(self) -> list[Tensor]:
         """Tensors of the buckets; empty without memory."""
         return self.buckets.tensors if self.buckets else []
 
+    def release(self) -> None:
+        """Free the memory; no version is held or lent then."""
+        with self._lock:
+            if self.buckets:
+                self.buckets.close()
+            self.buckets, self._held, self._lent, self._lent_deltas = None, [], None, {}
+
+    # --- updating ------------------------------------------------------------------------------------------------
+    def update_to(
+        self,
+        files: WeightFiles,
+        manifest: Manifest,
+        *,
+        with_deltas: bool,
+        timeout_s: float,
+        digests: Sequence[bytes] = (),
+    ) -> None:
+        """Update to the manifest's version: by a chain of deltas if one exists and is smaller, else whole.
+
+        `timeout_s` bounds each file. `digests` are given for the files of a lender: BLAKE3 of each bucket. A lender
+        without the deltas is an error, since the learner has them. Raises WeightTransferError.
+        """
+        self._num_arrived, self._source = self._progress - files.num_arrived, files
+        if manifest.checksum != self._target:
+            self._target = manifest.checksum
+            self._base = [checksum for checksum in self._held if checksum is not None]
+        if with_deltas and len(self._base) == len(self._held) > 0:
+            try:
+                self._apply_deltas(files, manifest, timeout_s=timeout_s, digests=digests)
+                return
+            except WeightTransferError as error:
+                if digests:
+                    raise
+                log.info("delta_not_applied", version=manifest.version, reason=str(error))
+        self._deltas_may_come = False
+        self._allocate(manifest.bucket_bytes)
+        for index in self._outdated(manifest):
+            with self._replacing(index, manifest, digests):
+                self._read_bucket(files, manifest.version, index, timeout_s=timeout_s)
+
+    def _outdated(self, manifest: Manifest) -> Iterator[int]:
+        return (index for index, checksum in enumerate(manifest.checksums) if self._held[index] != checksum)
+
+    @contextmanager
+    def _replacing(self, index: int, manifest: Manifest, digests: Sequence[bytes]) -> Iterator[None]:
+        """Verify a bucket after the block, which overwrites it. Raises AlteredWeightsError."""
+        with self._lock:
+            self._held[index] = None
+        yield
+        snapshot.check_bucket(manifest, index, self.tensors[index])
+        # xxh3 detects damage, but bytes that have a given one can be made.
+        if digests and digest(self.tensors[index]) != digests[index]:
+            raise AlteredWeightsError(f"bucket {index} of version {manifest.version} must have the learner's digest")
+        with self._lock:
+            self._held[index] = manifest.checksums[index]
+
     def _allocate(self, sizes: list[int]) -> None:
         if self.buckets is None or self.buckets.sizes != sizes:
+            lent = self._lent
             self.release()
             self.buckets = SharedBuckets(sizes)
+            self._lent, self._held = lent, [None] * len(sizes)
 
-    def _apply_deltas(self, files: WeightFiles, manifest: Manifest, *, timeout_s: float) -> bool:
-        """Update by deltas; False if no chain leads to the version, or one of them could not be applied."""
-        try:
-            deltas = self._chain(files, manifest, timeout_s=timeout_s)
-            self.checksum = ""
-            for index in range(len(self.tensors)):
-                self._update_bucket(files, deltas, index, timeout_s=timeout_s)
-                snapshot.check_bucket(manifest, index, self.tensors[index])
-        except WeightTransferError as error:
-            log.info("delta_not_applied", version=manifest.version, reason=str(error))
-            return False
-        self.checksum = manifest.checksum
-        return True
+    def _apply_deltas(
+        self, files: WeightFiles, manifest: Manifest, *, timeout_s: float, digests: Sequence[bytes]
+    ) -> None:
+        """Update by deltas. Raises WeightTransferError if no chain of them leads to the version."""
+        read: DeltaFiles = {}
+        deltas = self._chain(files, manifest, read, timeout_s=timeout_s)
+        for index in self._outdated(manifest):
+            # A bucket that failed before, or whose last delta replaces it whole, needs no payloads up to there.
+            full = [delta.version for delta in deltas if delta.buckets[index].is_full]
+            whole = manifest.version if self._held[index] != self._base[index] else max(full, default=None)
+            later = [delta for delta in deltas if whole is None or delta.version > whole]
+            payloads = [self._read_payload(files, delta, index, read, timeout_s=timeout_s) for delta in later]
+            with self._replacing(index, manifest, digests):
+                if whole is not None:
+                    self._read_bucket(files, whole, index, timeout_s=timeout_s)
+                for delta, payload in zip(later, payloads, strict=True):
+                    apply(delta.buckets[index], payload, onto=self.tensors[index])
+        if self._lent:
+            self._lend_deltas(read)
 
-    def _chain(self, files: WeightFiles, manifest: Manifest, *, timeout_s: float) -> list[Delta]:
-        """Return the deltas from the held version to this one, in order. Raises WeightTransferError."""
+    def _chain(self, files: WeightFiles, manifest: Manifest, read: DeltaFiles, *, timeout_s: float) -> list[Delta]:
+        """Return the deltas from the base to this version, in order. Raises WeightTransferError."""
         deltas: list[Delta] = []
+        base = flat.combine(self._base)
         version, checksum = manifest.version, manifest.checksum
-        while not deltas or checksum != self.checksum:
-            delta = _parse(self._read(files, version, DELTA, timeout_s=timeout_s))
+        while not deltas or checksum != base:
+            delta = _parse(self._read(files, version, DELTA, read, timeout_s=timeout_s))
             if (delta.version, delta.checksum, len(delta.buckets)) != (version, checksum, len(self.tensors)):
-                raise WeightTransferError(
+                raise AlteredWeightsError(
                     f"a delta must lead to version {version} with checksum {checksum} and {len(self.tensors)} buckets, "
                     f"got one to version {delta.version} with {delta.checksum} and {len(delta.buckets)}"
                 )
@@ -97,33 +171,98 @@ class HostWeights:
             # A longer chain costs more than the snapshot it replaces.
             if len(deltas) == _MAX_DELTAS or sum(each.size_bytes for each in deltas) >= sum(manifest.bucket_bytes):
                 break
-        deltas[0].check_base(self.checksum)
+        deltas[0].check_base(base)
         return deltas
 
-    def _update_bucket(self, files: WeightFiles, deltas: Sequence[Delta], index: int, *, timeout_s: float) -> None:
-        # The last delta that replaces the bucket whole makes all earlier ones unnecessary.
-        full = [i for i, delta in enumerate(deltas) if delta.buckets[index].is_full]
-        if full:
-            self._read_bucket(files, deltas[full[-1]].version, index, timeout_s=timeout_s)
-        for delta in deltas[full[-1] + 1 if full else 0 :]:
-            entry = delta.buckets[index]
-            is_changed = entry.size_bytes > 0
-            payload = self._read(files, delta.version, delta_name(index), timeout_s=timeout_s) if is_changed else b""
-            apply(entry, payload, onto=self.tensors[index])
+    def _read_payload(
+        self, files: WeightFiles, delta: Delta, index: int, read: DeltaFiles, *, timeout_s: float
+    ) -> bytes:
+        is_changed = delta.buckets[index].size_bytes > 0
+        return self._read(files, delta.version, delta_name(index), read, timeout_s=timeout_s) if is_changed else b""
 
     def _read_bucket(self, files: WeightFiles, version: int, index: int, *, timeout_s: float) -> None:
         bucket = memoryview(self.tensors[index].numpy())
         files.read_into(version, snapshot.bucket_name(index), bucket, timeout_s=timeout_s)
         self.num_bytes += len(bucket)
 
-    def _read(self, files: WeightFiles, version: int, name: str, *, timeout_s: float) -> bytes:
+    def _read(self, files: WeightFiles, version: int, name: str, read: DeltaFiles, *, timeout_s: float) -> bytes:
         content = files.read(version, name, timeout_s=timeout_s)
         self.num_bytes += len(content)
+        if self._lent:
+            read[version, name] = content
         return content
+
+    # --- lending -------------------------------------------------------------------------------------------------
+    @contextmanager
+    def lending(self, manifest: Manifest | None, *, with_deltas: bool = False) -> Iterator[None]:
+        """Lend the version that the block fetches, from now on until the next one; None: lend nothing."""
+        with self._lock:
+            self._lent, self._is_arriving = manifest, True
+            self._deltas_may_come = with_deltas and self.checksum != ""
+            if manifest is None:
+                self._lent_deltas = {}
+        try:
+            yield
+        except BaseException:
+            self._lent = None
+            raise
+        finally:
+            self._is_arriving = self._deltas_may_come = False
+
+    def find(self, checksum: str) -> int | None:
+        """Return the lent version if it has this checksum."""
+        lent = self._lent
+        return lent.version if lent and lent.checksum == checksum else None
+
+    def newest(self) -> int | None:
+        """Return the lent version."""
+        lent = self._lent
+        return lent.version if lent else None
+
+    def size_bytes(self, version: int, name: str) -> int:
+        """Return the size of a lent file. Raises NotYetError, WeightTransferError."""
+        with self._lock:
+            return len(self._lent_bytes(version, name))
+
+    def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
+        """Copy up to `num_bytes` of a lent file from `offset`. Raises NotYetError, WeightTransferError."""
+        with self._lock:
+            return bytes(self._lent_bytes(version, name)[offset : offset + num_bytes])
+
+    def _lent_bytes(self, version: int, name: str) -> memoryview:
+        if (content := self._lent_deltas.get((version, name))) is not None:
+            return memoryview(content)
+        lent = self._lent
+        if lent and lent.version == version:
+            bucket = _BUCKET.fullmatch(name)
+            index = int(bucket[1]) if bucket else len(lent.checksums)
+            if index < min(len(self._held), len(lent.checksums)) and self._held[index] == lent.checksums[index]:
+                return memoryview(self.tensors[index].numpy())
+            if self._is_arriving and (bool(bucket) or self._deltas_may_come):
+                raise NotYetError(self._progress)
+        raise WeightTransferError(
+            f"{name} of version {version} must be lent here, got {f'version {lent.version}' if lent else 'nothing'}"
+        )
+
+    @property
+    def _progress(self) -> int:
+        """Number that grows while a version arrives, also within a bucket that takes long."""
+        return self._num_arrived + (self._source.num_arrived if self._source else 0)
+
+    def _lend_deltas(self, read: DeltaFiles) -> None:
+        with self._lock:
+            known = self._lent_deltas | read
+            newest = sorted({version for version, _ in known})[-_DELTAS_LENT:]
+            self._lent_deltas = {key: content for key, content in known.items() if key[0] in newest}
+
+
+def digest(bucket: Tensor) -> bytes:
+    """Return BLAKE3 of a bucket's bytes, by all cores."""
+    return blake3(bucket.numpy().data, max_threads=blake3.AUTO).digest()
 
 
 def _parse(content: bytes) -> Delta:
     try:
         return msgspec.json.decode(content, type=Delta)
     except msgspec.DecodeError as error:
-        raise WeightTransferError(f"the {DELTA} of a version must be readable, got {error}") from error
+        raise AlteredWeightsError(f"the {DELTA} of a version must be readable, got {error}") from error

@@ -8,7 +8,7 @@ for all and publishes a verdict, either to proceed or which ranks are missing, s
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -33,22 +33,12 @@ class EpochRank(NamedTuple):
     num_ranks: int
 
 
-def listen(host: str, *, port: int) -> dist.TCPStore:
-    """Open the store on this address; port 0 takes any free one.
-
-    Raises WeightTransferError.
-    """
+def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
+    """Open the store on this address, at the first free port; 0 takes any. Raises WeightTransferError."""
     # Bound here, because torch, given only a port, listens on every interface.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise WeightTransferError(
-            f"the host of a rendezvous must be an address of this machine with a free port, got {host}:{port}: {error}"
-        ) from error
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    _bind_first(listener, host, ports)
     bound_port = listener.getsockname()[1]
     return dist.TCPStore(
         host,
@@ -57,6 +47,21 @@ def listen(host: str, *, port: int) -> dist.TCPStore:
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
         master_listen_fd=listener.detach(),  # the store owns and closes it from here on
+    )
+
+
+def _bind_first(listener: socket.socket, host: str, ports: Iterable[int]) -> None:
+    failure = ""
+    for port in ports:
+        try:
+            listener.bind((host, port))
+            listener.listen(128)
+            return
+        except OSError as error:
+            failure = failure or f"{host}:{port}: {error}"
+    listener.close()
+    raise WeightTransferError(
+        f"the host of a rendezvous must be an address of this machine with a free port, got {failure}"
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
 from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets as flat
 from slipstream.buffer.durable_files import sync_path
@@ -114,19 +114,6 @@ def parse_manifest(content: bytes) -> Manifest:
     return manifest
 
 
-def check_layout(manifest: Manifest, slots: Sequence[TensorSlot]) -> None:
-    """Raise WeightTransferError, naming a tensor, unless names, shapes and dtypes match the slots."""
-    held = {slot.name: (slot.shape, slot.dtype) for slot in manifest.slots}
-    expected = {slot.name: (slot.shape, slot.dtype) for slot in slots}
-    differing = sorted(name for name in held.keys() | expected.keys() if held.get(name) != expected.get(name))
-    if differing:
-        raise WeightTransferError(
-            f"version {manifest.version} must hold the model's {len(expected)} tensors: {differing[0]} must be "
-            f"{_describe(expected.get(differing[0]))}, got {_describe(held.get(differing[0]))} "
-            f"({len(differing)} tensors differ): it is of another model"
-        )
-
-
 def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
     """Map a bucket from its file, unverified; writes do not reach the file. Raises WeightTransferError."""
     name, size = path / bucket_name(index), manifest.bucket_bytes[index]
@@ -141,10 +128,10 @@ def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
 
 
 def check_bucket(manifest: Manifest, index: int, bucket: Tensor) -> None:
-    """Raise WeightTransferError unless the checksum matches the manifest's bucket `index`."""
+    """Raise AlteredWeightsError unless the checksum matches the manifest's bucket `index`."""
     got, expected = flat.checksums([bucket])[0], manifest.checksums[index]
     if got != expected:
-        raise WeightTransferError(
+        raise AlteredWeightsError(
             f"bucket {index} of {len(manifest.checksums)} of version {manifest.version} must have checksum "
             f"{expected:#018x}, got {got:#018x}: it is damaged; nothing was loaded"
         )
@@ -184,7 +171,3 @@ def _free(folder: Path) -> str:
         return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB"
     except OSError:
         return "an unknown number of MiB"
-
-
-def _describe(tensor: tuple[list[int], str] | None) -> str:
-    return f"{tensor[1]} of shape {tensor[0]}" if tensor else "absent"

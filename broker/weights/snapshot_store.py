@@ -36,6 +36,9 @@ log = structlog.get_logger(__name__)
 class WeightFiles(Protocol):
     """Source that a generator reads versions from: a SnapshotStore, or a WeightStream from a server that has one."""
 
+    num_arrived: int
+    """Bytes that have come over a network so far, those of unfinished files included."""
+
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
         """Return the version with this checksum; None if it is missing. Raises WeightTransferError."""
         ...
@@ -66,6 +69,7 @@ class SnapshotStore:
     def __init__(self, folder: Path, *, num_kept: int = 2, num_deltas_kept: int = 16) -> None:
         """Keep the buckets of the newest `num_kept` versions and the deltas of the newest `num_deltas_kept`."""
         self.folder = folder
+        self.num_arrived = 0
         self._num_kept = num_kept
         self._num_deltas_kept = max(num_kept, num_deltas_kept)
         self._put_lock = threading.Lock()

@@ -2,30 +2,34 @@
 
     generator -> server               server -> generator
     Find                              Found
-    ReadChunk                         Chunk + bytes | Gone
+    ReadChunk                         Chunk + bytes | Later | Gone
 The generator requests a few chunks ahead and no more, which bounds the memory of both ends. After any error in transit
 (a chunk damaged, lost or out of order, a restarted server) it reconnects and continues after the last good byte.
 Encrypted and authenticated with the run's token, like all sockets (broker/transport/zmq_channels.py).
+
+A server is the learner's, or that of a generator that lends a version on, perhaps while it fetches it itself. Of the
+learner its clients expect an answer until their deadline; a lender must make progress.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Annotated, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import structlog
 import xxhash
-from msgspec import Meta
 
 from slipstream.broker.credentials import Keys
-from slipstream.broker.errors import ChannelClosedError, WeightTransferError
+from slipstream.broker.errors import ChannelClosedError, NotYetError, WeightTransferError
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.channels import ClientChannel
+from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.transport.interface import listen
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel
-from slipstream.broker.weights.snapshot_store import SnapshotStore, check_size
-from slipstream.buffer.trajectory import Name, Record
+from slipstream.broker.weights.snapshot_store import check_size
+from slipstream.broker.weights.stream_messages import Answer, Chunk, Find, Found, Gone, Later, ReadChunk
 from slipstream.configs.cluster import LOCAL, ClusterConfig
 from slipstream.runtime.clock import Deadline
 
@@ -40,82 +44,48 @@ _STEP_S = 0.1
 """Interval at which blocked threads check for `close` and cancellation."""
 _CLOSE_TIMEOUT_S = 5.0
 """For the current answer and for queued frames; a thread that takes longer ends with the process."""
+_ASK_AGAIN_S = 0.02
+"""Time between two requests for what a lender does not have yet."""
 
 log = structlog.get_logger(__name__)
 
 
-class _Stream(Record, tag_field="type", tag=True):
-    """Base of all messages of the stream."""
-
-
-class Find(_Stream):
-    """Query for a version by its checksum, and for the newest one."""
-
-    checksum: Name
-    """Combined checksum of the requested version; empty: only the newest is of interest."""
-
-
-class Found(_Stream):
-    """Answer to Find, with its checksum."""
-
-    checksum: Name
-    version: int | None
-    """Version with that checksum; None: missing."""
-    newest: int | None
-    """Newest version; None: there is none."""
-
-
-class ReadChunk(_Stream):
-    """Request for a part of a file."""
-
-    version: int
-    name: Name
-    """Name of a snapshot's file, like bucket-0003.bin."""
-    offset: Annotated[int, Meta(ge=0, lt=2**62)]
-    num_bytes: Annotated[int, Meta(ge=0)]
-    """Number of bytes; 0: only the size of the file is requested."""
-
-
-class Chunk(_Stream):
-    """Answer to ReadChunk, with its version, name and offset; the bytes are the second frame."""
-
-    version: int
-    name: Name
-    offset: int
-    file_bytes: int
-    """Size of the whole file."""
-    checksum: int
-    """xxh3-64 of the bytes in the second frame."""
-
-
-class Gone(_Stream):
-    """Answer to ReadChunk for a file that does not exist, or no longer."""
-
-    version: int
-    name: Name
-    reason: str
-
-
-Answer = Found | Chunk | Gone
 T = TypeVar("T")
 
 
+class ServedFiles(Protocol):
+    """Files of versions: a SnapshotStore, or the HostWeights of a lender. Called by the server's thread."""
+
+    def find(self, checksum: str) -> int | None:
+        """Return the version with this checksum; None if it is missing."""
+        ...
+
+    def newest(self) -> int | None:
+        """Return the newest version; None if there is none."""
+        ...
+
+    def size_bytes(self, version: int, name: str) -> int:
+        """Return the size of a file. Raises NotYetError, WeightTransferError."""
+        ...
+
+    def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
+        """Read up to `num_bytes` from `offset`. Raises NotYetError, WeightTransferError."""
+        ...
+
+
 class StreamServer:
-    """Serves the files of a SnapshotStore from a thread of its own."""
+    """Serves the files of versions from a thread of its own."""
 
     def __init__(
-        self,
-        snapshot_store: SnapshotStore,
-        *,
-        keys: Keys,
-        address: str = "tcp://127.0.0.1:*",
-        cluster: ClusterConfig = LOCAL,
+        self, files: ServedFiles, *, keys: Keys, address: str = "tcp://127.0.0.1:*", cluster: ClusterConfig = LOCAL
     ) -> None:
         """Listen at an endpoint of this machine; `*` takes any free port. Raises WeightTransferError.
 
         With an interface in `cluster`, an ipc endpoint is joined by a port for other machines.
         """
-        self._snapshot_store = snapshot_store
+        self._files = files
+        self.num_bytes = 0
+        """Bytes of files sent so far."""
         self._channel = _bind(address, keys, cluster)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="weight-stream", daemon=True)
@@ -147,8 +117,11 @@ class StreamServer:
         try:
             if isinstance(request, ReadChunk):
                 return self._chunk(request)
-            newest, version = self._snapshot_store.newest(), self._snapshot_store.find(request.checksum)
+            newest, version = self._files.newest(), self._files.find(request.checksum)
             return [msgspec.msgpack.encode(Found(request.checksum, version, newest))]
+        except NotYetError as later:
+            assert isinstance(request, ReadChunk), "only a file can be on its way"
+            return [msgspec.msgpack.encode(Later(request.version, request.name, request.offset, later.num_bytes))]
         except (WeightTransferError, OSError) as error:
             if isinstance(request, Find):
                 log.warning("snapshots_not_read", reason=str(error))
@@ -156,12 +129,11 @@ class StreamServer:
             return [msgspec.msgpack.encode(Gone(request.version, request.name, str(error)))]
 
     def _chunk(self, request: ReadChunk) -> Frames:
-        file_bytes = self._snapshot_store.size_bytes(request.version, request.name)
+        file_bytes = self._files.size_bytes(request.version, request.name)
         # Bounded here, whatever the request asks for.
         num_bytes = min(request.num_bytes, CHUNK_BYTES)
-        content = self._snapshot_store.read_part(
-            request.version, request.name, offset=request.offset, num_bytes=num_bytes
-        )
+        content = self._files.read_part(request.version, request.name, offset=request.offset, num_bytes=num_bytes)
+        self.num_bytes += len(content)
         checksum = xxhash.xxh3_64_intdigest(content)
         header = Chunk(request.version, request.name, request.offset, file_bytes, checksum)
         return [msgspec.msgpack.encode(header), content]
@@ -170,11 +142,21 @@ class StreamServer:
 class WeightStream:
     """A generator's end. Fulfils WeightFiles; belongs to one thread."""
 
-    def __init__(self, address: str, *, keys: Keys, channel: ClientChannel | None = None, stall_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        keys: Keys,
+        channel: ClientChannel | None = None,
+        stall_s: float = 2.0,
+        give_up_s: float | None = None,
+    ) -> None:
         """Connect in the background to an address like tcp://127.0.0.1:5758; the server need not be running.
 
         Reconnects after `stall_s` without a chunk, then after twice as long each time, since the link may be slow.
+        `give_up_s`: time after which a lender without progress fails; None waits for the learner, up to the deadline.
         """
+        self._give_up_s = give_up_s
         self._address = address
         self._channel = channel or ZmqClientChannel(address, keys=keys, max_message_bytes=CHUNK_BYTES + _HEADER_BYTES)
         self._stall_s = stall_s
@@ -182,6 +164,8 @@ class WeightStream:
         """Set by another thread to end a blocked operation soon, with WeightTransferError."""
         self.num_resumed = 0
         """Number of reconnects within transfers."""
+        self.num_arrived = 0
+        """Bytes received so far, and those that a lender told to have received instead."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
         """Return the version with this checksum; None if it is missing. Raises WeightTransferError."""
@@ -230,16 +214,21 @@ class WeightStream:
 
     def _run(self, transfer: "_Transfer", deadline: Deadline) -> None:
         stall_s, num_damaged = self._stall_s, 0
+        progress = _Progress(self._give_up_s)
         while not transfer.is_done:
             for request in transfer.next_requests():
                 self._channel.send([msgspec.msgpack.encode(request)])
-            frames = self._receive(stall_s=stall_s, deadline=deadline)
-            if frames and transfer.accept(frames):
-                num_damaged = 0
-                continue
-            num_damaged += frames is not None
-            if deadline.is_over or num_damaged > _MAX_DAMAGED:
+            frames = self._receive(stall_s=min(stall_s, progress.left_s), deadline=deadline)
+            is_accepted = frames is not None and transfer.accept(frames)
+            num_damaged = 0 if is_accepted else num_damaged + (frames is not None)
+            self.num_arrived += progress.record(transfer.num_good + transfer.num_arriving)
+            has_come = is_accepted and not transfer.is_waiting
+            if progress.has_ended or num_damaged > _MAX_DAMAGED or (deadline.is_over and not has_come):
                 raise self._unfinished(transfer, num_damaged)
+            if transfer.is_waiting:
+                self.cancelled.wait(_ASK_AGAIN_S)
+            if is_accepted:
+                continue
             # A slow link looks like a stall: with a constant limit it would reconnect forever.
             stall_s *= 2 if frames is None else 1
             self._resume(transfer)
@@ -256,6 +245,8 @@ class WeightStream:
                 return None
             if isinstance(answer, Gone):
                 raise WeightTransferError(answer.reason)
+            if isinstance(answer, Later):
+                raise NotYetError(answer.num_bytes)
             return answer.file_bytes
 
         return self._ask(ReadChunk(version, name, offset=0, num_bytes=0), read, timeout_s=timeout_s)
@@ -263,27 +254,40 @@ class WeightStream:
     def _ask(self, request: Find | ReadChunk, read: Callable[[Answer], T | None], *, timeout_s: float) -> T:
         """Send a request, again after each stall, until `read` recognizes its answer."""
         deadline, stall_s = Deadline(timeout_s, what="an answer"), self._stall_s
+        progress = _Progress(self._give_up_s)
         self._channel.send([msgspec.msgpack.encode(request)])
         while True:
-            frames = self._receive(stall_s=stall_s, deadline=deadline)
-            if frames and (answer := _decode(frames)) and (found := read(answer)) is not None:
-                return found
-            if deadline.is_over:
+            frames = self._receive(stall_s=min(stall_s, progress.left_s), deadline=deadline)
+            try:
+                if frames and (answer := _decode(frames)) and (found := read(answer)) is not None:
+                    return found
+            except NotYetError as later:
+                self.num_arrived += progress.record(later.num_bytes)
+                self.cancelled.wait(_ASK_AGAIN_S)
+                self._channel.send([msgspec.msgpack.encode(request)])
+            if deadline.is_over or progress.has_ended:
                 raise WeightTransferError(
-                    f"the weight server at {self._address} must answer within {timeout_s:g} s, got nothing: "
-                    "is the learner alive, and is this its address?"
+                    f"the weight server at {self._address} must answer within "
+                    f"{min(timeout_s, self._give_up_s or timeout_s):g} s, got nothing: is it alive, and is this its "
+                    "address?"
                 )
             if frames is None:
                 stall_s *= 2
-                self._channel.reconnect()
+                self._reconnect()
                 self._channel.send([msgspec.msgpack.encode(request)])
 
     def _resume(self, transfer: "_Transfer") -> None:
         """Reconnect and continue after the last good byte."""
         log.info("weight_stream_resumed", file=transfer.name, version=transfer.version, offset=transfer.num_good)
         self.num_resumed += 1
-        self._channel.reconnect()
+        self._reconnect()
         transfer.rewind()
+
+    def _reconnect(self) -> None:
+        # A learner may be restarted at its address; a lender that died is not.
+        if self._give_up_s is not None and not is_listening(self._address):
+            raise WeightTransferError(f"the lender at {self._address} must be alive, but nobody listens there any more")
+        self._channel.reconnect()
 
     def _unfinished(self, transfer: "_Transfer", num_damaged: int) -> WeightTransferError:
         reason = f"{num_damaged} damaged chunks in a row" if num_damaged else "nothing more in time"
@@ -302,6 +306,10 @@ class _Transfer:
         self.into = into
         self.num_good = 0
         """Bytes from the start that were received and verified."""
+        self.num_arriving = 0
+        """Bytes that a lender has received itself, if it is still fetching the file."""
+        self.is_waiting = False
+        """Whether the lender did not have the next bytes yet."""
         self._num_requested = 0
 
     @property
@@ -310,7 +318,8 @@ class _Transfer:
 
     def next_requests(self) -> Iterator[ReadChunk]:
         """Yield requests for as many chunks ahead as allowed."""
-        while self._num_requested < min(len(self.into), self.num_good + CHUNKS_AHEAD * CHUNK_BYTES):
+        chunks_ahead = 1 if self.is_waiting else CHUNKS_AHEAD
+        while self._num_requested < min(len(self.into), self.num_good + chunks_ahead * CHUNK_BYTES):
             yield ReadChunk(self.version, self.name, self._num_requested, CHUNK_BYTES)
             self._num_requested += CHUNK_BYTES
 
@@ -319,8 +328,16 @@ class _Transfer:
         self._num_requested = self.num_good
 
     def accept(self, frames: Frames) -> bool:
-        """Store the next chunk; False for any other message. Raises WeightTransferError if the file does not exist."""
+        """Store the next chunk, or note that it comes later; False for any other message.
+
+        Raises WeightTransferError if the file does not exist.
+        """
         answer = _decode(frames)
+        if isinstance(answer, Later) and (answer.version, answer.name) == (self.version, self.name):
+            if answer.offset == self.num_good:
+                self.is_waiting, self.num_arriving = True, answer.num_bytes
+                self.rewind()
+            return True
         if isinstance(answer, Gone) and (answer.version, answer.name) == (self.version, self.name):
             raise WeightTransferError(answer.reason)
         if not isinstance(answer, Chunk) or len(frames) != 2:
@@ -329,6 +346,8 @@ class _Transfer:
         # Others are answers to requests from before a reconnect.
         is_next = (answer.version, answer.name, answer.offset) == (self.version, self.name, self.num_good)
         end = self.num_good + len(frames[1])
+        if self.is_waiting and answer.offset > self.num_good:
+            return True  # requested ahead before it was known that the lender has to be waited for
         if (
             not is_next
             or not frames[1]
@@ -337,8 +356,32 @@ class _Transfer:
         ):
             return False
         self.into[self.num_good : end] = frames[1]
-        self.num_good = end
+        self.num_good, self.is_waiting = end, False
         return True
+
+
+class _Progress:
+    """Time since a server last sent, or received itself, something new."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._limit_s = math.inf if limit_s is None else limit_s
+        self._num_bytes = 0
+        self._ends_at = time.monotonic() + self._limit_s
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._ends_at - time.monotonic())
+
+    @property
+    def has_ended(self) -> bool:
+        return self.left_s == 0.0
+
+    def record(self, num_bytes: int) -> int:
+        """Return by how much it is more than ever before."""
+        growth = max(0, num_bytes - self._num_bytes)
+        if growth:
+            self._num_bytes, self._ends_at = num_bytes, time.monotonic() + self._limit_s
+        return growth
 
 
 def _decode(frames: Frames) -> Answer | None:

@@ -1,7 +1,8 @@
 """FetchTracker: versions that generators fetch by themselves, and the server they fetch from.
 
 A joiner fetches its first version and takes part in broadcasts only then; a generator behind a slow link always
-fetches. The publisher waits for neither: a request stands until its member answers, leaves, or misses its deadline.
+fetches, from the learner or from a generator that has the version (learner/publishing/lenders.py). The publisher waits
+for neither: a request stands until its member answers, leaves, or misses its deadline.
 """
 
 import math
@@ -14,11 +15,13 @@ import structlog
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import NO_EPOCH, Member, SnapshotSource, Update, UpdateApplied
+from slipstream.broker.messages import NO_EPOCH, LenderError, Member, SnapshotSource, Update, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
+from slipstream.broker.weights.host_weights import digest
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.configs.broker import WeightsConfig
+from slipstream.learner.publishing.lenders import Lenders
 from slipstream.learner.publishing.members import MemberTable
 from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
@@ -66,7 +69,13 @@ class FetchTracker:
     """Holds at most one request per member. Owns the server; belongs to the publisher's thread."""
 
     def __init__(
-        self, server: SnapshotServer, *, client: BrokerClient, members: MemberTable, config: WeightsConfig, clock: Clock
+        self,
+        server: SnapshotServer,
+        *,
+        client: BrokerClient,
+        members: MemberTable,
+        config: WeightsConfig,
+        clock: Clock,
     ) -> None:
         self._server = server
         self._client = client
@@ -76,6 +85,8 @@ class FetchTracker:
         self._timeout_s = config.fetch_timeout_s + config.transfer_timeout_s
         self._requests: dict[Member, _Request] = {}
         self._fetched_at: dict[Member, float] = {}
+        self._lenders = Lenders(members, fan_out=config.fan_out, clock=clock)
+        self._digests: tuple[int, list[bytes]] = (-1, [])
 
     def is_fetching(self, version: int) -> bool:
         """Whether any member fetches this version."""
@@ -119,23 +130,25 @@ class FetchTracker:
     def poll(self) -> None:
         """Drop the requests of members that left, resend the others, evict members past their deadline."""
         now, alive = self._clock(), set(self._members.alive)
-        self._requests = {member: request for member, request in self._requests.items() if member in alive}
+        for member in self._requests.keys() - alive:
+            self._end(member)
         self._fetched_at = {member: at for member, at in self._fetched_at.items() if member in alive}
         for member, request in list(self._requests.items()):
             if now >= request.ends_at:
-                del self._requests[member]
+                self._end(member)
                 version = request.update.version
                 self._members.evict([member], f"version {version} was not fetched within {self._timeout_s:g} s")
             elif now >= request.resend_at:
                 request.resend_at = now + _RESEND_AFTER_S
-                self._client.send(request.update)
+                # To it alone: the others of the message may have moved on since.
+                self._client.send(msgspec.structs.replace(request.update, members=[member]))
 
     def record_answer(self, answer: UpdateApplied) -> bool:
         """Take a member's answer; returns whether the member now holds the version it was asked to fetch."""
         request = self._requests.get(answer.member)
         if request is None or request.update.version != answer.version:
             return False
-        del self._requests[answer.member]
+        self._end(answer.member, is_lending=not answer.error, errors=answer.lender_errors)
         if answer.error:
             self._members.evict([answer.member], f"version {answer.version} was not applied: {answer.error}")
             return False
@@ -147,21 +160,38 @@ class FetchTracker:
     def close(self) -> None:
         self._server.close()
 
+    def _end(self, member: Member, *, is_lending: bool = False, errors: Sequence[LenderError] = ()) -> None:
+        del self._requests[member]
+        self._lenders.record_end(member, is_lending=is_lending, errors=errors)
+
     def _joins_broadcasts(self, member: Member) -> bool:
         return self._members.transport(member) == "collective" and self._members.holds_any(member)
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         pinned = {request.update.version for request in self._requests.values()}
         source = self._server.add(staged.update, staged.buckets, with_delta=put_delta, pinned=pinned)
-        update = msgspec.structs.replace(
-            staged.update,
-            epoch=NO_EPOCH,
-            timeout_s=self._config.fetch_timeout_s,
-            source=msgspec.structs.replace(source, has_deltas=with_deltas),
-        )
+        holding = [member for member in members if with_deltas and self._members.holds_any(member)]
+        joining = [member for member in members if member not in holding]
         now = self._clock()
-        for member in members:
-            # One message per member: resent to one that is late, it must not reach members that have moved on since.
-            own = msgspec.structs.replace(update, members=[member])
-            self._client.send(own)
-            self._requests[member] = _Request(own, now + self._timeout_s, now + _RESEND_AFTER_S)
+        for by_delta, fetching in ((True, holding), (False, joining)):
+            for place, together in self._lenders.assign(staged.version, fetching, by_delta=by_delta).items():
+                lenders = list(place.lenders)
+                update = msgspec.structs.replace(
+                    staged.update,
+                    epoch=NO_EPOCH,
+                    members=together,
+                    timeout_s=self._config.fetch_timeout_s,
+                    source=msgspec.structs.replace(
+                        source, has_deltas=with_deltas, lenders=lenders, is_lent=place.is_lent
+                    ),
+                    digests=self._digests_of(staged) if lenders else [],
+                )
+                self._client.send(update)
+                for member in together:
+                    self._requests[member] = _Request(update, now + self._timeout_s, now + _RESEND_AFTER_S)
+
+    def _digests_of(self, staged: Staged) -> list[bytes]:
+        """Digests of the buckets, computed for the first member of a version that fetches from another."""
+        if self._digests[0] != staged.version:
+            self._digests = staged.version, [digest(bucket) for bucket in staged.buckets]
+        return self._digests[1]

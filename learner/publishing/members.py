@@ -1,10 +1,13 @@
 """MemberTable: the living generators, the version each holds, and the backoff of those that failed."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
+import msgspec
 import structlog
 
-from slipstream.broker.messages import DeviceName, Member, Members, WeightTransport
+from slipstream.broker.messages import DeviceName, Member, Members, MemberState, WeightTransport
+from slipstream.broker.transport.endpoints import is_here
 from slipstream.runtime.clock import Clock
 
 _FIRST_BACKOFF_S = 2.0
@@ -18,11 +21,19 @@ log = structlog.get_logger(__name__)
 class MemberTable:
     """State of the members of a run. Belongs to one thread."""
 
-    def __init__(self, *, on_evict: Callable[[str, str], object], clock: Clock) -> None:
-        """`on_evict` gets the id of each evicted member and the reason."""
+    def __init__(self, *, on_evict: Callable[[str, str], object], clock: Clock, trusts_network: bool = False) -> None:
+        """`on_evict` gets the id of each evicted or reported member and the reason.
+
+        `trusts_network`: members on other machines may take part in broadcasts.
+        """
         self._on_evict = on_evict
         self._clock = clock
-        self._transports: dict[Member, WeightTransport] = {}
+        self._trusts_network = trusts_network
+        self._diverted: set[Member] = set()
+        self._living: dict[Member, MemberState] = {}
+        self._num_on: Counter[str] = Counter()
+        self.num_elsewhere = 0
+        """Living members on other machines than this one."""
         self._held: dict[Member, int] = {}
         self._devices: dict[Member, DeviceName] = {}
         self._retry_at: dict[Member, float] = {}
@@ -31,23 +42,36 @@ class MemberTable:
     @property
     def alive(self) -> list[Member]:
         """Members that can receive messages."""
-        return list(self._transports)
+        return list(self._living)
+
+    def is_alive(self, member: Member) -> bool:
+        """Whether the member can receive messages."""
+        return member in self._living
 
     def update(self, members: Members) -> None:
         """Replace the living members by those that the broker reports."""
         # Held versions and backoffs stay: a member that was silent for a while is the same one when it returns, for a
         # restarted generator has another incarnation.
-        reachable = {g.member: g.transport for g in members.generators if g.state not in _UNREACHABLE}
-        self._transports = reachable
+        self._living = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
+        self._num_on = Counter(state.machine for state in self._living.values())
+        self.num_elsewhere = sum(number for machine, number in self._num_on.items() if not is_here(machine))
 
     def eligible(self) -> list[Member]:
         """Living members whose backoff is over."""
         now = self._clock()
-        return [member for member in self._transports if self._retry_at.get(member, 0.0) <= now]
+        return [member for member in self._living if self._retry_at.get(member, 0.0) <= now]
+
+    def state(self, member: Member) -> MemberState:
+        """State of a living member, as the broker last reported it."""
+        return self._living[member]
+
+    def num_on(self, machine: str) -> int:
+        """Living members on a machine."""
+        return self._num_on[machine]
 
     def transport(self, member: Member) -> WeightTransport:
         """Transport by which a living member gets its weights."""
-        return self._transports[member]
+        return self._living[member].transport
 
     def holds(self, member: Member, version: int) -> bool:
         return self._held.get(member) == version
@@ -58,7 +82,7 @@ class MemberTable:
 
     def num_holding(self, version: int) -> int:
         """Living members that hold the version."""
-        return sum(self.holds(member, version) for member in self._transports)
+        return sum(self.holds(member, version) for member in self._living)
 
     def device(self, member: Member) -> DeviceName:
         """Device on which a member receives broadcasts, as it last told; `cpu` before."""
@@ -70,6 +94,23 @@ class MemberTable:
         self._devices[member] = device
         self._num_evictions.pop(member, None)
         self._retry_at.pop(member, None)
+
+    def _reached_safely(self, state: MemberState) -> MemberState:
+        """Have a member fetch deltas, over CURVE, whose broadcasts would cross an untrusted network."""
+        if state.transport != "collective" or self._trusts_network or is_here(state.machine):
+            return state
+        if state.member not in self._diverted:
+            self._diverted.add(state.member)
+            log.info("weights_not_broadcast", member=state.member.peer_id, machine=state.machine, instead="delta")
+            self.report(
+                state.member,
+                "fetches weights as deltas: broadcasts are not encrypted, and cluster.trusted_network is not true",
+            )
+        return msgspec.structs.replace(state, transport="delta")
+
+    def report(self, member: Member, text: str) -> None:
+        """Record something about a member among the events of the run."""
+        self._on_evict(member.peer_id, text)
 
     def evict(self, members: Iterable[Member], reason: str) -> None:
         """Exclude members until their backoff is over; the version they hold no longer counts as verified."""

@@ -74,12 +74,13 @@ class Publisher:
         snapshots: SnapshotServer | None = None,
         is_serial: bool = False,
         on_evict: Callable[[str, str], object] = lambda peer_id, text: None,
+        trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         """`is_serial`: the sender never blocks (serial run), so no thread has to watch it.
 
         `snapshots` serves joiners and members with another transport; without it all members take part in broadcasts.
-        `on_evict` gets the id of each evicted member and the reason.
+        `on_evict` and `trusts_network`: as for MemberTable.
         """
         self._client = client
         self._inbox = inbox
@@ -87,7 +88,7 @@ class Publisher:
         self._config = config
         self._is_serial = is_serial
         self._clock = clock
-        self._members = MemberTable(on_evict=on_evict, clock=clock)
+        self._members = MemberTable(on_evict=on_evict, clock=clock, trusts_network=trusts_network)
         self._fetches = (
             FetchTracker(snapshots, client=client, members=self._members, config=config, clock=clock)
             if snapshots

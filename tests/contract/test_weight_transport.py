@@ -251,7 +251,7 @@ def test_a_port_in_use_is_named() -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(WeightTransferError, match=f"must be an address of this machine .*{port}"):
-            CollectiveSender(HOST, device="cpu", port=port)
+            CollectiveSender(HOST, device="cpu", ports=[port])
 
 
 def test_staging_memory_is_reused(gloo: Group) -> None:

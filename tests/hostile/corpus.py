@@ -12,6 +12,7 @@ from slipstream.broker.messages import (
     Frames,
     Hello,
     LeaseRequest,
+    LenderError,
     Member,
     OpenEpoch,
     Ping,
@@ -85,12 +86,12 @@ def _others(randomness: random.Random, stored: list[Packed]) -> Frames:
         Hello("generator", "hostile", "1", "nowhere", 1),
         LeaseRequest(randomness.randint(1, 2**20)),
         ReturnLeases([*leases, "1000000-0", "63-0"], "test"),
-        Pong(0.0, "ready", 0, gauges={"a": 1, "b": "c"}, lease_ids=leases),
+        Pong(0.0, "ready", 0, gauges={"a": 1, "b": "c"}, lease_ids=leases, lends_at="tcp://127.0.0.1:9"),
         Ping(0.0),
         OpenEpoch(1, [Member("good", "good-1")], "127.0.0.1", 1, 1.0),
         Update(1, [Member("good", "good-1")], 7, [slot], [16], [1], [[1, 2]], [[-1.0]], 0.1, 1.0),
         EpochOpened(1, _MEMBER),
-        UpdateApplied(1, 7, _MEMBER),
+        UpdateApplied(1, 7, _MEMBER, lender_errors=[LenderError("tcp://127.0.0.1:9", "it lies", is_altered=True)]),
         Bye(),
     ]
     return [encode(randomness.choice(messages))]

@@ -74,14 +74,14 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 def test_a_follower_fetches_deltas_and_a_joiner_the_snapshot(scene: Scene) -> None:
     scene.publish(1)
     follower = scene.join()
-    assert scene.fetch(follower, 1) > NUM_BYTES
+    assert scene.fetch(follower, 1) >= NUM_BYTES
     for version in range(2, 6):
         scene.publish(version)
         assert scene.fetch(follower, version) < NUM_BYTES / 10
-    assert scene.fetch(scene.join(), 5) > NUM_BYTES
+    assert scene.fetch(scene.join(), 5) >= NUM_BYTES
     scene.with_deltas = False
     scene.publish(6)
-    assert scene.fetch(follower, 6) > NUM_BYTES
+    assert scene.fetch(follower, 6) >= NUM_BYTES
 
 
 def test_a_generator_that_missed_versions_catches_up(scene: Scene) -> None:
@@ -95,7 +95,7 @@ def test_a_generator_that_missed_versions_catches_up(scene: Scene) -> None:
 def test_a_version_being_fetched_is_kept(scene: Scene) -> None:
     scene.publish(1)
     scene.publish(*range(2, 30), pinned=(1,))
-    assert scene.fetch(scene.join(), 1) > NUM_BYTES
+    assert scene.fetch(scene.join(), 1) >= NUM_BYTES
     scene.publish(30)
     with pytest.raises(WeightTransferError, match="in the newest version 30"):
         scene.join().fetch(scene.order(1, timeout_s=0.3), cancelled=Event())
@@ -104,9 +104,9 @@ def test_a_version_being_fetched_is_kept(scene: Scene) -> None:
 def test_a_held_version_is_not_fetched_again(scene: Scene) -> None:
     scene.publish(1)
     fetcher = scene.join()
-    before = scene.fetch(fetcher, 1)
+    scene.fetch(fetcher, 1)
     scene.snapshots.close()
-    assert scene.fetch(fetcher, 1) == before
+    assert scene.fetch(fetcher, 1) == 0
 
 
 def test_after_a_release_the_snapshot_is_fetched(scene: Scene) -> None:
@@ -115,7 +115,7 @@ def test_after_a_release_the_snapshot_is_fetched(scene: Scene) -> None:
     scene.fetch(fetcher, 1)
     fetcher.release()
     scene.publish(2)
-    assert scene.fetch(fetcher, 2) > NUM_BYTES
+    assert scene.fetch(fetcher, 2) >= NUM_BYTES
 
 
 def test_a_restarted_learner_at_the_same_address_is_followed(scene: Scene) -> None:
@@ -143,13 +143,13 @@ def test_a_cancelled_fetch_ends_soon_and_the_next_one_works(scene: Scene) -> Non
             underway.result(timeout=TIMEOUT_S)
     with pytest.raises(WeightTransferError, match="was cancelled"):
         fetcher.fetch(unreachable, cancelled=cancelled)
-    assert scene.fetch(fetcher, 1) > NUM_BYTES
+    assert scene.fetch(fetcher, 1) >= NUM_BYTES
 
 
 def test_a_shared_folder_is_read_without_the_server(scene: Scene) -> None:
     scene.publish(1)
     scene.server.close()
-    assert scene.fetch(scene.join(), 1, folder=scene.store.folder) > NUM_BYTES
+    assert scene.fetch(scene.join(), 1, folder=scene.store.folder) >= NUM_BYTES
 
 
 def test_a_damaged_file_in_the_shared_folder_falls_back_to_the_stream(scene: Scene, tmp_path: Path) -> None:
@@ -158,25 +158,14 @@ def test_a_damaged_file_in_the_shared_folder_falls_back_to_the_stream(scene: Sce
     path = seen / "version-00000001" / "bucket-0001.bin"
     path.write_bytes(bytes(path.stat().st_size))
     scene.publish(1)
-    assert scene.fetch(scene.join(), 1, folder=seen) > NUM_BYTES
+    assert scene.fetch(scene.join(), 1, folder=seen) >= NUM_BYTES
 
 
 def test_a_shared_folder_of_another_run_is_not_used(scene: Scene, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
     SnapshotStore(seen).put(*make_version(1, seed=5))
     scene.publish(1)
-    assert scene.fetch(scene.join(), 1, folder=seen) > NUM_BYTES
-
-
-def test_a_version_of_another_model_is_refused_with_the_reason(scene: Scene) -> None:
-    scene.publish(1)
-    order = scene.order(1)
-    fetcher = scene.join()
-    with pytest.raises(
-        WeightTransferError, match=r"version 1 could not be fetched: version 1 must hold the model's 2 tensors: lm_head"
-    ):
-        fetcher.fetch(msgspec.structs.replace(order, slots=order.slots[:-1]), cancelled=Event())
-    assert scene.fetch(fetcher, 1) > NUM_BYTES
+    assert scene.fetch(scene.join(), 1, folder=seen) >= NUM_BYTES
 
 
 def test_a_version_that_never_appears_is_an_error_in_time(scene: Scene) -> None:
@@ -187,7 +176,7 @@ def test_a_version_that_never_appears_is_an_error_in_time(scene: Scene) -> None:
     with pytest.raises(WeightTransferError, match=r"in the newest version 1; nothing was loaded"):
         fetcher.fetch(scene.order(2, timeout_s=0.3), cancelled=Event())
     scene.publish(2)
-    assert scene.fetch(fetcher, 2) > NUM_BYTES
+    assert scene.fetch(fetcher, 2) >= NUM_BYTES
 
 
 def test_the_end_of_a_run_leaves_nothing_behind(scene: Scene) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("algorithms", "delivery", "doors")
+KINDS = ("algorithms", "delivery", "doors", "lending")
 """Tables of mutants: tests/mutants/KIND.toml."""
 _NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "*.egg-info")
 _NOT_COPIED_FROM_ROOT = {"runs", "data", "models"}

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, SnapshotSource, Update, UpdateApplied
+from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.configs.engines import ScriptedEngineConfig
@@ -43,7 +44,7 @@ class Scene:
         self.states: list[tuple[str, str]] = []
         self.engine = ScriptedEngine(ScriptedEngineConfig(), receiver=FakeReceiver())
         self.updates = WeightUpdates(
-            keys=KEYS,
+            fetcher=Fetcher(KEYS),
             member=MEMBER,
             client=self,  # type: ignore[arg-type]
             engine=self.engine,
@@ -110,7 +111,7 @@ def test_a_version_is_fetched_and_verified_without_a_group(scene: Scene) -> None
     assert (answer.epoch, answer.version, answer.error) == (NO_EPOCH, 3, "")
     assert scene.updates.version == scene.engine.version == 3
     assert scene.updates.is_verified.is_set()
-    assert scene.states == [("unsynced", "fetching version 3 from the learner"), ("updating", ""), ("ready", "")]
+    assert scene.states == [("unsynced", "fetching version 3"), ("updating", ""), ("ready", "")]
     assert scene.updates.gauges["fetched_mib"] > 0.09
 
 

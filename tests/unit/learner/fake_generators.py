@@ -1,12 +1,14 @@
 """Fake generators and a fake snapshot server: each behaves as the test says."""
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import (
     EpochOpened,
+    LenderError,
     Member,
     Members,
     MemberState,
@@ -33,6 +35,7 @@ class FakeGenerators:
         self.clock = clock
         self.members: dict[str, str] = {}
         self.transports: dict[str, str] = {}
+        self.machines: dict[str, str] = {}
         self.inbox: deque = deque()
         self.sent: list = []
         self.evicted: list[tuple[str, str]] = []
@@ -48,10 +51,20 @@ class FakeGenerators:
         """name=well|silent|wrong|slow: who is alive from now on, and how each behaves; slow: see `finish_fetching`."""
         self.members = members
         states = [
-            MemberState(member(name), "unsynced", -1, self.transports.get(name, "collective"))
+            MemberState(
+                member(name),
+                "unsynced",
+                -1,
+                self.transports.get(name, "collective"),
+                self.machines.get(name, ""),
+                self.lends_at(name),
+            )
             for name in sorted(members)
         ]
         self.inbox.append(Members(states))
+
+    def lends_at(self, name: str) -> str:
+        return f"tcp://{name}:1" if name in self.machines else ""
 
     # --- client ---
     def send(self, message) -> None:
@@ -73,9 +86,13 @@ class FakeGenerators:
         updates = [m for m in self.sent if isinstance(m, Update) and (m.source is not None) is fetched]
         return [(update.version, [m.peer_id for m in update.members]) for update in updates]
 
-    def finish_fetching(self, name: str, version: int, *, error: str = "") -> None:
+    def finish_fetching(
+        self, name: str, version: int, *, error: str = "", lender_errors: Sequence[LenderError] = ()
+    ) -> None:
         """A slow member has fetched the version."""
-        self.inbox.append(UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02))
+        self.inbox.append(
+            UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02, lender_errors=list(lender_errors))
+        )
 
     # --- inbox ---
     def get(self, *, timeout_s: float):
@@ -127,6 +144,8 @@ def make_publisher(
     is_serial: bool = True,
     snapshots: "FakeSnapshots | None" = None,
     transports: dict[str, str] | None = None,
+    machines: dict[str, str] | None = None,
+    trusts_network: bool = False,
     backend: str = "auto",
     **members: str,
 ) -> tuple[Publisher, FakeGenerators, FakeClock]:
@@ -140,9 +159,10 @@ def make_publisher(
         snapshots=snapshots,
         is_serial=is_serial,
         on_evict=lambda peer_id, text: generators.evicted.append((peer_id, text)),
+        trusts_network=trusts_network,
         clock=clock,
     )
-    generators.transports = transports or {}
+    generators.transports, generators.machines = transports or {}, machines or {}
     generators.set_members(**members)
     return publisher, generators, clock
 

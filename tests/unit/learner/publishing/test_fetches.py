@@ -1,6 +1,7 @@
 """Joiners fetch before they take part in broadcasts; a fetch delays no other member; a failed one is evicted."""
 
-from tests.unit.learner.fake_generators import FakeSnapshots, make_publisher, publish
+from slipstream.broker.messages import LenderError
+from tests.unit.learner.fake_generators import FakeSnapshots, make_publisher, publish, stage
 
 
 def test_a_joiner_fetches_its_first_version_and_takes_part_in_the_next_broadcast():
@@ -50,9 +51,8 @@ def test_a_member_with_another_transport_takes_part_in_no_broadcast():
     publisher.poll(timeout_s=0)
     assert publisher.num_holding == 3
     assert generators.updates(fetched=False) == [(2, ["g0"])]
-    assert generators.updates(fetched=True) == [(1, ["g0"]), (1, ["g1"]), (1, ["g2"]), (2, ["g1"]), (2, ["g2"])]
+    assert generators.updates(fetched=True) == [(1, ["g0", "g1"]), (1, ["g2"]), (2, ["g1"]), (2, ["g2"])]
     assert [order.source.has_deltas for order in generators.sent if getattr(order, "source", None)] == [
-        False,
         False,
         True,
         False,
@@ -77,7 +77,7 @@ def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
     clock.now += 6
     publisher.poll(timeout_s=0)
     # Not to the other member, which may hold a later version by now.
-    assert [names for _, names in generators.updates(fetched=True)] == [["g0"], ["g1"], ["g1"]]
+    assert [names for _, names in generators.updates(fetched=True)] == [["g0", "g1"], ["g1"]]
     clock.now += 660
     publisher.poll(timeout_s=0)
     assert generators.evicted == [("g1", "evicted: version 1 was not fetched within 660 s")]
@@ -166,3 +166,65 @@ def test_the_snapshot_server_is_closed_at_the_end():
     publisher, _, _ = make_publisher(snapshots=(snapshots := FakeSnapshots()))
     publisher.close()
     assert snapshots.is_closed
+
+
+def test_on_an_untrusted_network_a_member_elsewhere_fetches_deltas_and_a_trusted_one_is_sent_broadcasts():
+    for trusts_network in (False, True):
+        publisher, generators, _ = make_publisher(
+            snapshots=FakeSnapshots(), machines={"g1": "elsewhere"}, trusts_network=trusts_network, g0="well", g1="well"
+        )
+        for version in (1, 2, 3):
+            publish(publisher, version)
+            publisher.poll(timeout_s=0)
+        assert publisher.num_holding == 2
+        together = ["g0", "g1"] if trusts_network else ["g0"]
+        assert generators.updates(fetched=False) == [(2, together), (3, together)]
+        assert len(generators.evicted) == (not trusts_network)
+    assert generators.evicted == []
+
+
+def test_the_reason_for_deltas_is_recorded_once():
+    publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), machines={"g0": "elsewhere"}, g0="well")
+    for version in (1, 2):
+        publish(publisher, version)
+        generators.set_members(g0="well")
+    publisher.poll(timeout_s=0)
+    ((name, reason),) = generators.evicted
+    assert name == "g0"
+    assert "cluster.trusted_network" in reason
+
+
+def test_only_few_members_elsewhere_are_sent_to_the_learner_and_the_others_get_digests():
+    names = {f"g{number:02}": "slow" for number in range(16)}
+    publisher, generators, clock = make_publisher(
+        snapshots=FakeSnapshots(), machines={name: f"machine-{name}" for name in names}, **names
+    )
+    publisher.set_version(stage(1))
+    publisher.poll(timeout_s=0)
+    publisher._fetches.request(stage(1))
+    orders = list(generators.sent)
+    assert sorted(len(order.members) for order in orders if not order.source.lenders) == [2, 6]
+    assert sum(len(order.members) for order in orders) == 16
+    for order in orders:
+        assert bool(order.digests) == bool(order.source.lenders)
+    clock.now += 6
+    publisher.poll(timeout_s=0)
+    # To each alone: the others of its message may have moved on.
+    repeated = [[each.peer_id for each in order.members] for order in generators.sent[len(orders) :]]
+    assert sorted(repeated) == [[name] for name in sorted(names)]
+
+
+def test_a_lender_that_altered_weights_is_reported():
+    names = {f"g{number:02}": "slow" for number in range(16)}
+    publisher, generators, _ = make_publisher(
+        snapshots=FakeSnapshots(), machines={name: f"machine-{name}" for name in names}, **names
+    )
+    publish(publisher, 1)
+    order = next(order for order in generators.sent if getattr(order, "source", None) and order.source.lenders)
+    liar, by = order.source.lenders[0], order.members[0].peer_id
+    generators.evicted.clear()
+    generators.finish_fetching(by, 1, lender_errors=[LenderError(liar, "bucket 0 differs", is_altered=True)])
+    publisher.poll(timeout_s=0)
+    ((name, reason),) = generators.evicted
+    assert liar == generators.lends_at(name)
+    assert f"{by} got other weights from it than were published: bucket 0 differs" in reason

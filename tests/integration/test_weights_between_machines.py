@@ -1,0 +1,99 @@
+"""Two machines, each a network namespace: weights are broadcast over a trusted network, else fetched and lent on."""
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from slipstream.broker.credentials import TOKEN_VARIABLE
+from tests import runs
+from tests.integration.test_other_machines import Machine, machines  # noqa: F401
+from tests.runs import SMALL, kill_tree, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+_ADDRESS = re.compile(r"broker\.address=tcp://10\.77\.0\.1:2100\d")
+_LENT = re.compile(r"weights_fetched +source=tcp://10\.77\.0\.2:2100\d version=(\d+)")
+
+
+class Scene:
+    """A run on the first machine, and generators on the second."""
+
+    def __init__(self, folder: Path, here: Machine, there: Machine) -> None:
+        self.folder, self.here, self.there = folder, here, there
+        for name in ("unseen", "elsewhere"):
+            (folder / name).mkdir()
+
+    @property
+    def learner(self) -> str:
+        """Log of the learner."""
+        path = self.folder / "runs/mine/logs/learner.log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def generators(self) -> str:
+        """Output of the generators of the second machine."""
+        return (self.folder / f"{self.there.name}.out").read_text()
+
+    @property
+    def num_steps(self) -> int:
+        return len((self.folder / "runs/mine/metrics.jsonl").read_text().splitlines())
+
+    @contextmanager
+    def running(self, *settings: str, generators: tuple[str, ...]) -> Iterator[None]:
+        """Start the run, then a generator on the second machine with each of these arguments."""
+        network = ("name=mine", "cluster.interface=10.77.0.0/24", "cluster.ports=21000-21009")
+        steps = ("learner.max_steps=500", "generators.engine.seconds_per_token=0.05", "weights.bucket_bytes=65536")
+        command = runs.command(*SMALL, *network, *steps, *settings)
+        processes = [self.here.start(self.folder, *command, hidden=self.folder / "unseen")]
+        printed = self.folder / f"{self.here.name}.out"
+        try:
+            until(lambda: bool(_ADDRESS.search(printed.read_text())), timeout_s=90, what="an address")
+            found = _ADDRESS.search(printed.read_text())
+            assert found
+            token = (self.folder / "runs/mine/token").read_text().strip()
+            join = f"{sys.executable} -m slipstream.generators {found[0]} runs_dir=elsewhere"
+            all_of_them = " & ".join(f"{join} {arguments}" for arguments in generators) + " & wait"
+            hidden, token = self.folder / "runs", {TOKEN_VARIABLE: token}
+            processes.append(self.there.start(self.folder, "sh", "-c", all_of_them, hidden=hidden, **token))
+            yield
+        finally:
+            for process in reversed(processes):
+                kill_tree(process)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, machines: tuple[Machine, Machine]) -> Iterator[Scene]:  # noqa: F811
+    yield Scene(runs.make_task(tmp_path, warm=False), *machines)
+    runs.kill_processes_of(tmp_path)
+
+
+def test_without_trust_generators_elsewhere_fetch_and_the_first_lends_to_its_neighbour(scene: Scene) -> None:
+    with scene.running(generators=("--id far-0", "--id far-1")):
+        until(lambda: len(set(_LENT.findall(scene.generators))) >= 3, timeout_s=120, what="lent versions")
+    assert re.search(r"weights_fetched +source=learner", scene.generators)
+    assert len(re.findall("weights_not_broadcast", scene.learner)) == 2
+    assert not re.search(r"epoch_opened.*far", scene.learner)
+    assert "members_evicted" not in scene.learner
+    assert "lender_failed" not in scene.generators
+
+
+def test_over_a_trusted_network_generators_elsewhere_take_part_in_broadcasts(scene: Scene) -> None:
+    with scene.running("cluster.trusted_network=true", generators=("--id far-0", "--id far-1")):
+        together = re.compile(r"epoch_opened.*far-0.*far-1")
+        until(lambda: bool(together.search(scene.learner)), timeout_s=120, what="an epoch of all")
+        steps = scene.num_steps
+        until(lambda: scene.num_steps >= steps + 3, timeout_s=60, what="steps after that")
+    assert "weights_not_broadcast" not in scene.learner
+    assert "members_evicted" not in scene.learner
+    # The first version alone is fetched.
+    assert scene.generators.count("weights_fetched") == 2
+
+
+def test_a_generator_that_insists_on_broadcasts_over_an_untrusted_network_is_refused(scene: Scene) -> None:
+    sentence = "weights.transport=collective on another machine needs cluster.trusted_network=true"
+    with scene.running(generators=("--id far weights.transport=collective",)):
+        until(lambda: sentence in scene.generators, timeout_s=60, what="a refusal")
+    assert "Traceback" not in scene.generators

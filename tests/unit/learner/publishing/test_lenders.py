@@ -1,0 +1,193 @@
+"""The plan of a fetch: few from the learner, the others from generators that have the version."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from slipstream.broker.messages import LenderError, Member, Members, MemberState
+from slipstream.broker.transport.endpoints import machine_id
+from slipstream.learner.publishing.lenders import Lenders, Place
+from slipstream.learner.publishing.members import MemberTable
+from tests.fakes import FakeClock
+
+FAN_OUT = 4
+
+
+class Scene:
+    """Generators, a given number on each of many machines, the learner's apart."""
+
+    def __init__(self, *, num_hosts: int, per_host: int = 1, fan_out: int = FAN_OUT) -> None:
+        self.clock = FakeClock()
+        self.events: list[tuple[str, str]] = []
+        self.table = MemberTable(on_evict=lambda peer_id, text: self.events.append((peer_id, text)), clock=self.clock)
+        self.lenders = Lenders(self.table, fan_out=fan_out, clock=self.clock)
+        self.states = {
+            name: MemberState(Member(name, "1"), "ready", 0, "snapshot", f"host-{host}", f"tcp://10.0.0.{host}:{place}")
+            for host in range(num_hosts)
+            for place in range(per_host)
+            for name in [f"g{host:03}-{place}"]
+        }
+        self.join(self.states)
+        self.places: dict[str, Place] = {}
+
+    def join(self, names: Iterable[str]) -> None:
+        self.table.update(Members([self.states[name] for name in sorted(names)]))
+
+    def assign(self, names: Iterable[str] | None = None, *, version: int = 1, by_delta: bool = False) -> None:
+        members = [Member(name, "1") for name in sorted(self.states if names is None else names)]
+        for place, together in self.lenders.assign(version, members, by_delta=by_delta).items():
+            self.places |= {member.peer_id: place for member in together}
+
+    def end(self, *names: str, errors: tuple[LenderError, ...] = (), is_lending: bool = True) -> None:
+        for name in names:
+            self.lenders.record_end(Member(name, "1"), is_lending=is_lending, errors=errors)
+
+    def address(self, name: str) -> str:
+        return self.states[name].lends_at
+
+    @property
+    def from_learner(self) -> set[str]:
+        return {name for name, place in self.places.items() if not place.lenders}
+
+    @property
+    def loads(self) -> Counter[str]:
+        """Generators that fetch from each address first."""
+        return Counter(place.lenders[0] for place in self.places.values() if place.lenders)
+
+
+def test_the_learner_serves_fan_out_generators_and_each_lender_no_more():
+    for count in (1, 4, 5, 16, 84, 200):
+        scene = Scene(num_hosts=count)
+        scene.assign()
+        assert len(scene.from_learner) == min(count, FAN_OUT)
+        assert max(scene.loads.values(), default=0) <= FAN_OUT
+        lending = {scene.address(name) for name, place in scene.places.items() if place.is_lent}
+        assert set(scene.loads) <= lending
+        # No more of them keep the version in memory than are needed.
+        assert len(lending) == -(-count // FAN_OUT)
+
+
+def test_a_lender_was_placed_before_those_who_fetch_from_it_so_that_none_waits_for_itself():
+    scene = Scene(num_hosts=100)
+    order = [name for names in ([f"g{host:03}-0"] for host in range(100)) for name in names]
+    placed: set[str] = set()
+    for name in order:
+        scene.assign([name])
+        assert set(scene.places[name].lenders) <= placed
+        placed.add(scene.address(name))
+
+
+def test_one_generator_of_a_machine_fetches_for_the_others_there():
+    scene = Scene(num_hosts=6, per_host=3)
+    scene.assign()
+    for host in range(6):
+        first, *others = (f"g{host:03}-{place}" for place in range(3))
+        assert {scene.places[name].lenders[0] for name in others} == {scene.address(first)}
+        assert scene.places[first].is_lent
+    assert len(scene.from_learner) == FAN_OUT
+    assert all(name.endswith("-0") for name in scene.from_learner)
+
+
+def test_generators_of_the_learners_machine_read_its_folder_and_take_no_place():
+    scene = Scene(num_hosts=3)
+    own = MemberState(Member("own", "1"), "ready", 0, "snapshot", machine_id(), "tcp://10.0.0.9:1")
+    scene.states["own"] = own
+    scene.join(scene.states)
+    scene.assign(["own"])
+    assert scene.places["own"] == Place()
+    scene.assign()
+    assert len(scene.from_learner) == 4
+
+
+def test_an_address_that_only_its_own_machine_reaches_is_given_to_nobody_else():
+    scene = Scene(num_hosts=2, per_host=8, fan_out=1)
+    for name, state in scene.states.items():
+        scene.states[name] = MemberState(
+            state.member, "ready", 0, "snapshot", state.machine, f"ipc:///tmp/{name}.sock" if "-0" in name else ""
+        )
+    scene.join(scene.states)
+    scene.assign()
+    for name, place in scene.places.items():
+        assert all(address.startswith(f"ipc:///tmp/{name[:4]}") for address in place.lenders)
+
+
+def test_without_lenders_all_fetch_from_the_learner():
+    scene = Scene(num_hosts=20)
+    scene.states = {
+        name: MemberState(state.member, "ready", 0, "snapshot", state.machine) for name, state in scene.states.items()
+    }
+    scene.join(scene.states)
+    scene.assign()
+    assert set(scene.places.values()) == {Place()}
+
+
+def test_versions_that_arrive_one_by_one_make_a_tree_as_well():
+    scene = Scene(num_hosts=64)
+    for name in sorted(scene.states):
+        scene.assign([name], version=2)
+        scene.end(name)
+    assert len(scene.from_learner) == FAN_OUT
+    scene.places.clear()
+    scene.assign(version=3)
+    assert len(scene.from_learner) == FAN_OUT
+
+
+def test_whoever_holds_a_version_and_takes_deltas_is_not_sent_to_a_lender_without():
+    scene = Scene(num_hosts=12)
+    joining, holding = sorted(scene.states)[:6], sorted(scene.states)[6:]
+    scene.assign(joining)
+    whole = set(scene.loads)
+    scene.places.clear()
+    scene.assign(holding, by_delta=True)
+    assert not whole & set(scene.loads)
+    assert len(scene.from_learner) == FAN_OUT
+
+
+def test_a_liar_is_reported_and_never_lends_again():
+    scene = Scene(num_hosts=12)
+    scene.assign()
+    victim, liar = next((name, place.lenders[0]) for name, place in scene.places.items() if place.lenders)
+    name = next(name for name in scene.states if scene.address(name) == liar)
+    scene.end(victim, errors=(LenderError(liar, "bucket 3 must have the learner's digest", is_altered=True),))
+    assert [peer_id for peer_id, _ in scene.events] == [name]
+    assert victim in scene.events[0][1]
+    assert "bucket 3" in scene.events[0][1]
+    scene.clock.now += 1e6
+    scene.assign(version=2)
+    assert liar not in scene.loads
+    assert not scene.places[name].is_lent
+
+
+def test_a_lender_that_failed_rests_for_a_while():
+    scene = Scene(num_hosts=12)
+    scene.assign()
+    victim, failed = next((name, place.lenders[0]) for name, place in scene.places.items() if place.lenders)
+    scene.end(victim, errors=(LenderError(failed, "nobody listens there"),))
+    scene.assign(version=2)
+    assert failed not in scene.loads
+    assert scene.events == []
+    scene.clock.now += 61
+    scene.places.clear()
+    scene.assign(version=3)
+    assert failed in scene.loads
+
+
+def test_nobody_can_accuse_a_generator_that_it_was_not_sent_to():
+    scene = Scene(num_hosts=12)
+    scene.assign()
+    (first, *_) = scene.loads
+    stranger = next(name for name, place in scene.places.items() if first not in place.lenders)
+    scene.end(stranger, errors=(LenderError(first, "it lies", is_altered=True),))
+    assert scene.events == []
+    scene.assign(version=2)
+    assert first in scene.loads
+
+
+def test_dead_and_failed_lenders_are_given_to_nobody():
+    scene = Scene(num_hosts=12)
+    inner, late = sorted(scene.states)[:11], sorted(scene.states)[11]
+    scene.assign(inner)
+    lending = [name for name in inner if scene.places[name].is_lent]
+    scene.end(lending[0], is_lending=False)
+    scene.join(set(scene.states) - {lending[1]})
+    scene.assign([late])
+    assert scene.places[late].lenders[0] == scene.address(lending[2])
