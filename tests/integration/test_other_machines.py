@@ -1,5 +1,6 @@
 """Two machines, each a network namespace: a generator joins with an address and a token alone."""
 
+import json
 import os
 import re
 import shutil
@@ -82,6 +83,17 @@ def listening(machine: Machine) -> list[tuple[str, int]]:
     return [(address, int(port)) for address, _, port in found]
 
 
+def assert_fit(machine: Machine, folder: Path, address: str, *, token: str) -> None:
+    """`slipstream diagnose cluster` on this machine finds nothing that fails, and is reached by the broker."""
+    words = ["-m", "slipstream", "diagnose", "cluster", "--json", address, "runs_dir=elsewhere"]
+    asked = machine.start(folder, sys.executable, *words, hidden=folder / "runs", **{TOKEN_VARIABLE: token})
+    code, printed = asked.wait(timeout=60), (folder / f"{machine.name}.out").read_text()
+    assert code == 0, printed
+    checks = {each["name"]: each for each in json.loads(printed)["checks"]}
+    assert checks["interface"]["found"].startswith(machine.address)
+    assert f"the broker reaches {machine.address}:2100" in checks["way back"]["found"]
+
+
 def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(
     folder: Path, machines: tuple[Machine, Machine]
 ) -> None:
@@ -103,6 +115,7 @@ def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(
         assert found, printed.read_text()[-3000:]
         token = (folder / "runs/mine/token").read_text().strip()
         (folder / "elsewhere").mkdir()
+        assert_fit(there, folder, found[1], token=token)
         command = [sys.executable, "-m", "slipstream.generators", "--id", "far", found[1], "runs_dir=elsewhere"]
         generator = there.start(folder, *command, hidden=folder / "runs", **{TOKEN_VARIABLE: token})
         log = folder / f"{there.name}.out"
