@@ -57,7 +57,7 @@ def is_here(machine: str) -> bool:
 def is_own_machine(address: str) -> bool:
     """Return whether an endpoint can be reached from its own machine alone."""
     transport, _, endpoint = address.partition("://")
-    return transport != "tcp" or _is_loopback(endpoint.rpartition(":")[0])
+    return transport != "tcp" or is_loopback(endpoint.rpartition(":")[0])
 
 
 def check_unused(address: str, *, setting: str) -> None:
