@@ -120,3 +120,16 @@ def test_the_command_of_a_run_starts_a_supervised_one(folder: Path, alone: dict)
     runs.train(folder, *SMALL, "name=launched")
     launched = load_file(folder / "runs" / "launched" / "final_model" / "model.safetensors")
     assert largest_difference(alone, launched) == 0
+
+
+def test_a_run_goes_on_elsewhere_with_its_object_store_alone(folder: Path, alone: dict) -> None:
+    storage = f"storage_uri=file://{folder}/remote"
+    train(folder, "moved", storage, "learner.max_steps=3")
+    weights = learner(folder, "name=moved", storage, "runs_dir=elsewhere", "resume=true")
+    assert weights.returncode == 0, weights.stderr[-3000:]
+    resumed = load_file(folder / "elsewhere/moved/final_model/model.safetensors")
+    assert all(tensor.equal(resumed[name]) for name, tensor in alone.items())
+    sent = load_file(folder / "remote/moved/final_model/model.safetensors")
+    assert all(tensor.equal(resumed[name]) for name, tensor in sent.items())
+    refused = learner(folder, "name=none", storage, "runs_dir=elsewhere", "resume=true")
+    assert (refused.returncode, "of which neither elsewhere/ nor file://" in refused.stderr) == (2, True)

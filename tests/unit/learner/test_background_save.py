@@ -165,7 +165,7 @@ def test_rank_0_says_whose_files_it_waits_for(tmp_path):
 
 
 # --- several machines ------------------------------------------------------------------------------------------------
-def make_machines(folder: Path, storage: ObjectFolder) -> list[BackgroundSaver]:
+def make_machines(folder: Path, storages: list[ObjectFolder]) -> list[BackgroundSaver]:
     words: dict[tuple[str, int], str] = {}
     return [
         BackgroundSaver(
@@ -175,7 +175,7 @@ def make_machines(folder: Path, storage: ObjectFolder) -> list[BackgroundSaver]:
             in_background=True,
             storage=storage.child("checkpoints"),
         )
-        for rank in (0, 1)
+        for rank, storage in enumerate(storages)
     ]
 
 
@@ -185,18 +185,39 @@ def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
     saver.start(f"draft-{number}", [write], name=f"step-{number}", finish=finish)
 
 
-def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_their_files(tmp_path):
-    storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0))
-    first, second = make_machines(tmp_path, storage)
-    finished: list[list[str]] = []
-    start(first, 1, finish=lambda: finished.append(storage.child("checkpoints").names()))
+class Held(StorageWait):
+    """Keeps every operation waiting until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.let_go = threading.Event()
+
+    def repeat(self, what, call):
+        assert self.let_go.wait(timeout=20)
+        return super().repeat(what, call)
+
+
+def await_rank_1(first: BackgroundSaver) -> None:
     ends_at = time.monotonic() + 10
     while "files of a checkpoint of rank-1" not in first.reason:
         assert time.monotonic() < ends_at
         time.sleep(0.01)
+
+
+def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_their_files(tmp_path):
+    storage, held = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)), Held()
+    first, second = make_machines(tmp_path, [storage, ObjectFolder(storage.uri, held)])
+    finished: list[list[str]] = []
+    start(first, 1, finish=lambda: finished.append(storage.child("checkpoints").names()))
+    await_rank_1(first)
     assert not (tmp_path / "0" / "step-1").exists()
-    assert finished == []
     start(second, 1)
+    ends_at = time.monotonic() + 10
+    while not (tmp_path / "0" / "step-1").exists():
+        assert time.monotonic() < ends_at
+    await_rank_1(first)
+    assert finished == storage.child("checkpoints").names() == []
+    held.let_go.set()
     for saver in (first, second):
         saver.flush()
     assert finished == [["step-1"]], "the object store has all of it when the pointer moves"
