@@ -2,6 +2,9 @@
 
 import re
 from ipaddress import IPv4Network
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from slipstream.configs.base import Config, ConfigError, require
 
@@ -14,9 +17,36 @@ _PORTS = range(1024, 65536)
 """Ports that a user may bind."""
 
 
-class ClusterConfig(Config):
-    """Addresses and ports of roles that other machines reach, and the trust in the network between them."""
+class CoreConfig(Config):
+    """Resources that Ray reserves on the machine of launcher, broker, store and learner."""
 
+    cpus: Annotated[float, Meta(gt=0)] = 2.0
+    gpus: Annotated[int, Meta(ge=0)] = 0
+    """GPUs of the learner, one for each rank; 0: it trains on the CPU."""
+
+
+class SeatConfig(Config):
+    """Needs of a generator, for which Ray chooses a machine."""
+
+    cpus: Annotated[float, Meta(gt=0)] = 1.0
+    gpus: Annotated[int, Meta(ge=0)] = 0
+    """GPUs of its engine, one for each worker; 0: it has none."""
+    labels: dict[str, str] = {}
+    """Labels that the machine must have, such as `{accelerator: H100}`: those of `ray start --labels`."""
+
+
+class ClusterConfig(Config):
+    """Machines of the roles, their addresses and ports, and the trust in the network between them."""
+
+    kind: Literal["local", "ray"] = "local"
+    """`local`: the launcher starts all roles on its machine. `ray`: generators on the machines of a Ray cluster, which
+    is asked for each of them alone."""
+    address: str = "auto"
+    """Address of Ray's head, `HOST:PORT`; `auto`: the cluster to which this machine belongs."""
+    place_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Longest wait for Ray to place the core or a generator, seconds: an autoscaler takes minutes to add a machine."""
+    core: CoreConfig = CoreConfig()
+    generator: SeatConfig = SeatConfig()
     interface: str = ""
     """IPv4 network in which the machines reach each other, such as `10.0.0.0/8`. Every role listens at the address that
     its machine has in it. Empty: unix sockets and loopback addresses alone."""
@@ -28,6 +58,8 @@ class ClusterConfig(Config):
     in the network can read and change what they carry, weights and gradients. All else speaks CURVE."""
 
     def __post_init__(self) -> None:
+        must, why = "be auto or HOST:PORT of Ray's head", "a driver of Ray Client is on no machine of the cluster"
+        require("://" not in self.address, "cluster.address", must, got=self.address, why=why)
         if self.interface:
             self._check_interface()
         is_range = re.fullmatch(r"\d{1,5}-\d{1,5}", self.ports, re.ASCII) is not None
@@ -49,6 +81,25 @@ class ClusterConfig(Config):
             raise ConfigError(
                 f"cluster.interface must be an IPv4 network such as 10.0.0.0/8, got {self.interface!r}: {error}."
             ) from None
+
+    def check_ray(self, *, mode: str, num_ranks: int, device: str, num_workers: int) -> None:
+        """Check the rest of the run's settings against `kind=ray`; an engine without workers of its own has 0.
+
+        Raises ConfigError.
+        """
+        if self.kind == "local":
+            return
+        must, why = f"be local with mode={mode}", "there is no generator to place"
+        require(mode == "async", "cluster.kind", must, got=self.kind, why=why)
+        must, why = "be set with cluster.kind=ray", "generators on other machines could not reach this one"
+        require(bool(self.interface), "cluster.interface", must, got='""', why=why)
+        gpus = self.core.gpus
+        fit = {"auto": (0, num_ranks), "cuda": (num_ranks,), "cpu": (0,)}[device]
+        must = f"be {' or '.join(map(str, fit))} with learner.num_ranks={num_ranks}, learner.device={device}"
+        require(gpus in fit, "cluster.core.gpus", must, got=gpus, why="each rank has one of its own")
+        gpus, must = self.generator.gpus, f"be 0, or the workers of generators.engine ({num_workers})"
+        is_fit = not num_workers or gpus in (0, num_workers)
+        require(is_fit, "cluster.generator.gpus", must, got=gpus, why="each has one of its own")
 
     @property
     def network(self) -> IPv4Network | None:

@@ -173,7 +173,7 @@ def _check_heldout(run: RunConfig) -> None:
         )
 
 
-def _check_best_of_sft(run: RunConfig) -> None:
+def _check_sft_best(run: RunConfig) -> None:
     best, key = run.learner.checkpoint.best, "learner.checkpoint.best"
     if best is None or run.mode != "sft":
         return
@@ -257,6 +257,12 @@ def _check_backend(run: RunConfig) -> None:
     is_possible = run.learner.device != "cpu" and isinstance(run.generators.engine, VllmEngineConfig)
     must, why = "be auto or gloo with learner.device=cpu, or without vllm's engine", "NCCL sends from GPU to GPU"
     require(run.weights.backend != "nccl" or is_possible, "weights.backend", must, got="nccl", why=why)
+
+
+def _check_cluster(run: RunConfig) -> None:
+    workers = getattr(run.generators.engine, "num_workers", 0)
+    ranks, device = run.learner.num_ranks, run.learner.device
+    run.cluster.check_ray(mode=run.mode, num_ranks=ranks, device=device, num_workers=workers)
 
 
 def _check_equal_shares(run: RunConfig) -> None:
@@ -381,7 +387,7 @@ def _check_lease(run: RunConfig) -> None:
     )
 
 
-_LEARNER_CHECKS = (_check_mode, _check_profile, _check_learner, _check_router_replay, _check_best_of_sft)
+_LEARNER_CHECKS = (_check_mode, _check_cluster, _check_profile, _check_learner, _check_router_replay, _check_sft_best)
 """Checks that apply in every mode."""
 _ROLE_CHECKS = (
     _check_bounds, _check_heldout, _check_equal_shares, _check_advantage_has_a_baseline, _check_one_process,

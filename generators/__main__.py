@@ -60,6 +60,7 @@ from slipstream.runtime.run_folder import RunFolder, describe_others, list_runs
 _FLUSH_S = 3.0
 _LOOK_EVERY_S = 1.0
 _OWN_SETTINGS = (
+    "experiment=",
     "broker.",
     "weights.transport=",
     "name=",
@@ -73,6 +74,7 @@ _OWN_SETTINGS = (
     "generators.agents",
 )
 """Settings that concern this machine. The code to execute is among them: it never comes from the broker."""
+_OF_ONE_MACHINE = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")
 _HARMLESS_TOOL = "calculator"
 """The built-in tool that neither runs what a model wrote nor talks to an address."""
 
@@ -259,6 +261,11 @@ def _transport_override(overrides: list[str]) -> Any:
     """Weight transport set for this generator alone; empty = the run's."""
     is_set = any(override.startswith("weights.transport=") for override in overrides)
     return load(overrides).weights.transport if is_set else ""
+
+
+def own_settings(overrides: list[str]) -> list[str]:
+    """Those of a run's overrides that its generators need on whatever machine, above all those that name code."""
+    return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_OF_ONE_MACHINE)]
 
 
 def ignored_settings(overrides: list[str]) -> list[str]:

@@ -74,6 +74,7 @@ class RoleProcess:
         self._started_at = 0.0
         self._restart_at: float | None = None
         self._is_asked_to_end = False
+        self._announced = ""
 
     @property
     def has_finished(self) -> bool:
@@ -88,6 +89,11 @@ class RoleProcess:
     def pid(self) -> int | None:
         return self._seat.pid
 
+    @property
+    def place(self) -> str:
+        """Its process and machine, or that it waits for one, in words."""
+        return self._seat.place
+
     def start(self) -> None:
         """Start the process, its output appended to its log."""
         self._started_at = time.monotonic()
@@ -95,6 +101,7 @@ class RoleProcess:
         self._log.touch()
         self._log_starts_at = self._log.stat().st_size
         self._seat.start(self._arguments, variables=self._variables)
+        self._announced = self._seat.place
 
     def record_work(self) -> None:
         """Record that the process has done work since its start: an error from now on is none of the start."""
@@ -110,7 +117,7 @@ class RoleProcess:
             return self._restart_if_due()
         code = self._seat.poll()
         if code is None or (code == 0 and (self._restart != "always" or self._is_asked_to_end)):
-            return []
+            return self._announce()
         if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
         if not self._may_restart(code):
@@ -193,7 +200,12 @@ class RoleProcess:
             # Once: the arguments stay, and a learner takes resume=true only once.
             self._arguments += self._restart_arguments
         self.start()
-        return [f"{self.name} restarted (pid {self.pid})"]
+        return [f"{self.name} restarted ({self.place})"]
+
+    def _announce(self) -> list[str]:
+        """Return a message once the place has changed since the start: a machine was found."""
+        before, self._announced = self._announced, self.place
+        return [f"{self.name}: {self.place}"] if self._announced != before else []
 
 
 def _uncaught_error(lines: Sequence[str]) -> str:

@@ -34,6 +34,11 @@ class Seat(Protocol):
         """Process id of the role on its machine; None before its start."""
         ...
 
+    @property
+    def place(self) -> str:
+        """Process and machine of the role, or that it waits for a place, in words."""
+        ...
+
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
         """Start `python -m ARGUMENTS` with `variables` added to the environment. Raises OSError."""
         ...
@@ -54,12 +59,28 @@ class Seat(Protocol):
         ...
 
 
+class Places(Protocol):
+    """Machines of a run beside that of its launcher."""
+
+    @property
+    def gpus(self) -> list[str]:
+        """GPUs of this machine that are the learner's, by number or UUID."""
+        ...
+
+    def seat(self, name: str, log: Path) -> Seat:
+        """Return a seat for the generator `name`, on a machine that is chosen when it starts."""
+        ...
+
+
 class LocalSeat:
     """A seat on this machine: the role is a child of a keeper, which ends it when this process ends, however."""
 
-    def __init__(self, log: Path | None, *, is_detached: bool = False) -> None:
+    def __init__(
+        self, log: Path | None, *, is_detached: bool = False, environment: Mapping[str, str] = os.environ
+    ) -> None:
         """Without `log` the role prints where this process does; a detached keeper is no child of this process."""
         self._log = log
+        self._environment = environment
         self._attachment = "detached" if is_detached else "attached"
         self._keeper: subprocess.Popen[bytes] | None = None
         self._status = -1
@@ -71,10 +92,14 @@ class LocalSeat:
     def pid(self) -> int | None:
         return self._pid
 
+    @property
+    def place(self) -> str:
+        return f"pid {self._pid}"
+
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
         self._close()
         self._pid = self._code = self._kill_at = None
-        self._start_keeper([sys.executable, "-m", *arguments], os.environ | variables)
+        self._start_keeper([sys.executable, "-m", *arguments], {**self._environment, **variables})
         self._read(timeout_s=_START_TIMEOUT_S)
         if self._pid is None:
             self._close()

@@ -192,7 +192,8 @@ class GeneratorPool:
             return [Event(name, f"{name} is abandoned, the target is {self.target} now: {reason}")]
 
     def _remove(self, name: str) -> None:
-        del self._active[name]
+        # Its place is free for others.
+        self._active.pop(name).stop(ends_at=0.0)
         self.target -= 1
 
     def _reap(self, name: str) -> list[Event]:
@@ -214,4 +215,4 @@ class GeneratorPool:
         for name in started:
             self._active[name] = self._make(name)
             self._active[name].start()
-        return [Event(name, f"{name} started (pid {self._active[name].pid})") for name in started]
+        return [Event(name, f"{name} started ({self._active[name].place})") for name in started]

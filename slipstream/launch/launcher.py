@@ -5,12 +5,14 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import floor
 
 import msgspec
 from rich.console import Console
 
-from slipstream.broker.credentials import make_token
+from slipstream.broker.credentials import TOKEN_VARIABLE, make_token
+from slipstream.broker.handshake import LEARNER
 from slipstream.broker.status.live_view import LiveView
 from slipstream.broker.status.monitor import Monitor, RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER
@@ -23,10 +25,12 @@ from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
+from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
+from slipstream.generators.__main__ import own_settings
 from slipstream.launch.generator_pool import (
     DEVICES_VARIABLE,
     Event,
@@ -50,23 +54,33 @@ _STOP_TIMEOUT_S = 6.0
 
 
 class Launcher:
-    """Runs the roles as processes of this machine.
+    """Runs the roles as processes of this machine; with `places`, generators on others.
 
     Invariant: when `launch` returns or raises, none of the processes it started is left.
     """
 
-    def __init__(self, run: RunConfig, folder: RunFolder, *, overrides: list[str], console: Console) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        folder: RunFolder,
+        *,
+        overrides: list[str],
+        console: Console,
+        places: Places | None = None,
+    ) -> None:
         self._run = run
         self._folder = folder
         self._view = LiveView(run, console=console)
         self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
         self._supervisor: RedisSupervisor | None = None
         # Read once: GPUs of generators that start later must come from the same list.
-        self._visible_gpus = visible_gpus()
-        self._gpus = place(run, gpus=self._visible_gpus)
+        self._places = places
+        self._visible_gpus = [] if places else visible_gpus()
+        self._gpus = {LEARNER: places.gpus} if places else place(run, gpus=self._visible_gpus)
         self._set_roles(overrides)
         self._step: int | None = None
         self._address = ""
+        self._is_pool_started = False
         self._living_generators: set[str] = set()
         self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
 
@@ -98,14 +112,33 @@ class Launcher:
         self._set_roles([*self._overrides, f"generators.engine.kv_cache_gib={floor(100 * cache) / 100:g}"])
 
     def _generator(self, name: str) -> RoleProcess:
+        if self._places:
+            return self._generator_elsewhere(name, self._places)
         # In the run folder it finds address, secret and code; the broker sends the other settings.
         where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
         # The broker listens once the run's inputs are there.
         limit_s = self._run.broker.join_timeout_s + preparation_limit_s(self._run)
         return self._role(name, ["slipstream.generators", "--id", name, *where, f"broker.join_timeout_s={limit_s}"])
 
+    def _generator_elsewhere(self, name: str, places: Places) -> RoleProcess:
+        """Return the process of a generator whose machine has no run folder: it is given address, token and code."""
+        own = [
+            *own_settings(self._overrides),
+            f"name={self._run.name}",
+            f"broker.address={self._address}",
+            f"broker.join_timeout_s={self._run.broker.join_timeout_s}",
+        ]
+        num_threads = str(max(1, floor(self._run.cluster.generator.cpus)))
+        variables = {TOKEN_VARIABLE: make_token(self._run), "OMP_NUM_THREADS": num_threads}
+        arguments = ["slipstream.generators", "--id", name, *own]
+        return RoleProcess(
+            name, arguments, logs=self._folder.logs, seat=partial(places.seat, name), variables=variables
+        )
+
     def _check_room(self, count: int) -> None:
         """Assign GPUs to `count` generators. Raises ConfigError when this machine has no room for them."""
+        if self._places:
+            return
         check_target(self._run, count, num_cores=os.cpu_count() or 1)
         if len(self._visible_gpus) == 1 and count > self._most_generators:
             raise ConfigError(
@@ -181,8 +214,9 @@ class Launcher:
     @contextmanager
     def _processes(self, prepare: Callable[[], None] | None) -> Iterator[None]:
         try:
-            # Generators first: their libraries take the longest to load.
-            self._pool.set_target(self._run.generators.count)
+            # Generators first: their libraries take the longest to load. Others than ours need the broker's address.
+            if not self._places:
+                self._start_pool()
             if prepare:
                 prepare()
             # Needs the model, and the generators wait for the broker, which tells them.
@@ -199,6 +233,10 @@ class Launcher:
                 role.terminate()
                 is_uploading = role is self._broker and self._run.storage_uri
                 role.stop(ends_at=ends_at + UPLOAD_TIMEOUT_S if is_uploading else ends_at)
+
+    def _start_pool(self) -> list[Event]:
+        self._is_pool_started = True
+        return self._pool.set_target(self._run.generators.count)
 
     @property
     def _roles(self) -> list[RoleProcess]:
@@ -263,6 +301,8 @@ class Launcher:
             snapshot = monitor.poll()
             self._living_generators = snapshot.living_generators
             self._record_work(snapshot)
+            if self._address and not self._is_pool_started:
+                self._publish(self._start_pool(), report)
             self._view.show(snapshot)
             self._publish(scaling.poll(store, snapshot), report)
             report.send(restarts=self._restarts(), generators_target=self._pool.target)

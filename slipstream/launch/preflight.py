@@ -40,7 +40,8 @@ def check_surroundings(run: RunConfig) -> None:
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         RewardFunctions(reward)
     if run.mode == "async":
-        check_placement(run)
+        if run.cluster.kind == "local":
+            check_placement(run)
         find_token(run)
         # If the broker found its address in use, our generators would wait for another run's. The run's own socket is
         # taken by whoever holds the run's lock.

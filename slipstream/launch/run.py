@@ -5,6 +5,8 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.broker.status.step_times import describe_times
+from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -41,23 +44,39 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     is_to_prepare = run.mode == "async" and bool(missing_steps(run))
     if not is_to_prepare:
         make_inputs(run)
-    folder.claim()
-    # The launcher works without torch, which takes seconds to import.
-    if run.mode == "serial":
-        from slipstream.launch.serial import run_serial
+    with _open_places(run) as places:
+        folder.claim()
+        # The launcher works without torch, which takes seconds to import.
+        if run.mode == "serial":
+            from slipstream.launch.serial import run_serial
 
-        run_serial(run, folder)
-    elif run.mode == "replay":
-        from slipstream.launch.replay import run_replay
+            run_serial(run, folder)
+        elif run.mode == "replay":
+            from slipstream.launch.replay import run_replay
 
-        run_replay(run, folder, overrides=overrides)
-    else:
-        launcher = Launcher(run, folder, overrides=overrides, console=console)
-        try:
-            launcher.launch(prepare=(lambda: make_inputs(run)) if is_to_prepare else None)
-        finally:
-            folder.unlock()
+            run_replay(run, folder, overrides=overrides)
+        else:
+            launcher = Launcher(run, folder, overrides=overrides, console=console, places=places)
+            try:
+                launcher.launch(prepare=(lambda: make_inputs(run)) if is_to_prepare else None)
+            finally:
+                folder.unlock()
     _report(run, folder, overrides=overrides, program=program)
+
+
+@contextmanager
+def _open_places(run: RunConfig) -> Iterator[Places | None]:
+    """Connect to the cluster that the run names, and reserve what it needs on this machine. Raises ConfigError."""
+    if run.cluster.kind == "local":
+        yield None
+        return
+    # Imported here: it takes a second, and is not installed everywhere.
+    try:
+        from slipstream.cluster.ray_seats import join_cluster
+    except ImportError as error:
+        raise ConfigError(f"cluster.kind=ray needs Ray, got {error}: `pip install 'slipstream[ray]'`.") from None
+    with join_cluster(run.cluster, run=run.name) as places:
+        yield places
 
 
 def start_sft(overrides: list[str]) -> None:

@@ -19,6 +19,7 @@ from slipstream.configs.load import config_hash, identity, load
         ("cluster.ports=20999-20000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 20999-20000:"),
         ("cluster.ports=80-90", "FIRST-LAST within 1024-65535, such as 20000-20999, got 80-90:"),
         ("cluster.ports=60000-70000", "FIRST-LAST within 1024-65535, such as 20000-20999, got 60000-70000:"),
+        ("cluster.address=ray://head:10001", "auto or HOST:PORT of Ray's head, got ray://head:10001: a driver of Ray"),
         ("cluster.trusted_network=true", "false without cluster.interface, got True: there is no network to trust."),
     ],
 )
@@ -26,6 +27,41 @@ def test_what_no_machine_could_use_is_refused(overrides: str, sentence: str) -> 
     key = overrides.partition("=")[0]
     with pytest.raises(ConfigError, match=f"^{re.escape(key)} must be {re.escape(sentence)}"):
         load([overrides])
+
+
+RAY = ("cluster.kind=ray", "cluster.interface=10.0.0.0/8")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (RAY[:1], "cluster.interface must be set with cluster.kind=ray"),
+        (
+            ["experiment=digits_serial", *RAY],
+            "cluster.kind must be local with mode=serial, got ray: there is no gen",
+        ),
+        (
+            [*RAY, "learner.num_ranks=2", "cluster.core.gpus=1"],
+            "cluster.core.gpus must be 0 or 2 with learner.num_rank",
+        ),
+        (
+            [*RAY, "learner.device=cuda"],
+            "cluster.core.gpus must be 1 with learner.num_ranks=1, learner.device=cuda, go",
+        ),
+        (
+            [*RAY, "cluster.generator.gpus=2"],
+            "cluster.generator.gpus must be 0, or the workers of generators.engine (1)",
+        ),
+    ],
+)
+def test_a_run_that_ray_could_not_place_is_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(sentence)}"):
+        load(list(overrides))
+
+
+def test_a_run_that_ray_can_place() -> None:
+    run = load([*RAY, "cluster.generator={cpus: 8, gpus: 1, labels: {shelf: a}}", "cluster.core.gpus=1"])
+    assert run.cluster.generator.labels == {"shelf": "a"}
 
 
 def test_roles_listen_for_other_machines_only_with_an_interface_beyond_loopback() -> None:

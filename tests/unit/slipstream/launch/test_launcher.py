@@ -7,6 +7,7 @@ from rich.console import Console
 from slipstream.broker.status.monitor import Monitor
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.memory.store import MemoryStore
+from slipstream.cluster.seat import LocalSeat
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.launch import launcher as launcher_module
@@ -55,3 +56,37 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
     assert arguments("generators.engine.kv_cache_gib=2")[-1] == "generators.engine.kv_cache_gib=2"
     for other in ("generators/engine=hf", "learner.device=cpu"):
         assert arguments(other)[-1] == other
+
+
+class FarPlaces:
+    """Places whose seats are those of this machine."""
+
+    gpus = ["4", "5"]
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def seat(self, name: str, log: Path) -> LocalSeat:
+        self.names.append(name)
+        return LocalSeat(log)
+
+
+def test_generators_elsewhere_are_given_the_address_the_code_and_in_their_environment_the_token(tmp_path: Path) -> None:
+    own = ["generators.reward.function=mine:score", "experiment=digits_cpu"]
+    here = ["name=run", f"runs_dir={tmp_path}", "broker.address=tcp://127.0.0.1:5757", "weights.transport=delta"]
+    run = load([*here, *own, "cluster.kind=ray", "cluster.interface=127.0.0.0/8", "cluster.generator.cpus=4"])
+    places = FarPlaces()
+    launcher = Launcher(
+        run, RunFolder(run), overrides=[*here, *own], console=Console(file=io.StringIO()), places=places
+    )
+    assert launcher._gpus == {"learner": ["4", "5"]}
+    launcher._check_room(1000)
+    launcher._address = "tcp://10.0.0.1:20000"
+    role = launcher._generator("generator-0")
+    assert places.names == ["generator-0"]
+    limit = f"broker.join_timeout_s={run.broker.join_timeout_s}"
+    assert role._arguments[:3] == ["slipstream.generators", "--id", "generator-0"]
+    assert role._arguments[3:] == [*own, "name=run", "broker.address=tcp://10.0.0.1:20000", limit]
+    token = (tmp_path / "run" / "token").read_text().strip()
+    assert role._variables == {"SLIPSTREAM_TOKEN": token, "OMP_NUM_THREADS": "4"}
+    assert token not in " ".join(role._arguments)

@@ -1,0 +1,267 @@
+"""Ray seats: roles on machines that Ray chooses, starts and watches. The one door to Ray.
+
+Ray places and carries nothing: messages, trajectories, weights and settings travel as they do without it. Each
+generator is a placement group of its own, so that Ray's autoscaler sees every one that is missing, and one that is lost
+or let go takes no other with it. In the group sits an actor with a role's keeper, whose pipe it holds: whatever ends
+the actor, ends the role.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import slipstream
+from slipstream.cluster.remote_seat import UNWATCHED_S, RemoteSeat, SeatAwayError, SeatLostError, describe
+from slipstream.cluster.seat import LocalSeat
+from slipstream.configs.base import ConfigError
+from slipstream.configs.cluster import ClusterConfig
+
+_POLL_EVERY_S = 0.1
+_OLDEST = (2, 52)
+"""First version of Ray with tokens."""
+_MAX_LOOK_BYTES = 2**20
+_MAX_LOG_BYTES = 8 * 2**20
+"""Size at which a seat's own copy of a log, all of it handed on, begins anew."""
+_MAX_ERROR_LENGTH = 400
+_MACHINES_SHOWN = 8
+_NODE_LABEL = "ray.io/node-id"
+_PROBE_TIMEOUT_S = 60.0
+_PROBE = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"slipstream", timeout=10)
+"""
+"""Program that succeeds where Ray's head answers whoever asks."""
+
+
+# --- on the machine of a role ----------------------------------------------------------------------------------------
+class Host:
+    """Actor on the machine of a seat: holds the keeper of its role and hands the role's log on.
+
+    It ends, and with it the role, when Ray's process on its machine does, and when its launcher is silent for too long.
+    """
+
+    def __init__(self, name: str, directory: str) -> None:
+        """`directory` is the launcher's working directory, that of the role too where it exists here."""
+        if Path(directory).is_dir():
+            os.chdir(directory)
+        self._folder = Path(tempfile.mkdtemp(prefix="slipstream-seat-"))
+        self._log = self._folder / f"{name}.log"
+        self._log.touch()
+        # Ray's own variables hold its token, which is none of the role's business, nor of what it starts.
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        self._seat = LocalSeat(self._log, is_detached=True, environment=environment)
+        self._num_dropped = 0
+        self._looked_at = time.monotonic()
+        threading.Thread(target=self._watch, args=(os.getppid(),), name="watch", daemon=True).start()
+
+    def gpus(self) -> list[str]:
+        """Return the GPUs that Ray has given to this actor."""
+        return [str(each) for each in ray.get_gpu_ids()]
+
+    def start(self, arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[int, str]:
+        """Start the role; return its process id and the address of this machine."""
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus())}
+        root = str(Path(slipstream.__file__).parents[1])
+        if Path(root).name != "site-packages":
+            # A checkout, which this process has found by the launcher's search path.
+            own["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._seat.start(arguments, variables={**own, **variables})
+        assert self._seat.pid is not None
+        return self._seat.pid, ray.util.get_node_ip_address()
+
+    def look(self, since: int) -> tuple[int | None, bytes]:
+        """Return the role's exit code, once all of its log is returned, and a part of the log from byte `since` on."""
+        self._looked_at = time.monotonic()
+        code = self._seat.poll()
+        size = self._log.stat().st_size
+        if since - self._num_dropped == size > _MAX_LOG_BYTES:
+            # The role goes on writing to the same file, wherever its end is.
+            os.truncate(self._log, 0)
+            self._num_dropped += size
+        with self._log.open("rb") as log:
+            log.seek(since - self._num_dropped)
+            part = log.read(_MAX_LOOK_BYTES)
+        return (None if len(part) == _MAX_LOOK_BYTES else code), part
+
+    def terminate(self) -> None:
+        """Send the role SIGTERM."""
+        self._seat.terminate()
+
+    def kill(self) -> None:
+        """Kill the role and all that it started."""
+        self._seat.stop(ends_at=0.0)
+
+    def close(self) -> bool:
+        """Remove the copy of the log."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return True
+
+    def _watch(self, raylet: int) -> None:
+        while os.getppid() == raylet and time.monotonic() - self._looked_at < UNWATCHED_S:
+            time.sleep(1.0)
+        # The keeper reads the end of its pipe, asks the role to end, and kills what is left of it.
+        os._exit(1)
+
+
+# --- on the machine of the launcher ----------------------------------------------------------------------------------
+class RayCluster:
+    """The cluster to which this process is connected. Fulfils Cluster."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+
+    def request(self, name: str, bundles: list[dict[str, float]], *, labels: dict[str, str]) -> Any:
+        group = placement_group(
+            bundles,
+            strategy="STRICT_SPREAD",
+            name=f"slipstream/{self._run}/{name}",
+            bundle_label_selector=[labels] * len(bundles) if labels else None,
+        )
+        return group, group.ready()
+
+    def is_placed(self, group: Any) -> bool:
+        return bool(ray.wait([group[1]], timeout=0)[0])
+
+    def release(self, group: Any) -> None:
+        # Without a head nobody keeps a group.
+        with suppress(RayError, ConnectionError):
+            remove_placement_group(group[0])
+
+    def host(self, name: str, group: Any, *, gpus: int) -> Any:
+        place = PlacementGroupSchedulingStrategy(group[0], placement_group_bundle_index=0)
+        actor = ray.remote(Host).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place)
+        return actor.remote(name, str(Path.cwd()))
+
+    def call(self, actor: Any, method: str, *arguments: Any) -> Any:
+        return getattr(actor, method).remote(*arguments)
+
+    def answer(self, call: Any) -> Any:
+        try:
+            return ray.get(call) if ray.wait([call], timeout=0)[0] else None
+        except ActorUnavailableError as error:
+            raise SeatAwayError from error
+        except RayError as error:
+            raise SeatLostError(" ".join(str(error).split())[:_MAX_ERROR_LENGTH]) from error
+
+    def end(self, actor: Any) -> None:
+        with suppress(RayError):
+            ray.kill(actor)
+
+    def offers(self) -> str:
+        free = ray._private.state.available_resources_per_node()
+        machines = [_describe_machine(node, free.get(node["NodeID"], {})) for node in ray.nodes() if node["Alive"]]
+        shown = machines[:_MACHINES_SHOWN]
+        more = [f"and {len(machines) - len(shown)} more"] if len(machines) > len(shown) else []
+        return "; ".join(shown + more) or "no machine"
+
+
+def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
+    total = node["Resources"]
+    amounts = ", ".join(f"{free.get(each, 0):g} of {total.get(each, 0):g} {each}" for each in ("CPU", "GPU"))
+    labels = {key: value for key, value in node.get("Labels", {}).items() if not key.startswith("ray.io/")}
+    return f"{node['NodeManagerAddress']} with {amounts} free" + "".join(
+        f", label {key}={value}" for key, value in labels.items()
+    )
+
+
+class RayPlaces:
+    """Places of a run in a Ray cluster: this machine's for the core, and seats for generators. Fulfils Places."""
+
+    def __init__(self, config: ClusterConfig, *, run: str) -> None:
+        """Blocks until Ray has reserved the core. Raises ConfigError when it does not within `place_timeout_s`."""
+        self._config = config
+        self._cluster = RayCluster(run)
+        core = config.core
+        here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
+        bundle = {"CPU": core.cpus} | ({"GPU": float(core.gpus)} if core.gpus else {})
+        # Kept for as long as the run: Ray gives the same to nobody else.
+        self._group = self._cluster.request("core", [bundle], labels=here)
+        ends_at = time.monotonic() + config.place_timeout_s
+        while not self._cluster.is_placed(self._group):
+            if time.monotonic() > ends_at:
+                raise ConfigError(
+                    f"cluster.core needs {describe(bundle, {})} free on the machine of the launcher, and got none "
+                    f"within cluster.place_timeout_s ({config.place_timeout_s:g} s); the cluster has "
+                    f"{self._cluster.offers()}: ask for less, or start the run on another machine."
+                )
+            time.sleep(_POLL_EVERY_S)
+        self._gpus = self._ask_gpus() if core.gpus else []
+
+    @property
+    def gpus(self) -> list[str]:
+        return self._gpus
+
+    def _ask_gpus(self) -> list[str]:
+        # The group's, and known in it alone.
+        host = self._cluster.host("core", self._group, gpus=self._config.core.gpus)
+        gpus: list[str] = ray.get(host.gpus.remote(), timeout=UNWATCHED_S)
+        self._cluster.end(host)
+        return gpus
+
+    def seat(self, name: str, log: Path) -> RemoteSeat:
+        config = self._config
+        return RemoteSeat(name, log, cluster=self._cluster, needs=config.generator, timeout_s=config.place_timeout_s)
+
+
+# --- the connection --------------------------------------------------------------------------------------------------
+@contextmanager
+def join_cluster(config: ClusterConfig, *, run: str) -> Iterator[RayPlaces]:
+    """Connect this process to the Ray cluster and reserve the core of a run. Raises ConfigError."""
+    _check_version(ray.__version__)
+    try:
+        ray.init(address=config.address, namespace="slipstream", log_to_driver=False, logging_level=logging.ERROR)
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"cluster.address must be that of a Ray cluster to which this machine belongs, got {config.address}: "
+            f"{' '.join(str(error).split())[:_MAX_ERROR_LENGTH]}: start one with `ray start`, or join it."
+        ) from error
+    try:
+        _check_access(ray.get_runtime_context().gcs_address)
+        yield RayPlaces(config, run=run)
+    finally:
+        ray.shutdown()
+
+
+def _check_version(version: str) -> None:
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    if numbers < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise ConfigError(f"cluster.kind=ray needs Ray {oldest}, the first with tokens, or newer, got {version}.")
+
+
+def _check_access(address: str) -> None:
+    """Refuse a cluster that takes orders from whoever reaches it: they would run as the user of this run."""
+    # Anywhere else, another loopback address included, Ray listens at all interfaces.
+    if address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
+        return
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token" or _answers_strangers(address):
+        raise ConfigError(
+            f"Ray's head at {address} must ask for a token, and answers whoever reaches it: start every machine of the "
+            "cluster, and this run, with RAY_AUTH_MODE=token."
+        )
+
+
+def _answers_strangers(address: str) -> bool:
+    """Return whether Ray's head answers a process that has no token."""
+    command = [sys.executable, "-c", _PROBE, address]
+    stranger = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+    stranger["RAY_AUTH_MODE"] = "disabled"
+    with suppress(subprocess.TimeoutExpired):
+        probe = subprocess.run(command, env=stranger, capture_output=True, timeout=_PROBE_TIMEOUT_S, check=False)
+        return probe.returncode == 0
+    return False

@@ -1,0 +1,227 @@
+"""Runs on a real Ray cluster of several nodes on this machine; the engine alone is scripted."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from slipstream.broker.credentials import TOKEN_VARIABLE
+from tests import runs
+from tests.runs import ROOT, SMALL
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PATIENCE_S = 120.0
+TOKEN = "a-token-that-appears-nowhere-at-all"
+ADDRESS = "127.0.0.2"
+"""Address of all nodes. Ray has drivers replace 127.0.0.1 by an address that others reach."""
+ACCESS = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+class Cluster:
+    """A cluster in a process of its own."""
+
+    def __init__(self, *cpus: int, access: Mapping[str, str] = ACCESS) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.ray_cluster", ADDRESS, *map(str, cpus)],
+            cwd=ROOT,
+            env=os.environ | access,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout
+        facts = json.loads(self._process.stdout.readline())
+        self.address, self.folder = facts["address"], Path(facts["folder"])
+        self.raylets: list[int] = facts["raylets"]
+        self.gcs: int = facts["gcs"]
+
+    def end(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+@contextmanager
+def cluster_of(*cpus: int, access: Mapping[str, str] = ACCESS) -> Iterator[Cluster]:
+    cluster = Cluster(*cpus, access=access)
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield runs.make_task(tmp_path, warm=False)
+    runs.kill_processes_of(tmp_path)
+
+
+class Run:
+    """A run whose generators Ray places."""
+
+    def __init__(self, folder: Path, cluster: Cluster, *overrides: str) -> None:
+        self.folder = folder
+        self.path = folder / "runs" / "placed"
+        self.output = folder / "placed.out"
+        own = (
+            "name=placed",
+            "cluster.kind=ray",
+            f"cluster.address={cluster.address}",
+            "cluster.interface=127.0.0.0/8",
+            "cluster.ports=21100-21119",
+            "cluster.core.cpus=1",
+            "cluster.place_timeout_s=12",
+            "learner.max_steps=100000",
+            "weights.transport=delta",
+        )
+        with self.output.open("a") as output:
+            self.launcher = subprocess.Popen(
+                runs.command(*SMALL, *own, *overrides),
+                cwd=folder,
+                env=os.environ | {TOKEN_VARIABLE: TOKEN} | ACCESS,
+                stdout=output,
+                stderr=output,
+            )
+
+    @property
+    def printed(self) -> str:
+        return self.output.read_text()
+
+    def call(self, *words: str) -> str:
+        done = subprocess.run(
+            runs.command(*words), cwd=self.folder, capture_output=True, text=True, timeout=90, check=False
+        )
+        return done.stdout if done.returncode == 0 else ""
+
+    def status(self) -> dict[str, Any]:
+        return json.loads(self.call("status", "--json", "name=placed") or '{"roles": []}')
+
+    def at_work(self) -> dict[str, int]:
+        """Process ids of the generators that work, by name."""
+        roles = self.status()["roles"]
+        return {
+            role["name"]: role["pid"]
+            for role in roles
+            if role["role"] == "generator" and role["state"] == "ready" and role["liveness"] == "alive"
+        }
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not reached():
+            assert self.launcher.poll() is None, self.printed[-3000:]
+            assert time.monotonic() < deadline, self.printed[-3000:]
+            time.sleep(0.2)
+
+
+def host_of(role: int) -> psutil.Process:
+    """The process that holds the other end of the pipe of a role's keeper."""
+    keeper = psutil.Process(role).ppid()
+    pipe = Path(f"/proc/{keeper}/fd/0").readlink()
+    for process in psutil.process_iter():
+        with suppress(OSError):
+            ends = [each.readlink() for each in Path(f"/proc/{process.pid}/fd").iterdir()]
+            if process.pid != keeper and pipe in ends:
+                return process
+    raise AssertionError("nobody holds the pipe")
+
+
+def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path) -> None:
+    with cluster_of(2, 2) as cluster:
+        run = Run(folder, cluster)
+        run.until(lambda: set(run.at_work()) == {"generator-0"})
+        assert "generator-0: waits" not in run.printed
+        assert run.call("scale", "generators=3", "name=placed")
+        run.until(lambda: set(run.at_work()) == {"generator-0", "generator-1", "generator-2"})
+        before = run.at_work()
+        host_of(before["generator-1"]).kill()
+        run.until(lambda: not psutil.pid_exists(before["generator-1"]))
+        run.until(lambda: run.at_work().get("generator-1", before["generator-1"]) != before["generator-1"])
+        assert "generator-1 died (signal SIGKILL); last line of its log: the place of generator-1 is" in run.printed
+        assert run.at_work()["generator-2"] == before["generator-2"]
+        # Three generators and the core fill the cluster.
+        assert run.call("scale", "generators=4", "name=placed")
+        run.until(lambda: "generator-3 is abandoned, the target is 3 now" in run.printed)
+        assert "generator-3 needs a machine with 1 CPU free, and got none within cluster.place_timeout_s" in run.printed
+        assert "the cluster has 127.0.0.2 with 0 of 2 CPU, 0 of 0 GPU free" in run.printed
+        assert run.call("scale", "generators=1", "name=placed")
+        run.until(lambda: set(run.at_work()) == {"generator-0"})
+        # Where the secret must not be: command lines, and all that Ray keeps of its jobs and workers.
+        for process in runs.processes_of(folder):
+            with suppress(psutil.Error):
+                assert TOKEN not in " ".join(process.cmdline())
+        kept = [path for path in cluster.folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        assert not [path for path in kept if TOKEN.encode() in path.read_bytes()]
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-3000:]
+        steps = [row["step"] for row in runs.metrics(folder, "placed")]
+        assert steps == list(range(1, len(steps) + 1))
+        runs.assert_none_left(folder)
+    log = (run.path / "logs" / "generator-0.log").read_text()
+    assert "joined" in log
+    assert TOKEN not in log + run.printed
+
+
+def test_a_generator_ends_with_rays_process_on_its_machine_and_is_placed_on_another(folder: Path) -> None:
+    with cluster_of(1, 1, 1) as cluster:
+        run = Run(folder, cluster)
+        run.until(lambda: set(run.at_work()) == {"generator-0"})
+        before = run.at_work()["generator-0"]
+        keeper, raylet = psutil.Process(before).ppid(), host_of(before).ppid()
+        assert raylet in cluster.raylets[1:]
+        os.kill(raylet, signal.SIGKILL)
+        run.until(lambda: not psutil.pid_exists(before) and not psutil.pid_exists(keeper))
+        run.until(lambda: run.at_work().get("generator-0", before) != before)
+        assert host_of(run.at_work()["generator-0"]).ppid() in {*cluster.raylets[1:]} - {raylet}
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-3000:]
+        runs.assert_none_left(folder)
+    log = (run.path / "logs" / "generator-0.log").read_text()
+    assert "the place of generator-0 is lost: " in log
+
+
+@pytest.mark.long
+def test_a_run_ends_with_rays_head_and_goes_on_in_another_cluster(folder: Path) -> None:
+    with cluster_of(1, 1) as cluster:
+        run = Run(folder, cluster)
+        run.until(lambda: run.status().get("step", 0) > 6)
+        os.kill(cluster.gcs, signal.SIGKILL)
+        runs.until(lambda: run.launcher.poll() is not None, timeout_s=75, what="the end of the launcher")
+        # The store waits for whoever resumes, and so does the process that ends it at last.
+        kept = ("redis", "idle_stop")
+        runs.until(
+            lambda: all(any(word in " ".join(each.cmdline()) for word in kept) for each in runs.processes_of(folder)),
+            timeout_s=75,
+            what="the end of all roles",
+        )
+    with cluster_of(1, 1) as cluster:
+        steps = len(runs.metrics(folder, "placed"))
+        resumed = Run(folder, cluster, "resume=true")
+        resumed.until(lambda: len(runs.metrics(folder, "placed")) > steps + 3)
+        resumed.launcher.send_signal(signal.SIGINT)
+        assert resumed.launcher.wait(timeout=PATIENCE_S) == 130, resumed.printed[-3000:]
+        rows = [row["step"] for row in runs.metrics(folder, "placed")]
+        assert rows == list(range(1, len(rows) + 1))
+        runs.assert_none_left(folder)
+
+
+def test_a_head_that_asks_for_no_token_is_refused(folder: Path) -> None:
+    with cluster_of(1, access={"RAY_AUTH_MODE": "disabled"}) as cluster:
+        run = Run(folder, cluster)
+        assert run.launcher.wait(timeout=PATIENCE_S) == 2
+        assert (
+            f"error: Ray's head at {cluster.address} must ask for a token, and answers whoever reaches" in run.printed
+        )
+        assert not run.path.exists()

@@ -1,0 +1,205 @@
+"""A seat elsewhere is placed, started, watched and given up by what its cluster answers; the clock is passed in."""
+
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cluster.remote_seat import UNWATCHED_S, RemoteSeat, SeatAwayError, SeatLostError
+from slipstream.cluster.role_process import RoleDiedError, RoleProcess
+from slipstream.configs.cluster import SeatConfig
+
+LOST, REFUSED = -9, 2
+NEEDS = SeatConfig(cpus=4, gpus=1, labels={"accelerator": "H100"})
+
+
+class FakeCluster:
+    """A cluster that does what a test says, and keeps a list of what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.is_free = False
+        self.answers: deque[Any] = deque()
+        """Answers to the calls that wait for one; an exception is raised, None: not there yet."""
+
+    def request(self, name: str, bundles: list[dict[str, float]], *, labels: dict[str, str]) -> str:
+        self.asked.append(("request", name, bundles, labels))
+        return f"group of {name}"
+
+    def is_placed(self, group: str) -> bool:
+        return self.is_free
+
+    def release(self, group: str) -> None:
+        self.asked.append("release")
+
+    def host(self, name: str, group: str, *, gpus: int) -> str:
+        self.asked.append(("host", group, gpus))
+        return "host"
+
+    def call(self, host: str, method: str, *arguments: Any) -> str:
+        self.asked.append((method, *arguments))
+        if method == "kill":
+            self.answers.append((LOST, b""))
+        return method
+
+    def answer(self, call: str) -> Any:
+        if call == "close":
+            return True
+        answer = self.answers.popleft() if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def end(self, host: str) -> None:
+        self.asked.append("end")
+
+    def offers(self) -> str:
+        return "10.0.0.1 with 1 of 8 CPU, 0 of 0 GPU free"
+
+
+class Scene:
+    """A seat, its cluster and its clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 0.0
+        self.cluster = FakeCluster()
+        self.log = folder / "generator-1.log"
+        self.seat = self.make(self.log)
+
+    def make(self, log: Path) -> RemoteSeat:
+        return RemoteSeat(
+            "generator-1", log, cluster=self.cluster, needs=NEEDS, timeout_s=600.0, clock=lambda: self.now
+        )
+
+    def start(self) -> None:
+        self.seat.start(["slipstream.generators"], variables={"TOKEN": "secret"})
+
+    def poll(self, *answers: Any) -> int | None:
+        """Poll once for each answer, and return what the last poll does."""
+        self.cluster.answers.extend(answers)
+        for _ in answers:
+            code = self.seat.poll()
+        return code
+
+    def run(self) -> None:
+        """Bring the role to the point where it runs."""
+        self.start()
+        self.cluster.is_free = True
+        assert self.seat.poll() is None
+        assert self.poll((77, "10.0.0.1")) is None
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_a_role_is_placed_started_and_watched_to_its_end(scene: Scene):
+    scene.start()
+    assert scene.seat.poll() is None
+    assert (scene.seat.pid, scene.seat.place) == (None, "waits for a place with 4 CPU, 1 GPU, label accelerator=H100")
+    scene.cluster.is_free = True
+    assert scene.seat.poll() is None
+    assert scene.seat.place == "has a place, and starts there"
+    assert scene.poll(None, (77, "10.0.0.1")) is None
+    assert (scene.seat.pid, scene.seat.place) == (77, "pid 77 on 10.0.0.1")
+    assert scene.poll((None, b"one\n"), (None, b""), (0, b"two\n")) == 0
+    assert scene.log.read_text() == "one\ntwo\n"
+    assert scene.seat.poll() == 0
+    order = ("start", ["slipstream.generators"], {"TOKEN": "secret"})
+    request = ("request", "generator-1", [{"CPU": 4.0, "GPU": 1.0}], {"accelerator": "H100"})
+    host = ("host", "group of generator-1", 1)
+    assert scene.cluster.asked == [request, host, order, ("look", 0), ("look", 4), ("look", 4)]
+    scene.seat.stop(ends_at=0.0)
+    assert scene.cluster.asked[-3:] == [("close",), "end", "release"]
+
+
+def test_a_place_that_is_not_found_is_named_with_what_the_machines_offer(scene: Scene):
+    scene.start()
+    scene.now = 21.0
+    assert scene.seat.poll() is None
+    assert scene.seat.place.endswith("; the cluster has 10.0.0.1 with 1 of 8 CPU, 0 of 0 GPU free")
+    scene.now = 601.0
+    assert scene.seat.poll() == REFUSED
+    assert scene.log.read_text() == (
+        "error: generator-1 needs a machine with 4 CPU, 1 GPU, label accelerator=H100 free, and got none within "
+        "cluster.place_timeout_s (600 s); the cluster has 10.0.0.1 with 1 of 8 CPU, 0 of 0 GPU free: change "
+        "cluster.generator, ask for fewer generators, or add machines.\n"
+    )
+    assert scene.cluster.asked[-1] == "release"
+
+
+def test_a_role_without_a_place_is_not_restarted(scene: Scene, tmp_path: Path):
+    role = RoleProcess("generator-1", [], logs=tmp_path, seat=scene.make)
+    role.start()
+    assert not role.is_running
+    assert role.poll() == []
+    scene.now = 601.0
+    with pytest.raises(RoleDiedError, match=r"^generator-1: generator-1 needs a machine with 4 CPU"):
+        role.poll()
+
+
+def test_a_role_reports_each_step_to_its_place_once(scene: Scene, tmp_path: Path):
+    role = RoleProcess("generator-1", [], logs=tmp_path, seat=scene.make)
+    role.start()
+    assert role.poll() == []
+    scene.cluster.is_free = True
+    assert role.poll() == ["generator-1: has a place, and starts there"]
+    scene.cluster.answers.append((77, "10.0.0.1"))
+    assert role.poll() == ["generator-1: pid 77 on 10.0.0.1"]
+    assert role.is_running
+    assert role.poll() == []
+
+
+def test_a_role_that_has_ended_starts_again_in_its_place(scene: Scene):
+    scene.run()
+    assert scene.poll((75, b"fell\n")) == 75
+    scene.start()
+    assert scene.seat.pid is None
+    assert scene.poll((78, "10.0.0.1"), (None, b"up\n")) is None
+    assert scene.log.read_text() == "fell\nup\n"
+    assert [each for each in scene.cluster.asked if each[0] in ("request", "look")][2:] == [("look", 5), ("look", 8)]
+
+
+def test_a_place_that_is_lost_is_given_up_and_asked_for_anew(scene: Scene):
+    scene.run()
+    assert scene.poll(SeatLostError("the worker died")) == LOST
+    assert scene.log.read_text() == "the place of generator-1 is lost: the worker died\n"
+    assert scene.cluster.asked[-2:] == ["end", "release"]
+    scene.start()
+    assert scene.cluster.asked[-1][0] == "request"
+
+
+def test_a_cut_is_no_loss_until_it_lasts_longer_than_the_role_does(scene: Scene):
+    scene.run()
+    scene.now = UNWATCHED_S - 1
+    assert scene.poll(SeatAwayError(), SeatAwayError()) is None
+    assert scene.poll((None, b"back\n")) is None
+    scene.now = 2 * UNWATCHED_S
+    assert scene.poll(SeatAwayError()) == LOST
+    assert f"it has not answered for {UNWATCHED_S:g} s" in scene.log.read_text()
+
+
+def test_a_cut_during_the_start_is_a_loss(scene: Scene):
+    scene.start()
+    scene.cluster.is_free = True
+    scene.seat.poll()
+    assert scene.poll(SeatAwayError("unavailable")) == LOST
+
+
+def test_a_request_is_taken_back_by_a_stop(scene: Scene):
+    scene.start()
+    scene.seat.terminate()
+    scene.seat.stop(ends_at=0.0)
+    assert scene.cluster.asked[1:] == ["release"]
+    assert scene.seat.poll() is None
+
+
+def test_a_role_that_does_not_end_in_time_is_killed(scene: Scene):
+    scene.run()
+    scene.seat.terminate()
+    scene.seat.stop(ends_at=0.0)
+    assert scene.seat.poll() == LOST
+    assert [each[0] for each in scene.cluster.asked[-4:-2]] == ["kill", "close"]
+    assert scene.cluster.asked[-2:] == ["end", "release"]
