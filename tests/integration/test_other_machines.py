@@ -49,8 +49,8 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
     """Two machines in one network, 10.77.0.0/24."""
     if os.getuid() != 0 or not all(map(shutil.which, ("ip", "ss", "unshare"))):
         pytest.skip("network namespaces need root, ip, ss and unshare")
-    pair = (Machine("slip-moves-a", "10.77.0.1"), Machine("slip-moves-b", "10.77.0.2"))
-    ends = [f"{machine.name}-v" for machine in pair]
+    pair = (Machine(f"slip{os.getpid()}a", "10.77.0.1"), Machine(f"slip{os.getpid()}b", "10.77.0.2"))
+    ends = [f"{machine.name}v" for machine in pair]
     try:
         if not all(ip("netns", "add", machine.name) for machine in pair):
             pytest.skip("no network namespace can be made here")
