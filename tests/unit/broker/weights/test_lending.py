@@ -109,6 +109,10 @@ def test_nothing_is_lent_unasked(tmp_path: Path) -> None:
     fetch(weights, files, 1, is_lent=False)
     assert weights.newest() is None
     fetch(weights, files, 1)
+    files.store.put(*make_version(2, moved=200), with_delta=True)
+    fetch(weights, files, 2, is_lent=False)
+    assert weights.newest() is None
+    fetch(weights, files, 2)
     weights.release()
     assert weights.newest() is None
 

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
+
 from slipstream.broker.messages import LenderError, Member, Members, MemberState
 from slipstream.broker.transport.endpoints import machine_id
 from slipstream.learner.publishing.lenders import Lenders, Place
@@ -191,3 +193,18 @@ def test_dead_and_failed_lenders_are_given_to_nobody():
     scene.join(set(scene.states) - {lending[1]})
     scene.assign([late])
     assert scene.places[late].lenders[0] == scene.address(lending[2])
+
+
+def test_a_lender_with_enough_to_do_is_left_alone_until_somebody_is_done():
+    scene = Scene(num_hosts=20)
+    (only, *others) = sorted(scene.states)
+    for name in others:
+        scene.states[name] = msgspec.structs.replace(scene.states[name], lends_at="")
+    scene.join(scene.states)
+    scene.assign([only, *others[:12]])
+    assert scene.loads == {scene.address(only): FAN_OUT}
+    assert len(scene.from_learner) == 13 - FAN_OUT
+    fetching = [name for name, place in scene.places.items() if place.lenders]
+    scene.end(*fetching[:2])
+    scene.assign(others[12:])
+    assert scene.loads == {scene.address(only): FAN_OUT + 2}
