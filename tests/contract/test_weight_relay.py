@@ -326,6 +326,7 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "give_up_s", "reason"),
     [(signal.SIGKILL, 10.0, "nobody listens there any more"), (signal.SIGSTOP, 0.5, "then nothing more in time")],
