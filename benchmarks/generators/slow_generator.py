@@ -230,6 +230,8 @@ def _measure(speeds: dict[str, float], settings: list[str], *, warm_up_s: float,
         fleet.train(seconds=warm_up_s + seconds)
     starts_at = fleet.started_at + warm_up_s
     times = [at for at in fleet.committed_at if at >= starts_at]
+    if len(times) < 2:
+        raise SystemExit(f"--seconds must hold at least two batches, got {seconds:g} with {len(times)}: raise it")
     made = [trajectory.generator_id for batch in fleet.batches[-len(times) :] for trajectory in batch]
     publishing_s = statistics.mean(fleet.publishing_s[-len(times) :])
     return {

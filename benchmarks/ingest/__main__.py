@@ -211,7 +211,12 @@ def _ray(skipped: dict[str, str]) -> Iterator[None]:
 
     # TransferQueue reserves a core for each of its parts: with the true number it would wait forever.
     ray.init(
-        num_cpus=6, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
+        "local",  # whatever other cluster there is on this machine
+        num_cpus=6,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
     )
     try:
         yield

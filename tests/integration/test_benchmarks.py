@@ -21,7 +21,7 @@ RUN = [
     "evaluation.final_prompts=4",
 ]
 REAL = pytest.mark.long
-"""Marks what starts vLLM or DeepSpeed."""
+"""Marks what starts vLLM or DeepSpeed, or takes half a minute."""
 BENCHMARKS = [
     ("first_minute", ["--seeds=0", "--here", "--", *RUN, "learner.max_steps=11", "learner.stop=null"]),
     ("ingest", ["--rounds=1", "--mib=1", "--tokens=64", "--durability=fast"]),
@@ -29,11 +29,12 @@ BENCHMARKS = [
     ("peers_at_scale", ["--peers=6", "--tokens=64", "--tokens-per-s=4000", "--seconds=2", "--processes=2"]),
     ("weights.delta", ["--steps=4", "--layers=1", "--width=64"]),
     ("weights.relay", ["--generators=5", "--mib=1", "--bucket-mib=1", "--fan-out=2", "--uplink-mib-s=0", "--rounds=1"]),
-    ("weights.kills", ["--kills=1", "--generators=2", "--mib=1", *TINY]),
-    ("generators.slow_generator", ["--settings=1", "--rounds=1", "--seconds=0.5", "--times=2", *TINY]),
-    (
+    pytest.param("weights.kills", ["--kills=1", "--generators=2", "--mib=1", *TINY], marks=REAL),
+    ("generators.slow_generator", ["--settings=1", "--rounds=1", "--seconds=2", "--times=2", *TINY]),
+    pytest.param(
         "generators.long_answers",
         ["--pacing-lags=4", "--seconds=1.5", "--step-s=0.1", "--token-s=0.0005", "--sigma=0.5"],
+        marks=REAL,
     ),
     (
         "generators.slow_tools",

@@ -68,7 +68,7 @@ def check(folder: Path, source: str, target: str, *, has_critic: bool) -> None:
         assert all(tensor.any() for key, tensor in before.items() if "exp_avg/" in key and "lora_A" not in key)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_policy_and_critic_go_on_with_other_ranks_and_stages(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model")
     for source in ("torch-1", "3-2", "2-2"):

@@ -81,6 +81,7 @@ def move(folder: Path) -> None:
     shutil.rmtree(folder / "runs")
 
 
+@pytest.mark.long
 def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder: Path) -> None:
     run_until_killed(folder)
     move(folder)

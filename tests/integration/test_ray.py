@@ -174,6 +174,7 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
     assert TOKEN not in log + run.printed
 
 
+@pytest.mark.long
 def test_a_generator_ends_with_rays_process_on_its_machine_and_is_placed_on_another(folder: Path) -> None:
     with cluster_of(1, 1, 1) as cluster:
         run = Run(folder, cluster)

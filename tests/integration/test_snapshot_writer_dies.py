@@ -9,8 +9,9 @@ import pytest
 
 from slipstream.broker.weights import snapshot
 from slipstream.broker.weights.host_weights import HostWeights
+from slipstream.broker.weights.snapshot import Manifest
 from slipstream.broker.weights.snapshot_store import SnapshotStore
-from tests.unit.broker.weight_versions import make_slots, make_version
+from tests.unit.broker.weight_versions import make_version
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 2**17
@@ -43,11 +44,12 @@ def kill_after(folder: Path, *, first: int, num_versions: int, delay_s: float) -
 @pytest.mark.slow
 def test_every_version_is_complete_however_often_the_writer_is_killed(tmp_path: Path) -> None:
     folder, chance, first = tmp_path / "weights", random.Random(0), 0
-    slots, _ = make_slots(num_columns=COLUMNS)
     for _ in range(5):
         kill_after(folder, first=first, num_versions=2, delay_s=chance.uniform(0, 0.05))
         for version in snapshot.versions(folder)[-NUM_KEPT:]:
-            HostWeights().update_to(SnapshotStore(folder), version, slots=slots, with_deltas=False, timeout_s=TIMEOUT_S)
+            update, _ = make_version(version, moved=version % 1000, num_columns=COLUMNS)
+            manifest = Manifest.of(update)
+            HostWeights().update_to(SnapshotStore(folder), manifest, with_deltas=False, timeout_s=TIMEOUT_S)
         newest = SnapshotStore(folder).newest()
         assert newest is not None
         assert newest >= first + 1
