@@ -122,7 +122,7 @@ class RankGroup:
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """Device of this rank."""
         return self._trainer.engine.device
 
     # --- rank 0 --------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _option_table(group: str) -> Iterator[str]:
 
 
 def _docstring(record: type) -> str:
-    """First paragraph."""
+    """Return the first paragraph of a record's docstring."""
     return " ".join((record.__doc__ or "").partition("\n\n")[0].split())
 
 

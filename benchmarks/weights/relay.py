@@ -40,7 +40,7 @@ class Uplink:
     """Passes bytes on at a limited rate. Belongs to the thread of one server."""
 
     def __init__(self, mib_per_s: float) -> None:
-        """0: no limit."""
+        """Limit it to `mib_per_s`; 0 sets no limit."""
         self._mib_per_s = mib_per_s
         self._free_at = 0.0
 

@@ -37,7 +37,7 @@ class Inspect(Message):
 
 
 class Inspected(Message):
-    """Answer to Inspect."""
+    """The broker's run, versions, model and clock, or bytes that measure the link: its answer to Inspect."""
 
     run_id: str
     config_json: str

@@ -134,7 +134,7 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """Address for `open_run_store`."""
+        """Address at which `open_run_store` reaches the server."""
         return f"unix://{quote(str(self._socket))}"
 
     @property

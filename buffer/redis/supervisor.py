@@ -34,7 +34,7 @@ class RedisSupervisor:
 
     @property
     def url(self) -> str:
-        """Address for `open_run_store`."""
+        """Address at which `open_run_store` reaches the server."""
         return self._server.url
 
     def start(self) -> None:

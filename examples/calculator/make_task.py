@@ -31,7 +31,7 @@ def make_demonstration(question: str, answer: str, *, calls: bool, tokenizer: Qw
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the tokenizer and model, the prompts and the demonstrations."""
     pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
     random.Random(0).shuffle(pairs)
     problems = [(f"{left}*{right}=", str(left * right)) for left, right in pairs]

@@ -38,7 +38,7 @@ def make_demonstration(
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the tokenizer and model, the prompts and the demonstrations."""
     chance = random.Random(0)
     tokenizer = make_tokenizer("0123456789=~")
     write_model(MODEL, tokenizer=tokenizer, vocabulary_size=16)

@@ -21,7 +21,7 @@ SHARE_WRONG = 0.6
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the tokenizer and model, and demonstrations for the prompts that are there."""
     tokenizer = make_tokenizer(ascii_letters + " ", texts=SENTENCES)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     write_model(MODEL, tokenizer=tokenizer, vocabulary_size=64)

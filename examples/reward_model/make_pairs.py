@@ -32,7 +32,7 @@ def make_answer(rng: random.Random) -> str:
 
 
 def main() -> None:
-    """Write the files."""
+    """Write pairs for training and held-out pairs, in Parquet."""
     rng = random.Random(0)
     prompts = pq.read_table(SOURCE).column("prompt").to_pylist()
     rows = []

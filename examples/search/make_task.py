@@ -33,7 +33,7 @@ def make_demonstration(place: str, code: str, *, searches: bool, tokenizer: Qwen
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the tokenizer and model, the prompts and the demonstrations."""
     chance = random.Random(0)
     places = [str(number) for number in chance.sample(range(1000, 10_000), PLACES)]
     codes = {place: f"{chance.randrange(100):02d}" for place in places}

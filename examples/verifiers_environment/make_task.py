@@ -18,7 +18,7 @@ DOUBT = "are you sure?"
 
 
 def main() -> None:
-    """Write the files."""
+    """Write the tokenizer and model, and demonstrations for the prompts that are there."""
     chance = random.Random(0)
     tokenizer = make_tokenizer("0123456789+? \n", texts=("what is ", " + ", DOUBT))
     ends = "{{ '\n' if message.role == 'user' else '<eos>' }}"

@@ -106,7 +106,7 @@ class Transcript:
             del column[length:]
 
     def append(self, other: "Transcript") -> None:
-        """Append another context."""
+        """Append the tokens, log-probabilities and spans of another context."""
         offset = len(self.token_ids)
         for span in other.version_spans:
             if not self.version_spans or self.version_spans[-1].version != span.version:

@@ -66,7 +66,7 @@ class EnvironmentLoop:
             self._serving = asyncio.create_task(self._serve(self._ready))
 
     async def close(self) -> None:
-        """Kill the process."""
+        """Kill the process of the environment."""
         if self._serving:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)

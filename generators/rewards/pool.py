@@ -113,7 +113,7 @@ class RewardPool:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Processes that score."""
+        """Process ids of the workers that score."""
         return [worker.pid for worker in self._workers if worker.is_ready]
 
     def _schedule_dispatch(self) -> None:

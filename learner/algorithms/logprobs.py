@@ -52,7 +52,7 @@ class DeferredLogits:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[N, V]."""
+        """Shape of the logits, [N, V]."""
         return len(self.states), len(self.weight)
 
     def compute(self) -> Float[Tensor, "N V"]:

@@ -45,7 +45,7 @@ class Trainable(Protocol):
 
     @property
     def backbone(self) -> nn.Module:
-        """The transformers model."""
+        """The transformers model, which turns tokens into hidden states."""
         ...
 
     def __call__(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:

@@ -112,7 +112,7 @@ class ValueModel(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The transformers model."""
+        """The transformers model, which turns tokens into hidden states."""
         return self.trunk
 
     def probe(self, microbatch: Microbatch) -> Tensor:

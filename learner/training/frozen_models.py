@@ -36,7 +36,7 @@ class AdapterOff:
         self._engine = engine
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Any]:
-        """Collective."""
+        """Compute log-probabilities; collective, since a sharded model gathers its weights."""
         with adapter_off(self._engine.model.causal_lm):
             return self._engine.forward(microbatch, **options)
 

@@ -116,7 +116,7 @@ class Policy(nn.Module):
 
     @property
     def backbone(self) -> PreTrainedModel:
-        """The transformers model."""
+        """The transformers model, which turns tokens into hidden states."""
         return self.causal_lm
 
     def probe(self, microbatch: Microbatch) -> Tensor:

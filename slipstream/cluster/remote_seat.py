@@ -55,7 +55,7 @@ class Cluster(Protocol):
         ...
 
     def end(self, host: Any) -> None:
-        """Kill a host."""
+        """Kill a host, whose keeper then ends the role."""
         ...
 
     def offers(self) -> str:

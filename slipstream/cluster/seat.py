@@ -120,7 +120,8 @@ class LocalSeat:
         self._await_end(ends_at=max(ends_at, time.monotonic() + 0.1))
         if self._keeper is not None and self._code is None:
             self._request(b"k")
-            self._kill_at = self._kill_at and 0.0
+            if self._kill_at is not None:
+                self._kill_at = 0.0
             # A process that hangs in the kernel (a device, a lost file system) cannot be waited for.
             self._await_end(ends_at=time.monotonic() + _KILL_TIMEOUT_S)
         self._close()

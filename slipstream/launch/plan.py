@@ -104,7 +104,7 @@ class Machine(msgspec.Struct, frozen=True):
         return Machine(host_gib or psutil.virtual_memory().total / GIB, count, size or 0.0)
 
     def capacity(self, place: str) -> float:
-        """GiB there."""
+        """Memory of the machine or GPU, GiB."""
         return self.host_gib if place == HOST else self.gpu_gib
 
 

@@ -199,12 +199,13 @@ def test_a_run_ends_with_rays_head_and_goes_on_in_another_cluster(folder: Path) 
         run = Run(folder, cluster)
         run.until(lambda: run.status().get("step", 0) > 6)
         os.kill(cluster.gcs, signal.SIGKILL)
+        ends_at = time.monotonic() + 75
         runs.until(lambda: run.launcher.poll() is not None, timeout_s=75, what="the end of the launcher")
         # The store waits for whoever resumes, and so does the process that ends it at last.
         kept = ("redis", "idle_stop")
         runs.until(
             lambda: all(any(word in " ".join(each.cmdline()) for word in kept) for each in runs.processes_of(folder)),
-            timeout_s=75,
+            timeout_s=ends_at - time.monotonic(),
             what="the end of all roles",
         )
     with cluster_of(1, 1) as cluster:
