@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -10,13 +12,22 @@ from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.prompts.dataset import read_heldout, read_train
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel
-from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.redis.run_store import open_own_store
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.store import Store
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 
 
 @contextmanager
-def open_router(run: RunConfig, store: MemoryStore) -> Iterator[Router]:
+def open_store(run: RunConfig) -> Iterator[RedisStore]:
+    """Open a store of the benchmark's own, which is gone afterwards."""
+    with TemporaryDirectory(prefix="store-") as folder, open_own_store(Path(folder), run.name) as store:
+        yield store
+
+
+@contextmanager
+def open_router(run: RunConfig, store: Store) -> Iterator[Router]:
     """Create the run in `store` and a router that serves it; the caller steps the router."""
     train, heldout = read_train(run), read_heldout(run)
     channel = ZmqServerChannel(RunFolder(run).broker_address, keys=derive_keys(make_token(run)))
@@ -27,7 +38,7 @@ def open_router(run: RunConfig, store: MemoryStore) -> Iterator[Router]:
 
 
 @contextmanager
-def router_thread(run: RunConfig, store: MemoryStore) -> Iterator[None]:
+def router_thread(run: RunConfig, store: Store) -> Iterator[None]:
     """Step a router in a thread of this process until the block ends."""
     stops = threading.Event()
 

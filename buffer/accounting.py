@@ -3,10 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from slipstream.buffer.group_filter import REJECTION_REASONS
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.trajectory import Record
 
+REJECTION_REASONS = ("no_reward", "zero_signal", "too_hard", "too_easy")
+"""Reasons for which a filter rejects a complete group: no sampled member has a reward, the rewards of all are alike,
+too few or too many are right."""
 _MAX_NAMED = 5
 """Groups named in one problem."""
 

@@ -1,12 +1,11 @@
 """Curriculum: skips prompts whose rows the policy answers always or never, by the success rates that a store measures.
 
-The in-memory store calls the functions here; the Redis store applies the same rules in Lua (`prelude.lua`), where a
-group becomes complete and is measured, and where the next prompt is skipped or leased, in one atomic operation.
+The store measures a row when a group of it becomes complete (`prelude.lua`), and skips or leases the next prompt
+(`lease.lua`), each in one atomic operation.
 """
 
 import xxhash
 
-from slipstream.buffer.group_filter import TOO_EASY, TOO_HARD, GroupRewards
 from slipstream.buffer.sampling import RowCount, row_of
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.data import CurriculumConfig
@@ -32,29 +31,6 @@ class Upcoming(Record):
 
 
 NOTHING_SKIPPED = Upcoming()
-
-
-class SuccessRate(Record):
-    """Success rate of a row, with later groups weighing more. Example: SuccessRate(answers=16, weight=12, right=3)."""
-
-    answers: int = 0
-    """Sampled answers that a reward function scored, over all of its groups."""
-    weight: float = 0.0
-    """The same, each group's weighed with `decay` to the power of the number of groups measured after it."""
-    right: float = 0.0
-    """Those of `weight` that are entirely right."""
-
-    def after(self, group: GroupRewards, curriculum: CurriculumConfig) -> "SuccessRate":
-        """Return the rate after one more complete group."""
-        weight, right = self.weight * curriculum.decay + group.answered, self.right * curriculum.decay + group.correct
-        return SuccessRate(self.answers + group.answered, weight, right)
-
-    def flaw(self, curriculum: CurriculumConfig) -> str:
-        """Return on which side of the band the row lies; empty inside it, and while it has too few answers."""
-        if self.answers < curriculum.min_answers:
-            return ""
-        share = self.right / self.weight
-        return TOO_HARD if share < curriculum.low else TOO_EASY if share > curriculum.high else ""
 
 
 def look_ahead(first: int, num_new: int, *, curriculum: CurriculumConfig, seed: int, may_skip: bool) -> Upcoming:

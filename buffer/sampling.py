@@ -1,6 +1,6 @@
 """Sampling: which groups a step trains on, with which weights, or why it must wait.
 
-Pure functions of a seed, a step and the queue, so that both stores select the same groups. A store reads its `Queue`,
+Pure functions of a seed, a step and the queue. A store reads its `Queue`,
 applies what `evict` returns, and claims what `sample` returns.
 
 Random selection is an exponential race: candidate i gets the key e_i / p_i with e_i exponential, and the smallest keys

@@ -1,4 +1,4 @@
-"""Store: the protocol of the durable state, with one implementation in Redis and one in memory.
+"""Store: the protocol of the durable state, implemented in Redis.
 
 Life of a group: open -> ready -> claimed(step, fence) -> used(step) -> retired. A used group may be claimed again where
 the run allows reuse. A group that leaves this line before it was used is rejected, expired or quarantined, with a

@@ -1,4 +1,4 @@
-"""Rules and messages that both stores share: leases, claims, and what makes a stored run the same run."""
+"""Rules and messages of every store: leases, claims, and what makes a stored run the same run."""
 
 import json
 from typing import Any, get_args, get_type_hints

@@ -13,8 +13,8 @@ class EmbeddedRedisConfig(Config, tag="embedded", tag_field="kind"):
     """A Redis server of the run's own, on a unix socket, with its data in the run folder."""
 
     durability: Literal["fast", "standard", "strict"] = "standard"
-    """`fast`: nothing on disk. `standard`: written before every answer, synced to disk every second. `strict`: synced
-    before every answer."""
+    """`fast`: nothing on disk, as always where all roles run in one process, which is not resumed. `standard`: written
+    before every answer, synced to disk every second. `strict`: synced before every answer."""
     max_memory_mib: Annotated[int, Meta(ge=16)] = 1024
     """Limit above which the server refuses writes (it never evicts), MiB."""
 
@@ -49,10 +49,6 @@ class RedisConfig(Config, tag="redis", tag_field="kind"):
                 f"buffer.store.tls_ca_file must be null unless buffer.store.url is a rediss:// address, got "
                 f"{self.tls_ca_file!r} with {parts.scheme}://: nothing would be verified."
             )
-
-
-class MemoryStoreConfig(Config, tag="memory", tag_field="kind"):
-    """The in-memory store, for `mode=serial` and `mode=replay`."""
 
 
 class CapacityConfig(Config):
@@ -239,7 +235,7 @@ class MixConfig(Config):
 class BufferConfig(Config):
     """The store, and the selection of the groups that a step trains on."""
 
-    store: EmbeddedRedisConfig | RedisConfig | MemoryStoreConfig = EmbeddedRedisConfig()
+    store: EmbeddedRedisConfig | RedisConfig = EmbeddedRedisConfig()
     """Store of all state that must survive."""
     sampler: SamplerConfig = FifoConfig()
     """Order in which ready groups are claimed."""

@@ -12,7 +12,7 @@ from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import Config, ConfigError, require, require_storage
 from slipstream.configs.broker import BrokerConfig, WeightsConfig
-from slipstream.configs.buffer import AccuracyConfig, BufferConfig, MemoryStoreConfig, ZeroSignalConfig
+from slipstream.configs.buffer import AccuracyConfig, BufferConfig, RedisConfig, ZeroSignalConfig
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
 from slipstream.configs.engines import VllmEngineConfig
@@ -247,10 +247,10 @@ def _check_one_process(run: RunConfig) -> None:
     one, why = run.is_one_process, "only roles in one process share its memory"
     is_fit, ranks = run.mode != "serial" or run.learner.num_ranks == 1, run.learner.num_ranks
     require(is_fit, "learner.num_ranks", "be 1 with mode=serial", got=ranks, why=why)
-    must = f"{'be' if one else 'not be'} memory with mode={run.mode}"
-    store, transport = run.buffer.store, run.weights.transport
-    require(isinstance(store, MemoryStoreConfig) == one, "buffer/store", must, got=store.__struct_config__.tag, why=why)
+    transport, must = run.weights.transport, f"{'be' if one else 'not be'} memory with mode={run.mode}"
     require((transport == "memory") == one, "weights.transport", must, got=transport, why=why)
+    is_fit, why = not (one and isinstance(run.buffer.store, RedisConfig)), "its state ends with its process"
+    require(is_fit, "buffer/store", f"be embedded with mode={run.mode}", got="redis", why=why)
 
 
 def _check_backend(run: RunConfig) -> None:

@@ -18,11 +18,11 @@ from slipstream.broker.status.monitor import Monitor
 from slipstream.broker.status.run_status import RunStatus, make_status
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.buffer.codec import decode, encode
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Event
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
+from tests.memory_store.store import MemoryStore
 
 TOKEN = "the token of all tests"
 KEYS = derive_keys(TOKEN)

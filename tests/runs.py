@@ -1,24 +1,33 @@
 """Whole runs and their roles as processes, started as a user starts them, in a folder of their own."""
 
+import atexit
 import gzip
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from slipstream.broker.status.run_status import StatusReader
 from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
+from slipstream.configs.run import read_config
+from slipstream.launch.commands import as_json
 from slipstream.runtime.trace import SPANS
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +49,15 @@ SMALL = (
 
 def make_task(folder: Path, *, warm: bool) -> Path:
     """Data of the default task, a random Qwen2 and, if `warm`, the default model. Returns `folder`."""
+    shutil.copytree(_made_task(warm=warm), folder, dirs_exist_ok=True)
+    return folder
+
+
+@cache
+def _made_task(*, warm: bool) -> Path:
+    """Made once in a process, as most tests of whole runs need it and it takes seconds."""
+    folder = Path(tempfile.mkdtemp(prefix="task-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     run_script(folder, "slipstream.scripts.make_digits_data", "--task=reverse", "--digits=5", "--out=data/digits")
     run_script(folder, "slipstream.scripts.init_random_model", "--out=models/digits-random")
     if warm:
@@ -79,6 +97,16 @@ def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
 
 def summary(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / "runs" / name / "summary.json").read_text())
+
+
+def status(folder: Path, name: str) -> dict[str, Any]:
+    """The record that `slipstream status --json` prints, without starting Python; no roles without a store."""
+    path = folder / "runs" / name
+    try:
+        with open_run_store(path, timeout_s=1) as store:
+            return json.loads(as_json(StatusReader(store, read_config(path)).read()))
+    except (ConfigError, ReplayBufferError):
+        return {"roles": []}
 
 
 def assert_traced(folder: Path, name: str, *, steps: Iterable[int], per_step: int, processes: Sequence[str]) -> None:

@@ -20,13 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import make_parser, write_result
-from benchmarks.router import router_thread
+from benchmarks.router import open_store, router_thread
 from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.messages import Member, Update, UpdateApplied
 from slipstream.broker.transport.inbox import call_threadsafe
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Trajectory
@@ -61,7 +60,7 @@ class FleetRun:
     def __init__(self, run: RunConfig, stack: ExitStack) -> None:
         self._run = run
         self._stack = stack
-        self._store = MemoryStore()
+        self._store = stack.enter_context(open_store(run))
         self._members: list[Member] = []
         stack.enter_context(router_thread(run, self._store))
         self._learner = self._join("learner", "learner", StatusBoard())

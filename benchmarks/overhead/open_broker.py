@@ -12,11 +12,10 @@ from multiprocessing.synchronize import Event
 import msgspec
 import torch
 
-from benchmarks.router import open_router
+from benchmarks.router import open_router, open_store
 from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.configs.run import RunConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.publishing.publisher import Publisher
@@ -54,8 +53,7 @@ def _serve(config_json: bytes, admits: Event, stops: Event) -> None:
 
 
 def _route(run: RunConfig, admits: Event, stops: Event) -> None:
-    store = MemoryStore()
-    with open_router(run, store) as router:
+    with open_store(run) as store, open_router(run, store) as router:
         while not stops.is_set():
             store.set_phase("training" if admits.is_set() else "finishing")
             router.step(timeout_s=0.05)

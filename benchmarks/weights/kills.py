@@ -22,13 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import make_parser, write_result
-from benchmarks.router import router_thread
+from benchmarks.router import open_store, router_thread
 from slipstream.broker.credentials import derive_keys, make_token
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
 from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.launch.preflight import prepare
@@ -116,7 +115,8 @@ def main(arguments: argparse.Namespace) -> None:
             ]
         )
         prepare(run)
-        stack.enter_context(router_thread(run, store := MemoryStore()))
+        store = stack.enter_context(open_store(run))
+        stack.enter_context(router_thread(run, store))
         # Without prompts only weights are sent.
         store.set_phase("finishing")
         processes = GeneratorProcesses(run, count=arguments.generators, logs=folder)
@@ -185,8 +185,8 @@ def _learner(run: RunConfig, stack: ExitStack, *, snapshot_store: SnapshotStore,
     publisher = Publisher(
         client=session.client, inbox=session.inbox, sender=sender, snapshots=snapshots, config=run.weights
     )
-    store = MemoryStore()
-    store.open_run("faults", config_json="{}", num_rows=1, seed=0)
+    store = stack.enter_context(open_store(run))
+    store.open_run(run.name, config_json="{}", num_rows=1, seed=0)
     weights = torch.randn(mib * 2**18)
     stager = Stager(run.weights, metadata=[("weights", weights.shape, weights.dtype)])
     publishing = BackgroundPublisher(publisher, stager, store, in_background=True)

@@ -1,12 +1,17 @@
 """RedisStore, the learner's side: claims, commits, checkpoints, roll backs, the step ledger."""
 
 import time
+from collections import Counter
+from collections.abc import Mapping
 
-from slipstream.buffer.codec import decode, encode
+import numpy as np
+
+from slipstream.buffer.codec import decode, encode, pack, unpack
 from slipstream.buffer.errors import StaleFenceError
-from slipstream.buffer.records import CheckpointPointer, Claim, StepEntry
+from slipstream.buffer.records import CheckpointPointer, Claim, FinishedGroup, StepEntry
 from slipstream.buffer.redis.connection import RedisConnection, text
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
+from slipstream.buffer.trajectory import Trajectory, make_lease_id
 from slipstream.buffer.transitions import (
     already_committed,
     make_claim,
@@ -31,6 +36,42 @@ _CLAIM_TRIES = 8
 class RedisBatches(RedisConnection):
     """Operations on the learner's batches, see `Store`."""
 
+    _planned: Mapping[int, Sample] = {}
+    """Step -> its groups, in a replay."""
+
+    def load(self, groups: list[FinishedGroup], *, samples: Mapping[int, Sample]) -> None:
+        """Take groups of an earlier run in as ready, in the order given; they count as accepted and admitted.
+
+        Ordinals between them are marked as over, so that no prompt is leased. `samples`: the groups that these steps
+        claim, whatever the sampler says. For the process that opened the run, before another uses it. Raises
+        RecordRefusedError for a damaged payload.
+        """
+        self._planned = samples
+        for start in range(0, len(groups), _FETCHED_AT_ONCE):
+            self._load_chunk(groups[start : start + _FETCHED_AT_ONCE], first_sequence=start + 1)
+        ordinals = [int(group.id) for group in groups]
+        done = np.ones(max(ordinals, default=-1) + 1, dtype=np.uint8)
+        done[ordinals] = 0
+        uses = Counter(group_id for planned in samples.values() for group_id in planned.group_ids)
+        max_uses = int(self._client.hget(self._key("run"), "max_uses") or 1)
+        fields = {"next_ordinal": len(done), "admitted": len(groups), "ready_sequence": len(groups)}
+        with self._mapped_errors():
+            self._client.set(self._key("done"), np.packbits(done).tobytes())
+            self._client.hset(self._key("run"), mapping=fields | {"max_uses": max([max_uses, *uses.values()])})
+
+    def _load_chunk(self, groups: list[FinishedGroup], *, first_sequence: int) -> None:
+        pipeline = self._client.pipeline(transaction=False)
+        for sequence, group in enumerate(groups, start=first_sequence):
+            trajectories = [unpack(payload) for payload in group.payloads]
+            payloads = {each.index: payload for each, payload in zip(trajectories, group.payloads, strict=True)}
+            pipeline.hset(self._key(f"group:{group.id}"), mapping={"sequence": sequence} | _record(group, trajectories))
+            pipeline.hset(self._key(f"payloads:{group.id}"), mapping=payloads)
+            pipeline.zadd(self._key("ready"), {group.id: sequence})
+            pipeline.hincrby(self._key("counters"), "accepted", len(payloads))
+            pipeline.hincrby(self._key("counters"), "payload_bytes", sum(map(len, group.payloads)))
+        with self._mapped_errors():
+            pipeline.execute()
+
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
@@ -39,7 +80,9 @@ class RedisBatches(RedisConnection):
             newest, num_ready, oldest = self._run("release_claim", step, num_groups if rules.only_oldest else 1)
             if step <= newest:
                 raise already_committed(step, newest=newest)
-            if rules.only_oldest:
+            if step in self._planned:
+                selected: Sample | NotReady = self._planned[step]
+            elif rules.only_oldest:
                 selected = sample_oldest([text(group) for group in oldest], num_groups=num_groups, num_ready=num_ready)
             else:
                 selected = self._sample(rules, step=step, version=version, num_groups=num_groups)
@@ -133,6 +176,26 @@ class RedisBatches(RedisConnection):
             encoded = self._client.hvals(self._key("ledger"))
         entries = [decode(entry, StepEntry) for entry in encoded]
         return sorted((entry for entry in entries if entry.step >= first_step), key=lambda entry: entry.step)
+
+
+def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
+    """Fields of a group of an earlier run, as `lease.lua` and `insert.lua` write them; it has no lag in this run."""
+    lease_id, size = make_lease_id(group.id, trajectories[0].attempt), len(trajectories)
+    headers = [pack(each, lease_id=lease_id, purpose="train", group_size=size)[0] for each in trajectories]
+    rewards = [header.reward for header in headers if header.reward_status == "ok" and not header.is_greedy]
+    return {
+        "attempt": trajectories[0].attempt,
+        "purpose": "train",
+        "size": size,
+        "members": size,
+        "claim_attempts": 0,
+        "oldest": min(header.oldest_version for header in headers),
+        "tokens": sum(header.written_tokens for header in headers),
+        "bytes": sum(map(len, group.payloads)),
+        "answered": len(rewards),
+        "reward_sum": sum(rewards),
+        "reward_squares": sum(reward * reward for reward in rewards),
+    }
 
 
 def _candidates(packed: bytes) -> list[Candidate]:

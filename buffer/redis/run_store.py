@@ -1,6 +1,7 @@
 """open_run_store: opens the store of a run, by its address or by its run folder."""
 
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -9,7 +10,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.retry import RetryPolicy
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.base import ConfigError
-from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
+from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.run import RunConfig, read_config
 
 COMMAND_TIMEOUT_S = 3.0
@@ -38,8 +39,8 @@ def open_run_store(
     """
     if isinstance(where, Path):
         run = read_config(where)
-        server = _start_server(run, where, timeout_s=timeout_s) if starts_server else None
         url, run_id = store_url(run, where), run.name
+        server = _start_server(run, where, timeout_s=timeout_s) if starts_server else None
     else:
         url, server = where, None
     try:
@@ -58,13 +59,33 @@ def open_run_store(
         raise
 
 
+def open_own_store(
+    directory: Path,
+    run_id: str,
+    *,
+    max_memory_mib: int = 1024,
+    max_attempts: int = 5,
+    clock: Callable[[], float] | None = None,
+) -> RedisStore:
+    """Start a server for this process alone, which keeps nothing on disk, and open a store there.
+
+    Closing the store stops the server. `clock` as for `RedisConnection`. Raises StoreUnavailableError.
+    """
+    server = EmbeddedRedis(directory, durability="fast", max_memory_mib=max_memory_mib)
+    server.start()
+    return RedisStore(connect(server.url), run_id, max_attempts=max_attempts, clock=clock, on_close=server.stop)
+
+
 def store_url(run: RunConfig, folder: Path) -> str:
-    """Return the address of the run's store. Raises ConfigError when the run keeps it in its own process."""
+    """Return the address of the run's store. Raises ConfigError when it is for the run's own process alone."""
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return config.url if config.tls_ca_file is None else _with_authority(config.url, Path(config.tls_ca_file))
-    if not isinstance(config, EmbeddedRedisConfig):
-        raise ConfigError(f"run {run.name!r} must have a store to look into, but keeps it in memory (mode={run.mode}).")
+    if run.is_one_process:
+        raise ConfigError(
+            f"run {run.name!r} must have a store to look into, but mode={run.mode} keeps it to itself and no longer "
+            f"than it lasts: what it has archived is in {folder / 'archive'}."
+        )
     return EmbeddedRedis(folder / "store").url
 
 
@@ -84,8 +105,8 @@ def _start_server(run: RunConfig, folder: Path, *, timeout_s: float) -> Embedded
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return None
-    if not isinstance(config, EmbeddedRedisConfig) or not (folder / "store").is_dir():
-        raise ConfigError(f"run {run.name!r} must have a store that outlives its processes, but kept it in memory.")
+    if not (folder / "store").is_dir():
+        raise ConfigError(f"run {run.name!r} must have a store, but {folder / 'store'} is not there: it was deleted.")
     server = EmbeddedRedis(folder / "store", durability=config.durability, max_memory_mib=config.max_memory_mib)
     if server.is_listening:
         return None

@@ -9,7 +9,6 @@ import numpy as np
 from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, audit
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RunConflictError
-from slipstream.buffer.group_filter import filter_arguments
 from slipstream.buffer.records import (
     EVENT_CHARACTERS_KEPT,
     EVENTS_KEPT,
@@ -31,7 +30,7 @@ from slipstream.buffer.redis.connection import decode_row_count, describe_store_
 from slipstream.buffer.redis.prompts import RedisPrompts
 from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.transitions import PHASES, check_same_run, no_run
-from slipstream.configs.buffer import KEEP_ALL, FilterConfig
+from slipstream.configs.buffer import KEEP_ALL, AccuracyConfig, FilterConfig, ZeroSignalConfig
 from slipstream.configs.data import CurriculumConfig
 
 LAYOUT = 6
@@ -68,7 +67,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         if run_id != self._run_id:
             raise RunConflictError(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
         rows = msgspec.json.encode(num_rows)
-        settings = (config_json, rows, seed, LAYOUT, int(keeps_finished), max_uses, *filter_arguments(group_filter))
+        settings = (config_json, rows, seed, LAYOUT, int(keeps_finished), max_uses, *_filter_arguments(group_filter))
         rules = msgspec.json.encode(curriculum) if curriculum else ""
         stored_config, stored_rows, stored_seed, layout = self._run("open_run", *settings, rules)
         _check_layout(run_id, int(layout))
@@ -275,6 +274,17 @@ class RedisStore(RedisPrompts, RedisBatches):
 def _numbers(flat: list[Any]) -> dict[str, int]:
     """Turn a hash as a script answers it (name, number, name, number) into a dict."""
     return {text(name): int(number) for name, number in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _filter_arguments(group_filter: FilterConfig) -> tuple[str, float, float]:
+    """Return (kind, low, high) as the run keeps them; a bound that a kind has not is 0."""
+    match group_filter:
+        case ZeroSignalConfig(min_spread=least):
+            return "zero_signal", least, 0.0
+        case AccuracyConfig(above=above, below=below):
+            return "accuracy", above, below
+        case _:
+            return "none", 0.0, 0.0
 
 
 def _check_layout(run_id: str, layout: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.broker.status.role_status import RoleStatus
-from slipstream.buffer.group_filter import REJECTION_REASONS
+from slipstream.buffer.accounting import REJECTION_REASONS
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.stall.progress import Progress

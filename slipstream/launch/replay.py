@@ -27,8 +27,8 @@ from slipstream.broker.prompts.rows import Row
 from slipstream.buffer.archive.archive import read_images
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import FinishedGroup, image_names
+from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.cluster.seat import LocalSeat
 from slipstream.configs.base import ConfigError
@@ -110,7 +110,7 @@ def _run_rank_0(run: RunConfig, folder: RunFolder, *, rendezvous: str | None) ->
         prompting = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
         groups = rescore(groups, run.replay.reward, prompts=read_train(run), prompting=prompting)
 
-    def fill(store: MemoryStore) -> None:
+    def fill(store: RedisStore) -> None:
         store.load(groups, samples=plan.samples)
         names = image_names(payload for group in groups for payload in group.payloads)
         store.put_images(read_images(Path(run.replay.path), names))

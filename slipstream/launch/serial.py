@@ -1,6 +1,6 @@
 """The serial run: all roles in one process, one call after the other, deterministic.
 
-Router, generator, publisher and learner are those of an asynchronous run, over the in-memory twins of channel, store
+Store, router, generator, publisher and learner are those of an asynchronous run, over the in-memory twins of channel
 and weight transport. Whenever the learner waits, the pump takes one turn: the learner's client, the router, the
 generator's client, then the generator's asyncio tasks, always in this order. Time, wherever a decision depends on it,
 is a count of turns. One seed therefore gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
@@ -10,7 +10,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import msgspec
 import torch
@@ -23,12 +23,15 @@ from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.broker.transport.session import StatusBoard
 from slipstream.broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
-from slipstream.buffer.memory.store import MemoryStore
+from slipstream.buffer.redis.run_store import open_own_store
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig
 from slipstream.generators.build import assemble
 from slipstream.generators.generator import Generator
 from slipstream.generators.tokenization import load_tokenizer
 from slipstream.learner.build import build_learner, build_rank_group
+from slipstream.runtime.process import raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 _CPU = torch.device("cpu")
@@ -71,7 +74,7 @@ class Pump:
     """
 
     def __init__(
-        self, *, clock: TurnClock, router: Router, store: MemoryStore, learner: SerialPeer, generator: SerialPeer
+        self, *, clock: TurnClock, router: Router, store: RedisStore, learner: SerialPeer, generator: SerialPeer
     ) -> None:
         self._clock = clock
         self._store = store
@@ -142,7 +145,7 @@ def run_serial(
     run: RunConfig,
     folder: RunFolder,
     *,
-    prepare_store: Callable[[MemoryStore], None] = lambda _store: None,
+    prepare_store: Callable[[RedisStore], None] = lambda _store: None,
     device: torch.device = _CPU,
     rendezvous: str | None = None,
 ) -> None:
@@ -151,17 +154,20 @@ def run_serial(
     `prepare_store` may fill the store before a role uses it. `device` and `rendezvous`: of the learner's rank 0, which
     this process is; other ranks join by the rendezvous.
     """
+    # The store's server is a process of its own, and ends with this one.
+    raise_on_stop_signal()
     # With several threads, sums depend on how they share the work.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
     clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()
-    store = MemoryStore(clock=clock, max_attempts=run.buffer.max_attempts)
     train, heldout = open_datasets(run)
-    router = _build_router(run, hub, store, clock, train=train, heldout=heldout)
-    prepare_store(store)
-    learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
-    pump = Pump(clock=clock, router=router, store=store, learner=learner_peer, generator=generator_peer)
-    with closing(pump):
+    with ExitStack() as stack:
+        store = stack.enter_context(_open_store(run, folder, clock))
+        router = _build_router(run, hub, store, clock, train=train, heldout=heldout)
+        prepare_store(store)
+        learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
+        pump = Pump(clock=clock, router=router, store=store, learner=learner_peer, generator=generator_peer)
+        stack.enter_context(closing(pump))
         pump.start(
             assemble(
                 run,
@@ -192,10 +198,18 @@ def run_serial(
         _archive(run, folder, store)
 
 
+def _open_store(run: RunConfig, folder: RunFolder, clock: TurnClock) -> RedisStore:
+    config = run.buffer.store
+    assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
+    limits = {"max_memory_mib": config.max_memory_mib, "max_attempts": run.buffer.max_attempts}
+    # Keeps nothing on disk, because a run in one process is not resumed.
+    return open_own_store(folder.store, run.name, **limits, clock=clock)
+
+
 def _build_router(
     run: RunConfig,
     hub: MemoryBroker,
-    store: MemoryStore,
+    store: RedisStore,
     clock: TurnClock,
     *,
     train: Dataset,
@@ -215,7 +229,7 @@ def _build_router(
     return Router(hub.server(), store, run=run, config_json=config_json, train=train, heldout=heldout, clock=clock)
 
 
-def _archive(run: RunConfig, folder: RunFolder, store: MemoryStore) -> None:
+def _archive(run: RunConfig, folder: RunFolder, store: RedisStore) -> None:
     if run.buffer.archive.enabled:
         with closing(Archiver(store, folder.archive, run.buffer.archive)) as archiver:
             archiver.flush()

@@ -12,7 +12,6 @@ from pathlib import Path
 import redis
 
 from slipstream.buffer.accounting import StoreCounts
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer, Claim, Heartbeat, Lease, StepEntry
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
@@ -20,6 +19,7 @@ from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Sampling
 from tests.builders import make_packed
+from tests.memory_store.store import MemoryStore
 
 GROUP_SIZE = 2
 NUM_ROWS = 7

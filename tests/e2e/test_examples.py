@@ -16,7 +16,6 @@ pytestmark = pytest.mark.slow
 SERIAL = (
     "mode=serial",
     "weights.transport=memory",
-    "buffer/store=memory",
     "generators/engine=hf",
     "learner/engine=torch",
     "learner.stop=null",

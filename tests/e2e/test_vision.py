@@ -74,7 +74,6 @@ SERIAL = (
     "experiment=picture_digits_cpu",
     "mode=serial",
     "generators/engine=hf",
-    "buffer/store=memory",
     "learner/engine=torch",
     "weights.transport=memory",
     "generators.reward.num_workers=0",

@@ -8,7 +8,6 @@ import msgspec
 
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.codec import Packed
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import FRAMES_KEPT
 from slipstream.buffer.redis.store import RedisStore
 from tests.hostile.attacker import Attacker
@@ -16,6 +15,7 @@ from tests.hostile.corpus import some_valid
 from tests.hostile.good_peer import GoodPeer
 from tests.hostile.mutator import Mutator
 from tests.hostile.target import GROUP_SIZE, NUM_GROUPS, Target
+from tests.memory_store.store import MemoryStore
 
 _FRAMES_PER_ROUND = 250
 _STORED_BEFORE = 64

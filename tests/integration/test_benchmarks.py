@@ -21,16 +21,20 @@ RUN = [
     "evaluation.final_prompts=4",
 ]
 REAL = pytest.mark.long
-"""Marks what starts vLLM or DeepSpeed, or takes half a minute."""
+"""Marks what starts vLLM, DeepSpeed or a whole run, or takes a quarter of a minute."""
 BENCHMARKS = [
-    ("first_minute", ["--seeds=0", "--here", "--", *RUN, "learner.max_steps=11", "learner.stop=null"]),
+    pytest.param(
+        "first_minute", ["--seeds=0", "--here", "--", *RUN, "learner.max_steps=11", "learner.stop=null"], marks=REAL
+    ),
     ("ingest", ["--rounds=1", "--mib=1", "--tokens=64", "--durability=fast"]),
     ("ingest", ["--sockets", "--rounds=1", "--mib=1", "--tokens=64"]),
     ("peers_at_scale", ["--peers=6", "--tokens=64", "--tokens-per-s=4000", "--seconds=2", "--processes=2"]),
     ("weights.delta", ["--steps=4", "--layers=1", "--width=64"]),
     ("weights.relay", ["--generators=5", "--mib=1", "--bucket-mib=1", "--fan-out=2", "--uplink-mib-s=0", "--rounds=1"]),
     pytest.param("weights.kills", ["--kills=1", "--generators=2", "--mib=1", *TINY], marks=REAL),
-    ("generators.slow_generator", ["--settings=1", "--rounds=1", "--seconds=2", "--times=2", *TINY]),
+    pytest.param(
+        "generators.slow_generator", ["--settings=1", "--rounds=1", "--seconds=2", "--times=2", *TINY], marks=REAL
+    ),
     pytest.param(
         "generators.long_answers",
         ["--pacing-lags=4", "--seconds=1.5", "--step-s=0.1", "--token-s=0.0005", "--sigma=0.5"],
@@ -40,13 +44,17 @@ BENCHMARKS = [
         "generators.slow_tools",
         ["--seconds=1", "--calls=64", "--slow-tool-s=0.05", "--tool-s", "--token-s=0.001"],
     ),
-    ("learner.long_context", ["--rounds=1", "--tokens=64", "--ranks=2", "--width=32"]),
-    ("learner.packing", ["--rounds=1", "--groups=1"]),
+    pytest.param("learner.long_context", ["--rounds=1", "--tokens=64", "--ranks=2", "--width=32"], marks=REAL),
+    pytest.param("learner.packing", ["--rounds=1", "--groups=1"], marks=REAL),
     ("learner.logprob_head", ["--rounds=1", "--tokens=64", "--vocabulary=64", "--width=8"]),
     ("generators.search", ["--passages=300", "--queries=50"]),
-    ("generators.elastic", ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"]),
+    pytest.param(
+        "generators.elastic",
+        ["--phases", "1:0", "2:2", "--", *RUN, "learner.max_steps=4", "learner.stop=null"],
+        marks=REAL,
+    ),
     pytest.param("gpu", ["--device=cpu", "--tiny", "--seconds=1"], marks=REAL),
-    ("overhead", ["--parts=together", "--steps=6", "--", *RUN]),
+    pytest.param("overhead", ["--parts=together", "--steps=6", "--", *RUN], marks=REAL),
     pytest.param("overhead", ["--parts=learner", "--seconds=0.1", "--rounds=1", "--", *TINY], marks=REAL),
     pytest.param("overhead", ["--parts=generators", "--seconds=0.1", "--rounds=1", "--", *TINY], marks=REAL),
     pytest.param(

@@ -14,7 +14,6 @@ from slipstream.broker.router import Router
 from slipstream.broker.status.inspection import Inspect
 from slipstream.broker.transport.interface import listen
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.cli import main
 from slipstream.configs.run import RunConfig
 from slipstream.diagnose.checks import Finding
@@ -22,6 +21,7 @@ from slipstream.diagnose.cluster import BrokerLink, find_all
 from slipstream.runtime.model_files import fingerprint
 from tests.builders import make_run
 from tests.fakes import write_rows
+from tests.memory_store.store import MemoryStore
 
 TOKEN = "a token of thirty-two characters"
 HERE = ["cluster.interface=127.0.0.0/8", "cluster.ports=23100-23119"]

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -106,12 +105,9 @@ class Run:
         )
         return done.stdout if done.returncode == 0 else ""
 
-    def status(self) -> dict[str, Any]:
-        return json.loads(self.call("status", "--json", "name=placed") or '{"roles": []}')
-
     def at_work(self) -> dict[str, int]:
         """Process ids of the generators that work, by name."""
-        roles = self.status()["roles"]
+        roles = runs.status(self.folder, "placed")["roles"]
         return {
             role["name"]: role["pid"]
             for role in roles
@@ -197,7 +193,7 @@ def test_a_generator_ends_with_rays_process_on_its_machine_and_is_placed_on_anot
 def test_a_run_ends_with_rays_head_and_goes_on_in_another_cluster(folder: Path) -> None:
     with cluster_of(1, 1) as cluster:
         run = Run(folder, cluster)
-        run.until(lambda: run.status().get("step", 0) > 6)
+        run.until(lambda: runs.status(folder, "placed").get("step", 0) > 6)
         os.kill(cluster.gcs, signal.SIGKILL)
         ends_at = time.monotonic() + 75
         runs.until(lambda: run.launcher.poll() is not None, timeout_s=75, what="the end of the launcher")

@@ -1,6 +1,5 @@
 """Generators are added and drained by command while a run trains; the engine alone is scripted."""
 
-import json
 import re
 import signal
 import subprocess
@@ -49,8 +48,7 @@ class Run:
         return self.call(*runs.command("drain", name, "name=scaled"))
 
     def status(self) -> dict[str, Any]:
-        done = self.call(*runs.command("status", "--json", "name=scaled"))
-        return json.loads(done.stdout) if done.returncode == 0 else {"roles": []}
+        return runs.status(self.folder, "scaled")
 
     def until(self, reached: Callable[[dict[str, Any]], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S

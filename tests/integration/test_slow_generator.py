@@ -14,7 +14,6 @@ from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.memory_channels import MemoryBroker
 from slipstream.broker.transport.session import StatusBoard
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.engines import ScriptedEngineConfig
@@ -28,6 +27,7 @@ from tests.builders import make_run
 from tests.fakes import write_rows
 from tests.integration.generator_scene import make_update
 from tests.integration.simulated_time import SimulatedLoop, simulate
+from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tokenizer
 
 GROUPS_PER_STEP, GROUP_SIZE, TOKENS_PER_RESPONSE = 8, 2, 10

@@ -156,7 +156,7 @@ def test_a_profile_that_cannot_be_is_one_sentence(config, store, words, num_step
 def test_a_run_that_has_ended_or_is_one_process_has_no_profile(config, server, store, capsys):
     folder = RunFolder(config)
     serial = msgspec.json.decode(msgspec.json.encode(config))
-    serial |= {"mode": "serial", "buffer": {"store": {"kind": "memory"}}, "weights": {"transport": "memory"}}
+    serial |= {"mode": "serial", "weights": {"transport": "memory"}}
     kept = (folder.path / "config.yaml").read_bytes()
     (folder.path / "config.yaml").write_bytes(msgspec.yaml.encode(msgspec.convert(serial, RunConfig)))
     with pytest.raises(ConfigError, match=r"got mode=serial: begin one with profile.steps"):

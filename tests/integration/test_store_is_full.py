@@ -1,8 +1,6 @@
 """A store that refuses writes: trajectories are deferred and nothing is lost; when there is room, all goes on."""
 
 import contextlib
-import json
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -186,9 +184,8 @@ def limit_all(processes: list[psutil.Process], size: int) -> None:
 
 def waits_for(folder: Path) -> dict[str, str]:
     """Return waiter -> the side it waits for and the reason, as `status` shows them."""
-    command = runs.command("status", "--json", "name=full")
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=True)
-    return {wait["waiter"]: f"{wait['blocked_on']}: {wait['reason']}" for wait in json.loads(done.stdout)["waits"]}
+    waits = runs.status(folder, "full").get("waits", [])
+    return {wait["waiter"]: f"{wait['blocked_on']}: {wait['reason']}" for wait in waits}
 
 
 @pytest.mark.slow

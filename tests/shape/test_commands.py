@@ -310,6 +310,8 @@ def test_commands_on_a_run_work(tmp_path: Path) -> None:
     runs.make_task(tmp_path, warm=False)
     # --watch needs a terminal: tests/integration/test_status.py.
     tried = [each for each in COMMANDS if each.program in ON_A_RUN and "--watch" not in each.words]
+    # Last, as the generators that it starts take the cores from the others.
+    tried.sort(key=lambda each: each.program == "slipstream scale")
     with runs.Run(tmp_path, "mine", "learner.max_steps=100000", "generators.autoscale.max=4").ended_at_last() as run:
         runs.until(runs.has_stepped(run, 13), timeout_s=120, what="thirteen steps")
         assert_none([f"{command}: {problem}" for command in tried if (problem := tried_on(tmp_path, command))])

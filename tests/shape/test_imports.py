@@ -16,7 +16,6 @@ WITHOUT_TORCH = [
     "slipstream.buffer.trajectory",
     "slipstream.buffer.codec",
     "slipstream.buffer.store",
-    "slipstream.buffer.memory.store",
     "slipstream.buffer.redis.store",
     "slipstream.broker.messages",
     "slipstream.broker.prompts.dataset",

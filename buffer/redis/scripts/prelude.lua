@@ -16,7 +16,7 @@
 --                               curriculum);
 --                               sums over its members (see insert.lua); at:<index> -> trajectory id,
 --                               sum:<trajectory id> -> checksum
---   success             hash    row -> its success rate, MessagePack of `SuccessRate`'s fields
+--   success             hash    row -> its success rate, MessagePack of {answers, weighted answers, weighted right ones}
 --   curriculum          hash    skipped_too_easy, skipped_too_hard, explored, rows, rows_too_easy, rows_too_hard
 --   payloads:<id>       hash    index -> encoded trajectory
 --   leases              zset    training group -> deadline       evaluation_leases  zset  row group -> deadline
@@ -102,7 +102,7 @@ end
 
 local function success_of(row) return cmsgpack.unpack(redis.call('HGET', key('success'), row) or '\147\0\0\0') end
 
--- What is wrong with a row, as `curriculum.SuccessRate.flaw` finds it; nil when it lies in the band.
+-- On which side of the band a row lies; nil inside it, and while it has too few answers.
 local function flaw_of(rate, curriculum)
   if rate[1] < curriculum.min_answers then return nil end
   local share = rate[3] / rate[2]
@@ -168,7 +168,7 @@ local function end_lease(group, owner)
   redis.call('ZREM', key('returned'), group)
 end
 
--- The run's filter on a group's sums, as `group_filter.rejection_reason` computes it; nil when the group passes.
+-- Why the run's filter rejects a group of these sums (`accounting.REJECTION_REASONS`); nil when it passes.
 local function rejection_reason(sums)
   local f = redis.call('HMGET', key('run'), 'filter', 'filter_low', 'filter_high')
   local kind, low, high = f[1], tonumber(f[2]), tonumber(f[3])

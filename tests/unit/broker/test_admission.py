@@ -4,11 +4,11 @@ import msgspec
 import pytest
 
 from slipstream.broker.admission import admission_limit, admission_reason, capacity_limit, capacity_reason
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import RunState
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import CapacityConfig, StalenessConfig
 from tests.builders import make_run
+from tests.memory_store.store import MemoryStore
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,6 @@ def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for()
 def test_a_replay_admits_no_prompt():
     run = make_run(
         mode="replay",
-        buffer={"store": {"kind": "memory"}},
         weights={"transport": "memory"},
         replay={"path": "runs/other/archive"},
     )

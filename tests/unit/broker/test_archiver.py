@@ -14,12 +14,12 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.mirror import ArchiveMirror
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.errors import ArchiveError, StorageError, StoreCannotWriteError, StoreUnavailableError
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
 from slipstream.configs.buffer import ArchiveConfig
 from tests.builders import make_finished, write_archive
 from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
 from tests.unit.buffer.archive.test_ledger import make_step
 
 CONFIG = ArchiveConfig(groups_per_shard=3, flush_s=30.0)

@@ -5,10 +5,10 @@ import pytest
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.messages import Ack, Nack, Put
 from slipstream.broker.store_outage import StoreOutage
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Insertion
 from tests.builders import make_packed
 from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
 
 NUM_GROUPS = 100
 

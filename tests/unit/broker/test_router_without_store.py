@@ -8,9 +8,9 @@ import pytest
 from slipstream.broker.messages import Ack, AnyMessage, LeaseRequest, Nack, Ping, Pong, Prompts, Put
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import StoreCannotWriteError, StoreUnavailableError
-from slipstream.buffer.memory.store import MemoryStore
 from tests.builders import make_packed
 from tests.fakes import FakePeer, RouterScene
+from tests.memory_store.store import MemoryStore
 
 UNAVAILABLE = StoreUnavailableError("it does not answer")
 

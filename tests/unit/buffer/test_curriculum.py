@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from slipstream.buffer.curriculum import SuccessRate, look_ahead
-from slipstream.buffer.group_filter import GroupRewards
+from slipstream.buffer.curriculum import look_ahead
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import CurriculumConfig
 from slipstream.configs.load import load
 from tests.builders import make_run
+from tests.memory_store.rules import GroupRewards, SuccessRate
 
 HALF = CurriculumConfig(low=0.25, high=0.75, decay=0.5, min_answers=4)
 

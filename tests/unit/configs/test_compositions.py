@@ -17,7 +17,6 @@ from slipstream.scripts.make_prompts import SOURCES
 
 NEEDED = {
     "buffer/store=redis": ["buffer.store.url=redis://localhost:6379/0"],
-    "buffer/store=memory": ["experiment=digits_serial"],
     "algorithm/advantage=remax": ["generators.baseline=greedy"],
     "algorithm/advantage=win_rate": ["recipe=sppo"],
     "algorithm/advantage=vtrace": ["algorithm/correction=none"],

@@ -41,7 +41,7 @@ def test_several_unknown_keys_are_reported_at_once() -> None:
 def test_a_variant_without_a_kind_names_the_kinds() -> None:
     data: dict[str, Any] = to_plain(load([]))
     del data["buffer"]["store"]["kind"]
-    with pytest.raises(ConfigError, match=r"buffer\.store\.kind must be one of embedded, redis, memory, got 'nothing'"):
+    with pytest.raises(ConfigError, match=r"buffer\.store\.kind must be one of embedded, redis, got 'nothing'"):
         convert(data, RunConfig)
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.buffer import EmbeddedRedisConfig, MemoryStoreConfig, RedisConfig
+from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
 from slipstream.configs.engines import HfEngineConfig, VllmEngineConfig
 from slipstream.configs.generators import ToolsAgentConfig
 from slipstream.configs.learner import TorchEngineConfig
@@ -41,7 +41,6 @@ def test_the_command_line_wins_over_the_experiment() -> None:
 
 def test_an_experiment_wins_over_the_groups() -> None:
     run = load(["experiment=digits_serial"])
-    assert isinstance(run.buffer.store, MemoryStoreConfig)
     assert isinstance(run.learner.engine, TorchEngineConfig)
 
 

@@ -65,7 +65,7 @@ def test_an_unknown_option_names_the_one_meant(line: str, meant: str) -> None:
 
 def test_an_unknown_option_that_is_like_no_other_lists_all() -> None:
     message = refusal("buffer/store=sqlite")
-    assert message == "unknown option buffer/store=sqlite; there are embedded, embedded_large, memory, redis."
+    assert message == "unknown option buffer/store=sqlite; there are embedded, embedded_large, redis."
 
 
 @pytest.mark.parametrize(

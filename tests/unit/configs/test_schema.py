@@ -17,7 +17,7 @@ def test_a_key_belongs_to_the_variant_whose_record_declares_it() -> None:
 
 
 def test_unions_of_tagged_records_are_groups() -> None:
-    assert variants()["buffer/store"] == ("embedded", "redis", "memory")
+    assert variants()["buffer/store"] == ("embedded", "redis")
     assert variants()["algorithm/advantage"][0] == GrpoConfig.__struct_config__.tag
     assert "learner/optimizer" not in variants()
 

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.learner import BestConfig
@@ -21,6 +20,7 @@ from slipstream.learner.learner import Learner
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
 from tests.contract.stores import answer, lease
+from tests.memory_store.store import MemoryStore
 
 RIGHT = Reward(total=1.0, is_correct=True)
 

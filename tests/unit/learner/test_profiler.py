@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.messages import Message, Profile
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import StepEntry
 from slipstream.learner.profiler import StepProfiler
 from tests.builders import make_run
+from tests.memory_store.store import MemoryStore
 
 
 class Scene:

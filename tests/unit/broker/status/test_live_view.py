@@ -8,8 +8,8 @@ from rich.console import Console
 from slipstream.broker.status.live_view import LiveView, sparkline
 from slipstream.broker.status.monitor import Monitor
 from slipstream.broker.status.role_status import role_statuses
-from slipstream.buffer.memory.store import MemoryStore
 from tests.builders import make_run
+from tests.memory_store.store import MemoryStore
 
 ROW = {
     "time_s": 65.0,

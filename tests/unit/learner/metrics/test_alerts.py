@@ -1,11 +1,11 @@
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.learner.metrics.alerts import MetricAlerts
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.learner.metrics.step_metrics import METRICS, RANGES, TOKEN_METRICS, Range
 from slipstream.runtime.run_folder import RunFolder
+from tests.memory_store.store import MemoryStore
 from tests.unit.learner.builders import make_model, make_run
 
 

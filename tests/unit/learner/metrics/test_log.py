@@ -3,13 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.store import EvaluationResult
 from slipstream.configs.load import load
 from slipstream.launch.run import verdict
 from slipstream.learner.metrics.log import MetricsLog
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
 
 
 def evaluated(accuracy: float) -> dict:

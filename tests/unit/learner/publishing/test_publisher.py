@@ -9,8 +9,8 @@ import torch
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, Update
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.learner.publishing.background import BackgroundPublisher
+from tests.memory_store.store import MemoryStore
 from tests.unit.learner.fake_generators import (
     CANARY,
     WEIGHTS,

@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 
 from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.configs.broker import WeightsConfig
 from slipstream.configs.load import load
 from slipstream.learner.publishing.background import BackgroundPublisher
 from slipstream.learner.publishing.staging import Staged, Stager, canary_token_ids, prompt_tokens
 from tests.cuda_fake import FakeCuda
+from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.fake_generators import make_publisher
 

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from slipstream.broker.status.role_status import RoleStatus
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.learner.stall.causes import StallCause, find_cause
 from slipstream.learner.stall.progress import Progress, Snapshot
 from tests.builders import make_run
 from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
 
 AFTER_S, START_AFTER_S, LIMIT_S = 120.0, 600.0, 1800.0
 MAX_FAILED = 2 * 2 * 2
@@ -255,6 +255,6 @@ def test_failed_rewards_explain_a_standstill_before_the_filter_does(scene):
 
 def test_a_replay_does_without_rewards_of_its_own():
     archive = {"path": "archive"}
-    scene = Scene(mode="replay", replay=archive, weights={"transport": "memory"}, buffer={"store": {"kind": "memory"}})
+    scene = Scene(mode="replay", replay=archive, weights={"transport": "memory"})
     scene.after(0, working())
     assert scene.after(1, working(unrewarded=99)) is None

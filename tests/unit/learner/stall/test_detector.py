@@ -4,7 +4,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker.status.blocking import dead_end_cause
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import Claim
 from slipstream.buffer.trajectory import Reward
 from slipstream.learner.errors import DeadEndError
@@ -12,6 +11,7 @@ from slipstream.learner.stall.detector import StallDetector
 from tests.builders import make_run
 from tests.contract.stores import OLDEST_FIRST, answer, lease, open_run
 from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
 
 AFTER_S = 120
 MAX_FAILED = 2 * 2 * 2

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.buffer.records import CheckpointPointer, Claim, VersionEntry, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.base import ConfigError
 from slipstream.launch.explain import explain_step, explain_trajectory, explain_version
 from tests.builders import make_packed
+from tests.memory_store.store import MemoryStore
 
 
 def make_store(*, is_retired: bool = False) -> MemoryStore:

@@ -6,7 +6,6 @@ from rich.console import Console
 
 from slipstream.broker.status.monitor import Monitor
 from slipstream.buffer.errors import RunConflictError
-from slipstream.buffer.memory.store import MemoryStore
 from slipstream.cluster.seat import LocalSeat
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
@@ -14,6 +13,7 @@ from slipstream.launch import launcher as launcher_module
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.scaling import LauncherReport, Scaling
 from slipstream.runtime.run_folder import RunFolder
+from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tiny_model
 
 

@@ -7,12 +7,12 @@ import pytest
 from slipstream.buffer.archive.ledger import LedgerWriter
 from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.records import Claim, StepEntry
+from slipstream.buffer.redis.run_store import open_own_store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.launch.replay_plan import plan_replay
 from tests.builders import make_finished, make_run, write_archive
-from tests.contract.stores import OLDEST_FIRST, make_memory_store
-from tests.fakes import FakeClock
+from tests.contract.stores import OLDEST_FIRST
 from tests.unit.buffer.archive.test_ledger import make_step
 
 
@@ -21,7 +21,6 @@ def make_replay(archive: Path, *, steps: int = 2, groups: int = 2) -> RunConfig:
         mode="replay",
         replay={"path": str(archive)},
         learner={"max_steps": steps, "groups_per_step": groups},
-        buffer={"store": {"kind": "memory"}},
         weights={"transport": "memory"},
     )
 
@@ -50,15 +49,15 @@ def test_each_step_claims_the_batch_of_the_ledger(tmp_path: Path) -> None:
 
 def test_a_store_yields_the_batches_of_the_ledger_and_a_group_as_often_as_it_was_used(tmp_path: Path) -> None:
     plan = plan_replay(make_replay(archive_of(tmp_path, *LEDGER), steps=3))
-    store = make_memory_store(FakeClock())
-    store.open_run("run", config_json="{}", num_rows=1, seed=0)
-    store.load(plan.groups, samples=plan.samples)
-    for entry in LEDGER:
-        claim = store.claim(step=entry.step, version=entry.version, num_groups=2, rules=OLDEST_FIRST, lease_s=60.0)
-        assert isinstance(claim, Claim)
-        assert claim.group_ids == entry.group_ids
-        store.commit(claim, entry)
-    assert store.audit().is_sound
+    with open_own_store(tmp_path / "store", "run") as store:
+        store.open_run("run", config_json="{}", num_rows=1, seed=0)
+        store.load(plan.groups, samples=plan.samples)
+        for entry in LEDGER:
+            claim = store.claim(step=entry.step, version=entry.version, num_groups=2, rules=OLDEST_FIRST, lease_s=60.0)
+            assert isinstance(claim, Claim)
+            assert claim.group_ids == entry.group_ids
+            store.commit(claim, entry)
+        assert store.audit().is_sound
 
 
 def test_without_a_ledger_groups_are_in_the_order_of_their_steps(tmp_path: Path) -> None:

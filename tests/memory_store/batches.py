@@ -1,6 +1,5 @@
 """MemoryStore, the learner's side: claims, commits, checkpoints, roll backs, the step ledger."""
 
-from slipstream.buffer.memory.state import Group, LiveClaim, MemoryState, UsedStep
 from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, StepEntry
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
 from slipstream.buffer.transitions import (
@@ -13,6 +12,7 @@ from slipstream.buffer.transitions import (
     stale_claim,
     superseded_learner,
 )
+from tests.memory_store.state import Group, LiveClaim, MemoryState, UsedStep
 
 
 class MemoryBatches(MemoryState):
@@ -41,9 +41,6 @@ class MemoryBatches(MemoryState):
             return make_claim(selected, step=step, fence=run.fence, lag=lag)
 
     def _sample(self, rules: SamplingRules, *, step: int, version: int, num_groups: int) -> Sample | NotReady:
-        # A replay takes the batches of the ledger, whatever its own settings would select.
-        if step in self._planned:
-            return self._planned[step]
         if rules.only_oldest:
             oldest = [self._ready[sequence] for sequence in sorted(self._ready)[:num_groups]]
             return sample_oldest(oldest, num_groups=num_groups, num_ready=len(self._ready))

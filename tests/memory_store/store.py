@@ -1,4 +1,4 @@
-"""MemoryStore: the in-process store, for the serial mode and as the oracle that the Redis store is tested against."""
+"""MemoryStore: the store on dicts, the oracle that the Redis store is tested against and the store of unit tests."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,11 +7,8 @@ from typing import Any
 import msgspec
 
 from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, audit
-from slipstream.buffer.codec import checksum, encode, pack, unpack
+from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RunConflictError
-from slipstream.buffer.memory.batches import MemoryBatches
-from slipstream.buffer.memory.prompts import MemoryPrompts
-from slipstream.buffer.memory.state import Group, Member, Run
 from slipstream.buffer.records import (
     EVENT_CHARACTERS_KEPT,
     ROLES_KEPT,
@@ -24,11 +21,13 @@ from slipstream.buffer.records import (
     VersionEntry,
     progress_mark,
 )
-from slipstream.buffer.sampling import RowCount, Sample
-from slipstream.buffer.trajectory import make_lease_id
+from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.transitions import PHASES, check_same_run, is_evaluation
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
 from slipstream.configs.data import CurriculumConfig
+from tests.memory_store.batches import MemoryBatches
+from tests.memory_store.prompts import MemoryPrompts
+from tests.memory_store.state import Run
 
 _COUNTERS = ("accepted_tokens", "superseded_tokens", "wasted_tokens", "trained", "trained_tokens")
 
@@ -159,28 +158,6 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             )
         return audit(snapshot)
 
-    def load(self, groups: list[FinishedGroup], *, samples: dict[int, Sample] | None = None) -> None:
-        """Take groups of an earlier run in as ready, in the order given; they count as accepted and admitted.
-
-        Ordinals between them are marked as over, so that no prompt is leased. `samples`: the groups that these steps
-        claim, whatever the sampler says. Raises RecordRefusedError for a damaged payload.
-        """
-        with self._changed:
-            run = self._opened()
-            for stored in groups:
-                run.ready_sequence += 1
-                self._groups[stored.id] = _ready_group(stored, sequence=run.ready_sequence)
-                self._enqueue_all([stored.id])
-            # The stored groups are all the data there is: prompts between them must not be generated anew.
-            ordinals = {int(stored.id) for stored in groups}
-            run.next_ordinal = max(ordinals, default=-1) + 1
-            run.admitted = len(groups)
-            self._done = set(range(run.next_ordinal)) - ordinals
-            self._counters["accepted"] = sum(len(stored.payloads) for stored in groups)
-            self._planned = samples or {}
-            uses = Counter(group_id for planned in self._planned.values() for group_id in planned.group_ids)
-            run.max_uses = max([run.max_uses, *uses.values()])
-
     # --- monitoring --------------------------------------------------------------------------------------------------
     def counts(self) -> StoreCounts:
         with self._changed:
@@ -293,13 +270,3 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
 
     def full_disk(self) -> str:
         return ""
-
-
-def _ready_group(stored: FinishedGroup, *, sequence: int) -> Group:
-    group = Group(stored.id, "train", len(stored.payloads), sequence)
-    for payload in stored.payloads:
-        trajectory = unpack(payload)
-        lease_id = make_lease_id(stored.id, trajectory.attempt)
-        header, _ = pack(trajectory, lease_id=lease_id, purpose="train", group_size=group.size)
-        group.members[trajectory.index] = Member(trajectory.id, checksum(payload), payload, header)
-    return group

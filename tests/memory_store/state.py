@@ -6,8 +6,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from slipstream.buffer.curriculum import SuccessRate
-from slipstream.buffer.group_filter import GroupRewards, rejection_reason
 from slipstream.buffer.records import (
     EVENTS_KEPT,
     FRAMES_KEPT,
@@ -19,11 +17,12 @@ from slipstream.buffer.records import (
     StepEntry,
     VersionEntry,
 )
-from slipstream.buffer.sampling import RowCount, Sample
+from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.buffer.transitions import no_run
 from slipstream.configs.buffer import FilterConfig
 from slipstream.configs.data import CurriculumConfig
+from tests.memory_store.rules import GroupRewards, SuccessRate, rejection_reason
 
 
 @dataclass
@@ -193,7 +192,6 @@ class MemoryState:
         self._version_steps: dict[int, int] = {}
         self._consumed_at: dict[int, int] = {}
         self._ledger: dict[int, StepEntry] = {}
-        self._planned: dict[int, Sample] = {}
         self._done: set[int] = set()
         self._finished: list[str] = []
         self._outcomes: Counter[str] = Counter()

@@ -5,7 +5,6 @@ from math import ceil
 from typing import Any
 
 from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
-from slipstream.buffer.memory.state import Group, Member, MemoryState, OpenEvaluation
 from slipstream.buffer.records import (
     FRAME_BYTES_KEPT,
     EvaluationAnswer,
@@ -26,6 +25,7 @@ from slipstream.buffer.transitions import (
     short_group_message,
 )
 from slipstream.configs.buffer import DropShortConfig, GroupDeadline, RefillConfig, TrainShortConfig
+from tests.memory_store.state import Group, Member, MemoryState, OpenEvaluation
 
 
 class MemoryPrompts(MemoryState):
