@@ -20,10 +20,19 @@ _BATCH_ROWS = 256
 """Bounds the rows in memory at once."""
 
 
+@contextmanager
+def open_shard(folder: Path, shard: ShardEntry) -> Iterator[ds.Dataset]:
+    """Open a shard to read its columns; defects, of the reading too, become a ShardError."""
+    try:
+        yield _open(folder, shard)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ShardError(shard.file, f"cannot be read ({reason}): {_ADVICE}") from None
+
+
 def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None = None) -> Iterator[StoredTrajectory]:
     """Yield the trajectories for which `where` (over the columns) holds, in order. Raises ShardError."""
-    with _refusing(shard):
-        dataset = _open(folder, shard)
+    with open_shard(folder, shard) as dataset:
         columns = known_columns(dataset.schema)
         for batch in dataset.to_batches(columns=columns, filter=where, batch_size=_BATCH_ROWS, use_threads=False):
             yield from from_batch(batch)
@@ -31,14 +40,13 @@ def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None =
 
 def read_column(folder: Path, shard: ShardEntry, name: str, *, where: pc.Expression | None = None) -> list[str]:
     """Return a column of text of the trajectories for which `where` holds, in order. Raises ShardError."""
-    with _refusing(shard):
-        return _open(folder, shard).to_table(columns=[name], filter=where)[name].to_pylist()
+    with open_shard(folder, shard) as dataset:
+        return dataset.to_table(columns=[name], filter=where)[name].to_pylist()
 
 
 def check_shard(folder: Path, shard: ShardEntry) -> None:
     """Read the whole file. Raises ShardError unless size, checksum and rows are those of the manifest."""
-    with _refusing(shard):
-        dataset = _open(folder, shard)
+    with open_shard(folder, shard) as dataset:
         # Size and columns were checked at opening; only the checksum finds a changed byte.
         checksum = xxhash.xxh3_64_hexdigest((folder / shard.file).read_bytes())
         if checksum != shard.checksum:
@@ -62,13 +70,3 @@ def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
     if reason := missing_columns(dataset.schema):
         raise ShardError(shard.file, f"{reason}.")
     return dataset
-
-
-@contextmanager
-def _refusing(shard: ShardEntry) -> Iterator[None]:
-    """Map the errors of the Parquet reader."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ShardError(shard.file, f"cannot be read ({reason}): {_ADVICE}") from None

@@ -59,6 +59,10 @@ Decode = Callable[[np.ndarray], str]
 """Turns token ids into text."""
 
 
+_EQUAL = ("id", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason")
+"""Fields of a filter that must equal those of the trajectory."""
+
+
 class TrajectoryFilter(Record):
     """Conditions that a trajectory must meet, all that are set.
 
@@ -77,45 +81,78 @@ class TrajectoryFilter(Record):
     """Most tokens of prompt and response, inclusive."""
     version: int | None = None
     """Policy version that sampled at least one of its tokens."""
+    min_version: int | None = None
+    """Least of the policy versions of which one sampled a token, inclusive."""
+    max_version: int | None = None
+    """Greatest of these versions, inclusive."""
     step: int | None = None
     """Step that trained on it."""
+    min_step: int | None = None
+    """First of the steps of which one trained on it."""
+    max_step: int | None = None
+    """Last of these steps."""
+    group_id: str | None = None
+    """Its group."""
+    prompt_uid: str | None = None
+    """Name of its prompt's row, in full."""
+    generator_id: str | None = None
+    """Generator that made it."""
     data_source: str | None = None
     """Name of the kind of task, in full."""
     outcome: str | None = None
     """State of its group, or how it ended."""
+    reward_status: str | None = None
+    """Status of its reward: `ok`, `error` or `timeout`."""
+    stop_reason: str | None = None
+    """Reason why the answer ended, such as `stop` or `length`."""
     text: str | None = None
     """Part of the decoded prompt and response."""
+
+    @property
+    def steps(self) -> tuple[int | None, int | None] | None:
+        """First and last of the steps of which one must have trained on it, inclusive; None: any or none."""
+        return _narrowed(self.step, self.min_step, self.max_step)
+
+    @property
+    def versions(self) -> tuple[int | None, int | None] | None:
+        """Least and greatest of the versions of which one must have sampled a token, inclusive; None: any."""
+        return _narrowed(self.version, self.min_version, self.max_version)
 
     def matches(self, stored: StoredTrajectory, *, decode: Decode | None) -> bool:
         """Whether the trajectory meets all conditions. `decode` must be given when `text` is set."""
         trajectory = stored.trajectory
+        equal = {name: getattr(trajectory, name) for name in _EQUAL} | {
+            "outcome": stored.state,
+            "reward_status": trajectory.reward.status,
+        }
         return (
-            self.id in (None, trajectory.id)
+            all(getattr(self, name) in (None, value) for name, value in equal.items())
             and _is_within(trajectory.reward.total, self.min_reward, self.max_reward)
             and _is_within(trajectory.num_tokens, self.min_tokens, self.max_tokens)
-            and self.data_source in (None, trajectory.data_source)
-            and self.outcome in (None, stored.state)
-            and (self.step is None or self.step in stored.steps)
-            and (self.version is None or self.version in stored.versions)
+            and (self.steps is None or any(_is_within(step, *self.steps) for step in stored.steps))
+            and (self.versions is None or any(_is_within(version, *self.versions) for version in stored.versions))
             and (self.text is None or decode is None or self.text in decode(trajectory.token_ids))
         )
 
     def may_be_in(self, shard: ShardEntry) -> bool:
         """Whether the shard may hold a matching trajectory, by its line in the manifest."""
-        if self.step is None:
+        if self.steps is None:
             return True
-        return shard.first_step is not None and shard.first_step <= self.step <= (shard.last_step or 0)
+        if shard.first_step is None or shard.last_step is None:
+            return False
+        first, last = self.steps
+        return (first is None or first <= shard.last_step) and (last is None or last >= shard.first_step)
 
     def expression(self) -> pc.Expression | None:
         """Return the conditions that columns can decide without building trajectories; `matches` decides the rest."""
+        least, greatest = self.versions or (None, None)
+        equal = {name: getattr(self, name) for name in (*_EQUAL, "outcome", "reward_status")}
         bounds = [
             *_bounds("reward_total", self.min_reward, self.max_reward),
             *_bounds("num_tokens", self.min_tokens, self.max_tokens),
-            *_bounds("id", self.id, self.id),
-            *_bounds("data_source", self.data_source, self.data_source),
-            *_bounds("outcome", self.outcome, self.outcome),
-            *_bounds("oldest_version", None, self.version),
-            *_bounds("newest_version", self.version, None),
+            *_bounds("oldest_version", None, greatest),
+            *_bounds("newest_version", least, None),
+            *(pc.field(name) == value for name, value in equal.items() if value is not None),
         ]
         return reduce(and_, bounds) if bounds else None
 
@@ -124,6 +161,14 @@ def _is_within(value: float, low: float | None, high: float | None) -> bool:
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-def _bounds(column: str, low: float | str | None, high: float | str | None) -> list[pc.Expression]:
+def _narrowed(value: int | None, low: int | None, high: int | None) -> tuple[int | None, int | None] | None:
+    """Return the range [low, high], of one value if that is given; None for no condition."""
+    if value is not None:
+        # Outside of the range nothing is left of it: bounds that cross.
+        low, high = (value if low is None else max(low, value)), (value if high is None else min(high, value))
+    return None if low is None and high is None else (low, high)
+
+
+def _bounds(column: str, low: float | None, high: float | None) -> list[pc.Expression]:
     field = pc.field(column)
     return ([field >= low] if low is not None else []) + ([field <= high] if high is not None else [])

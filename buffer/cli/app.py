@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, Decode, TrajectoryFilter
+from slipstream.buffer.catalog.sources import ArchiveSource, FileSource, Source, StoreSource, open_source
+from slipstream.buffer.catalog.token_decoder import find_decoder
 from slipstream.buffer.cli.show import (
     as_json,
     list_frames,
@@ -19,7 +21,6 @@ from slipstream.buffer.cli.show import (
     show_segments,
     show_tokens,
 )
-from slipstream.buffer.cli.sources import ArchiveSource, StoreSource, find_decoder, open_source
 from slipstream.buffer.cli.stats import TrajectoryStats, describe_audit, describe_check
 from slipstream.buffer.cli.transfer import export, import_rollouts
 from slipstream.configs.base import ConfigError
@@ -48,7 +49,9 @@ def _check_outcome(value: str | None) -> str | None:
 
 Where = Annotated[
     str,
-    typer.Argument(metavar="SOURCE", help="A run's name or folder, an archive's folder, or a redis:// address."),
+    typer.Argument(
+        metavar="SOURCE", help="A run's name or folder, an archive's folder, a file of `export`, or a redis:// address."
+    ),
 ]
 RunName = Annotated[str | None, typer.Option("--run", help="Name of the run, beside a redis:// address.")]
 RunsDir = Annotated[Path, typer.Option(help="Folder of the run folders.")]
@@ -64,9 +67,18 @@ FILTER_OPTIONS: dict[str, Any] = {
     "min_tokens": Annotated[int | None, typer.Option(help="Fewest tokens, prompt and response.")],
     "max_tokens": Annotated[int | None, typer.Option(help="Most tokens, prompt and response.")],
     "version": Annotated[int | None, typer.Option(help="Policy version that sampled some of it.")],
+    "min_version": Annotated[int | None, typer.Option(help="Least such version.")],
+    "max_version": Annotated[int | None, typer.Option(help="Greatest such version.")],
     "step": Annotated[int | None, typer.Option(help="Step that trained on it.")],
+    "min_step": Annotated[int | None, typer.Option(help="First such step.")],
+    "max_step": Annotated[int | None, typer.Option(help="Last such step.")],
+    "group_id": Annotated[str | None, typer.Option(help="Its group.")],
+    "prompt_uid": Annotated[str | None, typer.Option(help="Name of its prompt's row.")],
+    "generator_id": Annotated[str | None, typer.Option(help="Generator that made it.")],
     "data_source": Annotated[str | None, typer.Option(help="Kind of task, whole name.")],
     "outcome": Annotated[str | None, typer.Option(help=f"{', '.join(GROUP_STATES)}.", callback=_check_outcome)],
+    "reward_status": Annotated[str | None, typer.Option(help="ok, error or timeout.")],
+    "stop_reason": Annotated[str | None, typer.Option(help="Such as stop or length.")],
     "text": Annotated[str | None, typer.Option(help="Part of the decoded text.")],
 }
 """Option of each field of TrajectoryFilter."""
@@ -199,9 +211,7 @@ def refused(
     """Show the newest frames that the broker rejected, with the reason."""
     with _open(where, run, runs_dir) as source:
         if not isinstance(source, StoreSource):
-            raise ConfigError(
-                f"SOURCE must be a run or a server, got the archive {where}: only a store has rejected frames."
-            )
+            raise ConfigError(f"SOURCE must be a run or a server, got {where}: only a store has rejected frames.")
         frames = source.rejected_frames()
     if is_json:
         print("".join(f"{line}\n" for line in as_json(frames[:limit])), end="")
@@ -218,6 +228,8 @@ def verify(where: Where, run: RunName = None, runs_dir: RunsDir = Path("runs")) 
     Exit codes: 0, 1 if anything is lost, duplicated or damaged.
     """
     with _open(where, run, runs_dir) as source:
+        if isinstance(source, FileSource):
+            raise ConfigError(f"SOURCE must be a run, a server or an archive, got {where}: a file has no accounts.")
         if isinstance(source, StoreSource):
             audit = source.audit()
             lines, is_sound = describe_audit(audit), audit.is_sound
@@ -231,7 +243,7 @@ def verify(where: Where, run: RunName = None, runs_dir: RunsDir = Path("runs")) 
 
 # --- sources and decoders --------------------------------------------------------------------------------------------
 @contextmanager
-def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[ArchiveSource | StoreSource]:
+def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
     """Open the source; exit with 1 at the end if a part of it could not be read."""
     with open_source(where, run_name=run_name, runs_dir=runs_dir) as source:
         yield source
@@ -239,7 +251,7 @@ def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[ArchiveS
         raise typer.Exit(_UNSOUND)
 
 
-def _decoder(source: ArchiveSource | StoreSource, tokenizer: Path | None, selected: TrajectoryFilter) -> Decode | None:
+def _decoder(source: Source, tokenizer: Path | None, selected: TrajectoryFilter) -> Decode | None:
     """Return a decoder if the filter needs one, that is for a condition on text."""
     if selected.text is None:
         return None

@@ -1,7 +1,7 @@
 """RedisStore: the store in Redis or Valkey."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,6 +42,15 @@ _STATE_FIELDS = (
 )  # fmt: skip
 _READ_AT_ONCE = 32
 """Groups whose payloads are in memory together."""
+
+
+class GroupPlace(NamedTuple):
+    """Place of a group, which changes with all of it but the members of an open one. Example: ("used", 12)."""
+
+    state: GroupState | None
+    """None: the group is over, and its record says how it ended."""
+    step: int
+    """Step that holds or used it last; 0 in other states."""
 
 
 class RedisStore(RedisPrompts, RedisBatches):
@@ -158,34 +167,35 @@ class RedisStore(RedisPrompts, RedisBatches):
         )
         return audit(snapshot)
 
-    def groups(self, *, group_id: str | None = None, state: str | None = None) -> Iterator[StoredGroup]:
-        """Yield all groups, or those with an id or in a state; groups that are over come first.
+    def groups(self, *, group_ids: Collection[str] | None = None, state: str | None = None) -> Iterator[StoredGroup]:
+        """Yield all groups, or those with these ids or in a state; groups that are over come first.
 
         For inspection: it blocks nobody, so a group that moves meanwhile is found in one of its states, and one that
         leaves the store meanwhile is left out.
         """
-        # None: the group is over, and its record says how it ended.
         found = {
-            name: at
-            for name, at in self._group_states().items()
-            if group_id in (None, name) and (state is None or at in (None, state))
+            name: place.state
+            for name, place in self.group_places().items()
+            if (group_ids is None or name in group_ids) and (state is None or place.state in (None, state))
         }
-        group_ids = list(found)
-        for start in range(0, len(group_ids), _READ_AT_ONCE):
-            chunk = group_ids[start : start + _READ_AT_ONCE]
+        listed = list(found)
+        for start in range(0, len(listed), _READ_AT_ONCE):
+            chunk = listed[start : start + _READ_AT_ONCE]
             for name, (outcome, reason, steps), payloads in zip(chunk, *self._read_groups(chunk), strict=True):
                 at = outcome or found[name]
                 if payloads and state in (None, at):
                     yield StoredGroup(name, at, reason, steps, payloads)  # type: ignore[arg-type]
 
-    def _group_states(self) -> dict[str, GroupState | None]:
-        states: dict[str, GroupState | None] = dict.fromkeys(self._sorted("finished"))
+    def group_places(self) -> dict[str, GroupPlace]:
+        """Return the place of every group, by its id; those that are over come first."""
+        places = dict.fromkeys(self._sorted("finished"), GroupPlace(None, 0))
         for steps, prefix, state in (("used_steps", "used:", "used"), ("claims", "claimed:", "claimed")):
             for step in self._sorted(steps):
                 with self._mapped_errors():
                     listed = self._client.lrange(self._key(f"{prefix}{step}"), 0, -1)
-                states |= dict.fromkeys(map(text, listed), state)  # type: ignore[arg-type]
-        return states | dict.fromkeys(self._sorted("ready"), "ready") | dict.fromkeys(self._sorted("open"), "open")
+                places |= dict.fromkeys(map(text, listed), GroupPlace(state, int(step)))  # type: ignore[arg-type]
+        places |= dict.fromkeys(self._sorted("ready"), GroupPlace("ready", 0))
+        return places | dict.fromkeys(self._sorted("open"), GroupPlace("open", 0))
 
     def _sorted(self, name: str, *, limit: int = 0) -> list[str]:
         """Members of a sorted set, the first `limit` of them if that is not 0."""

@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from slipstream.buffer.catalog.catalog import Catalog, CatalogQuery, open_catalog
+from slipstream.buffer.catalog.sources import StoreSource
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
@@ -18,7 +20,7 @@ from slipstream.configs.buffer import ReuseConfig, ZeroSignalConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_finished, make_run, write_archive
-from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, lease, make_ready, open_run
+from tests.contract.stores import GROUP_SIZE, answer, checkpoint, claim, commit, entry_of, lease, make_ready, open_run
 from tests.unit.buffer.cli.run import run as run_command
 
 
@@ -230,3 +232,55 @@ def test_groups_used_again_are_listed_with_all_their_steps(
 def test_a_server_without_the_run_is_refused(server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
     assert run_command("ls", server.url, "--run", "other") == 2
     assert "the store holds no such run" in capsys.readouterr().err
+
+
+# --- the catalog of a live run ---------------------------------------------------------------------------------------
+def outcomes(catalog: Catalog) -> list[tuple[str, str]]:
+    return [(row.id, row.outcome) for row in catalog.page(CatalogQuery(sort_by="id")).rows]
+
+
+def test_a_catalog_follows_a_run_from_its_store_to_its_archive(store: RedisStore, config: RunConfig):
+    folder = RunFolder(config).path
+    with open_catalog("mine", runs_dir=Path(config.runs_dir)) as catalog:
+        before = outcomes(catalog)
+        assert before == [
+            (f"{number}-0-{index}", state)
+            for number, state in enumerate(["retired", "retired", "used", "claimed", "ready", "open"])
+            for index in ((0, 1) if state != "open" else (1,))
+        ]
+        assert [member.row.lag for member in catalog.group("2")] == [1, 1]
+        rows = catalog.rows
+        catalog.refresh()
+        assert catalog.rows.equals(rows)
+        groups = store.finished(limit=9)
+        write_archive(folder / "archive", groups)
+        assert catalog.refresh()
+        assert outcomes(catalog) == before, "in both, and counted once"
+        store.forget([group.id for group in groups])
+        assert catalog.refresh()
+        assert outcomes(catalog) == before
+        assert catalog.trajectory("0-0-1").row.archived_at is not None
+        checkpoint(store, 2)
+        assert catalog.refresh()
+        assert outcomes(catalog) == [(name, "retired" if name[0] == "2" else state) for name, state in before]
+
+
+def test_a_catalog_keeps_what_it_had_when_the_store_dies(store: RedisStore, server: EmbeddedRedis, config: RunConfig):
+    with open_catalog("mine", runs_dir=Path(config.runs_dir)) as catalog:
+        before = outcomes(catalog)
+        server.stop()
+        assert not catalog.refresh()
+        assert outcomes(catalog) == before
+        assert catalog.group("4")[1].row.outcome == "ready"
+        (note,) = catalog.notes
+        assert note.startswith("the store cannot be read: ")
+
+
+def test_versions_of_steps_that_are_done_again_after_a_roll_back_are_read_again(store: RedisStore):
+    source = StoreSource(store, run_folder=None)
+    assert source.step_versions() == {1: 0, 2: 1}
+    store.roll_back(to_step=1, to_version=1)
+    assert source.step_versions() == {1: 0}
+    again = claim(store, 2, 1)
+    store.commit(again, msgspec.structs.replace(entry_of(again), version=0))
+    assert source.step_versions() == {1: 0, 2: 0}

@@ -82,6 +82,14 @@ def test_ls_has_a_line_per_trajectory_when_asked(archive, capsys):
     assert lines[1:] == ["2-0-0 timeout rejected 12 0 sums late", "2-0-1 timeout rejected 12 0 sums late"]
 
 
+@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
+def test_an_exported_file_is_a_source_too(archive, capsys, name):
+    printed(capsys, "export", archive, name, "--outcome", "retired")
+    assert [line.split()[0] for line in printed(capsys, "ls", name, "--min-step", "6")[1:]] == ["1"]
+    assert "step 5 trained on it" in printed(capsys, "show", name, "0-0-1")
+    assert "a file has no accounts" in complaint(capsys, "verify", name)
+
+
 def test_ls_says_when_there_may_be_more(archive, capsys):
     assert printed(capsys, "ls", archive, "--limit", 1)[1:] == [
         "0 2 1.000 retired 12 2-3 5 test",
@@ -98,6 +106,11 @@ def test_ls_says_when_there_may_be_more(archive, capsys):
         (["--max-tokens", "12"], "012"),
         (["--version", "3"], "0"),
         (["--step", "6"], "1"),
+        (["--min-version", "3"], "0"),
+        (["--max-step", "5"], "0"),
+        (["--group-id", "1"], "1"),
+        (["--prompt-uid", "test/2"], "2"),
+        (["--reward-status", "timeout"], "2"),
         (["--data-source", "sums"], "2"),
         (["--outcome", "retired", "--version", "0"], "1"),
         (["--text", "jkl"], "012"),

@@ -1,6 +1,7 @@
 """Reads files of rollouts, written by `export` or another tool, and checks every trajectory."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from slipstream.buffer.archive.columns import SCHEMA, from_batch, known_columns, missing_columns, newer_schema
@@ -172,16 +174,31 @@ def _read_rows(path: Path) -> Iterator[SourcedTrajectory]:
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
     """Yield batches with the columns of an archive, cast to its types: other tools write wider or narrower ones."""
-    try:
+    with refusing_parquet(path):
         file = pq.ParquetFile(path)
-        if reason := newer_schema(file.schema_arrow):
-            raise ConfigError(f"{path} {reason}.")
-        if reason := missing_columns(file.schema_arrow):
-            raise ConfigError(f"{path} {reason}.")
-        columns = known_columns(file.schema_arrow)
-        schema = pa.schema([SCHEMA.field(name) for name in columns])
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-            yield from pa.Table.from_batches([batch]).select(columns).cast(schema).combine_chunks().to_batches()
+        schema = _known_schema(path, file.schema_arrow)
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=schema.names):
+            yield from pa.Table.from_batches([batch]).select(schema.names).cast(schema).combine_chunks().to_batches()
+
+
+def open_parquet(path: Path) -> ds.Dataset:
+    """Open a Parquet file with the columns of an archive, to be read where it lies. Raises ConfigError."""
+    with refusing_parquet(path):
+        return ds.dataset(path, format="parquet", schema=_known_schema(path, pq.read_schema(path)))
+
+
+def _known_schema(path: Path, schema: pa.Schema) -> pa.Schema:
+    """Return the columns of an archive that a file has, with an archive's types."""
+    if reason := newer_schema(schema) or missing_columns(schema):
+        raise ConfigError(f"{path} {reason}.")
+    return pa.schema([SCHEMA.field(name) for name in known_columns(schema)])
+
+
+@contextmanager
+def refusing_parquet(path: Path) -> Iterator[None]:
+    """Map the errors of the Parquet reader to ConfigError."""
+    try:
+        yield
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(
             f"{path} must be a Parquet file with the columns of an archive, but cannot be read: "
@@ -190,6 +207,8 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 _READERS: dict[str, Callable[[Path], Iterator[SourcedTrajectory]]] = {".jsonl": _read_lines, ".parquet": _read_rows}
+FORMATS = tuple(_READERS)
+"""Endings of the files that can be read."""
 
 
 def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTrajectory:

@@ -1,4 +1,4 @@
-"""Sources of trajectories: a run's store or an archive, with the same methods."""
+"""Sources of trajectories: a run's store, an archive or a file of rollouts, with the same methods."""
 
 import json
 import sys
@@ -7,55 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from tokenizers import Tokenizer
 
 from slipstream.buffer.accounting import Audit
 from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.ledger import LEDGER
 from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
+from slipstream.buffer.catalog.rollout_files import FORMATS, read_rollouts
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ShardError
+from slipstream.buffer.records import StepEntry
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.trajectory import group_of, lease_of
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig, read_config
 
-# --- decoding --------------------------------------------------------------------------------------------------------
-_FILE = "tokenizer.json"
-
-
-def find_decoder(given: Path | None, *, candidates: list[Path]) -> Decode | None:
-    """Return the tokenizer of the folder (or file) `given`, else of the first candidate that has one, else None.
-
-    Raises ConfigError when `given` has none, or a tokenizer cannot be read.
-    """
-    if given is None:
-        paths = [folder / _FILE for folder in candidates]
-        return next((_load(path) for path in paths if path.is_file()), None)
-    path = given / _FILE if given.is_dir() else given
-    if not path.is_file():
-        raise ConfigError(f"--tokenizer must be a {_FILE} or a folder with one, got {given}.")
-    return _load(path)
-
-
-def _load(path: Path) -> Decode:
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    # The library raises a bare Exception for every defect of the file.
-    except Exception as error:
-        raise ConfigError(
-            f"{path} must be a tokenizer of the `tokenizers` library, but cannot be read: {error}"
-        ) from None
-
-    def decode(tokens: np.ndarray) -> str:
-        return tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
-
-    return decode
-
-
-# --- sources ---------------------------------------------------------------------------------------------------------
 _STORE_TIMEOUT_S = 5.0
 """Limit for connecting to a server."""
 _START_TIMEOUT_S = 30.0
@@ -68,6 +35,8 @@ class ArchiveSource:
     def __init__(self, folder: Path) -> None:
         """Open the archive in `folder`. Raises ArchiveError if it is none."""
         self.archive = Archive(folder)
+        self._versions: dict[int, int] = {}
+        self._ledger_bytes = -1
         self.num_unreadable = 0
         """Shards that could not be read; each is reported on stderr."""
         # Answers of `slipstream evaluate` and `generate` lie beside their settings.
@@ -81,6 +50,14 @@ class ArchiveSource:
 
     def step_versions(self) -> dict[int, int]:
         """Return step -> the learner's version at its start, of the steps that are known."""
+        ledger = self.archive.folder / LEDGER
+        if ledger.is_file():
+            # It only grows, and is long: read again only then.
+            size = ledger.stat().st_size
+            if size != self._ledger_bytes:
+                self._ledger_bytes = size
+                self._versions = {entry.step: entry.version for entry in self.archive.steps()}
+            return self._versions
         # A row of metrics holds the version after its step, with which the next step begins.
         path = self._run_folder / "metrics.jsonl"
         if not path.is_file():
@@ -104,20 +81,23 @@ class StoreSource:
 
     def __init__(self, store: RedisStore, *, run_folder: Path | None) -> None:
         """`run_folder` is None when only the server is known."""
-        self._store = store
-        self._run_folder = run_folder
+        self.store = store
+        self.run_folder = run_folder
+        self._versions: dict[int, int] = {}
+        self._newest: StepEntry | None = None
 
     @property
     def elsewhere(self) -> str:
         """Folder of the run's other groups, for messages: those that are over leave the store for the archive."""
-        archive = self._run_folder / "archive" if self._run_folder else None
+        archive = self.run_folder / "archive" if self.run_folder else None
         return f"; groups that are over are in {archive}" if archive and (archive / MANIFEST).is_file() else ""
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         """Yield the selected trajectories, group by group. `decode` is needed for a condition on text."""
-        self._store.run_state()
-        group_id = group_of(lease_of(selected.id)) if selected.id else None
-        for group in self._store.groups(group_id=group_id, state=selected.outcome):
+        self.store.run_state()
+        group_id = group_of(lease_of(selected.id)) if selected.id else selected.group_id
+        group_ids = None if group_id is None else {group_id}
+        for group in self.store.groups(group_ids=group_ids, state=selected.outcome):
             for payload in group.payloads:
                 stored = StoredTrajectory(unpack(payload), group.state, group.reason, group.steps)
                 if selected.matches(stored, decode=decode):
@@ -125,31 +105,64 @@ class StoreSource:
 
     def step_versions(self) -> dict[int, int]:
         """Return step -> the learner's version at its start, of the steps that are known."""
-        return {entry.step: entry.version for entry in self._store.ledger()}
+        # A step that is done again after a roll back, and so every step after it, has another fence.
+        first = self._newest.step if self._newest else 1
+        entries = self.store.ledger(first_step=first)
+        if self._newest and entries[:1] != [self._newest]:
+            self._versions, entries = {}, self.store.ledger()
+        self._versions |= {entry.step: entry.version for entry in entries}
+        self._newest = entries[-1] if entries else None
+        return self._versions
 
     def model_paths(self) -> list[Path]:
         """Return folders that may hold the run's model, and so its tokenizer."""
         try:
-            config = msgspec.json.decode(self._store.run_config_json(), type=RunConfig)
+            config = msgspec.json.decode(self.store.run_config_json(), type=RunConfig)
         except msgspec.MsgspecError:
             # The run was begun by another version of Slipstream: its settings cannot be read.
             return []
-        return _model_paths(config, self._run_folder)
+        return _model_paths(config, self.run_folder)
 
     def rejected_frames(self) -> list[tuple[str, bytes]]:
         """Return reason and first bytes of the frames that the broker rejected, newest first."""
-        self._store.run_state()
-        return self._store.quarantined_frames()
+        self.store.run_state()
+        return self.store.quarantined_frames()
 
     def audit(self) -> Audit:
-        return self._store.audit()
+        return self.store.audit()
+
+
+class FileSource:
+    """A file of rollouts, as `export` writes it."""
+
+    elsewhere = ""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+        """Yield the selected trajectories, in order. `decode` is needed for a condition on text."""
+        found = (sourced.stored for sourced in read_rollouts(self.path))
+        return (stored for stored in found if selected.matches(stored, decode=decode))
+
+    def step_versions(self) -> dict[int, int]:
+        """Return nothing: a file holds no ledger."""
+        return {}
+
+    def model_paths(self) -> list[Path]:
+        """Return nothing: a file names no model."""
+        return []
+
+
+Source = ArchiveSource | StoreSource | FileSource
 
 
 @contextmanager
-def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator[ArchiveSource | StoreSource]:
-    """Open an archive's folder, a run folder, a run of `runs_dir` by its name, or a server's address with `run_name`.
+def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_server: bool = True) -> Iterator[Source]:
+    """Open an archive, a run folder, a run of `runs_dir` by name, a file, or a server's address with `run_name`.
 
-    Raises ConfigError when `where` is none of them, and as `open_run_store` and `Archive` do.
+    `starts_server`: start the embedded server of a run that is over, and stop it at the end. Raises ConfigError when
+    `where` is none of them, and as `open_run_store` and `Archive` do.
     """
     if "://" in where:
         if run_name is None:
@@ -158,19 +171,22 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path) -> Iterator
             yield StoreSource(store, run_folder=None)
     elif (Path(where) / MANIFEST).is_file():
         yield ArchiveSource(Path(where))
+    elif Path(where).is_file() and Path(where).suffix in FORMATS:
+        yield FileSource(Path(where))
     else:
         folder = _run_folder(where, runs_dir)
-        with open_run_store(folder, timeout_s=_START_TIMEOUT_S, starts_server=True) as store:
+        with open_run_store(folder, timeout_s=_START_TIMEOUT_S, starts_server=starts_server) as store:
             yield StoreSource(store, run_folder=folder)
 
 
 def _run_folder(where: str, runs_dir: Path) -> Path:
+    """Return a run folder, or that of a run of `runs_dir` by its name. Raises ConfigError."""
     for folder in (Path(where), runs_dir / where):
         if (folder / "config.yaml").is_file():
             return folder
     raise ConfigError(
-        f"SOURCE must be a run in {runs_dir}/, a run folder, an archive's folder or a server's address, got {where!r}: "
-        "there is no such run or folder."
+        f"SOURCE must be a run in {runs_dir}/, a run folder, an archive's folder, a file of `export` "
+        f"({', '.join(FORMATS)}) or a server's address, got {where!r}: there is no such run, folder or file."
     )
 
 

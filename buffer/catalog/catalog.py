@@ -1,0 +1,257 @@
+"""Catalog: the trajectories of a run, an archive or a file as one table to search, filter, sort and page."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
+from slipstream.buffer.catalog.detail import TrajectoryDetail, describe
+from slipstream.buffer.catalog.parts import ArchivePart, Block, FilePart, Part, RunPart, StorePart
+from slipstream.buffer.catalog.rows import ROWS, CatalogRow, has_value_within, read_stored, to_records
+from slipstream.buffer.catalog.sources import ArchiveSource, FileSource, Source, open_source
+from slipstream.buffer.catalog.text_search import find_text
+from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_decoder
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import ConfigError
+
+SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
+"""Columns by which a query may sort."""
+_QUERIES_KEPT = 8
+
+
+class CatalogQuery(Record):
+    """Selection and order of rows. Example: CatalogQuery(TrajectoryFilter(min_step=10), sort_by="reward_total")."""
+
+    where: TrajectoryFilter = TrajectoryFilter()
+    """Conditions that a row must meet."""
+    sort_by: str = ""
+    """One of SORTABLE, rows without a value last, equal ones as archived; empty: the order of archiving, then what is in the store."""
+    is_descending: bool = False
+
+    @property
+    def sort_order(self) -> str:
+        """The order in pyarrow's words."""
+        return "descending" if self.is_descending else "ascending"
+
+
+class Page(Record):
+    """Consecutive rows of a result. Example: Page(num_rows=20000, start=100, rows=[CatalogRow(...), ...])."""
+
+    num_rows: int
+    """Rows of the whole result."""
+    start: int
+    """Index of the first of these rows in the result."""
+    rows: list[CatalogRow]
+
+
+class _Snapshot:
+    """All blocks at one time; never changed, so that threads may share it and results may be kept with it."""
+
+    def __init__(self, blocks: list[Block], step_versions: dict[int, int]) -> None:
+        self.blocks = blocks
+        self.rows = pa.concat_tables([ROWS.empty_table(), *(block.rows for block in blocks)])
+        self.step_versions = step_versions
+
+
+class Catalog:
+    """The trajectories of a part, or of none. Threads may share it; `refresh` takes in what is new.
+
+    Example: with open_catalog("runs/mine") as catalog: catalog.page(CatalogQuery(sort_by="reward_total"), size=20)
+    """
+
+    def __init__(self, part: Part, *, source: Source, decoder: TokenDecoder | None = None, note: str = "") -> None:
+        """`source` knows the versions of steps. Reads the part; raises as `refresh` does."""
+        self._part = part
+        self._source = source
+        self._note = note
+        self.decoder = decoder
+        """Tokenizer of the model, which conditions on text need; None if none was found."""
+        self._refreshing = threading.Lock()
+        self._snapshot = _Snapshot([], {})
+        self._select = lru_cache(_QUERIES_KEPT)(_select)
+        self._find_text = lru_cache(_QUERIES_KEPT)(_find_text)
+        self.refresh()
+
+    @property
+    def notes(self) -> list[str]:
+        """One sentence on each source that cannot be read in full."""
+        return [note for note in (self._note, self._part.note) if note]
+
+    @property
+    def rows(self) -> pa.Table:
+        """All rows, with the columns of ROWS."""
+        return self._snapshot.rows
+
+    def refresh(self) -> bool:
+        """Read what is new, and return whether anything was. Raises ArchiveError when a manifest is damaged."""
+        with self._refreshing:
+            step_versions = self._read_step_versions()
+            blocks = self._part.blocks(step_versions)
+            if list(map(id, blocks)) == list(map(id, self._snapshot.blocks)):
+                return False
+            self._snapshot = _Snapshot(list(blocks), step_versions)
+            self._select.cache_clear()
+            self._find_text.cache_clear()
+            return True
+
+    def page(self, query: CatalogQuery, *, start: int = 0, size: int = 50) -> Page:
+        """Return at most `size` rows of the result from `start` on. Raises ConfigError as `select` does."""
+        snapshot = self._snapshot
+        indices = self._indices(snapshot, query)
+        chosen = [snapshot.rows.slice(index, 1) for index in indices[start : start + size].tolist()]
+        return Page(len(indices), start, to_records(pa.concat_tables([ROWS.empty_table(), *chosen])))
+
+    def select(self, query: CatalogQuery) -> pa.Table:
+        """Return the rows of the result, in its order.
+
+        Raises ConfigError for a column that is none of SORTABLE, and for a condition on text without a tokenizer.
+        """
+        snapshot = self._snapshot
+        return snapshot.rows.take(pa.array(self._indices(snapshot, query)))
+
+    def group(self, group_id: str) -> list[TrajectoryDetail]:
+        """Return the members of a group, by index; none if there is no such group."""
+        found = self._details(pc.field("group_id") == group_id)
+        return sorted(found, key=lambda detail: detail.row.index)
+
+    def trajectory(self, trajectory_id: str) -> TrajectoryDetail | None:
+        """Return a trajectory token by token; None if there is none with this id."""
+        return next(iter(self._details(pc.field("id") == trajectory_id)), None)
+
+    def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:
+        """Yield the trajectories of the result, block by block. Raises ConfigError as `select` does."""
+        snapshot = self._snapshot
+        indices = np.sort(self._indices(snapshot, query))
+        for start, block in _with_starts(snapshot.blocks):
+            own = indices[(indices >= start) & (indices < start + block.rows.num_rows)] - start
+            if len(own):
+                yield from read_stored(block.dataset, block.rows["id"].take(pa.array(own)).to_pylist())
+
+    def _details(self, where: pc.Expression) -> list[TrajectoryDetail]:
+        snapshot = self._snapshot
+        details = []
+        for block in snapshot.blocks:
+            rows = {row.id: row for row in to_records(block.rows.filter(where))}
+            if rows:
+                stored = read_stored(block.dataset, list(rows))
+                details += [
+                    describe(rows[each.trajectory.id], each, decoder=self.decoder, step_versions=snapshot.step_versions)
+                    for each in stored
+                ]
+        return details
+
+    def _indices(self, snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
+        """Return the rows of a result, in its order."""
+        if query.sort_by not in ("", *SORTABLE):
+            raise ConfigError(f"sort_by must be one of {', '.join(SORTABLE)}, got {query.sort_by!r}.")
+        text = query.where.text
+        if text is None:
+            return self._select(snapshot, query)
+        if self.decoder is None:
+            raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
+        # The search is kept apart from the rest, which is quick: another order does not search again.
+        has_text = self._find_text(snapshot, text, self.decoder)
+        chosen = self._select(
+            snapshot, msgspec.structs.replace(query, where=msgspec.structs.replace(query.where, text=None))
+        )
+        return chosen[has_text[chosen]]
+
+    def _read_step_versions(self) -> dict[int, int]:
+        try:
+            return self._source.step_versions()
+        except ReplayBufferError:
+            # The store does not answer: its part says so.
+            return self._snapshot.step_versions
+
+
+# --- queries ---------------------------------------------------------------------------------------------------------
+def _find_text(snapshot: _Snapshot, text: str, decoder: TokenDecoder) -> np.ndarray:
+    """Return for each row whether its decoded tokens hold `text`, bool[N]."""
+    return np.concatenate([np.empty(0, bool), *(find_text(each.dataset, text, decoder) for each in snapshot.blocks)])
+
+
+def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
+    """Return the rows that meet all conditions but that on text, in the query's order, int64[n]."""
+    rows, where = snapshot.rows, query.where
+    mask = np.ones(rows.num_rows, dtype=bool)
+    for column, bounds in (("steps", where.steps), ("versions", where.versions)):
+        if bounds is not None:
+            mask &= has_value_within(rows[column], *bounds)
+    expression = where.expression()
+    if expression is not None:
+        numbered = rows.append_column("row", pa.array(np.arange(rows.num_rows)))
+        is_met = np.zeros(rows.num_rows, dtype=bool)
+        is_met[numbered.filter(expression)["row"].to_numpy()] = True
+        mask &= is_met
+    indices = np.flatnonzero(mask)
+    if not query.sort_by:
+        return indices[::-1] if query.is_descending else indices
+    column = rows[query.sort_by] if len(indices) == rows.num_rows else rows[query.sort_by].take(pa.array(indices))
+    order = pc.sort_indices(pa.table({"key": column}), sort_keys=[("key", query.sort_order)])
+    return indices[order.to_numpy()]
+
+
+def _with_starts(blocks: list[Block]) -> Iterator[tuple[int, Block]]:
+    """Yield (index of its first row, block)."""
+    start = 0
+    for block in blocks:
+        yield start, block
+        start += block.rows.num_rows
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def open_catalog(
+    where: str,
+    *,
+    run_name: str | None = None,
+    runs_dir: Path = Path("runs"),
+    tokenizer: Path | None = None,
+    starts_server: bool = True,
+) -> Iterator[Catalog]:
+    """Open the catalog of a run with its archive, of an archive, of a file or of a server; `where` as `open_source`.
+
+    A run whose store does not answer shows its archive, and says so in `notes`. `starts_server`: start the embedded
+    server of a run that is over, and stop it at the end. Raises ConfigError, ReplayBufferError.
+    """
+    with ExitStack() as stack:
+        part, source, note = _open(where, run_name, runs_dir, stack, starts_server=starts_server)
+        decoder = find_decoder(tokenizer, candidates=source.model_paths())
+        yield Catalog(part, source=source, decoder=decoder, note=note)
+
+
+def _open(
+    where: str, run_name: str | None, runs_dir: Path, stack: ExitStack, *, starts_server: bool
+) -> tuple[Part, Source, str]:
+    """Return what a catalog reads, what knows the versions of its steps, and what of it cannot be read."""
+    opened = open_source(where, run_name=run_name, runs_dir=runs_dir, starts_server=starts_server)
+    archive = None if "://" in where else _find_archive(where, runs_dir)
+    try:
+        source = stack.enter_context(opened)
+    except (ConfigError, ReplayBufferError) as error:
+        if archive is None:
+            raise
+        return ArchivePart(archive), ArchiveSource(archive), f"only the archive is shown: {error}"
+    if isinstance(source, FileSource):
+        return FilePart(source.path), source, ""
+    if isinstance(source, ArchiveSource):
+        return ArchivePart(source.archive.folder), source, ""
+    store = StorePart(source.store)
+    if source.run_folder is None:
+        return store, source, ""
+    return RunPart(ArchivePart(source.run_folder / "archive"), store), source, ""
+
+
+def _find_archive(where: str, runs_dir: Path) -> Path | None:
+    """Return the archive of a run that has one."""
+    found = [folder / "archive" for folder in (Path(where), runs_dir / where)]
+    return next((archive for archive in found if (archive / MANIFEST).is_file()), None)

@@ -1,0 +1,166 @@
+"""Parts of a catalog: each reads one source of trajectories, again and again while a run adds to it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.columns import SCHEMA, tabulate
+from slipstream.buffer.archive.manifest import MANIFEST
+from slipstream.buffer.archive.shard_reader import open_shard
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
+from slipstream.buffer.catalog.rollout_files import open_parquet, read_rollouts
+from slipstream.buffer.catalog.rows import ROWS, read_rows
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.errors import ReplayBufferError, ShardError
+from slipstream.buffer.redis.store import GroupPlace, RedisStore
+
+
+class Block(NamedTuple):
+    """Whole groups: their rows, and in the same order all that is stored of them."""
+
+    rows: pa.Table
+    dataset: ds.Dataset
+
+
+class Part(Protocol):
+    """A source of blocks."""
+
+    note: str
+    """One sentence on what of it cannot be read; empty when all can."""
+
+    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
+        """Return all its blocks, those that have not changed being the same objects. Reads only what is new."""
+        ...
+
+
+class ArchivePart:
+    """The shards of an archive; the manifest only grows, so each is read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._blocks: dict[str, Block] = {}
+        self._refused: dict[str, str] = {}
+
+    @property
+    def note(self) -> str:
+        return " ".join(self._refused.values())
+
+    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
+        """Return a block per readable shard, none before the first. Raises ArchiveError for a damaged manifest."""
+        if not (self._folder / MANIFEST).exists():
+            return []
+        for shard in Archive(self._folder).shards:
+            if shard.file in self._blocks or shard.file in self._refused:
+                continue
+            try:
+                with open_shard(self._folder, shard) as dataset:
+                    rows = read_rows(dataset, step_versions=dict(step_versions))
+                    self._blocks[shard.file] = Block(rows, dataset)
+            except ShardError as error:
+                self._refused[shard.file] = str(error)
+        return list(self._blocks.values())
+
+
+class FilePart:
+    """A file of rollouts. Parquet is read where it lies; JSON lines are converted in memory, each one checked."""
+
+    note = ""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError for a file that holds no trajectories."""
+        if path.suffix == ".parquet":
+            dataset = open_parquet(path)
+        else:
+            dataset = ds.dataset(tabulate([sourced.stored for sourced in read_rollouts(path)]))
+        self._block = Block(read_rows(dataset, step_versions={}), dataset)
+
+    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
+        """Return the one block."""
+        return [self._block]
+
+
+class StorePart:
+    """The groups of a live store. While it does not answer, those that it had last."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self.note = ""
+        self._store = store
+        self._places: dict[str, GroupPlace] = {}
+        self._groups: dict[str, pa.Table] = {}
+        self._block = Block(ROWS.empty_table(), ds.dataset(SCHEMA.empty_table()))
+
+    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
+        """Return one block."""
+        try:
+            places = self._store.group_places()
+            changed = {name for name, place in places.items() if self._places.get(name) != place or _is_open(place)}
+            found = {group.id: group for group in self._store.groups(group_ids=changed)} if changed else {}
+        except ReplayBufferError as error:
+            self.note = f"the store cannot be read: {error}"
+            return [self._block]
+        self.note = ""
+        if changed or places.keys() != self._places.keys():
+            stored = {
+                name: [
+                    StoredTrajectory(unpack(each), group.state, group.reason, group.steps) for each in group.payloads
+                ]
+                for name, group in found.items()
+            }
+            self._enter(stored, places)
+            table = pa.concat_tables([SCHEMA.empty_table(), *self._groups.values()])
+            dataset = ds.dataset(table)
+            self._block = Block(read_rows(dataset, step_versions=dict(step_versions)), dataset)
+        return [self._block]
+
+    def _enter(self, changed: dict[str, list[StoredTrajectory]], places: dict[str, GroupPlace]) -> None:
+        table = tabulate([member for members in changed.values() for member in members])
+        start = 0
+        for name, members in changed.items():
+            self._groups[name] = table.slice(start, len(members))
+            start += len(members)
+        self._groups = {name: group for name, group in self._groups.items() if name in places}
+        self._places = places
+
+
+class RunPart:
+    """The archive and the store of a run. A group that is in both is taken from the archive."""
+
+    def __init__(self, archive: ArchivePart, store: StorePart) -> None:
+        self._archive = archive
+        self._store = store
+        self._seen: list[Block] = []
+        self._blocks: list[Block] = []
+
+    @property
+    def note(self) -> str:
+        return " ".join(filter(None, (self._archive.note, self._store.note)))
+
+    def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
+        """Return the archive's blocks, then the store's. Raises ArchiveError for a damaged manifest."""
+        # The store first: a group that moves in between is found in both, and not in neither.
+        (live,) = self._store.blocks(step_versions)
+        archived = self._archive.blocks(step_versions)
+        seen = [*archived, live]
+        if list(map(id, seen)) != list(map(id, self._seen)):
+            self._seen, self._blocks = seen, [*archived, _without(live, archived)]
+        return self._blocks
+
+
+def _without(live: Block, archived: list[Block]) -> Block:
+    """Leave out the groups that are archived."""
+    groups = live.rows["group_id"].combine_chunks().unique()
+    both = [block.rows["group_id"].filter(pc.is_in(block.rows["group_id"], groups)) for block in archived]
+    moved = pa.chunked_array([chunk for column in both for chunk in column.chunks], pa.string())
+    if not len(moved):
+        return live
+    is_kept = pc.invert(pc.is_in(live.rows["group_id"], moved.combine_chunks()))
+    return Block(live.rows.filter(is_kept), ds.dataset(live.dataset.to_table().filter(is_kept)))
+
+
+def _is_open(place: GroupPlace) -> bool:
+    return place.state == "open"

@@ -1,0 +1,84 @@
+"""TokenDecoder: token ids to text, whole or token by token, with the tokenizer of a run's model."""
+
+import codecs
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+from slipstream.configs.base import ConfigError
+
+_FILE = "tokenizer.json"
+_FIRST_SHIFTED = 256
+"""Byte-level tokenizers write the bytes that are no printable characters as the characters from here on, in order."""
+
+
+class TokenDecoder:
+    """The decoding half of a tokenizer. Example: TokenDecoder(Path("models/mine/tokenizer.json"))(token_ids)."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when the file is no tokenizer."""
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        # The library raises a bare Exception for every defect of the file.
+        except Exception as error:
+            raise ConfigError(
+                f"{path} must be a tokenizer of the `tokenizers` library, but cannot be read: {error}"
+            ) from None
+
+    def __call__(self, tokens: np.ndarray) -> str:
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """Bytes that each token stands for, by its id; unused ids, and the last entry, stand for nothing."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        pieces = [b""] * (max(vocabulary.values(), default=-1) + 2)
+        added = self._tokenizer.get_added_tokens_decoder()
+        is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        byte_of = _byte_characters() if is_byte_level else {}
+        for token, number in vocabulary.items():
+            if number in added:
+                pieces[number] = added[number].content.encode()
+            elif is_byte_level and all(character in byte_of for character in token):
+                pieces[number] = bytes(byte_of[character] for character in token)
+            else:
+                pieces[number] = self._tokenizer.decode([number], skip_special_tokens=False).encode()
+        return pieces
+
+    def texts(self, tokens: np.ndarray) -> list[str]:
+        """Return the text of each token; a character of several tokens stands at the one that completes it."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        nothing = len(self.pieces) - 1
+        return [decoder.decode(self.pieces[min(token, nothing)]) for token in tokens.tolist()]
+
+    def joins_pieces(self, tokens: np.ndarray) -> bool:
+        """Whether the text of these tokens is that of their pieces in a row, as for every byte-level tokenizer."""
+        nothing = len(self.pieces) - 1
+        joined = b"".join(self.pieces[min(token, nothing)] for token in tokens.tolist())
+        return joined.decode(errors="replace") == self(tokens)
+
+
+def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder | None:
+    """Return the tokenizer of the folder (or file) `given`, else of the first candidate that has one, else None.
+
+    Raises ConfigError when `given` has none, or a tokenizer cannot be read.
+    """
+    if given is None:
+        paths = [folder / _FILE for folder in candidates]
+        return next((TokenDecoder(path) for path in paths if path.is_file()), None)
+    path = given / _FILE if given.is_dir() else given
+    if not path.is_file():
+        raise ConfigError(f"--tokenizer must be a {_FILE} or a folder with one, got {given}.")
+    return TokenDecoder(path)
+
+
+def _byte_characters() -> dict[str, int]:
+    """Return character -> byte of byte-level vocabularies: printable bytes are themselves, the others follow 256."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    plain = [byte for byte in range(256) if chr(byte) in alphabet]
+    shifted = sorted(set(range(256)) - set(plain))
+    return {chr(byte): byte for byte in plain} | {
+        chr(_FIRST_SHIFTED + index): byte for index, byte in enumerate(shifted)
+    }

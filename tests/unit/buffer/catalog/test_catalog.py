@@ -1,0 +1,261 @@
+"""Catalog: what it finds in an archive and in files, in which order, and what it tells of one trajectory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE, WordPiece
+
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
+from slipstream.buffer.catalog.rows import ROWS, CatalogRow
+from slipstream.buffer.catalog.token_decoder import TokenDecoder
+from slipstream.buffer.codec import encode
+from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.trajectory import Reward, Sampling, VersionSpan
+from slipstream.configs.base import ConfigError
+from tests.builders import make_run, make_trajectory, write_archive
+from tests.unit.buffer.cli.run import run
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=6, seed=0)
+SPANS = [VersionSpan(6, 2), VersionSpan(9, 4)]
+
+
+def group(
+    group_id: str, rewards: list[float], *, steps: list[int], outcome: str = "retired", **fields: Any
+) -> FinishedGroup:
+    """A group with a member for each reward; `fields` are those of every member."""
+    members = [
+        make_trajectory(group_id, index, reward=Reward(reward), **fields) for index, reward in enumerate(rewards)
+    ]
+    reason = "" if outcome == "retired" else "late"
+    return FinishedGroup(group_id, outcome, reason, steps, list(map(encode, members)))  # type: ignore[arg-type]
+
+
+GROUPS = [
+    group("0", [0.0, 1.0], steps=[5], version_spans=SPANS, prompt_uid="a"),
+    group("1", [0.5, 0.5, 0.8], steps=[5, 8], data_source="sums", generator_id="generator-1"),
+    group("2", [1.0], steps=[], outcome="rejected", finished_at=9.0),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Archive of two shards in a run folder with metrics."""
+    folder = write_archive(tmp_path / "runs/test/archive", GROUPS[:1], GROUPS[1:])
+    (folder.parent / "config.yaml").write_bytes(msgspec.yaml.encode(make_run(model={"path": str(tmp_path / "model")})))
+    rows = [{"step": step, "version": step} for step in range(1, 9)]
+    (folder.parent / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_tokenizer(folder: Path, model: Any, decoder: Any) -> Path:
+    folder.mkdir()
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoder
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def byte_tokenizer(folder: Path, *pieces: str) -> Path:
+    """A byte-level tokenizer whose token `n` is the `n`-th piece, given in the characters that stand for bytes."""
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    return write_tokenizer(folder, BPE(vocabulary, []), decoders.ByteLevel())
+
+
+def found(catalog: Catalog, *, sort_by: str = "", is_descending: bool = False, **conditions: Any) -> list[str]:
+    query = CatalogQuery(TrajectoryFilter(**conditions), sort_by=sort_by, is_descending=is_descending)
+    page = catalog.page(query, size=100)
+    assert page.num_rows == len(page.rows) == catalog.select(query).num_rows == len(list(catalog.stored(query)))
+    assert catalog.select(query)["id"].to_pylist() == [row.id for row in page.rows]
+    return [row.id for row in page.rows]
+
+
+ALL = ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "1-0-2", "2-0-0"]
+
+
+@pytest.mark.parametrize("kind", ["archive", "run", "out.parquet", "out.jsonl"])
+def test_every_source_gives_the_same_rows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # A run whose store is gone shows its archive.
+    where = {"archive": str(folder), "run": "test"}.get(kind, kind)
+    if "." in kind:
+        assert run("export", folder, kind) == 0
+    with open_catalog(where) as catalog:
+        assert found(catalog) == ALL
+        assert found(catalog, step=8) == ALL[2:5]
+        assert found(catalog, version=3) == [], "sampled by 2 and 4"
+        assert found(catalog, min_version=3, outcome="retired") == ALL[:2]
+        assert found(catalog, prompt_uid="a", min_reward=0.5) == ["0-0-1"]
+        assert bool(catalog.notes) == (kind == "run")
+        assert catalog.trajectory("1-0-1").row.steps == [5, 8]  # type: ignore[union-attr]
+
+
+def test_rows_sort_by_every_column_and_keep_their_order_where_equal(folder: Path) -> None:
+    with open_catalog(str(folder)) as catalog:
+        assert found(catalog, sort_by="reward_total") == ["0-0-0", "1-0-0", "1-0-1", "1-0-2", "0-0-1", "2-0-0"]
+        assert found(catalog, sort_by="last_step", is_descending=True) == [*ALL[2:5], *ALL[:2], "2-0-0"], "unknown last"
+        assert found(catalog, is_descending=True) == ALL[::-1]
+        assert found(catalog, sort_by="seconds", min_reward=1.0) == ["0-0-1", "2-0-0"]
+        for column in SORTABLE:
+            assert sorted(found(catalog, sort_by=column)) == ALL
+        with pytest.raises(ConfigError, match="sort_by must be one of id, group_id"):
+            catalog.page(CatalogQuery(sort_by="steps"))
+
+
+def test_pages_are_pieces_of_the_result(folder: Path) -> None:
+    with open_catalog(str(folder)) as catalog:
+        query = CatalogQuery(sort_by="reward_total", is_descending=True)
+        pages = [catalog.page(query, start=start, size=4) for start in (0, 4, 8)]
+        assert [row.reward_total for page in pages for row in page.rows] == [1.0, 1.0, 0.8, 0.5, 0.5, 0.0]
+        assert [(page.num_rows, page.start, len(page.rows)) for page in pages] == [(6, 0, 4), (6, 4, 2), (6, 8, 0)]
+
+
+def test_a_row_tells_advantage_and_lag(tmp_path: Path, folder: Path) -> None:
+    with open_catalog(str(folder)) as catalog:
+        rows = {row.id: row for row in catalog.page(CatalogQuery()).rows}
+    assert set(CatalogRow.__struct_fields__) == set(ROWS.names)
+    assert (rows["0-0-1"].advantage, rows["0-0-1"].lag, rows["0-0-1"].uses) == (0.5, 2, 1)
+    assert rows["1-0-2"].advantage == pytest.approx(0.2)
+    assert (rows["1-0-2"].last_step, rows["1-0-2"].lag) == (8, 7)
+    assert (rows["2-0-0"].last_step, rows["2-0-0"].lag, rows["2-0-0"].reason) == (None, None, "late")
+
+
+def test_greedy_and_failed_members_are_no_part_of_the_mean(tmp_path: Path) -> None:
+    members = [
+        make_trajectory("0", 0, reward=Reward(1.0)),
+        make_trajectory("0", 1, reward=Reward(0.0, status="timeout")),
+        make_trajectory("0", 2, reward=Reward(0.0), sampling=GREEDY),
+        make_trajectory("0", 3, reward=Reward(0.5)),
+    ]
+    folder = write_archive(tmp_path / "a", [FinishedGroup("0", "retired", "", [1], list(map(encode, members)))])
+    with open_catalog(str(folder)) as catalog:
+        assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [0.25, None, None, -0.25]
+
+
+def test_a_group_stands_side_by_side_token_by_token(folder: Path, tmp_path: Path) -> None:
+    byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
+    with open_catalog(str(folder)) as catalog:
+        first, second = catalog.group("0")
+        assert catalog.group("9") == []
+        assert catalog.trajectory("0-0-9") is None
+    assert (first.row.id, second.row.id) == ("0-0-0", "0-0-1")
+    assert second.texts == list("abcdefghijkl")
+    assert second.versions[5:] == [-1, 2, 2, 2, 4, 4, 4]
+    assert second.numbers["lag"][5:] == [None, 2, 2, 2, 0, 0, 0]
+    assert second.numbers["advantage"][5:7] == [None, 0.5]
+    assert second.numbers["logprob"][5:7] == [None, -0.5]
+    assert [(use.step, use.version, use.lag) for use in second.uses] == [(5, 4, 2)]
+    assert [(each.role, each.text, each.is_model) for each in second.messages] == [
+        ("prompt", "abcdef", False),
+        ("assistant", "ghijkl", True),
+    ]
+    assert msgspec.json.decode(msgspec.json.encode(second))["row"]["id"] == "0-0-1"
+
+
+def test_stored_numbers_of_tokens_are_shown(tmp_path: Path) -> None:
+    arrays = {"ratio": np.arange(12, dtype=np.float32), "experts": np.zeros((12, 2, 1), dtype=np.int16)}
+    folder = write_archive(tmp_path / "a", [group("0", [1.0], steps=[1], arrays=arrays)])
+    with open_catalog(str(folder)) as catalog:
+        numbers = catalog.trajectory("0-0-0").numbers  # type: ignore[union-attr]
+    assert numbers["ratio"] == [*[None] * 6, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
+    assert "experts" not in numbers
+
+
+def test_turns_and_tool_calls_are_messages(tmp_path: Path) -> None:
+    pieces = ["<|im_start|>user\nsum?<|im_end|>\n<|im_start|>assistant\n", '<tool_call>{"name": "sum"}</tool_call>']
+    pieces += ["<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n", "7", "<|im_end|>"]
+    tokenizer = Tokenizer(BPE({}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(pieces)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokens = {
+        "token_ids": np.arange(5, dtype=np.int32),
+        "model_mask": np.array([0, 1, 0, 1, 1], dtype=bool),
+        "generator_logprobs": np.zeros(5, dtype=np.float32),
+        "version_spans": [VersionSpan(1, 0)],
+        "num_turns": 2,
+    }
+    made = make_trajectory("0", 0, reward=Reward(1.0, turns=[0.25, 0.75]), **tokens)
+    folder = write_archive(tmp_path / "a", [FinishedGroup("0", "retired", "", [1], [encode(made)])])
+    with open_catalog(str(folder), tokenizer=tmp_path) as catalog:
+        messages = catalog.trajectory("0-0-0").messages  # type: ignore[union-attr]
+    assert [(each.role, each.text, each.calls, each.reward) for each in messages] == [
+        ("user", "sum?", [], None),
+        ("assistant", pieces[1], ['{"name": "sum"}'], 0.25),
+        ("tool", "7", [], None),
+        ("assistant", "7<|im_end|>", [], 0.75),
+    ]
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+def test_text_is_searched_in_bytes_and_not_in_broken_characters(tmp_path: Path, folder: Path) -> None:
+    # Tokens 6 and 7 are the two bytes of one letter, as byte-level vocabularies write them.
+    path = byte_tokenizer(tmp_path / "model", *"abcdef", "Ã", "©", *"ijkl")
+    decoder = TokenDecoder(path)
+    assert decoder(np.arange(12)) == "abcdeféijkl"
+    assert decoder.texts(np.array([5, 6, 7, 8, 99])) == ["f", "", "é", "i", ""]
+    assert decoder.joins_pieces(np.arange(12))
+    with open_catalog(str(folder)) as catalog:
+        assert found(catalog, text="éi") == ALL
+        assert found(catalog, text="éj") == []
+        assert found(catalog, text="fé", min_reward=0.9, sort_by="id", is_descending=True) == ["2-0-0", "0-0-1"]
+
+
+def test_text_is_searched_with_tokenizers_whose_pieces_depend_on_their_neighbours(tmp_path: Path, folder: Path) -> None:
+    vocabulary = {letter: number for number, letter in enumerate(["[UNK]", *"bcdef", "##g", *"hijkl"])}
+    path = write_tokenizer(tmp_path / "model", WordPiece(vocabulary, unk_token="[UNK]"), decoders.WordPiece())
+    assert not TokenDecoder(path).joins_pieces(np.arange(12))
+    with open_catalog(str(folder)) as catalog:
+        assert found(catalog, text="e fg h") == ALL
+        assert found(catalog, text="efgh") == []
+
+
+def test_a_condition_on_text_needs_a_tokenizer(folder: Path) -> None:
+    with open_catalog(str(folder)) as catalog, pytest.raises(ConfigError, match="needs a tokenizer"):
+        catalog.page(CatalogQuery(TrajectoryFilter(text="a")))
+
+
+def test_every_byte_has_its_character(tmp_path: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    decoder = TokenDecoder(byte_tokenizer(tmp_path / "model", *alphabet))
+    assert sorted(decoder.pieces[:-1]) == [bytes([byte]) for byte in range(256)]
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model/tokenizer.json"))
+    for number, piece in enumerate(decoder.pieces[:-1]):
+        assert piece.decode(errors="replace") == tokenizer.decode([number])
+
+
+# --- what is added, and what cannot be read --------------------------------------------------------------------------
+def test_new_shards_are_read_and_old_ones_are_not_read_again(folder: Path) -> None:
+    with open_catalog(str(folder)) as catalog:
+        before = catalog.rows
+        assert not catalog.refresh()
+        (folder / "shard-00000001.parquet").unlink()
+        write_archive(folder, [group("3", [1.0], steps=[8])])
+        assert catalog.refresh()
+        assert found(catalog, step=8) == [*ALL[2:5], "3-0-0"]
+        assert before.num_rows == 6
+
+
+def test_a_damaged_shard_is_named_and_the_others_are_read(folder: Path) -> None:
+    (folder / "shard-00000001.parquet").write_bytes(b"PAR1")
+    with open_catalog(str(folder)) as catalog:
+        assert found(catalog) == ALL[2:]
+        (note,) = catalog.notes
+    assert note.startswith("shard-00000001.parquet must have")
+
+
+def test_a_file_that_holds_no_trajectories_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.parquet").write_bytes(b"none")
+    (tmp_path / "mine.jsonl").write_text("{}\n")
+    for name, reason in (("mine.parquet", "must be a Parquet file"), ("mine.jsonl", "line 1 must be a trajectory")):
+        with pytest.raises(ConfigError, match=reason), open_catalog(str(tmp_path / name)):
+            pass
+    with pytest.raises(ConfigError, match="there is no such run, folder or file"), open_catalog("nosuch"):
+        pass
