@@ -7,6 +7,7 @@ ReplayBufferError
 │   └── StoreCannotWriteError  the store answers, but refuses writes: disk or memory full, or a replica
 ├── StoreLostError             the embedded store died and cannot be restarted
 ├── RunConflictError           the store belongs to another run, or the run's name is taken
+├── SearchCancelledError       a search in a catalog was given up
 ├── ArchiveError               the folder is no archive, has another writer, or its manifest is damaged
 │   └── ShardError             one shard cannot be read; the others can
 └── StorageError               the object store of the run has not answered, or refused, for too long
@@ -47,6 +48,10 @@ class StoreLostError(ReplayBufferError, RuntimeError):
 
 class RunConflictError(ReplayBufferError, ValueError):
     """The store or the run folder belongs to another run."""
+
+
+class SearchCancelledError(ReplayBufferError, RuntimeError):
+    """Nobody waits for the result of a search any more."""
 
 
 class ArchiveError(ReplayBufferError, ValueError):

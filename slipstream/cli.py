@@ -18,6 +18,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
 from slipstream.runtime.command_line import SETTINGS, fail_cleanly, run_app, with_command
+from slipstream.viewer.command import data, view
 
 app = typer.Typer(
     help="""Asynchronous actor-learner reinforcement learning for language models.
@@ -187,12 +188,8 @@ def profile(
     profile_run(run or [], num_steps=steps)
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
-def data(ctx: typer.Context) -> None:
-    """List, show, export, import and verify stored trajectories."""
-    from slipstream.buffer.cli.app import app as data_app
-
-    run_app(data_app, ctx.args, program=ctx.command_path)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})(data)
+app.command()(view)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Catalog: the trajectories of a run, an archive or a file as one table to search, filter, sort and page."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from slipstream.buffer.catalog.rows import ROWS, CatalogRow, has_value_within, r
 from slipstream.buffer.catalog.sources import ArchiveSource, FileSource, Source, open_source
 from slipstream.buffer.catalog.text_search import find_text
 from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_decoder
-from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
 
@@ -34,7 +34,7 @@ class CatalogQuery(Record):
     where: TrajectoryFilter = TrajectoryFilter()
     """Conditions that a row must meet."""
     sort_by: str = ""
-    """One of SORTABLE, rows without a value last, equal ones as archived; empty: the order of archiving, then what is in the store."""
+    """One of SORTABLE, unknown values last, equal ones as archived; empty: as archived, then what is in the store."""
     is_descending: bool = False
 
     @property
@@ -78,7 +78,7 @@ class Catalog:
         self._refreshing = threading.Lock()
         self._snapshot = _Snapshot([], {})
         self._select = lru_cache(_QUERIES_KEPT)(_select)
-        self._find_text = lru_cache(_QUERIES_KEPT)(_find_text)
+        self._texts: dict[str, tuple[_Snapshot, np.ndarray]] = {}
         self.refresh()
 
     @property
@@ -99,32 +99,47 @@ class Catalog:
             if list(map(id, blocks)) == list(map(id, self._snapshot.blocks)):
                 return False
             self._snapshot = _Snapshot(list(blocks), step_versions)
-            self._select.cache_clear()
-            self._find_text.cache_clear()
+            self.forget_results()
             return True
 
-    def page(self, query: CatalogQuery, *, start: int = 0, size: int = 50) -> Page:
-        """Return at most `size` rows of the result from `start` on. Raises ConfigError as `select` does."""
+    def forget_results(self) -> None:
+        """Free the results of earlier queries, which are kept for the pages that are asked for next."""
+        self._select.cache_clear()
+        self._texts = {}
+
+    def page(
+        self,
+        query: CatalogQuery,
+        *,
+        start: int = 0,
+        size: int = 50,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Page:
+        """Return at most `size` rows of the result from `start` on. Raises as `select` does.
+
+        A search in gigabytes of text takes minutes: once `is_cancelled` holds, SearchCancelledError is raised.
+        """
         snapshot = self._snapshot
-        indices = self._indices(snapshot, query)
+        indices = self._indices(snapshot, query, is_cancelled)
         chosen = [snapshot.rows.slice(index, 1) for index in indices[start : start + size].tolist()]
         return Page(len(indices), start, to_records(pa.concat_tables([ROWS.empty_table(), *chosen])))
 
     def select(self, query: CatalogQuery) -> pa.Table:
         """Return the rows of the result, in its order.
 
-        Raises ConfigError for a column that is none of SORTABLE, and for a condition on text without a tokenizer.
+        Raises ConfigError for a column that is none of SORTABLE, and for a condition on text without a tokenizer;
+        ArchiveError for files that can no longer be read.
         """
         snapshot = self._snapshot
         return snapshot.rows.take(pa.array(self._indices(snapshot, query)))
 
     def group(self, group_id: str) -> list[TrajectoryDetail]:
-        """Return the members of a group, by index; none if there is no such group."""
+        """Return the members of a group, by index; none if there is no such group. Raises ArchiveError."""
         found = self._details(pc.field("group_id") == group_id)
         return sorted(found, key=lambda detail: detail.row.index)
 
     def trajectory(self, trajectory_id: str) -> TrajectoryDetail | None:
-        """Return a trajectory token by token; None if there is none with this id."""
+        """Return a trajectory token by token; None if there is none with this id. Raises ArchiveError."""
         return next(iter(self._details(pc.field("id") == trajectory_id)), None)
 
     def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:
@@ -133,23 +148,25 @@ class Catalog:
         indices = np.sort(self._indices(snapshot, query))
         for start, block in _with_starts(snapshot.blocks):
             own = indices[(indices >= start) & (indices < start + block.rows.num_rows)] - start
-            if len(own):
-                yield from read_stored(block.dataset, block.rows["id"].take(pa.array(own)).to_pylist())
+            with _refusing():
+                if len(own):
+                    yield from read_stored(block.dataset, block.rows["id"].take(pa.array(own)).to_pylist())
 
     def _details(self, where: pc.Expression) -> list[TrajectoryDetail]:
         snapshot = self._snapshot
         details = []
         for block in snapshot.blocks:
             rows = {row.id: row for row in to_records(block.rows.filter(where))}
-            if rows:
-                stored = read_stored(block.dataset, list(rows))
+            with _refusing():
                 details += [
                     describe(rows[each.trajectory.id], each, decoder=self.decoder, step_versions=snapshot.step_versions)
-                    for each in stored
+                    for each in (read_stored(block.dataset, list(rows)) if rows else ())
                 ]
         return details
 
-    def _indices(self, snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
+    def _indices(
+        self, snapshot: _Snapshot, query: CatalogQuery, is_cancelled: Callable[[], bool] = lambda: False
+    ) -> np.ndarray:
         """Return the rows of a result, in its order."""
         if query.sort_by not in ("", *SORTABLE):
             raise ConfigError(f"sort_by must be one of {', '.join(SORTABLE)}, got {query.sort_by!r}.")
@@ -159,11 +176,23 @@ class Catalog:
         if self.decoder is None:
             raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
         # The search is kept apart from the rest, which is quick: another order does not search again.
-        has_text = self._find_text(snapshot, text, self.decoder)
-        chosen = self._select(
-            snapshot, msgspec.structs.replace(query, where=msgspec.structs.replace(query.where, text=None))
-        )
+        has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
+        where = msgspec.structs.replace(query.where, text=None)
+        chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
         return chosen[has_text[chosen]]
+
+    def _find_text(
+        self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
+    ) -> np.ndarray:
+        """Return for each row whether its decoded tokens hold `text`, bool[N]."""
+        kept = self._texts.get(text)
+        if kept is None or kept[0] is not snapshot:
+            with _refusing():
+                masks = [find_text(each.dataset, text, decoder, is_cancelled=is_cancelled) for each in snapshot.blocks]
+            # One is kept: that of the pages and orders that are asked for next.
+            kept = snapshot, np.concatenate([np.empty(0, dtype=bool), *masks])
+            self._texts = {text: kept}
+        return kept[1]
 
     def _read_step_versions(self) -> dict[int, int]:
         try:
@@ -174,9 +203,14 @@ class Catalog:
 
 
 # --- queries ---------------------------------------------------------------------------------------------------------
-def _find_text(snapshot: _Snapshot, text: str, decoder: TokenDecoder) -> np.ndarray:
-    """Return for each row whether its decoded tokens hold `text`, bool[N]."""
-    return np.concatenate([np.empty(0, bool), *(find_text(each.dataset, text, decoder) for each in snapshot.blocks)])
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Map the errors of files that were readable before."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ArchiveError(f"the files must stay where they were opened, but cannot be read: {reason}.") from None
 
 
 def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:

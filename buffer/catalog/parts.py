@@ -30,8 +30,10 @@ class Block(NamedTuple):
 class Part(Protocol):
     """A source of blocks."""
 
-    note: str
-    """One sentence on what of it cannot be read; empty when all can."""
+    @property
+    def note(self) -> str:
+        """One sentence on what of it cannot be read; empty when all can."""
+        ...
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
         """Return all its blocks, those that have not changed being the same objects. Reads only what is new."""

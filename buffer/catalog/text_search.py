@@ -1,6 +1,6 @@
 """Text search: which trajectories of a dataset hold a text, decoded a million tokens at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from slipstream.buffer.catalog.token_decoder import TokenDecoder
+from slipstream.buffer.errors import SearchCancelledError
 
 _ROWS_AT_ONCE = 65536
 _TOKENS_AT_ONCE = 2**22
@@ -15,9 +16,17 @@ _ROWS_TRIED = 16
 """Rows whose text is compared with that of their pieces, before pieces are searched instead of texts."""
 
 
-def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder) -> np.ndarray:
-    """Return for each row whether its decoded tokens hold `text`, bool[N]. Raises pa.ArrowException, OSError."""
-    return np.concatenate([np.empty(0, dtype=bool), *(_search(tokens, text, decoder) for tokens in _chunks(dataset))])
+def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cancelled: Callable[[], bool]) -> np.ndarray:
+    """Return for each row whether its decoded tokens hold `text`, bool[N].
+
+    Raises SearchCancelledError soon after `is_cancelled` holds; pa.ArrowException, OSError.
+    """
+    masks = [np.empty(0, dtype=bool)]
+    for tokens in _chunks(dataset):
+        if is_cancelled():
+            raise SearchCancelledError(f"the search for {text!r} was given up.")
+        masks.append(_search(tokens, text, decoder))
+    return np.concatenate(masks)
 
 
 def _chunks(dataset: ds.Dataset) -> Iterator[pa.ListArray]:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
 from slipstream.buffer.archive.shard_writer import ShardWriter
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory
-from slipstream.buffer.catalog.rollout_files import FORMATS, SourcedTrajectory, read_rollouts
+from slipstream.buffer.catalog.rollout_files import SourcedTrajectory, read_rollouts
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.records import FinishedGroup
@@ -25,6 +25,7 @@ from slipstream.configs.base import ConfigError
 
 # --- export ----------------------------------------------------------------------------------------------------------
 _ROWS_AT_ONCE = 1024
+_FORMATS = (".parquet", ".jsonl")
 
 
 def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
@@ -34,8 +35,8 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
     decoded texts if `decode` is given; `import` reads both. Raises ConfigError for another suffix or an existing file,
     RecordRefusedError for a trajectory that does not fit the columns.
     """
-    if target.suffix not in FORMATS:
-        raise ConfigError(f"OUT must end in {' or '.join(FORMATS)}, got {target}.")
+    if target.suffix not in _FORMATS:
+        raise ConfigError(f"OUT must end in {' or '.join(_FORMATS)}, got {target}.")
     if target.exists():
         raise ConfigError(f"OUT must not exist yet, got {target}: choose another name, or delete it.")
     if not target.parent.is_dir():

@@ -46,6 +46,7 @@ BENCHMARKS = [
     ),
     pytest.param("learner.long_context", ["--rounds=1", "--tokens=64", "--ranks=2", "--width=32"], marks=REAL),
     pytest.param("learner.packing", ["--rounds=1", "--groups=1"], marks=REAL),
+    pytest.param("viewer", ["--rows=2000", "--rounds=1"], marks=REAL),
     ("learner.logprob_head", ["--rounds=1", "--tokens=64", "--vocabulary=64", "--width=8"]),
     ("generators.search", ["--passages=300", "--queries=50"]),
     pytest.param(

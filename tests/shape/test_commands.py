@@ -58,6 +58,7 @@ TRIED_BY = {
     "slipstream diagnose": "tests/integration/test_diagnose.py",
     "slipstream drain": "tests/integration/test_scaling.py",
     "slipstream profile": "tests/integration/test_scaling.py",
+    "slipstream view": "tests/unit/slipstream/viewer/test_viewer.py",
     "slipstream data ls": "tests/integration/test_data_commands.py",
     "slipstream data refused": "tests/integration/test_data_commands.py",
     "slipstream data export": "tests/unit/buffer/cli/test_transfer.py",

@@ -22,6 +22,7 @@ COMMANDS = [
     "drain",
     "profile",
     "data",
+    "view",
     "explain",
     "evaluate",
     "generate",

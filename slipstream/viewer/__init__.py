@@ -1,0 +1,1 @@
+"""`slipstream view`: trajectories in the terminal."""

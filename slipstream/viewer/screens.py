@@ -1,0 +1,263 @@
+"""Screens over the list: one trajectory, a group side by side, the choice of a column, help."""
+
+from collections.abc import Callable
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, VerticalScroll
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Footer, OptionList, Static
+from textual.widgets.option_list import Option
+
+from slipstream.buffer.catalog.catalog import SORTABLE
+from slipstream.buffer.catalog.conditions import NAMES
+from slipstream.buffer.catalog.detail import Message, TrajectoryDetail
+from slipstream.runtime.console import printable
+from slipstream.viewer.token_text import TOKENS_AT_ONCE, legend, page_of
+
+PLAIN = ""
+"""The name of no number: tokens without colours."""
+
+
+def first_number(detail: TrajectoryDetail) -> str:
+    """Return the number by which tokens are coloured at first."""
+    return next((name for name in ("advantage", *detail.numbers) if name in detail.numbers), PLAIN)
+
+
+def next_number(detail: TrajectoryDetail, name: str) -> str:
+    """Return the number after `name`, plain text after the last."""
+    names = [*detail.numbers, PLAIN]
+    return names[(names.index(name) + 1) % len(names)] if name in names else names[0]
+
+
+class DetailScreen(Screen[None]):
+    """One trajectory: where it comes from, its tokens in colours or its messages."""
+
+    CSS = "DetailScreen #facts { height: auto; padding: 0 1; } DetailScreen #tokens { padding: 0 1; }"
+    BINDINGS = [
+        Binding("escape,q", "app.pop_screen", "back"),
+        Binding("c", "colour", "colour"),
+        Binding("t", "messages", "tokens/messages"),
+        Binding("n", "step(1)", "next"),
+        Binding("p", "step(-1)", "previous"),
+        Binding("g", "group", "group"),
+        Binding("right_square_bracket", "pages(1)", "more tokens", key_display="]"),
+        Binding("left_square_bracket", "pages(-1)", "earlier", key_display="[", show=False),
+        Binding("question_mark", "app.help", "help", key_display="?"),
+    ]
+
+    def __init__(self, find: Callable[[int], TrajectoryDetail | None], show_group: Callable[[str], None]) -> None:
+        """`find(offset)` returns the trajectory so many rows from the last one found; None beyond the list."""
+        super().__init__()
+        self._find = find
+        self._show_group = show_group
+        self._detail = find(0)
+        self._number = first_number(self._detail) if self._detail else PLAIN
+        self._shows_messages = False
+        self._first_token = 0
+
+    def compose(self) -> ComposeResult:
+        """Lay out facts above tokens."""
+        yield Static(id="facts")
+        with VerticalScroll(can_focus=True):
+            yield Static(id="tokens")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Draw."""
+        self._draw()
+
+    def action_colour(self) -> None:
+        """Colour the tokens by the next number."""
+        if self._detail:
+            self._number = next_number(self._detail, self._number)
+            self._shows_messages = False
+            self._draw()
+
+    def action_messages(self) -> None:
+        """Change between tokens and messages."""
+        self._shows_messages = not self._shows_messages
+        self._draw()
+
+    def action_step(self, rows: int) -> None:
+        """Show another trajectory of the list."""
+        found = self._find(rows)
+        if found:
+            self._detail, self._first_token = found, 0
+            self._draw()
+
+    def action_group(self) -> None:
+        """Show the group side by side."""
+        if self._detail:
+            self._show_group(self._detail.row.group_id)
+
+    def action_pages(self, pages: int) -> None:
+        """Show the next or the previous tokens of a long trajectory."""
+        first = self._first_token + pages * TOKENS_AT_ONCE
+        if self._detail and 0 <= first < len(self._detail.token_ids):
+            self._first_token = first
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._detail is None:
+            return
+        self.query_one("#facts", Static).update(facts_of(self._detail, name=self._number, first=self._first_token))
+        self.query_one("#tokens", Static).update(
+            messages_of(self._detail)
+            if self._shows_messages
+            else page_of(self._detail, name=self._number, first=self._first_token)
+        )
+        self.query_one(VerticalScroll).scroll_home(animate=False)
+
+
+def facts_of(detail: TrajectoryDetail, *, name: str, first: int) -> Text:
+    """Return origin, reward and use of a trajectory, a line each, and the legend of the colours."""
+    row, reward = detail.row, detail.reward
+    parts = "".join(f", {part} {value:g}" for part, value in reward.parts.items())
+    uses = [
+        f"step {use.step}" + ("" if use.lag is None else f" (version {use.version}, lag {use.lag})")
+        for use in detail.uses
+    ]
+    versions = ", ".join(map(str, row.versions))
+    advantage = "" if row.advantage is None else f", advantage {row.advantage:+.3f}"
+    lines = [
+        f"{row.id}  member {row.index} of group {row.group_id}, prompt {row.prompt_uid} of {row.data_source}",
+        f"reward {reward.total:g}{parts} ({reward.status}{': ' + reward.detail if reward.detail else ''}){advantage}",
+        f"{row.outcome}{': ' + row.reason if row.reason else ''}; trained on in {', '.join(uses) or 'no step'}",
+        f"{row.num_tokens} tokens, {sum(detail.model_mask)} of the model's by version {versions}; "
+        f"{row.num_turns} turn(s), ended by {row.stop_reason} after {row.seconds:.2f} s on {row.generator_id}",
+    ]
+    lines += [f"{kind}: {plain}" for kind, plain in (("metrics", detail.metrics), ("extras", detail.extras)) if plain]
+    last = min(first + TOKENS_AT_ONCE, row.num_tokens)
+    shown = "" if row.num_tokens <= TOKENS_AT_ONCE else f"tokens {first} to {last - 1} of {row.num_tokens}; "
+    return Text("\n").join([*(Text(printable(line)) for line in lines), Text(shown) + legend(detail, name=name)])
+
+
+def messages_of(detail: TrajectoryDetail) -> Text:
+    """Return the conversation, each message below its role and place."""
+    return Text("\n\n").join(map(_message, detail.messages))
+
+
+def _message(message: Message) -> Text:
+    end = message.first_token + message.num_tokens - 1
+    reward = "" if message.reward is None else f", reward {message.reward:g}"
+    calls = f", {len(message.calls)} tool call(s)" if message.calls else ""
+    head = f"{printable(message.role)}  tokens {message.first_token}-{end}{reward}{calls}\n"
+    body = printable(message.text) or "(no tokenizer: see the tokens)"
+    return Text.assemble((head, "bold green" if message.is_model else "bold"), body)
+
+
+class GroupScreen(Screen[None]):
+    """The members of a group beside each other."""
+
+    CSS = """
+    GroupScreen #members { height: 1fr; overflow-x: auto; }
+    GroupScreen .member { width: 1fr; min-width: 34; border-right: solid $primary; padding: 0 1; }
+    GroupScreen .member Static { height: auto; }
+    """
+    BINDINGS = [
+        Binding("escape,q", "app.pop_screen", "back"),
+        Binding("c", "colour", "colour"),
+        Binding("t", "messages", "tokens/messages"),
+        Binding("question_mark", "app.help", "help", key_display="?"),
+    ]
+
+    def __init__(self, members: list[TrajectoryDetail]) -> None:
+        super().__init__()
+        self._members = members
+        self._number = first_number(members[0])
+        self._shows_messages = False
+
+    def compose(self) -> ComposeResult:
+        """Lay out a column for each member."""
+        with Horizontal(id="members"):
+            for _ in self._members:
+                with VerticalScroll(classes="member"):
+                    yield Static()
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Draw."""
+        self._draw()
+
+    def action_colour(self) -> None:
+        """Colour the tokens by the next number."""
+        self._number, self._shows_messages = next_number(self._members[0], self._number), False
+        self._draw()
+
+    def action_messages(self) -> None:
+        """Change between tokens and messages."""
+        self._shows_messages = not self._shows_messages
+        self._draw()
+
+    def _draw(self) -> None:
+        # Together the members have as many tokens on the screen as one trajectory.
+        size = max(1, TOKENS_AT_ONCE // len(self._members))
+        for column, detail in zip(self.query(".member Static").results(Static), self._members, strict=True):
+            row = detail.row
+            advantage = "" if row.advantage is None else f"  advantage {row.advantage:+.3f}"
+            head = f"{row.id}\nreward {row.reward_total:g}{advantage}\n{row.num_tokens} tokens, {row.stop_reason}\n"
+            body = messages_of(detail) if self._shows_messages else page_of(detail, name=self._number, size=size)
+            more = "" if self._shows_messages or row.num_tokens <= size else f"\n… {row.num_tokens - size} more tokens"
+            column.update(
+                Text.assemble((printable(head), "bold"), legend(detail, name=self._number), "\n\n", body, more)
+            )
+
+
+class SortScreen(ModalScreen[str | None]):
+    """Choice of the column that sorts."""
+
+    CSS = "SortScreen { align: center middle; } SortScreen OptionList { width: 40; height: 80%; }"
+    BINDINGS = [Binding("escape,q", "dismiss(None)", "back")]
+
+    def compose(self) -> ComposeResult:
+        """Lay out the columns."""
+        yield OptionList(Option("order of archiving", id="stored"), *(Option(name, id=name) for name in SORTABLE))
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        """Return the chosen column; empty for the order of archiving."""
+        self.dismiss("" if event.option_id == "stored" else event.option_id)
+
+
+class HelpScreen(ModalScreen[None]):
+    """The keys, and the form of conditions."""
+
+    CSS = """
+    HelpScreen { align: center middle; }
+    HelpScreen VerticalScroll { width: 92; height: 90%; background: $panel; padding: 1 2; }
+    """
+    BINDINGS = [Binding("escape,q,question_mark", "dismiss(None)", "back")]
+
+    def compose(self) -> ComposeResult:
+        """Lay out the text."""
+        with VerticalScroll(can_focus=True):
+            yield Static(Text(HELP))
+
+
+HELP = f"""The list
+  up down, k j          one row              page up, page down, space     one screen
+  home, end             first and last row   enter                         open the trajectory
+  /                     search in the text   f                             conditions
+  s                     choose the column that sorts                       r    reverse the order
+  g                     the group side by side
+  x                     remove search and conditions
+  u                     read what is new at once, and not within two seconds
+  ?                     this help            q                             leave
+
+A trajectory, a group
+  c                     next colour: advantage, lag, logprob, and what is stored of each token
+  t                     tokens or messages, with roles and tool calls
+  n, p                  next and previous trajectory of the list
+  ], [                  later and earlier tokens of a long one
+  up down, page up, page down     scroll      escape, q                    back
+
+Conditions, all of which must hold
+  reward>=0.5 step<=40 outcome=retired        text='the answer'
+  with >=, <= and =: reward, tokens, version, step
+  with =: {", ".join(name for name in NAMES if name not in ("reward", "tokens", "version", "step"))}
+
+Colours
+  Green is above, red below 0 (advantage) or 1 (ratio); other numbers go from their least, without colour, to
+  their greatest, green. Dim tokens were not written by the model.
+"""

@@ -1,0 +1,224 @@
+"""`slipstream view`, its keys pressed by Textual's pilot."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+from textual.pilot import Pilot
+from textual.widgets import Input, Static
+
+from slipstream.buffer.catalog.catalog import open_catalog
+from slipstream.buffer.trajectory import Reward
+from slipstream.cli import main
+from slipstream.viewer.app import ViewerApp
+from slipstream.viewer.list_screen import ListScreen
+from slipstream.viewer.row_list import RowList
+from slipstream.viewer.screens import HELP, DetailScreen, GroupScreen, HelpScreen
+from slipstream.viewer.token_text import TOKENS_AT_ONCE, page_of
+from tests.builders import make_finished, write_archive
+from tests.unit.buffer.catalog.test_catalog import byte_tokenizer, group
+
+LETTERS = (*"abcdefgh", "[red]", "Ċ", "ě", "l")
+"""Pieces of the tokens: markup of Textual, a line end and an escape character among them."""
+Steps = Callable[[Pilot[None]], Awaitable[None]]
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    byte_tokenizer(tmp_path / "model", *LETTERS)
+    groups = [make_finished(str(number), steps=[number], reward=Reward(number / 400)) for number in range(1, 300)]
+    return write_archive(tmp_path / "a", [*groups, group("300", [0.0, 1.0], steps=[300])])
+
+
+def press(archive: Path, steps: Steps) -> None:
+    """Open the viewer on the archive and take the steps."""
+
+    async def session() -> None:
+        with open_catalog(str(archive), tokenizer=archive.parent / "model") as catalog:
+            app = ViewerApp(catalog, name="a")
+            async with app.run_test(size=(160, 24)) as pilot:
+                await settle(pilot)
+                await steps(pilot)
+
+    asyncio.run(session())
+
+
+async def settle(pilot: Pilot[None]) -> None:
+    await pilot.app.workers.wait_for_complete()
+    await pilot.pause()
+
+
+async def keys(pilot: Pilot[None], *pressed: str) -> None:
+    await pilot.press(*pressed)
+    await settle(pilot)
+
+
+async def enter(pilot: Pilot[None], key: str, line: str) -> None:
+    """Press a key that opens the line, and enter this."""
+    await pilot.press(key)
+    pilot.app.screen.query_one(Input).value = line
+    await keys(pilot, "enter")
+
+
+def current(pilot: Pilot[None]) -> str:
+    """Id under the cursor of the list."""
+    rows = pilot.app.screen_stack[0].query_one(RowList)
+    row = rows.row(rows.cursor)
+    return row.id if row else ""
+
+
+def shown(pilot: Pilot[None], name: str) -> str:
+    return str(pilot.app.screen.query_one(name, Static).content)
+
+
+def screen(pilot: Pilot[None]) -> list[str]:
+    """Lines of the list as they are drawn."""
+    rows = pilot.app.screen.query_one(RowList)
+    return [rows.render_line(line).text for line in range(rows.scrollable_content_region.height)]
+
+
+def test_the_list_scrolls_to_any_row(archive: Path) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        assert "600 of 600" in shown(pilot, "#status")
+        assert screen(pilot)[0].split()[:3] == ["id", "reward", "advantage"]
+        assert screen(pilot)[1].split()[:2] == ["1-0-0", "0.003"]
+        await keys(pilot, "down", "j")
+        assert current(pilot) == "2-0-0"
+        await keys(pilot, "pagedown")
+        assert screen(pilot)[-1].split()[0] == current(pilot)
+        await keys(pilot, "end")
+        assert current(pilot) == "300-0-1"
+        assert screen(pilot)[-1].split()[:2] == ["300-0-1", "1.000"]
+        await keys(pilot, "up", "home", "pageup")
+        assert current(pilot) == "1-0-0"
+
+    press(archive, steps)
+
+
+def test_rows_are_sorted_filtered_and_searched(archive: Path) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        await keys(pilot, "s", *["down"] * 10, "enter", "r")
+        assert "reward↓" in screen(pilot)[0]
+        assert current(pilot) == "300-0-1"
+        await enter(pilot, "f", "step<=9 reward>=0.01")
+        assert "12 of 600  reward>=0.01 step<=9" in shown(pilot, "#status")
+        assert current(pilot) == "9-0-0"
+        await enter(pilot, "slash", "gh[red]")
+        assert "12 of 600  text='gh[red]'" in shown(pilot, "#status")
+        await enter(pilot, "slash", "x")
+        assert "0 of 600" in shown(pilot, "#status")
+        await keys(pilot, "enter", "g", "down", "x", "r")
+        assert current(pilot) == "300-0-0"
+
+    press(archive, steps)
+
+
+def test_a_wrong_condition_is_said_and_can_be_corrected(archive: Path) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        await enter(pilot, "f", "stop")
+        assert "a condition must read NAME=VALUE" in shown(pilot, "#status")
+        assert pilot.app.screen.query_one(Input).has_focus
+        await enter(pilot, "end", "stop=length")
+        assert "0 of 600  stop=length" in shown(pilot, "#status")
+        await keys(pilot, "f", "o", "escape", "x")
+        assert "600 of 600" in shown(pilot, "#status")
+
+    press(archive, steps)
+
+
+def test_a_trajectory_is_shown_in_colours_and_as_messages(archive: Path) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        await keys(pilot, "end", "enter")
+        assert isinstance(pilot.app.screen, DetailScreen)
+        facts, tokens = shown(pilot, "#facts"), pilot.app.screen.query_one("#tokens", Static).content
+        assert "300-0-1  member 1 of group 300" in facts
+        assert "advantage from  0.5  to  0.5" in facts
+        assert "trained on in step 300" in facts
+        assert isinstance(tokens, Text)
+        assert tokens.plain == "abcdefgh[red]↵\n\\x1bl", "nothing is markup, and no control character is left"
+        assert {str(span.style.bgcolor.name) for span in tokens.spans if span.style.bgcolor} == {"rgb(50,160,80)"}  # type: ignore[union-attr]
+        await keys(pilot, "c")
+        assert "no colours" in shown(pilot, "#facts")
+        await keys(pilot, "c")
+        assert "logprob from" in shown(pilot, "#facts")
+        await keys(pilot, "t")
+        assert "prompt  tokens 0-5\nabcdef\n\nassistant  tokens 6-11\ngh[red]" in shown(pilot, "#tokens")
+        await keys(pilot, "p", "p", "n", "n", "n")
+        assert "300-0-1" in shown(pilot, "#facts")
+        await keys(pilot, "p", "escape")
+        assert current(pilot) == "300-0-0", "the list follows"
+
+    press(archive, steps)
+
+
+def test_a_group_stands_side_by_side(archive: Path) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        await keys(pilot, "end", "g")
+        assert isinstance(pilot.app.screen, GroupScreen)
+        columns = [str(column.content) for column in pilot.app.screen.query(".member Static").results(Static)]
+        assert [column.splitlines()[:2] for column in columns] == [
+            ["300-0-0", "reward 0  advantage -0.500"],
+            ["300-0-1", "reward 1  advantage +0.500"],
+        ]
+        await keys(pilot, "c", "t", "escape", "enter", "g", "q", "q")
+        assert current(pilot) == "300-0-1"
+
+    press(archive, steps)
+
+
+def test_help_names_every_key(archive: Path) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        await keys(pilot, "question_mark")
+        assert isinstance(pilot.app.screen, HelpScreen)
+        await keys(pilot, "escape", "enter", "question_mark", "q")
+        assert isinstance(pilot.app.screen, DetailScreen)
+
+    press(archive, steps)
+    for screen_class in (ListScreen, DetailScreen, GroupScreen, RowList):
+        for binding in screen_class.BINDINGS:
+            for key in binding.key.split(","):  # type: ignore[union-attr]
+                word = NAMES_OF_KEYS.get(key, key)
+                assert word in HELP, f"{key} of {screen_class.__name__} must be in the help"
+
+
+NAMES_OF_KEYS = {
+    "slash": "/",
+    "question_mark": "?",
+    "right_square_bracket": "]",
+    "left_square_bracket": "[",
+    "pageup": "page up",
+    "pagedown": "page down",
+}
+
+
+def test_what_is_archived_meanwhile_appears(archive: Path) -> None:
+    async def steps(pilot: Pilot[None]) -> None:
+        await keys(pilot, "end")
+        write_archive(archive, [make_finished("301", steps=[301])])
+        await keys(pilot, "u")
+        await settle(pilot)
+        assert "602 of 602" in shown(pilot, "#status")
+        assert current(pilot) == "300-0-1", "the cursor stays"
+        for shard in archive.glob("*.parquet"):
+            shard.unlink()
+        await keys(pilot, "enter")
+        assert "the files must stay where they were opened" in shown(pilot, "#status")
+
+    press(archive, steps)
+
+
+def test_a_long_trajectory_is_shown_in_pages(archive: Path, tmp_path: Path) -> None:
+    with open_catalog(str(archive)) as catalog:
+        detail = catalog.trajectory("1-0-0")
+    assert detail is not None
+    assert page_of(detail, name="").plain == "0 1 2 3 4 5 6 7 8 9 10 11 ", "ids without a tokenizer"
+    assert page_of(detail, name="", first=10, size=TOKENS_AT_ONCE).plain == "10 11 "
+
+
+def test_without_a_terminal_the_command_says_what_prints(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["view", str(archive)])
+    assert ended.value.code == 2
+    assert "must run in a terminal" in capsys.readouterr().err
