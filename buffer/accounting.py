@@ -117,6 +117,15 @@ class StoreCounts(Record):
         return (self.wasted_tokens + self.superseded_tokens) / arrived if arrived else 0.0
 
 
+class StoreMemory(Record):
+    """Memory of a store's server. Example: StoreMemory(used_bytes=52428800, max_bytes=1073741824)."""
+
+    used_bytes: int = 0
+    """All that the server holds, other runs on it included; 0 for one without a process of its own."""
+    max_bytes: int = 0
+    """Limit, beyond which it refuses writes; 0 = none."""
+
+
 class Audit(Record):
     """Accounting recomputed from what is stored; in trajectories unless stated otherwise.
 

@@ -9,7 +9,7 @@ it is archived, if the run has an archive.
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.accounting import Audit, StoreCounts, StoreMemory
 from slipstream.buffer.curriculum import NOTHING_SKIPPED, Upcoming
 from slipstream.buffer.records import (
     Addressee,
@@ -315,6 +315,10 @@ class Store(Protocol):
 
     def cpu_s(self) -> float:
         """Return the processor seconds of the store's server; 0 for one without a process of its own."""
+        ...
+
+    def memory(self) -> StoreMemory:
+        """Return the memory of the store's server, and its limit."""
         ...
 
     def full_disk(self) -> str:

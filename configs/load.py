@@ -123,15 +123,15 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
     }
 
 
-def provenance(overrides: list[str]) -> dict[str, str]:
-    """Dotted key -> preset file, `command line a.b=c` or `default`, for every leaf of the resolved config.
+def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
+    """Dotted key -> preset file, `command line a.b=c` or `default`, for every leaf of `run`, resolved from `overrides`.
 
     Raises ConfigError.
     """
     origins: dict[str, str] = {}
     for origin, values in [*_preset_layers(overrides), *_command_line_layers(overrides)]:
         origins.update(dict.fromkeys((key for key, _ in leaves(values)), origin))
-    return {key: origins.get(key, "default") for key, _ in leaves(to_plain(load(overrides)))}
+    return {key: origins.get(key, "default") for key, _ in leaves(to_plain(run))}
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

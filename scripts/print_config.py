@@ -9,7 +9,7 @@ def print_config(overrides: list[str], *, sources: bool) -> None:
     if not sources:
         print(to_yaml(config), end="")
         return
-    origins = provenance(overrides)
+    origins = provenance(overrides, config)
     rows = {f"{key} = {value}": origins[key] for key, value in leaves(to_plain(config))}
     width = min(60, max(map(len, rows)))
     for name, origin in rows.items():

@@ -15,6 +15,7 @@ from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
+from slipstream.dashboard.command import watch
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
 from slipstream.runtime.command_line import SETTINGS, fail_cleanly, run_app, with_command
@@ -133,6 +134,9 @@ def status(
     from slipstream.launch.commands import show_status
 
     show_status(run or [], is_json=json, is_watching=watch)
+
+
+app.command()(watch)
 
 
 @app.command()
@@ -388,7 +392,3 @@ def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> 
     # As `python -m` does for the roles: a reward function may be in the current folder.
     sys.path.insert(0, str(Path.cwd()))
     run_app(app, with_command(app, sys.argv[1:] if arguments is None else arguments), program=program)
-
-
-if __name__ == "__main__":
-    main()

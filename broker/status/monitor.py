@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from slipstream.buffer.accounting import StoreCounts
-from slipstream.buffer.records import RunState
+from slipstream.buffer.records import METRICS_KEPT, RunState
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.run import RunConfig
@@ -21,7 +21,7 @@ class RunSnapshot(Record):
     roles: dict[str, dict[str, Any]]
     """Newest gauges by the name of the role."""
     rows: list[dict[str, Any]]
-    """All metrics rows read so far, oldest first."""
+    """The newest metrics rows, as many as the store keeps, oldest first."""
     new_rows: list[dict[str, Any]]
     """Rows added since the previous snapshot."""
     eta_s: float | None
@@ -52,7 +52,7 @@ class RunSnapshot(Record):
 
 
 class Monitor:
-    """Takes snapshots of a run, and keeps the metrics rows it has read."""
+    """Takes snapshots of a run, and keeps the newest metrics rows."""
 
     def __init__(self, store: Store, run: RunConfig, *, clock: Clock = time.monotonic) -> None:
         self._store = store
@@ -65,7 +65,7 @@ class Monitor:
         """Take a snapshot. Raises StoreUnavailableError."""
         new = self._store.metrics(after=self._last)
         self._last = new.last
-        self._rows.extend(new.rows)
+        self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
         return RunSnapshot(
             state=self._store.run_state(),
             counts=self._store.counts(),

@@ -61,6 +61,10 @@ class RoleStatus(Record):
     """Generators: trajectories whose reward function failed."""
     restarts: int | None = None
     """Restarts by the launcher; None if it does not run this role."""
+    kv_usage: float | None = None
+    """Generators: share of the engine's KV cache in use."""
+    preemptions: int | None = None
+    """Generators: requests that the engine interrupted for want of KV cache."""
 
     @property
     def is_alive(self) -> bool:
@@ -105,6 +109,8 @@ def _role_status(
         capacity=_capacity(gauges, run) if is_generator and has_not_left else None,
         rewards_failed=_count(gauges, "rewards_failed"),
         restarts=restarts,
+        kv_usage=number_of(gauges, "kv_usage"),
+        preemptions=_count(gauges, "preemptions"),
     )
 
 

@@ -8,7 +8,7 @@ from slipstream.broker.admission import admission_limit, admission_reason
 from slipstream.broker.status.blocking import Wait, find_waits
 from slipstream.broker.status.monitor import Monitor, RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER, RoleStatus, role_statuses
-from slipstream.buffer.accounting import StoreCounts
+from slipstream.buffer.accounting import StoreCounts, StoreMemory
 from slipstream.buffer.records import CheckpointPointer, Event
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Record
@@ -16,6 +16,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
 _NUM_EVENTS = 8
+_NO_MEMORY = StoreMemory()
 _RECENT_STEPS = 20
 """Steps over which the learner's wait fraction is measured."""
 
@@ -84,6 +85,8 @@ class RunStatus(Record):
     """Newest metrics row, see docs/metrics.md; empty before the first step."""
     events: list[StatusEvent]
     """The latest few problems, newest last."""
+    memory: StoreMemory
+    """Memory of the store's server."""
 
 
 class StatusReader:
@@ -103,6 +106,7 @@ class StatusReader:
             ready_versions=self._store.ready_versions(),
             events=self._store.events(limit=_NUM_EVENTS),
             full_disk=self._store.full_disk(),
+            memory=self._store.memory(),
         )
 
 
@@ -114,6 +118,7 @@ def make_status(
     ready_versions: dict[int, int],
     events: list[Event],
     full_disk: str = "",
+    memory: StoreMemory = _NO_MEMORY,
 ) -> RunStatus:
     """Build the status from a snapshot taken at `now`, seconds of the store's clock."""
     state, counts = snapshot.state, snapshot.counts
@@ -147,6 +152,7 @@ def make_status(
         waste_fraction=counts.waste_fraction,
         last_row=snapshot.last,
         events=[StatusEvent(max(0.0, now - event.at), event.role, event.text) for event in events],
+        memory=memory,
     )
 
 

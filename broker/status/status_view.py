@@ -13,6 +13,7 @@ from slipstream.broker.status.live_view import duration
 from slipstream.broker.status.role_status import Liveness, RoleStatus
 from slipstream.broker.status.run_status import RunStatus, StatusEvent
 from slipstream.broker.status.step_times import describe_times
+from slipstream.buffer.accounting import StoreMemory
 from slipstream.runtime.console import add_row, make_table, printable
 
 _STYLES: dict[Liveness, str] = {"alive": "", "silent": "red", "gone": "dim"}
@@ -165,8 +166,13 @@ def _buffer_facts(status: RunStatus) -> dict[str, str]:
         "rewards": f"{sum(role.rewards_failed or 0 for role in status.roles)} failed, of connected generators",
         "refused": _format_counts(counts.refused),
         "tokens": f"length bias {status.length_bias:.3f}, {status.waste_fraction:.1%} wasted",
-        "stored": f"{counts.payload_bytes / 2**20:.1f} MiB of trajectories",
+        "stored": f"{counts.payload_bytes / 2**20:.1f} MiB of trajectories; {_describe_memory(status.memory)}",
     }
+
+
+def _describe_memory(memory: StoreMemory) -> str:
+    limit = f" of {memory.max_bytes / 2**20:,.0f}" if memory.max_bytes else ""
+    return f"the server holds {memory.used_bytes / 2**20:,.1f}{limit} MiB"
 
 
 def _format_counts(counts: dict[str, int]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, audit
+from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, StoreMemory, audit
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import (
@@ -271,6 +271,11 @@ class RedisStore(RedisPrompts, RedisBatches):
         with self._mapped_errors():
             info = self._client.info("cpu")
         return float(info["used_cpu_sys"] + info["used_cpu_user"])
+
+    def memory(self) -> StoreMemory:
+        with self._mapped_errors():
+            info = self._client.info("memory")
+        return StoreMemory(int(info["used_memory"]), int(info.get("maxmemory", 0)))
 
     def full_disk(self) -> str:
         with self._mapped_errors():

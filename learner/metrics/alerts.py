@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from slipstream.learner.metrics.step_metrics import RANGES, Range
+from slipstream.learner.metrics.ranges import RANGES, Range
 
 _STEPS_TO_RECOVER = 3
 _MEDIAN_STEPS, _MIN_MEDIAN_STEPS = 50, 10
@@ -21,32 +21,26 @@ class MetricAlerts:
 
     def __init__(self, on_alert: Callable[[str], None], *, ranges: Mapping[str, Range] = RANGES) -> None:
         self._on_alert = on_alert
-        self._watched = {key: _Watched(healthy) for key, healthy in ranges.items()}
+        self._watched = {key: Watched(healthy) for key, healthy in ranges.items()}
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Take in the metrics of a step; a metric that the row lacks keeps its state."""
-        is_stale = row.get("lag/max", 0) > 0
-        alerts = [
-            self._check_one(key, watched, float(row[key]))
-            for key, watched in self._watched.items()
-            if key in row and (is_stale or not watched.healthy.only_stale)
-        ]
+        alerts = [_report(key, watched, float(row[key])) for key, watched in changed(self._watched, row)]
         if text := "; ".join(filter(None, alerts)):
             self._on_alert(text)
 
-    def _check_one(self, key: str, watched: "_Watched", value: float) -> str:
-        """Text of the alert; empty without one."""
-        was_unhealthy, healthy = watched.is_unhealthy, watched.healthy
-        watched.update(value)
-        if watched.is_unhealthy and not was_unhealthy:
-            log.warning("unhealthy", metric=key, value=value, healthy=str(healthy), advice=healthy.advice)
-            return f"{key} is {value:.3g}, healthy is {healthy}: {healthy.advice}"
-        if was_unhealthy and not watched.is_unhealthy:
-            log.info("healthy_again", metric=key, value=value, healthy=str(healthy))
-        return ""
+
+def _report(key: str, watched: "Watched", value: float) -> str:
+    """Log a change; return the text of the alert, empty for a metric that has returned."""
+    healthy = watched.healthy
+    if watched.is_unhealthy:
+        log.warning("unhealthy", metric=key, value=value, healthy=str(healthy), advice=healthy.advice)
+        return f"{key} is {value:.3g}, healthy is {healthy}: {healthy.advice}"
+    log.info("healthy_again", metric=key, value=value, healthy=str(healthy))
+    return ""
 
 
-class _Watched:
+class Watched:
     """State of one metric: unhealthy or not, and for how many steps it has contradicted that."""
 
     def __init__(self, healthy: Range) -> None:
@@ -55,12 +49,15 @@ class _Watched:
         self._streak = 0
         self._recent: deque[float] = deque(maxlen=_MEDIAN_STEPS)
 
-    def update(self, value: float) -> None:
+    def update(self, value: float) -> bool:
+        """Take in the value of a step; return whether the metric has left its range, or returned."""
         # Hysteresis: a metric that wavers around a bound of its range must not produce a stream of events.
         contradicts = self._is_inside(value) == self.is_unhealthy
         self._streak = self._streak + 1 if contradicts else 0
-        if self._streak >= (_STEPS_TO_RECOVER if self.is_unhealthy else self.healthy.patience):
-            self.is_unhealthy, self._streak = not self.is_unhealthy, 0
+        if self._streak < (_STEPS_TO_RECOVER if self.is_unhealthy else self.healthy.patience):
+            return False
+        self.is_unhealthy, self._streak = not self.is_unhealthy, 0
+        return True
 
     def _is_inside(self, value: float) -> bool:
         if not self.healthy.of_median:
@@ -68,3 +65,10 @@ class _Watched:
         median = statistics.median(self._recent) if len(self._recent) >= _MIN_MEDIAN_STEPS else 0.0
         self._recent.append(value)
         return not median or self.healthy.holds(value / median)
+
+
+def changed(watched: Mapping[str, Watched], row: Mapping[str, Any]) -> list[tuple[str, Watched]]:
+    """Take in the metrics of a step; return those that have left their range or returned."""
+    is_stale = row.get("lag/max", 0) > 0
+    found = {key: each for key, each in watched.items() if key in row and (is_stale or not each.healthy.only_stale)}
+    return [(key, each) for key, each in found.items() if each.update(float(row[key]))]

@@ -36,6 +36,10 @@ _REFRESH_EVERY_S = 1.0
 _SETTING = f"{GENERATORS}="
 
 
+class NoAnswerError(Exception):
+    """A role that must answer for a command is not there, or did not answer in time."""
+
+
 def _open(folder: Path) -> RedisStore:
     """Open the store of a live run; a store that does not answer is not started."""
     return open_run_store(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S)
@@ -105,20 +109,22 @@ def scale(words: Sequence[str]) -> None:
     folder = find_run([word for word in words if not word.startswith(_SETTING)], command="scale")
     try:
         with _open(folder) as store:
-            previous = _request_target(store, int(number), run=folder.name)
-    except ReplayBufferError as error:
+            previous = request_generators(store, int(number), run=folder.name)
+    except (ReplayBufferError, NoAnswerError) as error:
         exit_with_error(error, code=NO_ANSWER)
     print(f"{folder.name}: the number of generators changes from {previous} to {number}; see `slipstream status`")
 
 
-def _request_target(store: Store, target: int, *, run: str) -> int:
-    """Ask the launcher and wait for its answer; return the target so far. Raises ConfigError when it refuses."""
+def request_generators(store: Store, target: int, *, run: str) -> int:
+    """Ask the launcher for another number of generators and wait for its answer; return the number so far.
+
+    Raises ConfigError when it refuses, NoAnswerError when there is none or it does not answer.
+    """
     before = _launcher(store)
     # A launcher that was killed leaves its last report behind: only its age shows that it is gone.
     if before.get("state") != "ready" or store.now() - before["reported_at"] > _LAUNCHER_TIMEOUT_S:
-        exit_with_error(
-            f"run {run!r} must have a live launcher, got none: start generators with `python -m generators`",
-            code=NO_ANSWER,
+        raise NoAnswerError(
+            f"run {run!r} must have a live launcher, got none: start generators with `python -m generators`"
         )
     # The store holds one request per subject: the id distinguishes our answer from that to an earlier command.
     request_id = uuid.uuid4().hex
@@ -128,10 +134,9 @@ def _request_target(store: Store, target: int, *, run: str) -> int:
         if time.monotonic() >= ends_at:
             # Withdrawn, so that it does not take effect long after this command reported a failure.
             store.take_requests("launcher")
-            exit_with_error(
+            raise NoAnswerError(
                 f"the launcher of run {run!r} must answer within {_LAUNCHER_TIMEOUT_S:g} s, it did not; nothing was "
-                "changed",
-                code=NO_ANSWER,
+                "changed"
             )
         time.sleep(_POLL_EVERY_S)
     if launcher["refusal"]:
@@ -153,9 +158,7 @@ def drain(generator_id: str, run: Sequence[str]) -> None:
     folder = find_run(run, command="drain")
     try:
         with _open(folder) as store:
-            _check_is_connected(store, generator_id, run=folder.name)
-            # With a deadline, so that the broker ignores a request that was reported as failed.
-            store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_TIMEOUT_S))
+            request_drain(store, generator_id, run=folder.name)
             print(f"{generator_id} of {folder.name} is asked to leave", flush=True)
             _wait_until_gone(store, generator_id)
     except ReplayBufferError as error:
@@ -163,13 +166,16 @@ def drain(generator_id: str, run: Sequence[str]) -> None:
     print(f"{generator_id} left")
 
 
-def _check_is_connected(store: Store, generator_id: str, *, run: str) -> None:
+def request_drain(store: Store, generator_id: str, *, run: str) -> None:
+    """Have the broker ask a generator to leave. Raises ConfigError if it is not connected."""
     roles = store.roles().items()
     connected = sorted(name for name, gauges in roles if gauges.get("role") == "generator" and _is_connected(gauges))
     if generator_id not in connected:
         raise ConfigError(
             f"drain needs a generator of run {run!r}, got {generator_id!r}; there are {', '.join(connected) or 'none'}."
         )
+    # With a deadline, so that the broker ignores a request that was reported as failed.
+    store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_TIMEOUT_S))
 
 
 def _wait_until_gone(store: Store, generator_id: str) -> None:

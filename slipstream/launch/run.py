@@ -17,7 +17,7 @@ from rich.table import Table
 from slipstream.broker.status.step_times import describe_times
 from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load
+from slipstream.configs.load import load, provenance
 from slipstream.configs.run import RunConfig
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
@@ -46,6 +46,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         make_inputs(run)
     with _open_places(run) as places:
         folder.claim()
+        folder.write_origins(provenance(overrides, run))
         # The launcher works without torch, which takes seconds to import.
         if run.mode == "serial":
             from slipstream.launch.serial import run_serial

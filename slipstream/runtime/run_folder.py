@@ -7,6 +7,7 @@ runs/<name>/            for its owner alone
     doors/<generator>   address at which agents of the user's find a generator
     sockets/            unix sockets of the broker and of the learner
     config.yaml         the resolved configuration
+    origins.json        preset, command line or default: where each value comes from
     versions.json       versions of Python and of the libraries that affect results
     logs/<role>.log     one per role
     store/              the embedded Redis server's data and log
@@ -45,6 +46,8 @@ from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.runtime.disk import is_disk_full
 
 _CONFIG = "config.yaml"
+_LOCK = "run.lock"
+ORIGINS = "origins.json"
 _OWNER_ONLY = 0o700
 _NAMES_SHOWN = 5
 _MAX_SOCKETS_BYTES = 85
@@ -157,7 +160,7 @@ class RunFolder:
             return
         self.make()
         # Appended to, so that a refused process does not erase who holds it.
-        lock = (self.path / "run.lock").open("a+")
+        lock = (self.path / _LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -214,6 +217,10 @@ class RunFolder:
             _replace(self._address, f"{address}\n".encode())
         else:
             self._address.unlink(missing_ok=True)
+
+    def write_origins(self, origins: dict[str, str]) -> None:
+        """Record where each value of the configuration comes from. Raises OSError."""
+        _replace(self.path / ORIGINS, json.dumps(origins, indent=2).encode() + b"\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append a row, whole or not at all. Raises OSError, and can be called again then."""
@@ -290,6 +297,18 @@ def make_private(folder: Path) -> None:
         raise ConfigError(f"{folder} must belong to this user, got one of user {found.st_uid}: choose another folder.")
     if stat.S_IMODE(found.st_mode) != _OWNER_ONLY:
         folder.chmod(_OWNER_ONLY)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process holds the run in this folder (`RunFolder.lock`), on this machine."""
+    try:
+        with (folder / _LOCK).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @cache

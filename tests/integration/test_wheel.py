@@ -15,7 +15,7 @@ from tests.runs import ROOT
 
 pytestmark = pytest.mark.timeout(300)
 
-SHIPPED = (".py", ".yaml", ".lua", "py.typed")
+SHIPPED = (".py", ".yaml", ".lua", ".html", ".css", ".js", ".svg", ".LICENSE", "metrics.md", "py.typed")
 LINKED = ("broker", "buffer", "configs", "generators", "learner", "scripts")
 BUILD_SDIST = "import sys, setuptools.build_meta; setuptools.build_meta.build_sdist(sys.argv[1])"
 START_ENGINE = """
@@ -125,7 +125,7 @@ def test_the_wheel_holds_one_top_level_package_with_everything_of_the_tree(wheel
     names = names_in(wheel)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"slipstream"}
     expected = [path if path.startswith("slipstream/") else f"slipstream/{path}" for path in tracked()]
-    of_package = tuple(f"slipstream/{part}/" for part in (*LINKED, "launch", "runtime"))
+    of_package = tuple(f"slipstream/{part}/" for part in (*LINKED, "dashboard", "launch", "runtime"))
     missing = {
         path
         for path in expected

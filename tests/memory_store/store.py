@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, audit
+from slipstream.buffer.accounting import Audit, Snapshot, StoreCounts, StoreMemory, audit
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import (
@@ -267,6 +267,9 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
 
     def cpu_s(self) -> float:
         return 0.0
+
+    def memory(self) -> StoreMemory:
+        return StoreMemory()
 
     def full_disk(self) -> str:
         return ""

@@ -56,6 +56,7 @@ TRIED_BY = {
     "slipstream compare": "tests/unit/slipstream/launch/test_compare.py",
     "slipstream convert": "tests/unit/slipstream/launch/test_convert.py",
     "slipstream diagnose": "tests/integration/test_diagnose.py",
+    "slipstream watch": "tests/integration/test_dashboard.py",
     "slipstream drain": "tests/integration/test_scaling.py",
     "slipstream profile": "tests/integration/test_scaling.py",
     "slipstream view": "tests/unit/slipstream/viewer/test_viewer.py",

@@ -11,7 +11,8 @@ from slipstream.buffer.cli.app import app as data_app
 from slipstream.cli import app
 from slipstream.configs.schema import groups, settings
 from slipstream.learner.metrics.log import ROW_KEYS, SUMMARY_KEYS
-from slipstream.learner.metrics.step_metrics import EXPERT_METRICS, METRICS, RANGES
+from slipstream.learner.metrics.ranges import RANGES
+from slipstream.learner.metrics.step_metrics import EXPERT_METRICS, METRICS
 from slipstream.learner.training.critic import CRITIC_METRICS
 from slipstream.scripts.write_docs import stale_pages
 from tests.shape.tree import ROOT, assert_none, paths, text

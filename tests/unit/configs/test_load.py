@@ -89,7 +89,7 @@ def test_an_experiment_may_be_a_file_of_the_users_own(tmp_path: Path) -> None:
     run = load(overrides)
     assert (run.mode, run.learner.max_steps, run.seed) == ("serial", 7, 3)
     assert run.generators.agent == ToolsAgentConfig(tools=["calculator"])
-    origins = provenance(overrides)
+    origins = provenance(overrides, run)
     assert origins["learner.max_steps"] == origins["generators.agent.kind"] == str(file)
     assert origins["mode"] == "configs/presets/experiment/digits_serial.yaml"
 
@@ -107,7 +107,8 @@ def test_a_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, wor
 
 def test_provenance_names_the_preset_the_argument_or_the_default() -> None:
     overrides = ["experiment=digits_serial", "buffer/sampler=freshest"]
-    origins = provenance([*overrides, "learner.optimizer.learning_rate=2e-4", "generators.autoscale={max: 3}"])
+    overrides += ["learner.optimizer.learning_rate=2e-4", "generators.autoscale={max: 3}"]
+    origins = provenance(overrides, load(overrides))
     assert origins["mode"] == "configs/presets/experiment/digits_serial.yaml"
     assert origins["learner.max_steps"] == "configs/presets/experiment/digits_cpu.yaml"
     assert origins["generators.engine.kind"] == "configs/presets/experiment/digits_serial.yaml"

@@ -18,6 +18,7 @@ COMMANDS = [
     "config",
     "plan",
     "status",
+    "watch",
     "scale",
     "drain",
     "profile",

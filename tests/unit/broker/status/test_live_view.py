@@ -94,7 +94,7 @@ def test_rows_are_new_once_even_if_the_store_has_dropped_older_ones():
     store.append_metrics({"step": 1003, "time_s": 1003.0})
     snapshot = monitor.poll()
     assert snapshot.new_rows == [{"step": 1003, "time_s": 1003.0}]
-    assert [row["step"] for row in snapshot.rows] == list(range(3, 1004))
+    assert [row["step"] for row in snapshot.rows] == list(range(4, 1004)), "as many as the store keeps"
 
 
 def show_dead_end(*, is_terminal: bool) -> str:

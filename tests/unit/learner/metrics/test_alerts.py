@@ -3,7 +3,8 @@ from structlog.testing import capture_logs
 
 from slipstream.learner.metrics.alerts import MetricAlerts
 from slipstream.learner.metrics.log import MetricsLog
-from slipstream.learner.metrics.step_metrics import METRICS, RANGES, TOKEN_METRICS, Range
+from slipstream.learner.metrics.ranges import RANGES, Range
+from slipstream.learner.metrics.step_metrics import METRICS, TOKEN_METRICS
 from slipstream.runtime.run_folder import RunFolder
 from tests.memory_store.store import MemoryStore
 from tests.unit.learner.builders import make_model, make_run

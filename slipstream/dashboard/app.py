@@ -1,0 +1,203 @@
+"""The dashboard as a web application: pages, their files, and what they ask for.
+
+GET  /  /compare  /metrics  /runs/ID  /runs/ID/PAGE       pages, all one shell
+GET  /static/...                                          scripts, styles
+GET  /api/session  /api/meanings  /api/runs
+GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION  .../settings  .../summary
+POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1"}
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from anyio.to_thread import run_sync
+from sse_starlette import EventSourceResponse
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.configs.base import ConfigError
+from slipstream.dashboard.feed import Feed
+from slipstream.dashboard.guard import Guard
+from slipstream.dashboard.meanings import read_meanings
+from slipstream.dashboard.run_reader import RunReader
+from slipstream.dashboard.runs import Runs
+from slipstream.dashboard.settings_table import read_setting_meanings, read_settings
+from slipstream.launch.commands import NoAnswerError, request_drain, request_generators
+
+STATIC = Path(__file__).with_name("static")
+PAGES = ("pipeline", "events", "settings")
+"""Pages of a run beside the first."""
+_MAX_KEYS = 200
+_MAX_BODY_BYTES = 4096
+_PING_S = 15
+
+
+class Scale(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a request for another number of generators."""
+
+    generators: int
+
+
+class Drain(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of a request that a generator leaves."""
+
+    generator: str
+
+
+def make_app(runs: Runs, *, token: str, hosts: Iterable[str], cookie: str) -> Starlette:
+    """Build the application; arguments as for Guard."""
+    dashboard = Dashboard(runs)
+    handlers: dict[Any, Any] = {HTTPException: _refused, ConfigError: _refused_input, msgspec.MsgspecError: _bad_body}
+    return Starlette(
+        routes=dashboard.routes(),
+        middleware=[Middleware(Guard, token=token, hosts=tuple(hosts), cookie=cookie)],
+        exception_handlers=handlers | dict.fromkeys((ReplayBufferError, NoAnswerError), _no_answer),
+        lifespan=dashboard.lifespan,
+    )
+
+
+class Dashboard:
+    """Handlers of all requests."""
+
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+        self._feeds: dict[str, Feed] = {}
+
+    @asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Close the feeds and stores at the end."""
+        # Half a second, which no page has to wait for.
+        preparing = asyncio.create_task(run_sync(read_setting_meanings))
+        yield
+        await preparing
+        for feed in self._feeds.values():
+            await feed.close()
+        self._runs.close()
+
+    def routes(self) -> list[Route | Mount]:
+        pages = ("/", "/compare", "/metrics", "/runs/{run}", *(f"/runs/{{run}}/{page}" for page in PAGES))
+        return [
+            *(Route(path, self._page) for path in pages),
+            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/api/session", self._session),
+            Route("/api/meanings", self._meanings),
+            Route("/api/runs", self._list),
+            Route("/api/runs/{run}/series", self._series),
+            Route("/api/runs/{run}/stream", self._stream),
+            Route("/api/runs/{run}/settings", self._settings),
+            Route("/api/runs/{run}/summary", self._summary),
+            Route("/api/runs/{run}/scale", self._scale, methods=["POST"]),
+            Route("/api/runs/{run}/drain", self._drain, methods=["POST"]),
+        ]
+
+    def _reader(self, request: Request) -> RunReader:
+        run_id = request.path_params["run"]
+        reader = self._runs.reader(run_id)
+        if reader is None:
+            raise HTTPException(404, f"there is no run {run_id!r} here.")
+        return reader
+
+    def _feed(self, request: Request) -> Feed:
+        reader = self._reader(request)
+        feed = self._feeds.get(reader.id)
+        if feed is None or feed.reader is not reader:
+            feed = self._feeds[reader.id] = Feed(reader)
+        return feed
+
+    async def _page(self, request: Request) -> Response:
+        if "run" in request.path_params:
+            self._reader(request)
+        return FileResponse(STATIC / "index.html")
+
+    async def _session(self, request: Request) -> Response:
+        return _json({"csrf": request.state.csrf})
+
+    async def _meanings(self, _: Request) -> Response:
+        return _json(await run_sync(read_meanings))
+
+    async def _list(self, _: Request) -> Response:
+        return _json(await run_sync(self._runs.lines))
+
+    async def _series(self, request: Request) -> Response:
+        keys = [key for key in request.query_params.get("keys", "").split(",") if key]
+        if len(keys) > _MAX_KEYS:
+            raise HTTPException(400, f"keys must be <= {_MAX_KEYS}, got {len(keys)}.")
+        feed = self._feed(request)
+        await feed.refresh()
+        table = feed.reader.table
+        # A copy made in one go: the next rows come after `position`.
+        found = {"position": feed.position, "length": len(table), "keys": table.keys, "columns": table.series(keys)}
+        return _json(found)
+
+    async def _stream(self, request: Request) -> Response:
+        position = request.headers.get("last-event-id") or request.query_params.get("after", "")
+        return EventSourceResponse(self._feed(request).messages(position), ping=_PING_S)
+
+    async def _settings(self, request: Request) -> Response:
+        return _json(await run_sync(read_settings, self._reader(request).folder))
+
+    async def _summary(self, request: Request) -> Response:
+        return _json(self._reader(request).summary)
+
+    # --- actions -------------------------------------------------------------------------------------------------
+    async def _scale(self, request: Request) -> Response:
+        reader, asked = self._reader(request), await _body(request, Scale)
+        if asked.generators < 0:
+            raise HTTPException(400, f"generators must be >= 0, got {asked.generators}.")
+
+        def scale() -> int:
+            with reader.open_store() as store:
+                return request_generators(store, asked.generators, run=reader.id)
+
+        return _json({"before": await run_sync(scale)})
+
+    async def _drain(self, request: Request) -> Response:
+        reader, asked = self._reader(request), await _body(request, Drain)
+
+        def drain() -> None:
+            with reader.open_store() as store:
+                request_drain(store, asked.generator, run=reader.id)
+
+        await run_sync(drain)
+        return _json({})
+
+
+async def _body(request: Request, kind: type[Any]) -> Any:
+    """Decode a body of JSON. Raises msgspec.MsgspecError, HTTPException."""
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_BODY_BYTES:
+            raise HTTPException(413, f"a body must have <= {_MAX_BODY_BYTES} bytes.")
+    return msgspec.json.decode(body, type=kind)
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+# --- errors: one sentence each ---------------------------------------------------------------------------------------
+async def _refused(_: Request, error: HTTPException) -> Response:
+    return PlainTextResponse(f"{error.status_code}: {error.detail}\n", error.status_code)
+
+
+async def _refused_input(_: Request, error: ConfigError) -> Response:
+    return PlainTextResponse(f"{error}\n", 409)
+
+
+async def _bad_body(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"400: the body must be the JSON of this action, got: {error}\n", 400)
+
+
+async def _no_answer(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"{error}\n", 503)

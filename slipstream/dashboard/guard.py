@@ -1,0 +1,133 @@
+"""Guard: lets nobody into the dashboard without its token, and no page of another site act for somebody who has it.
+
+The address that the terminal prints holds the token once: the answer puts it into a cookie, which no script can read
+and no other site can send, and leads to an address without it. A request must name a host that the dashboard has, so
+that no name that an attacker points at this machine (DNS rebinding) is answered; one that changes anything must also
+carry a secret that only our own pages can read.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Iterable
+from http.cookies import CookieError, SimpleCookie
+from ipaddress import ip_address
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from slipstream.configs.base import ConfigError
+
+TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
+"""Environment variable with a token of the user's own; without it, every start makes another one."""
+CSRF_HEADER = "x-slipstream-csrf"
+_MIN_LENGTH, _MIN_OPEN_LENGTH = 16, 32
+"""Characters of a token: on the loopback interface, and where other machines can try to guess it."""
+_READING = ("GET", "HEAD")
+_ENTER = """<!doctype html><meta charset="utf-8"><title>slipstream</title>
+<link rel="icon" href="/static/favicon.svg"><meta http-equiv="refresh" content="0;url=/"><a href="/">slipstream</a>"""
+_NO_TOKEN = "401: this page needs the token: open the address that `slipstream watch` printed in its terminal.\n"
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+def find_token(*, is_open: bool) -> str:
+    """Return the token of the environment, else a new one; `is_open`: other machines reach the dashboard.
+
+    Raises ConfigError for one that is too short.
+    """
+    # Taken out of the environment: no process that is started from here inherits it.
+    token = os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(32)
+    least = _MIN_OPEN_LENGTH if is_open else _MIN_LENGTH
+    if len(token) < least or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} must hold >= {least} letters, digits, - or _ {'off loopback ' * is_open}, got "
+            f"{len(token)} characters: make one with `python -c 'import secrets; print(secrets.token_urlsafe())'`, or "
+            "unset it."
+        )
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens at this address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Guard:
+    """ASGI middleware in front of everything. Answers 400, 401 and 403 by itself, and sets headers on all answers."""
+
+    def __init__(self, app: ASGIApp, *, token: str, hosts: Iterable[str], cookie: str) -> None:
+        """`hosts`: names and addresses that requests may name, without a port. `cookie`: name of the cookie."""
+        self._app = app
+        self._token = token
+        self._hosts = {host.lower() for host in hosts}
+        self._cookie = cookie
+        self.csrf = hmac.digest(token.encode(), b"slipstream/watch/csrf", hashlib.sha256).hex()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope["state"] = {**scope.get("state", {}), "csrf": self.csrf}
+        headers = Headers(scope=scope)
+        answer = self._refuse_host(headers) or self._enter(scope) or self._refuse(scope, headers)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    own[name] = value
+                own.setdefault("cache-control", "no-cache" if scope["path"].startswith("/static/") else "no-store")
+            await send(message)
+
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _refuse_host(self, headers: Headers) -> Response | None:
+        name = headers.get("host", "").lower()
+        # [::1]:8420, ::1 in brackets alone, or name:port
+        host = name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]
+        if host in self._hosts:
+            return None
+        return PlainTextResponse("400: the dashboard does not answer under this name; see --allow-host.\n", 400)
+
+    def _enter(self, scope: Scope) -> Response | None:
+        """Answer the address that was printed: cookie set, token gone from the address."""
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if scope["path"] != "/" or not given or not self._is_token(given):
+            return None
+        # A page rather than a redirect: where the address was clicked in another site, browsers would not send the
+        # strict cookie along to the target of a redirect.
+        response = HTMLResponse(_ENTER)
+        response.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
+        return response
+
+    def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
+        cookies: SimpleCookie = SimpleCookie()
+        try:
+            cookies.load(headers.get("cookie", ""))
+        except CookieError:
+            return PlainTextResponse(_NO_TOKEN, 401)
+        if self._cookie not in cookies or not self._is_token(cookies[self._cookie].value):
+            return PlainTextResponse(_NO_TOKEN, 401)
+        if scope["method"] in _READING:
+            return None
+        origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
+        is_own = site == "same-origin" and origin in ("", f"http://{headers['host']}", f"https://{headers['host']}")
+        if is_own and hmac.compare_digest(headers.get(CSRF_HEADER, "").encode(), self.csrf.encode()):
+            return None
+        return PlainTextResponse("403: only a page of this dashboard may do that.\n", 403)
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token.encode())

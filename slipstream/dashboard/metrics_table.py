@@ -1,0 +1,120 @@
+"""MetricsTable: the columns of a run's metrics.jsonl, followed while the run appends to it."""
+
+import json
+import math
+from array import array
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_PIECE_BYTES = 32 * 2**20
+"""Bytes of the file that are read at a time."""
+_TAIL_BYTES = 256 * 2**10
+"""Bytes at the end of the file from which `read_tail` takes its rows."""
+_DIGITS = 6
+"""Significant digits of a value in `series`: more than a screen shows."""
+_NESTED = ("lag/histogram", "times")
+"""Keys whose newest value alone is kept: they hold objects."""
+
+Row = dict[str, Any]
+
+
+class MetricsTable:
+    """One array of numbers per key, with NaN where a row lacks it. Belongs to one thread at a time.
+
+    A file that is replaced, as by a run that resumes from a checkpoint, is read anew: `generation` counts that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = 0
+        self._reset(inode=0)
+
+    def _reset(self, *, inode: int) -> None:
+        self._inode = inode
+        self._offset = 0
+        self._rest = b""
+        self._columns: dict[str, array[float]] = {}
+        self._length = 0
+        self.nested: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def keys(self) -> list[str]:
+        """Keys of all numbers, in alphabetical order."""
+        return sorted(self._columns)
+
+    def poll(self) -> list[Row]:
+        """Read what was appended; return the new rows, those of a replaced file included."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return []
+        if found.st_ino != self._inode or found.st_size < self._offset:
+            self.generation += bool(self._inode)
+            self._reset(inode=found.st_ino)
+        rows: list[Row] = []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            while piece := file.read(_PIECE_BYTES):
+                self._offset += len(piece)
+                *lines, self._rest = (self._rest + piece).split(b"\n")
+                rows += [row for line in lines if (row := _parse(line)) is not None and self._append(row)]
+        return rows
+
+    def _append(self, row: Row) -> bool:
+        for key, value in row.items():
+            if isinstance(value, int | float):
+                column = self._columns.setdefault(key, array("d"))
+                column.extend([math.nan] * (self._length - len(column)))
+                column.append(value)
+            elif key in _NESTED:
+                self.nested[key] = value
+        self._length += 1
+        return True
+
+    def series(self, keys: list[str]) -> dict[str, list[float | None]]:
+        """Return the columns of those keys that there are, all of one length; null where a row lacks the value."""
+        return {key: [_rounded(value) for value in self._padded(key)] for key in keys if key in self._columns}
+
+    def row(self, index: int) -> Row:
+        """Return the numbers of one row."""
+        found = {key: column[index] for key, column in self._columns.items() if index < len(column)}
+        return {key: value for key, value in found.items() if not math.isnan(value)}
+
+    def newest(self, key: str) -> float | None:
+        """Return the newest value of a key that not every row has."""
+        return next((value for value in reversed(self._columns.get(key, ())) if not math.isnan(value)), None)
+
+    def _padded(self, key: str) -> "array[float]":
+        column = self._columns[key]
+        return column + array("d", [math.nan] * (self._length - len(column)))
+
+
+def read_tail(path: Path) -> list[Row]:
+    """Return the last rows of a file, from its end alone; none without a file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            # What comes after the last newline is being written.
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return []
+    return [row for line in lines if (row := _parse(line)) is not None]
+
+
+def _parse(line: bytes) -> Row | None:
+    """Decode a row; None for a line that a crash cut short."""
+    try:
+        # A loss that is not finite is written as NaN, which only the slower of the two takes.
+        row = json.loads(line) if b"NaN" in line or b"Infinity" in line else msgspec.json.decode(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

@@ -1,0 +1,248 @@
+"""RunReader: all that is known of one run, from its store where that answers, else from its folder."""
+
+import json
+import time
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from slipstream.broker.status.run_status import RunStatus, StatusReader
+from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.records import EVENTS_KEPT, Event
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store, store_url
+from slipstream.buffer.redis.store import RedisStore
+from slipstream.buffer.trajectory import Record
+from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import EmbeddedRedisConfig
+from slipstream.configs.run import RunConfig, read_config
+from slipstream.dashboard.health import Health, HealthWarning
+from slipstream.dashboard.metrics_table import MetricsTable, Row, read_tail
+from slipstream.runtime.run_folder import is_held
+
+_CONNECT_TIMEOUT_S = 1.0
+_IDLE_TIMEOUT_S = 30.0
+"""Time after which the server of a run that is over, started to read it, ends by itself."""
+_START_TIMEOUT_S = 30.0
+
+_ENDED = ("finished", "failed")
+_ACCURACY = "eval/accuracy_"
+
+
+class RunView(Record):
+    """State of a run at one moment."""
+
+    id: str
+    phase: str
+    """As in RunStatus; without a store running, finished or stopped (no process holds it, and it left no summary)."""
+    step: int
+    max_steps: int | None
+    """None if the run's settings cannot be read."""
+    max_lag: int | None
+    """buffer.staleness.max_lag; None likewise."""
+    is_live: bool
+    """Whether a process holds the run."""
+    status: RunStatus | None
+    """As last read from the store; None if it never answered."""
+    status_age_s: float | None
+    """Seconds since the status was read; 0 for that of a run that is over."""
+    problem: str
+    """Reason why the store is not read; empty if it is."""
+    summary: dict[str, Any]
+    """summary.json; empty before the end."""
+    times: dict[str, Any]
+    """StepTimes: where the wall time went; empty before the first step."""
+    lag_tokens: dict[str, int]
+    """Lag -> tokens of the newest step."""
+    warnings: list[HealthWarning]
+    num_rows: int
+
+
+class RunLine(Record):
+    """A run in a list. Example: RunLine("digits_cpu", phase="finished", mode="async", step=80, max_steps=80, ...)."""
+
+    id: str
+    phase: str
+    """running | finished | stopped."""
+    mode: str
+    """Empty if the run's settings cannot be read."""
+    step: int
+    max_steps: int | None
+    changed_at: float | None
+    """Time of the newest step, seconds since 1970."""
+    started_at: float
+    time_s: float | None
+    reward: float | None
+    accuracies: dict[str, float]
+    """Newest held-out accuracy by set."""
+
+
+class RunReader:
+    """Reads one run. `poll` belongs to one thread at a time, and so does `view`."""
+
+    def __init__(self, run_id: str, folder: Path) -> None:
+        self.id = run_id
+        self.folder = folder
+        self.table = MetricsTable(folder / "metrics.jsonl")
+        self.events: list[Event] = []
+        self._health = Health()
+        self._generation = 0
+        self._store: RedisStore | None = None
+        self._reader: StatusReader | None = None
+        self._status: RunStatus | None = None
+        self._status_at: float | None = None
+        self._is_final = False
+        self._problem = ""
+
+    # --- settings ------------------------------------------------------------------------------------------------
+    @cached_property
+    def config(self) -> RunConfig:
+        """Settings of the run. Raises ConfigError for one of another version."""
+        return read_config(self.folder)
+
+    @property
+    def mode(self) -> str:
+        with suppress(ConfigError):
+            return self.config.mode
+        return ""
+
+    @property
+    def max_steps(self) -> int | None:
+        with suppress(ConfigError):
+            return self.config.learner.max_steps
+        return None
+
+    @property
+    def _max_lag(self) -> int | None:
+        with suppress(ConfigError):
+            return self.config.buffer.staleness.max_lag
+        return None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """summary.json; empty before the end of the run."""
+        with suppress(OSError, ValueError):
+            return json.loads((self.folder / "summary.json").read_bytes())
+        return {}
+
+    # --- metrics -------------------------------------------------------------------------------------------------
+    def poll(self) -> list[Row]:
+        """Read the metrics that were added; return the new rows."""
+        rows = self.table.poll()
+        if self.table.generation != self._generation:
+            self._generation, self._health = self.table.generation, Health()
+        for row in rows:
+            self._health.add(row)
+        return rows
+
+    # --- the store -----------------------------------------------------------------------------------------------
+    def open_store(self) -> RedisStore:
+        """Open the store of a live run. Raises ConfigError, ReplayBufferError."""
+        return open_run_store(self.folder, timeout_s=_CONNECT_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S)
+
+    def view(self) -> RunView:
+        """Read the state; blocks for seconds at most while a store does not answer."""
+        is_live = is_held(self.folder)
+        # A run that was over may have been resumed.
+        self._is_final = self._is_final and not is_live
+        if not self._is_final:
+            self._read_store(is_live=is_live)
+        summary, status = self.summary, self._status
+        step = int(self.table.newest("step") or 0)
+        return RunView(
+            id=self.id,
+            phase=self._phase(is_live=is_live),
+            step=max(step, status.step) if status and not self._problem else step,
+            max_steps=self.max_steps,
+            max_lag=self._max_lag,
+            is_live=is_live,
+            status=status,
+            status_age_s=self._status_age_s(),
+            problem=self._problem,
+            summary=summary,
+            times=summary.get("times") or self.table.nested.get("times") or {},
+            lag_tokens=self.table.nested.get("lag/histogram") or {},
+            warnings=self._health.warnings,
+            num_rows=len(self.table),
+        )
+
+    def _phase(self, *, is_live: bool) -> str:
+        if self._status and not self._problem and (is_live or not self._is_final or self._status.phase in _ENDED):
+            return self._status.phase
+        if is_live:
+            return "running"
+        return "finished" if self.summary else "stopped"
+
+    def _status_age_s(self) -> float | None:
+        if self._status_at is None:
+            return None
+        return 0.0 if self._is_final else time.monotonic() - self._status_at
+
+    def _read_store(self, *, is_live: bool) -> None:
+        was_started = False
+        try:
+            if self._reader is None or self._store is None:
+                was_started = not is_live and self._start_server()
+                self._store = self.open_store()
+                self._reader = StatusReader(self._store, self.config)
+            self._status, self._status_at, self._problem = self._reader.read(), time.monotonic(), ""
+            self.events = self._store.events(limit=EVENTS_KEPT)
+            is_deserted = not any(role.is_alive for role in self._status.roles)
+            self._is_final = not is_live and (was_started or is_deserted)
+        except (ReplayBufferError, ConfigError) as error:
+            self._problem = str(error)
+            self._is_final = not is_live
+        if self._is_final or self._problem:
+            # A server that nobody else uses must be able to end.
+            self.close()
+
+    def _start_server(self) -> bool:
+        """Start the server of a run that is over, unless it runs; return whether it was started.
+
+        It is left to end by itself: a run that is resumed meanwhile takes it over. Raises ConfigError,
+        ReplayBufferError.
+        """
+        config, folder = self.config.buffer.store, self.folder / "store"
+        # Refuses a run whose store was its own process's.
+        store_url(self.config, self.folder)
+        if not isinstance(config, EmbeddedRedisConfig):
+            return False
+        if not folder.is_dir():
+            raise ConfigError(f"run {self.id!r} is over and kept no store: its metrics are all that is known.")
+        server = EmbeddedRedis(
+            folder,
+            durability=config.durability,
+            max_memory_mib=config.max_memory_mib,
+            idle_timeout_s=_IDLE_TIMEOUT_S,
+        )
+        if server.is_listening:
+            return False
+        server.start(timeout_s=_START_TIMEOUT_S)
+        return True
+
+    def close(self) -> None:
+        """Disconnect from the store."""
+        if self._store:
+            self._store.close()
+        self._store = self._reader = None
+
+    # --- a line of a list ----------------------------------------------------------------------------------------
+    def line(self) -> RunLine:
+        """Summarise the run from its folder alone."""
+        rows = read_tail(self.table.path)
+        last = rows[-1] if rows else {}
+        evaluated = {key: value for row in rows for key, value in row.items() if key.startswith(_ACCURACY)}
+        is_live = is_held(self.folder)
+        return RunLine(
+            id=self.id,
+            phase="running" if is_live else "finished" if self.summary else "stopped",
+            mode=self.mode,
+            step=int(last.get("step", 0)),
+            max_steps=self.max_steps,
+            changed_at=self.table.path.stat().st_mtime if rows else None,
+            started_at=(self.folder / "config.yaml").stat().st_mtime,
+            time_s=last.get("time_s"),
+            reward=last.get("learner/reward_mean"),
+            accuracies={key.removeprefix(_ACCURACY): value for key, value in evaluated.items()},
+        )

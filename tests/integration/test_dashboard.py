@@ -1,0 +1,255 @@
+"""`slipstream watch` in a browser: headless Chromium, driven by Playwright, on a live run and on finished ones."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from slipstream.dashboard.guard import TOKEN_VARIABLE
+from tests.builders import make_run
+from tests.integration.live_run import LiveRun
+from tests.recorded_run import append_rows, make_row, record_run
+from tests.runs import ROOT
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright, which is not here")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium or Chrome on PATH")]
+
+TOKEN = "a-token-of-thirty-two-characters-"
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+FLAGS += ("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage")
+MARKUP = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+LONG = 20_000
+DEADLINE_S = 20.0
+PAGES = ("", "/pipeline", "/events", "/settings")
+
+
+@pytest.fixture(scope="module")
+def runs_dir() -> Iterator[Path]:
+    # A short path: the length of a socket's path is limited.
+    folder = Path(tempfile.mkdtemp(prefix="slip-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def run(runs_dir: Path) -> Iterator[LiveRun]:
+    config = make_run(name="mine", runs_dir=str(runs_dir), broker={"peer_timeout_s": 1.5}, learner={"max_steps": 200})
+    live = LiveRun(runs_dir, config, steps=60)
+    live.record("generator-0", f"died: {MARKUP}")
+    yield live
+    live.stop()
+
+
+@pytest.fixture(scope="module")
+def address(runs_dir: Path, run: LiveRun) -> Iterator[str]:
+    """Address that `slipstream watch` prints."""
+    record_run(runs_dir, "done", steps=40, seed=3)
+    record_run(runs_dir, "long", steps=0)
+    append_rows(
+        runs_dir / "long", *({**make_row(step), "learner/by_lag/0/mismatch_k3": MARKUP} for step in range(1, LONG + 1))
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-m", "slipstream", "watch", f"runs_dir={runs_dir}", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=runs_dir,
+        env={**os.environ, "PYTHONPATH": str(ROOT), TOKEN_VARIABLE: TOKEN},
+    )
+    assert server.stdout
+    yield server.stdout.readline().split(": ", 1)[1].strip()
+    server.terminate()
+    server.wait(timeout=10)
+
+
+class Watched:
+    """A page of the browser, with what it asked for and complained of."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page = page
+        self.root = address.split("/?")[0]
+        self.hosts: set[str] = set()
+        self.complaints: list[str] = []
+        page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("console", lambda message: self._hear(message))
+
+    def _hear(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def open(self, path: str) -> None:
+        self.page.goto(f"{self.root}{path}", wait_until="domcontentloaded")
+
+    def text(self, selector: str = "main") -> str:
+        return self.page.evaluate("selector => document.querySelector(selector)?.innerText ?? ''", selector)
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        # Not wait_for_function, which evaluates strings: the policy of the pages forbids that.
+        ends_at = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < ends_at, f"{what}; the page shows: {self.text()[:1500]}; {self.complaints}"
+            self.page.wait_for_timeout(50)
+
+    def shows(self, *words: str, selector: str = "main") -> None:
+        self.until(lambda: all(word in self.text(selector) for word in words), f"{words} must appear")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory, address: str) -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("profile"), executable_path=CHROMIUM, args=list(FLAGS), color_scheme="light"
+        )
+        page = context.new_page()
+        page.goto(address)
+        # The token leaves the address at once.
+        page.wait_for_url(lambda url: "token" not in url)
+        page.close()
+        yield context
+        context.close()
+
+
+@pytest.fixture
+def watched(browser: Any, address: str) -> Iterator[Watched]:
+    page = browser.new_page()
+    page.set_viewport_size({"width": 1280, "height": 900})
+    found = Watched(page, address)
+    yield found
+    page.close()
+    assert found.complaints == []
+    assert found.hosts == {urlsplit(address).netloc}, "a page asks nobody else for anything"
+
+
+def drawn_charts(watched: Watched) -> int:
+    """Charts with more than one colour in them."""
+    return watched.page.evaluate(
+        """() => [...document.querySelectorAll('.chart canvas')].filter((canvas) => {
+            const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+            return new Set(new Uint32Array(data.buffer)).size > 3;
+        }).length"""
+    )
+
+
+def test_the_page_of_a_run_draws_its_charts_and_a_step_appears_while_it_is_open(watched: Watched, run: LiveRun):
+    watched.open("/runs/mine")
+    watched.until(lambda: drawn_charts(watched) >= 8, "charts must be drawn")
+    watched.shows("training", f"step {run.steps} of 200", "Held-out accuracy", "Nobody waits")
+    step = run.step(**{"learner/ess": 0.2})
+    watched.shows(f"step {step} of 200", "learner/ess is 0.2", "healthy >= 0.3")
+    watched.page.click("text=learner/ess")
+    watched.shows("effective sample size")
+    assert watched.page.evaluate("document.querySelector('tr.chosen').id") == "learner/ess"
+
+
+def test_twenty_thousand_steps_are_drawn(watched: Watched):
+    watched.open("/runs/long")
+    watched.until(lambda: drawn_charts(watched) >= 6, "charts must be drawn")
+    watched.shows("step 20,000")
+
+
+def test_markup_of_a_run_stays_text(watched: Watched):
+    watched.open("/runs/mine/events")
+    watched.shows(MARKUP)
+    assert watched.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+    assert watched.page.title() != "hacked"
+
+
+def test_settings_show_their_origin_and_what_differs_between_runs(watched: Watched):
+    watched.open("/runs/done/settings")
+    watched.shows("learner.max_steps", "command line", "not recorded")
+    watched.page.select_option("select[aria-label='compare with']", "mine")
+    watched.until(lambda: "model.path" not in watched.text(), "equal settings must disappear")
+    watched.shows("broker.peer_timeout_s", "seed")
+
+
+def test_runs_are_compared_in_curves_values_and_settings(watched: Watched):
+    watched.open("/")
+    watched.shows("mine", "done", "long")
+    for name in ("mine", "done"):
+        watched.page.check(f"input[aria-label='compare {name}']")
+    watched.page.click("button:has-text('Compare 2')")
+    watched.until(lambda: drawn_charts(watched) >= 4, "charts must be drawn")
+    watched.shows("Settings that differ", "broker.peer_timeout_s", "summary: accuracy_sampled")
+
+
+def test_the_pipeline_opens_at_a_click_and_scales_and_drains(watched: Watched, run: LiveRun):
+    watched.open("/runs/mine/pipeline")
+    watched.shows("generator-0", "40 of 64 in flight", "cache 42 %", "ready groups")
+    watched.page.click("g[aria-label='Store']")
+    watched.shows("MiB of 64 MiB", "for the archive")
+    watched.page.focus("g[aria-label='Generators']")
+    watched.page.keyboard.press("Enter")
+    watched.page.fill("input[aria-label='number of generators']", "3")
+    watched.page.click("button:has-text('Scale')")
+    watched.until(lambda: "generators 3" in run.requests, "the launcher must be asked")
+    watched.shows("changes from 2 to 3")
+    for label in ("Drain", "Drain it?"):
+        watched.page.click(f"tr:has-text('generator-1') button:has-text('{label}')")
+    watched.until(lambda: any("generator-1" in each for each in run.requests), "the broker must be asked")
+
+
+@pytest.mark.parametrize("path", ["/", "/compare?runs=mine,done", "/metrics", *(f"/runs/mine{page}" for page in PAGES)])
+def test_no_page_scrolls_sideways_on_a_phone(watched: Watched, path: str):
+    watched.page.set_viewport_size({"width": 360, "height": 740})
+    watched.open(path)
+    watched.until(lambda: len(watched.text()) > 60, "the page must appear")
+    watched.page.wait_for_timeout(150)
+    assert watched.page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_dark_and_light_follow_the_system_until_one_is_chosen_by_the_keyboard(watched: Watched):
+    def ground() -> str:
+        return watched.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+
+    watched.open("/runs/done")
+    watched.shows("Held-out accuracy")
+    light = ground()
+    watched.page.emulate_media(color_scheme="dark")
+    dark = ground()
+    assert dark != light
+    watched.page.keyboard.press("t")
+    watched.until(lambda: ground() == light, "t must switch the theme")
+    watched.page.keyboard.press("2")
+    watched.until(lambda: watched.page.url.endswith("/runs/done/pipeline"), "2 must open the second page")
+    watched.page.keyboard.press("t")
+    watched.page.evaluate("localStorage.clear()")
+
+
+def test_a_browser_without_the_token_sees_nothing(browser: Any, watched: Watched):
+    root = watched.root
+    watched.open("/")
+    assert browser.request.get(f"{root}/api/runs").status == 200
+    assert watched.page.evaluate("document.cookie") == "", "no script reads the cookie"
+    cookies = browser.cookies()
+    browser.clear_cookies()
+    assert browser.request.get(f"{root}/runs/mine").status == 401
+    browser.add_cookies(cookies)
+
+
+def test_the_page_goes_on_while_every_role_dies_and_the_store_after_them(watched: Watched, run: LiveRun):
+    watched.open("/runs/mine/pipeline")
+    for name in ("generator-0", "generator-1", "learner", "broker"):
+        run.kill(name)
+        watched.shows(name)
+        watched.until(
+            lambda name=name: re.search(rf"{name}\s+silent", watched.text("table")),
+            f"{name} must be shown as silent",
+        )
+    watched.page.keyboard.press("1")
+    watched.shows("all roles for the broker")
+    run.kill_store()
+    watched.shows("no store answered")
+    step = run.step()
+    watched.shows(f"step {step} of 200")
+    run.release()
+    watched.shows("stopped", "The run is over")

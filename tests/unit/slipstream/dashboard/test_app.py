@@ -1,0 +1,227 @@
+"""The dashboard's answers about recorded runs."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from slipstream.configs.base import ConfigError
+from slipstream.dashboard.app import make_app
+from slipstream.dashboard.guard import CSRF_HEADER
+from slipstream.dashboard.runs import Runs
+from slipstream.runtime.run_folder import RunFolder
+from tests.recorded_run import append_rows, make_config, make_row, record_run
+
+TOKEN = "a-token-of-sixteen-and-more"
+
+
+def make_client(runs_dir: Path, *names: str) -> TestClient:
+    app = make_app(Runs([*names, f"runs_dir={runs_dir}"]), token=TOKEN, hosts=["testserver"], cookie="watch")
+    client = TestClient(app, raise_server_exceptions=False)
+    client.cookies.set("watch", TOKEN)
+    return client
+
+
+@pytest.fixture
+def client(tmp_path):
+    record_run(tmp_path)
+    return make_client(tmp_path)
+
+
+def act(client, path, body):
+    csrf = client.get("/api/session").json()["csrf"]
+    return client.post(path, content=json.dumps(body), headers={CSRF_HEADER: csrf})
+
+
+# --- pages and files -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", ["/", "/compare", "/metrics", "/runs/mine", "/runs/mine/pipeline"])
+def test_every_page_is_the_same_shell_with_its_own_scripts_only(client, path):
+    answer = client.get(path)
+    assert answer.status_code == 200
+    assert '<script type="module" src="/static/app.js">' in answer.text
+    assert "http" not in answer.text
+    assert "style=" not in answer.text
+
+
+def test_the_files_of_the_pages_are_there_with_the_licence_of_what_is_vendored(client):
+    for name, words in {
+        "app.js": "import",
+        "style.css": ":root",
+        "vendor/uPlot.iife.min.js": "uPlot",
+        "vendor/uPlot.LICENSE": "MIT License",
+    }.items():
+        answer = client.get(f"/static/{name}")
+        assert (answer.status_code, words in answer.text) == (200, True), name
+        assert answer.headers["cache-control"] == "no-cache"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/runs/other",
+        "/runs/mine/nothing",
+        "/nothing",
+        "/api/nothing",
+        "/api/runs/other/series",
+        "/api/runs/../mine",
+        "/static/../app.py",
+        "/static/%2e%2e/app.py",
+        "/static/..%2fapp.py",
+        "/static/nothing.js",
+        "/runs/..%2f..%2fetc",
+    ],
+)
+def test_what_there_is_not_is_not_found(client, path):
+    assert client.get(path).status_code == 404
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+def test_runs_are_listed_newest_first_and_as_they_begin(tmp_path, client):
+    (line,) = client.get("/api/runs").json()
+    assert (line["id"], line["phase"], line["step"], line["max_steps"]) == ("mine", "finished", 30, 40)
+    assert line["accuracies"] == {"sampled": pytest.approx(make_row(30)["eval/accuracy_sampled"])}
+    record_run(tmp_path, "later", steps=0)
+    assert [(each["id"], each["phase"], each["reward"]) for each in client.get("/api/runs").json()] == [
+        ("later", "stopped", None),
+        ("mine", "finished", pytest.approx(make_row(30)["learner/reward_mean"])),
+    ]
+
+
+def test_a_run_that_a_process_holds_is_running(tmp_path):
+    record_run(tmp_path, steps=0)
+    folder = RunFolder(make_config(tmp_path))
+    folder.lock()
+    assert make_client(tmp_path).get("/api/runs").json()[0]["phase"] == "running"
+    folder.unlock()
+    assert make_client(tmp_path).get("/api/runs").json()[0]["phase"] == "stopped"
+
+
+def test_named_runs_alone_are_shown_and_those_of_one_name_are_told_apart(tmp_path):
+    first, second = record_run(tmp_path / "a"), record_run(tmp_path / "b")
+    record_run(tmp_path / "a", "other")
+    runs = Runs([str(first), str(second)])
+    assert runs.ids() == ["mine", "mine.2"]
+    assert (runs.reader("mine").folder, runs.reader("mine.2").folder) == (first, second)
+    assert runs.reader("mine") is runs.reader("mine")
+    assert runs.reader("other") is None
+
+
+def test_an_unknown_run_is_refused_and_a_folder_without_any_waits_for_them(tmp_path):
+    with pytest.raises(ConfigError, match="mien"):
+        Runs(["mien", f"runs_dir={tmp_path}"])
+    assert make_client(tmp_path).get("/api/runs").json() == []
+
+
+def test_a_run_of_another_version_is_listed_with_what_is_known(tmp_path, client):
+    path = record_run(tmp_path, "old") / "config.yaml"
+    path.write_text("name: old\nno_such_field: 1\n")
+    line = next(each for each in client.get("/api/runs").json() if each["id"] == "old")
+    assert (line["max_steps"], line["mode"], line["step"]) == (None, "", 30)
+    assert [row["key"] for row in client.get("/api/runs/old/settings").json()] == ["name", "no_such_field"]
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+def test_columns_are_those_that_were_asked_for(client):
+    found = client.get("/api/runs/mine/series?keys=step,eval/accuracy_sampled,nothing").json()
+    assert (found["position"], found["length"]) == ("0.30", 30)
+    assert found["columns"]["step"] == list(range(1, 31))
+    assert [index for index, value in enumerate(found["columns"]["eval/accuracy_sampled"]) if value] == [9, 19, 29]
+    assert "nothing" not in found["columns"]
+    assert "learner/entropy" in found["keys"]
+
+
+def test_too_many_columns_are_refused(client):
+    assert client.get(f"/api/runs/mine/series?keys={','.join('x' * 201)}").status_code == 400
+
+
+def test_the_summary_is_empty_before_the_end(tmp_path, client):
+    assert client.get("/api/runs/mine/summary").json()["accuracy_sampled"] == 0.71
+    (tmp_path / "mine" / "summary.json").unlink()
+    assert client.get("/api/runs/mine/summary").json() == {}
+
+
+def test_every_documented_metric_has_its_meaning(client):
+    meanings = {each["key"]: each for each in client.get("/api/meanings").json()}
+    assert meanings["learner/ess"]["healthy"] == ">= 0.3"
+    assert meanings["learner/wait_s"]["unit"] == "s"
+    assert meanings["learner/stale_fraction"]["healthy"] == "near 0; <= 0.05, see pacing"
+    assert "accuracy_before" not in meanings, "keys of the summary are none of a row"
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+def test_settings_have_value_origin_and_meaning(client):
+    rows = {row["key"]: row for row in client.get("/api/runs/mine/settings").json()}
+    steps = rows["learner.max_steps"]
+    assert (steps["value"], steps["origin"]) == (40, "command line learner.max_steps=40")
+    assert steps["meaning"]
+    assert rows["seed"]["origin"] == "", "nothing was recorded of it"
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("scale", {"generators": -1}, 400),
+        ("scale", {"generators": "two"}, 400),
+        ("scale", {"generators": 2, "more": 1}, 400),
+        ("scale", {}, 400),
+        ("scale", {"generators": 2}, 503),
+        ("drain", {"generator": "generator-0"}, 503),
+        ("drain", {"generator": "x" * 5000}, 413),
+    ],
+)
+def test_an_action_that_cannot_be_done_is_one_sentence(client, path, body, code):
+    answer = act(client, f"/api/runs/mine/{path}", body)
+    assert (answer.status_code, answer.text.count("\n")) == (code, 1), answer.text
+
+
+def test_reading_has_no_other_method_and_acting_no_get(client):
+    assert act(client, "/api/runs", {}).status_code == 405
+    assert client.get("/api/runs/mine/scale").status_code == 405
+
+
+# --- the feed --------------------------------------------------------------------------------------------------------
+def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_path):
+    from slipstream.dashboard.feed import Feed
+
+    folder = record_run(tmp_path, steps=3)
+    reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")
+
+    async def watch() -> list[tuple[str, list[int]]]:
+        feed, found = Feed(reader), []
+        await feed.refresh()
+        append_rows(folder, make_row(4))
+        messages = feed.messages("0.2")
+        async for message in messages:
+            if message["event"] == "rows":
+                sent = json.loads(message["data"])
+                found.append((message["id"], [row["step"] for row in sent["rows"]]))
+                if len(found) == 1:
+                    append_rows(folder, make_row(5), make_row(6))
+                    await feed.refresh()
+                else:
+                    break
+        await messages.aclose()
+        await feed.close()
+        return found
+
+    assert asyncio.run(watch()) == [("0.4", [3, 4]), ("0.6", [5, 6])]
+
+
+@pytest.mark.parametrize("position", ["7.2", "0.999999", "0.0", "x.y"])
+def test_a_client_that_cannot_be_caught_up_begins_anew(tmp_path, position):
+    from slipstream.dashboard.feed import Feed
+
+    record_run(tmp_path, steps=300)
+    reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")
+
+    async def first() -> str:
+        messages = Feed(reader).messages(position)
+        async for message in messages:
+            await messages.aclose()
+            return message["event"]
+        return ""
+
+    assert asyncio.run(first()) == "reset"

@@ -1,0 +1,96 @@
+"""RunReader without a store, its health, and the settings' origins."""
+
+import pytest
+
+from slipstream.configs.load import load, provenance
+from slipstream.dashboard.health import Health
+from slipstream.dashboard.run_reader import RunReader
+from slipstream.runtime.run_folder import RunFolder, is_held
+from tests.recorded_run import append_rows, make_config, make_row, record_run
+
+SERIAL = {"mode": "serial", "weights": {"transport": "memory"}}
+
+
+def read(folder):
+    reader = RunReader("mine", folder)
+    reader.poll()
+    return reader
+
+
+def test_a_run_without_a_store_is_known_by_its_metrics(tmp_path):
+    folder = record_run(tmp_path, steps=5, **SERIAL)
+    reader = read(folder)
+    view = reader.view()
+    assert (view.phase, view.step, view.max_steps, view.status, view.is_live) == ("finished", 5, 40, None, False)
+    assert "mode=serial" in view.problem
+    assert view.times["roles"][0]["role"] == "learner"
+    assert view.lag_tokens == {"0": 210, "1": 420, "3": 90}
+
+
+def test_a_run_that_is_over_and_kept_no_store_is_known_by_its_metrics(tmp_path):
+    view = read(record_run(tmp_path)).view()
+    assert (view.phase, view.step) == ("finished", 30)
+    assert "kept no store" in view.problem
+
+
+def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_resumed(tmp_path):
+    folder = record_run(tmp_path, steps=5, **SERIAL)
+    (folder / "summary.json").unlink()
+    reader = read(folder)
+    assert reader.view().phase == "stopped"
+    held = RunFolder(make_config(tmp_path, **SERIAL))
+    held.lock()
+    append_rows(folder, make_row(6))
+    reader.poll()
+    assert (reader.view().phase, reader.view().step) == ("running", 6)
+    held.unlock()
+    assert reader.view().phase == "stopped"
+
+
+def test_a_folder_that_nobody_ever_held_is_not_held(tmp_path):
+    assert not is_held(tmp_path)
+    assert not is_held(tmp_path / "nowhere")
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
+def test_a_metric_outside_of_its_range_is_a_warning_until_it_has_returned():
+    health = Health()
+    for step in range(1, 4):
+        health.add({"step": step, "learner/ess": 0.9})
+    assert health.warnings == []
+    health.add({"step": 4, "learner/ess": 0.2})
+    health.add({"step": 5, "learner/ess": 0.1, "learner/failed_fraction": 0.5})
+    assert [(each.metric, each.value, each.since_step) for each in health.warnings] == [
+        ("learner/failed_fraction", 0.5, 5),
+        ("learner/ess", 0.1, 4),
+    ]
+    assert health.warnings[1].healthy == ">= 0.3"
+    assert "max_lag" in health.warnings[1].advice
+    for step in range(6, 9):
+        health.add({"step": step, "learner/ess": 0.9, "learner/failed_fraction": 0.0})
+    assert health.warnings == []
+
+
+def test_a_run_that_is_rolled_back_is_judged_anew(tmp_path):
+    folder = record_run(tmp_path, steps=1, **SERIAL)
+    append_rows(folder, make_row(2, **{"learner/ess": 0.1}))
+    reader = read(folder)
+    assert [each.metric for each in reader.view().warnings] == ["learner/ess"]
+    RunFolder(make_config(tmp_path, **SERIAL)).keep_metrics(up_to_step=1)
+    reader.poll()
+    assert reader.view().warnings == []
+
+
+# --- origins ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("overrides", [["experiment=digits_serial", "seed=3"], ["learner.max_steps=7"]])
+def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, overrides):
+    from slipstream.dashboard.settings_table import read_settings
+
+    run = load([*overrides, f"runs_dir={tmp_path}"])
+    folder = RunFolder(run)
+    folder.claim()
+    folder.write_origins(provenance([*overrides, f"runs_dir={tmp_path}"], run))
+    rows = {row.key: row for row in read_settings(folder.path)}
+    assert all(row.origin for row in rows.values())
+    assert rows[overrides[-1].split("=")[0]].origin == f"command line {overrides[-1]}"
+    folder.unlock()
