@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from slipstream.broker.archiver import ArchiverThread
-from slipstream.broker.credentials import derive_keys, make_token
+from slipstream.broker.credentials import derive_keys, make_token, write_guest_tokens
 from slipstream.broker.errors import BrokerError
 from slipstream.broker.prompts.dataset import Dataset, open_datasets
 from slipstream.broker.router import Router
@@ -67,10 +67,11 @@ def main(overrides: list[str]) -> None:
     folder.make()
     if not has_launcher():
         folder.lock()
-    keys = derive_keys(make_token(run))
+    keys = derive_keys(make_token(run), guests=run.cluster.guests.names)
     channel = listen(folder.broker_address, keys=keys, cluster=run.cluster, before=folder.read_address())
     folder.open()
     folder.write_address(channel.address)
+    write_guest_tokens(folder, keys)
     supervisor = _make_supervisor(run, folder)
     try:
         if supervisor:

@@ -3,15 +3,21 @@
 Whoever has the token can compute both pairs, and nobody else can: a socket hears no peer without it, and a peer that
 has it knows that it speaks to its own run. The token is made when a run starts and lies in the run folder, where roles
 of the same user find it; whoever comes from elsewhere is given it in the environment or in a file.
+
+A guest has a token of its own, from which the run's cannot be computed. It tells the guest's name to the servers that
+let it in, and lets it connect to them, but not serve.
 """
 
+import base64
 import hashlib
 import os
 import secrets
 import stat
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
@@ -35,6 +41,9 @@ _MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token
 _ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _SCRYPT_COST = 2**15
 """Makes each guess at a token that a person chose cost a tenth of a second and 32 MiB."""
+_GUEST = "guest."
+"""Begin of a guest's token: `guest.NAME.KEYS`."""
+_KEY_BYTES = 32
 
 
 class Keys(Record):
@@ -44,6 +53,10 @@ class Keys(Record):
     server_secret: bytes
     client_public: bytes
     client_secret: bytes
+    guests: dict[bytes, str] = {}
+    """Public key -> name of the guests that a server lets in."""
+    guest: str = ""
+    """Name of the guest that these are of, who has no `server_secret`; empty: they are of the run."""
 
 
 # --- the token -------------------------------------------------------------------------------------------------------
@@ -65,6 +78,11 @@ def find_token(run: RunConfig) -> str:
 def make_token(run: RunConfig) -> str:
     """Return the run's token, and make one in its folder if there is none. Raises ConfigError."""
     if token := find_token(run):
+        if token.startswith(_GUEST):
+            raise ConfigError(
+                "the token must be the run's, got that of a guest, which starts generators alone: unset "
+                f"{TOKEN_VARIABLE}, or begin the run with a token of its own."
+            )
         return token
     folder = RunFolder(run)
     folder.make()
@@ -123,9 +141,56 @@ def _check_format(token: str, *, origin: str) -> str:
 
 # --- the keys --------------------------------------------------------------------------------------------------------
 @lru_cache(maxsize=8)
-def derive_keys(token: str) -> Keys:
-    """Derive the key pairs of both ends from the token; takes a fifth of a second."""
+def _derive_keys(token: str) -> Keys:
+    if token.startswith(_GUEST):
+        return _read_guest(token)
     return Keys(*_derive_pair(token, end="server"), *_derive_pair(token, end="client"))
+
+
+def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
+    """Derive the key pairs of both ends from the token; takes a fifth of a second. Raises ConfigError.
+
+    `guests`: names of those that a server with these keys lets in.
+    """
+    keys = _derive_keys(token)
+    if keys.guest:
+        return keys
+    return msgspec.structs.replace(keys, guests={zmq.curve_public(_guest_secret(keys, name)): name for name in guests})
+
+
+def guest_token(keys: Keys, name: str) -> str:
+    """Return the token of a guest: its own key, and the run's public one."""
+    both = z85.decode(keys.server_public) + z85.decode(_guest_secret(keys, name))
+    return f"{_GUEST}{name}.{base64.urlsafe_b64encode(both).decode()}"
+
+
+def write_guest_tokens(folder: RunFolder, keys: Keys) -> None:
+    """Write the token of each guest into the run folder, for its owner alone."""
+    folder.guests.mkdir(mode=0o700, exist_ok=True)
+    for name in keys.guests.values():
+        path = folder.guests / name
+        path.touch(mode=0o600)
+        path.write_text(guest_token(keys, name) + "\n")
+
+
+def _guest_secret(keys: Keys, name: str) -> bytes:
+    seed = hashlib.blake2b(name.encode(), key=keys.client_secret, person=b"slipstream-guest", digest_size=_KEY_BYTES)
+    secret: bytes = z85.encode(seed.digest())
+    return secret
+
+
+def _read_guest(token: str) -> Keys:
+    name, _, packed = token.removeprefix(_GUEST).partition(".")
+    try:
+        both = base64.urlsafe_b64decode(packed)
+    except ValueError:
+        both = b""
+    if not name or len(both) != 2 * _KEY_BYTES:
+        raise ConfigError(
+            f"a token that begins with {_GUEST} must be a guest's: the line in guests/NAME of the run folder."
+        )
+    server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
+    return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
 
 
 def _derive_pair(token: str, *, end: str) -> tuple[bytes, bytes]:

@@ -3,7 +3,7 @@
 Only peers that have the run's token come this far: the socket hears no others (broker/credentials.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from slipstream.broker.messages import Hello
@@ -24,7 +24,7 @@ class Rejection(Record):
     Example: Rejection("schema", "schema version must be 2, got 1 from 'g-0': update the older side.")
     """
 
-    kind: Literal["schema", "name", "network"]
+    kind: Literal["schema", "name", "network", "guest"]
     reason: str
     """One sentence: what must hold, what was got, what to do."""
 
@@ -37,8 +37,11 @@ class Handshake:
         self._locate_duplicate = locate_duplicate
         self._trusts_network = trusts_network
 
-    def check(self, hello: Hello) -> Rejection | None:
-        """Return the reason to reject a peer; None if it may join."""
+    def check(self, hello: Hello, *, guest: str = "", quarantined: Mapping[str, str]) -> Rejection | None:
+        """Return the reason to reject a peer; None if it may join.
+
+        `guest`: the one that its key is of. `quarantined`: guests that may not join again, and why.
+        """
         if hello.schema_version != SCHEMA_VERSION:
             return _reject_schema(hello.peer_id, hello.schema_version)
         if hello.weight_transport == "collective" and not (self._trusts_network or is_here(hello.machine)):
@@ -48,6 +51,8 @@ class Handshake:
                 f"{hello.peer_id!r} on {hello.host} without: broadcasts are not encrypted. Leave it out, and this "
                 "generator fetches deltas.",
             )
+        if guest and (reason := _check_guest(hello, guest, quarantined)):
+            return Rejection("guest", reason)
         reason = self._check_name(hello)
         return Rejection("name", reason) if reason else None
 
@@ -68,6 +73,17 @@ class Handshake:
                 "choose another with --id, or stop that process."
             )
         return ""
+
+
+def _check_guest(hello: Hello, guest: str, quarantined: Mapping[str, str]) -> str:
+    if reason := quarantined.get(guest):
+        return f"guest {guest!r} is quarantined and may not join again: {reason}"
+    if hello.role != "generator" or hello.peer_id != guest:
+        got = f"{hello.role} {hello.peer_id!r}"
+        return f"a guest is one generator with its own name, {guest!r}, got {got}: it needs a token of its own."
+    if hello.weight_transport == "collective":
+        return f"a guest takes part in no broadcast, got weights.transport=collective from {guest!r}: leave it out."
+    return ""
 
 
 def reject_unreadable(hello: HelloHeader, refusal: RecordRefusedError) -> Rejection:

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from operator import itemgetter
 
 import structlog
 
@@ -13,7 +15,7 @@ from slipstream.buffer.codec import MAX_BYTES, MAX_TRAJECTORIES, check_header
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
 from slipstream.buffer.records import Insertion
 from slipstream.buffer.store import Store
-from slipstream.buffer.trajectory import TrajectoryHeader
+from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
 from slipstream.runtime.logs import LogLimiter
 
 # Bounds of one step: its Acks wait for all of its inserts.
@@ -25,8 +27,11 @@ _RETRIABLE = ("store_full",)
 
 log = structlog.get_logger(__name__)
 
-_Received = tuple[bytes, TrajectoryHeader, bytes]
-"""Identity of the sender, header, payload."""
+_Received = tuple[bytes, TrajectoryHeader, bytes, str]
+"""Identity of the sender, header, payload, the guest that sent it."""
+_guest_of = itemgetter(3)
+GuestCheck = Callable[[str, TrajectoryHeader, bytes, Trajectory], None]
+"""(guest, header, payload, trajectory): raises RecordRefusedError for what that guest may not send."""
 
 
 class Ingest:
@@ -44,11 +49,13 @@ class Ingest:
         self,
         store: Store,
         outage: StoreOutage,
+        check_guest: GuestCheck | None = None,
         *,
         log_limiter: LogLimiter | None = None,
         max_payload_bytes: int = 2**26,
     ) -> None:
         """`outage` records failed calls of the store; refusals are logged through `log_limiter`."""
+        self._check_guest = check_guest
         self._log_limiter = log_limiter or LogLimiter(log.warning)
         self._max_payload_bytes = max_payload_bytes
         self._store = store
@@ -70,18 +77,20 @@ class Ingest:
         """Whether the step has received enough and should flush."""
         return self._num_received >= _MAX_TRAJECTORIES or self._bytes_received >= _MAX_BYTES
 
-    def add(self, identity: bytes, put: Put, payloads: list[bytes]) -> list[Nack]:
+    def add(self, identity: bytes, put: Put, payloads: list[bytes], *, guest: str = "") -> list[Nack]:
         """Add the trajectories of a Put to the batch; malformed ones are quarantined and answered by a fatal Nack."""
         if len(put.headers) != len(payloads):
             return self._refuse_count(put.headers, payloads)
-        nacks = (self._add_one(identity, *packed) for packed in zip(put.headers, payloads, strict=True))
+        nacks = (self._add_one(identity, *packed, guest) for packed in zip(put.headers, payloads, strict=True))
         return [nack for nack in nacks if nack]
 
-    def _add_one(self, identity: bytes, header: TrajectoryHeader, payload: bytes) -> Nack | None:
+    def _add_one(self, identity: bytes, header: TrajectoryHeader, payload: bytes, guest: str) -> Nack | None:
         try:
             if len(payload) > self._max_payload_bytes:
                 raise oversized_error(payload, max_bytes=self._max_payload_bytes)
-            check_header(header, payload)
+            trajectory = check_header(header, payload)
+            if guest and self._check_guest:
+                self._check_guest(guest, header, payload, trajectory)
         except RecordRefusedError as refusal:
             self._quarantine(refusal.reason, payload)
             return self._fatal(header, refusal.reason, detail=refusal.detail)
@@ -91,7 +100,7 @@ class Ingest:
                 log.exception("check_failed", id=header.id)
             self._quarantine("internal_error", payload)
             return self._fatal(header, "internal_error", detail="the check raised an exception; see the broker's log")
-        self._pending.append((identity, header, payload))
+        self._pending.append((identity, header, payload, guest))
         self._pending_bytes += len(payload)
         self._num_received += 1
         self._bytes_received += len(payload)
@@ -114,7 +123,10 @@ class Ingest:
         return batch
 
     def _insert(self, batch: list[_Received]) -> list[Insertion]:
-        return self._store.insert([(header, payload) for _, header, payload in batch])
+        insertions: list[Insertion] = []
+        for guest, sent in groupby(batch, _guest_of):
+            insertions += self._store.insert([(header, payload) for _, header, payload, _ in sent], guest=guest)
+        return insertions
 
     def _answer_batch(
         self, batch: list[_Received], result: Callable[[], list[Insertion]]
@@ -125,11 +137,11 @@ class Ingest:
             # The insert may have happened before the connection broke. Resending is safe: inserts are idempotent.
             self._outage.record(error)
             self.reason = self._outage.reason
-            return [(identity, self._defer(header)) for identity, header, _ in batch]
+            return [(identity, self._defer(header)) for identity, header, *_ in batch]
         self.reason = next((each.reason for each in insertions if each.reason in _RETRIABLE), "")
         acks: dict[bytes, list[str]] = {}
         answers: list[tuple[bytes, Message]] = []
-        for (identity, header, payload), insertion in zip(batch, insertions, strict=True):
+        for (identity, header, payload, _), insertion in zip(batch, insertions, strict=True):
             if insertion.outcome != "refused":
                 acks.setdefault(identity, []).append(header.id)
             elif insertion.reason in _RETRIABLE:

@@ -16,6 +16,7 @@ from slipstream.broker.admission import (
     weights_reason,
 )
 from slipstream.broker.fair_share import FairShare
+from slipstream.broker.guests.desk import GuestDesk
 from slipstream.broker.messages import Ack, Message, Prompt, Prompts
 from slipstream.broker.peers import Peer
 from slipstream.broker.prompts.dataset import Dataset
@@ -74,9 +75,11 @@ class LeaseScheduler:
         train: Dataset,
         heldout: Mapping[str, Dataset],
         outage: StoreOutage,
+        guests: GuestDesk,
         clock: Clock,
     ) -> None:
         """`outage` records failed calls of the store; requests are answered during an outage too."""
+        self._guests = guests
         self._store = store
         self._outage = outage
         self._run = run
@@ -135,6 +138,8 @@ class LeaseScheduler:
         is_over = self._clock() >= request.deadline
         if not is_over and request.peer.version in self._exhausted:
             return [], ""
+        if request.peer.guest and (reason := self._guests.reason_to_wait(request.peer)):
+            return [], reason if is_over else ""
         try:
             state = self._run_state()
             offer = self._offer(request, state)
@@ -234,7 +239,8 @@ class LeaseScheduler:
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
             # An evaluation is of one version: a generator that holds another would answer for nothing.
-            version=peer.version,
+            # A guest, whose word for its answers is not enough, gets none.
+            version=-1 if peer.guest else peer.version,
             max_evaluations=ceil(
                 self._run.evaluation.lease_share * offer.max_groups * self._run.generators.members_per_group
             ),
@@ -242,10 +248,12 @@ class LeaseScheduler:
         )
         self._fair_share.record_leases(peer, leases)
         self._count_in(leases)
-        if not leases:
+        if not leases and not peer.guest:
             # The same holds for every other generator of this version: all that wait cost one call, not one each.
             (self._without_rows if offer.reason else self._exhausted).add(peer.version)
         prompts = [self._prompt(lease) for lease in leases]
+        if peer.guest:
+            self._guests.record_leases(peer, prompts)
         trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
         if trained:
             # Before any answer refers to them. Answers to evaluations are trained on by nobody.

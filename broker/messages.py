@@ -11,6 +11,7 @@ records below, tagged by `type`; only Put carries payloads, which are trajectori
     Pong                                        Ping
     OpenEpoch, Update (learner)                 the same, relayed to the generators in `members`
     Profile (learner)                           the same, relayed to all generators
+    Audited (generator)                         Audit
     EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
     Bye                                         Members (to the learner), Drain, Bye
 """
@@ -21,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from slipstream.buffer.records import Lease
-from slipstream.buffer.trajectory import SCHEMA_VERSION, Name, Record, TrajectoryHeader
+from slipstream.buffer.trajectory import SCHEMA_VERSION, AnswerCheck, Name, Record, TrajectoryHeader
 from slipstream.runtime.model_files import ModelFingerprint
 
 Frames = list[bytes]
@@ -365,25 +366,22 @@ class Profile(Message):
     stage: Literal["events", "engine", "end"]
 
 
+# --- guests ----------------------------------------------------------------------------------------------------------
+class Audit(Message):
+    """Order to score and grade an answer of a guest again, of which `payload` is the encoded Trajectory."""
+
+    prompt: Prompt
+    payload: bytes
+
+
+class Audited(Message):
+    """Answer to Audit."""
+
+    check: AnswerCheck
+
+
 AnyMessage = (
-    Hello
-    | Welcome
-    | Refuse
-    | Bye
-    | Drain
-    | Ping
-    | Pong
-    | LeaseRequest
-    | Prompts
-    | Put
-    | Ack
-    | Nack
-    | ReturnLeases
-    | Members
-    | OpenEpoch
-    | EpochOpened
-    | Update
-    | UpdateApplied
-    | Profile
-)
+    Hello | Welcome | Refuse | Bye | Drain | Ping | Pong | LeaseRequest | Prompts | Put | Ack | Nack | ReturnLeases
+    | Members | OpenEpoch | EpochOpened | Update | UpdateApplied | Profile | Audit | Audited
+)  # fmt: skip
 """Type to decode a header as."""

@@ -6,9 +6,23 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from math import ceil
 
+import structlog
+
 from slipstream.broker.handshake import LEARNER
-from slipstream.broker.messages import Gauges, Hello, Member, Members, MemberState, Pong, WeightTransport
+from slipstream.broker.messages import (
+    MAX_REASON_LENGTH,
+    Gauges,
+    Hello,
+    Member,
+    Members,
+    MemberState,
+    Pong,
+    WeightTransport,
+)
+from slipstream.buffer.store import Store
 from slipstream.runtime.clock import Clock
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass
@@ -29,6 +43,8 @@ class Peer:
     lends_at: str = ""
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
+    guest: str = ""
+    """Guest that it is of; empty: it has the run's token."""
 
     @property
     def owner(self) -> str:
@@ -97,7 +113,7 @@ class Peers:
         is_other = peer is not None and peer.hello.incarnation != hello.incarnation and self._is_alive(peer)
         return peer if is_other else None
 
-    def add(self, identity: bytes, hello: Hello) -> list[Peer]:
+    def add(self, identity: bytes, hello: Hello, *, guest: str = "") -> list[Peer]:
         """Add a peer; returns the entries it replaces.
 
         Replaced are its own older connection, a silent incarnation of the same name, and any other name that used this
@@ -105,7 +121,7 @@ class Peers:
         """
         named = self._by_name.get((hello.role, hello.peer_id))
         replaced = [peer for peer in (self.remove(identity), named and self.remove(named.identity)) if peer]
-        peer = self._by_identity[identity] = Peer(identity, hello, heard_at=self._clock())
+        peer = self._by_identity[identity] = Peer(identity, hello, self._clock(), guest=guest)
         self._by_name[hello.role, hello.peer_id] = peer
         return replaced
 
@@ -125,6 +141,9 @@ class Peers:
     def generators(self) -> list[Peer]:
         """Return the connected generators, sorted by name."""
         return sorted((p for p in self if p.hello.role == "generator"), key=lambda p: p.hello.peer_id)
+
+    def generator(self, peer_id: str) -> Peer | None:
+        return self._by_name.get(("generator", peer_id))
 
     def learner(self) -> Peer | None:
         return self._by_name.get(("learner", LEARNER))
@@ -161,7 +180,9 @@ class Peers:
         )
 
     def _transport_of(self, peer: Peer) -> WeightTransport:
-        return peer.hello.weight_transport or self._transport
+        # A guest is no member of a broadcast, in which each waits for all.
+        own = "delta" if peer.guest and self._transport == "collective" else self._transport
+        return peer.hello.weight_transport or own
 
     def _state(self, peer: Peer) -> str:
         return "silent" if peer.is_disconnected or self._is_silent(peer) else peer.state
@@ -192,6 +213,37 @@ class PingRound:
         """Return the next peers to ping."""
         taken, self._left = self._left[:_PINGED_AT_ONCE], self._left[_PINGED_AT_ONCE:]
         return taken
+
+
+LEFT = "left"
+"""Reason of a regular departure; any other departure is recorded as an event."""
+
+
+class Departures:
+    """Peers that have left and whose departure the store has not recorded yet."""
+
+    def __init__(self, store: Store, peers: Peers) -> None:
+        self._store = store
+        self._peers = peers
+        self._departed: list[tuple[Peer, str]] = []
+
+    def add(self, peer: Peer, reason: str) -> None:
+        self._departed.append((peer, reason))
+
+    def record(self) -> None:
+        """Return the leases of departed peers. Raises StoreUnavailableError; what it did not record, it keeps."""
+        while self._departed:
+            peer, reason = self._departed[0]
+            # The same incarnation may have come back meanwhile, and works on its leases.
+            if not self._peers.is_back(peer):
+                returned = self._store.return_leases_of(owner=peer.owner, reason=reason[:MAX_REASON_LENGTH])
+                where = {"host": peer.hello.host, "pid": peer.hello.pid}
+                gone = {"role": peer.hello.role, "state": "gone", "reason": reason, **where}
+                self._store.report_role(peer.hello.peer_id, gone)
+                if reason != LEFT:
+                    self._store.record_event(peer.hello.peer_id, f"{reason}; {returned} leases returned")
+                log.info("peer_gone", peer=peer.hello.peer_id, reason=reason, leases_returned=returned)
+            del self._departed[0]
 
 
 # --- drain requests --------------------------------------------------------------------------------------------------

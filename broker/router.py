@@ -12,13 +12,15 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import msgspec
 import structlog
+from msgspec.structs import replace
 
+from slipstream.broker.guests.desk import GuestDesk
 from slipstream.broker.handshake import Handshake, Rejection, reject_unreadable
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.lease_scheduler import LeaseScheduler
 from slipstream.broker.messages import (
+    Audited,
     Bye,
     Drain,
     EpochOpened,
@@ -38,7 +40,7 @@ from slipstream.broker.messages import (
     Welcome,
 )
 from slipstream.broker.partial_decode import HelloHeader, decode_header, decode_message, nacks_for_unreadable
-from slipstream.broker.peers import DrainRequests, Peer, Peers, PingRound
+from slipstream.broker.peers import LEFT, Departures, DrainRequests, Peer, Peers, PingRound
 from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.status.inspection import Inspection
 from slipstream.broker.store_clock import StoreClock
@@ -68,8 +70,6 @@ _REAP_AFTER_OUTAGE_S = 10.0
 """Time for peers and the learner to renew, after the last call that the store did not take."""
 _SUSPECT_AFTER_PINGS = 2.5
 """Unanswered pings after which a generator is left out of broadcasts; an answer is due within one interval."""
-_LEFT = "left"
-"""Reason of a regular departure; any other departure is recorded as an event."""
 
 log = structlog.get_logger(__name__)
 
@@ -108,16 +108,22 @@ class Router:
         self._handshake = Handshake(locate_duplicate=self._locate_duplicate, trusts_network=run.cluster.trusted_network)
         self._outage = StoreOutage(report=log.warning, clock=clock)
         self._log_limiter = LogLimiter(log.warning, clock=clock)
-        limit = run.broker.max_message_bytes
-        self._ingest = Ingest(store, self._outage, log_limiter=self._log_limiter, max_payload_bytes=limit)
+        vocab_size = model.vocab_size if model else None
+        self._guests = GuestDesk(
+            run, store, self._peers, send=self._send, depart=self._depart, clock=clock, vocab_size=vocab_size
+        )
+        limit, check = run.broker.max_message_bytes, self._guests.check
+        self._ingest = Ingest(store, self._outage, check, log_limiter=self._log_limiter, max_payload_bytes=limit)
         self._num_heldout = {name: len(rows) for name, rows in heldout.items()}
-        self._leases = LeaseScheduler(store, run=run, train=train, heldout=heldout, outage=self._outage, clock=clock)
+        self._leases = LeaseScheduler(
+            store, run=run, train=train, heldout=heldout, outage=self._outage, guests=self._guests, clock=clock
+        )
         self._drain_requests = DrainRequests()
         self._store_clock = StoreClock(store, run, clock=clock)
         self._vitals = Vitals(run, store, self._ingest, send=self._send)
         self._account = self._vitals.account
         self._inspection = Inspection(run, config_json=config_json, model=model, send=channel.send)
-        self._departed: list[tuple[Peer, str]] = []
+        self._departures = Departures(store, self._peers)
         self._ping_round = PingRound(())
         self._members_changed = False
         self._next_ping_at = self._next_reap_at = self._next_members_at = 0.0
@@ -133,9 +139,11 @@ class Router:
         with self._account.phase("storing"):
             answers = self._ingest.flush()
         for identity, answer in answers:
-            self._leases.record_answer(self._peers.get(identity), answer)
+            self._leases.record_answer(peer := self._peers.get(identity), answer)
+            self._try(partial(self._guests.record_answer, peer, answer))
             self._vitals.record_answer(answer)
             self._send(identity, answer)
+        self._guests.poll()
         self._try(self._serve_leases)
         self._try(self._run_periodic)
         self._send_members()
@@ -202,7 +210,7 @@ class Router:
     def _dispatch(self, peer: Peer, message: Message, frames: Frames) -> None:
         match message:
             case Put():
-                for nack in self._ingest.add(peer.identity, message, frames[1:]):
+                for nack in self._ingest.add(peer.identity, message, frames[1:], guest=peer.guest):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
                 # Served within this step: until then the generator has free slots.
@@ -221,19 +229,25 @@ class Router:
             # A generator answers for itself only: the name in the message must be that of its connection.
             case EpochOpened() | UpdateApplied() if message.member == peer.member:
                 if learner := self._peers.learner():
-                    self._send(learner.identity, message)
+                    # What a guest says of others counts for nothing.
+                    is_accusing = peer.guest and isinstance(message, UpdateApplied)
+                    self._send(learner.identity, replace(message, lender_errors=[]) if is_accusing else message)
+            case Audited() if not peer.guest:
+                self._guests.record_check(peer, message)
             case Bye(reason=reason):
                 self._peers.remove(peer.identity)
-                self._depart(peer, f"{_LEFT}: {reason}" if reason else _LEFT)
+                self._depart(peer, f"{LEFT}: {reason}" if reason else LEFT)
             case _:
                 self._log_limiter.log("unexpected_message", type(message).__name__, peer=peer.hello.peer_id)
 
     # --- peers ---------------------------------------------------------------------------------------------------
     def _welcome(self, identity: bytes, hello: Hello) -> None:
-        if rejection := self._handshake.check(hello):
+        guest = self._channel.guest
+        quarantined = self._store.quarantined_guests() if guest else {}
+        if rejection := self._handshake.check(hello, guest=guest, quarantined=quarantined):
             self._reject(identity, hello.peer_id, rejection)
             return
-        replaced = self._peers.add(identity, hello)
+        replaced = self._peers.add(identity, hello, guest=guest)
         for older in replaced:
             # The same incarnation on a new connection keeps its leases; an older process of that name has lost them.
             if older.owner != f"{hello.peer_id}/{hello.incarnation}":
@@ -279,28 +293,13 @@ class Router:
     def _depart(self, peer: Peer, reason: str) -> None:
         self._leases.remove_peer(peer)
         self._members_changed = True
-        self._departed.append((peer, reason))
-        self._try(self._record_departures)
-
-    def _record_departures(self) -> None:
-        """Return the leases of departed peers. A departure stays in the list until the store has recorded it."""
-        while self._departed:
-            peer, reason = self._departed[0]
-            # The same incarnation may have come back meanwhile, and works on its leases.
-            if not self._peers.is_back(peer):
-                returned = self._store.return_leases_of(owner=peer.owner, reason=reason)
-                where = {"host": peer.hello.host, "pid": peer.hello.pid}
-                gone = {"role": peer.hello.role, "state": "gone", "reason": reason, **where}
-                self._store.report_role(peer.hello.peer_id, gone)
-                if reason != _LEFT:
-                    self._store.record_event(peer.hello.peer_id, f"{reason}; {returned} leases returned")
-                log.info("peer_gone", peer=peer.hello.peer_id, reason=reason, leases_returned=returned)
-            del self._departed[0]
+        self._departures.add(peer, reason)
+        self._try(self._departures.record)
 
     def _relay(self, order: OpenEpoch | Update) -> None:
         members = set(order.members)
         # The members of an update are for the broker alone: a thousand of them are 98 KB to each of a thousand.
-        frames = [encode(msgspec.structs.replace(order, members=[]) if isinstance(order, Update) else order)]
+        frames = [encode(replace(order, members=[]) if isinstance(order, Update) else order)]
         # Matched by incarnation: a restarted generator of the same name is not a member of the epoch.
         for peer in self._peers.generators():
             if peer.member in members:
@@ -369,9 +368,12 @@ class Router:
 
     def _report_to_store(self, peers: list[Peer]) -> None:
         """Renew the leases that peers still hold, and store their gauges and the broker's own."""
-        self._record_departures()
+        self._departures.record()
         # Only those in its last Pong: a lease that was lost in transit is not renewed, lapses and is leased again.
-        beats = [Heartbeat(peer.hello.peer_id, peer.report, peer.owner, peer.lease_ids) for peer in peers]
+        beats = [
+            Heartbeat(peer.hello.peer_id, peer.report | self._guests.gauges(peer), peer.owner, peer.lease_ids)
+            for peer in peers
+        ]
         if self._ping_round.is_over:
             beats.append(Heartbeat("broker", self._vitals.gauges(num_peers=len(self._peers))))
         self._store.heartbeat(beats, lease_s=self._run.broker.lease_s)

@@ -161,13 +161,26 @@ class Store(Protocol):
         ...
 
     # --- trajectories ------------------------------------------------------------------------------------------------
-    def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
+    def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
         """Store trajectories, idempotent on id; return one outcome each, in order. Durable (as configured) on return.
 
         Answers to evaluations are counted, and over at once: they stay stored as such groups do. A refused trajectory
         leaves no trace: the caller has it sent again (`store_full`) or passes it to `quarantine`, which counts it. A
-        group that becomes complete is ready, or rejected by the run's filter, in the same instant.
+        group that becomes complete is ready, or rejected by the run's filter, in the same instant. `guest`: the guest
+        who wrote them; what a quarantined one wrote is refused (`guest_quarantined`).
         """
+        ...
+
+    def quarantine_guest(self, guest: str, *, reason: str) -> int:
+        """Refuse a guest for good, and quarantine its groups that nothing was trained on; return their number.
+
+        A group with one member of the guest is the guest's. Those in a claim follow when it lapses or is rolled back;
+        those in use are not sampled again, and follow when a rollback undoes their use.
+        """
+        ...
+
+    def quarantined_guests(self) -> dict[str, str]:
+        """Return quarantined guest -> reason."""
         ...
 
     def quarantine(self, reason: str, frame: bytes) -> None:

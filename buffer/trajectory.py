@@ -239,6 +239,36 @@ class Trajectory(Record):
         return versions
 
 
+# --- checks of answers that guests wrote ------------------------------------------------------------------------------
+class AnswerCheck(Record):
+    """Differences between an answer of a guest and what one's own engine and reward functions make of it.
+
+    Sums are over the tokens that the newest of the answer's versions sampled.
+
+    Example: AnswerCheck("17-0-3", num_tokens=6, logprob_diff=0.004, own_logprob_diff=0.0005, surplus=-0.4,
+        variance=0.9, logprob=-4.1, digest="9f3c...")
+    """
+
+    id: Name
+    """Id of the trajectory."""
+    num_tokens: Count = 0
+    """Tokens that were scored; 0 where the checking generator has sampled none of that version to compare with."""
+    logprob_diff: float = 0.0
+    """Sum of the absolute differences of log-probabilities, nats."""
+    own_logprob_diff: float = 0.0
+    """Mean of the same in answers of one's own with that version, nats: the policy has changed since."""
+    surplus: float = 0.0
+    """Tokens that are the likeliest of their place, less the number that samples of the policy would have."""
+    variance: float = 0.0
+    """Variance of the surplus of samples."""
+    logprob: float = 0.0
+    """Log-probability of all that the model wrote, nats."""
+    digest: Annotated[str, Meta(max_length=32)] = ""
+    """Hash of all that the model wrote."""
+    lie: Annotated[str, Meta(max_length=1024)] = ""
+    """Prompt or reward that is not as the answer says, as one sentence; empty: none."""
+
+
 # --- lag: the learner's version minus the version that sampled the token ----------------------------------------------
 def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
     """Return the lags of model-written tokens, same shape as `versions`.

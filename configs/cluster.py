@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from slipstream.configs.base import Config, ConfigError, require
+from slipstream.configs.generators import GeneratorsConfig, SingleTurnConfig
 
 PLACE = (
     "resume", "runs_dir", "storage_uri", "storage_timeout_s", "cluster", "broker.address", "broker.token_file",
     "weights.fetch_address", "buffer.store",
 )  # fmt: skip
 """Settings that say where a run lives and how it is started. They are no part of its identity: a run may move."""
+_GUEST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"
 _PORTS = range(1024, 65536)
 """Ports that a user may bind."""
 
@@ -37,6 +39,24 @@ class SeatConfig(Config):
     """Labels that the machine must have, such as `{accelerator: H100}`: those of `ray start --labels`."""
 
 
+class GuestsConfig(Config):
+    """Generators on machines that nobody of the run controls, each with a key of its own."""
+
+    names: list[str] = []
+    """Guests that may join, by the id of their generator. The broker writes the token of each into `guests/` of the run
+    folder."""
+    audit_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
+    """Share of a guest's groups whose answers generators of one's own score and grade again."""
+    max_logprob_diff: Annotated[float, Meta(gt=0)] = 0.05
+    """Largest mean absolute difference of a guest's log-probabilities from those of one's own engine, nats, beside
+    twice the difference of one's own generators."""
+
+    def __post_init__(self) -> None:
+        odd = next((name for name in self.names if not re.fullmatch(_GUEST_NAME, name)), "")
+        must, why = "have names of 1 to 64 letters, digits, _ and -", "they become file names and ids"
+        require(not odd, "cluster.guests.names", must, got=odd, why=why)
+
+
 class ClusterConfig(Config):
     """Machines of the roles, their addresses and ports, and the trust in the network between them."""
 
@@ -49,6 +69,7 @@ class ClusterConfig(Config):
     """Longest wait for Ray to place the core or a generator, seconds: an autoscaler takes minutes to add a machine."""
     core: CoreConfig = CoreConfig()
     generator: SeatConfig = SeatConfig()
+    guests: GuestsConfig = GuestsConfig()
     interface: str = ""
     """IPv4 network in which the machines reach each other, such as `10.0.0.0/8`. Every role listens at the address that
     its machine has in it. Empty: unix sockets and loopback addresses alone."""
@@ -102,6 +123,32 @@ class ClusterConfig(Config):
         gpus, must = self.generator.gpus, f"be 0, or the workers of generators.engine ({num_workers})"
         is_fit = not num_workers or gpus in (0, num_workers)
         require(is_fit, "cluster.generator.gpus", must, got=gpus, why="each has one of its own")
+
+    def check_guests(self, *, mode: str, generators: GeneratorsConfig, router_replay: bool) -> None:
+        """Check the rest of the run's settings against guests, whose answers must be such that they can be checked.
+
+        Raises ConfigError.
+        """
+        own = generators.sampling
+        agents = (generators.agent, *generators.agents.values())
+        unfit = {
+            f"mode={mode}": mode != "async",
+            f"generators.sampling.temperature={own.temperature:g}": own.temperature != 1,
+            f"generators.sampling.top_p={own.top_p:g}": own.top_p != 1,
+            f"generators.sampling.top_k={own.top_k}": own.top_k > 0,
+            f"generators.baseline={generators.baseline}": generators.has_baseline,
+            "an agent that is not single_turn": not all(isinstance(agent, SingleTurnConfig) for agent in agents),
+            "model.router_replay=true": router_replay,
+        }
+        found = next((setting for setting, is_unfit in unfit.items() if is_unfit), "")
+        must = f"be empty with {found}"
+        require(
+            not (self.guests.names and found),
+            "cluster.guests.names",
+            must,
+            got=self.guests.names,
+            why="answers of guests could not be scored again by an engine of one's own",
+        )
 
     @property
     def network(self) -> IPv4Network | None:

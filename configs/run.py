@@ -263,6 +263,7 @@ def _check_cluster(run: RunConfig) -> None:
     workers = getattr(run.generators.engine, "num_workers", 0)
     ranks, device = run.learner.num_ranks, run.learner.device
     run.cluster.check_ray(mode=run.mode, num_ranks=ranks, device=device, num_workers=workers)
+    run.cluster.check_guests(mode=run.mode, generators=run.generators, router_replay=run.model.router_replay)
 
 
 def _check_equal_shares(run: RunConfig) -> None:

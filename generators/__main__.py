@@ -4,7 +4,8 @@ python -m generators name=mine                                           on the 
 python -m generators broker.address=tcp://127.0.0.1:5757 broker.token_file=token    elsewhere, through a tunnel
 
 Most used settings:
-  --id NAME                     name in the status, the logs and the trajectories; by default host and process id
+  --id NAME                     name in the status, the logs and the trajectories; by default host and process id; a
+                                guest has that of its token
   name=NAME                     run in runs_dir, which holds address, token and code; by default the newest whose broker
                                 listens, or that of the address
   broker.address=ADDRESS        where the broker listens, if the run folder is not here
@@ -105,7 +106,7 @@ def main(arguments: list[str]) -> None:
         address=address,
         keys=keys,
         max_message_bytes=own[0].broker.max_message_bytes,
-        peer_id=peer_id,
+        peer_id=keys.guest or peer_id,
         status=board,
         timeout_s=deadline.left_s,
         weight_transport=_transport_override(overrides),
@@ -129,7 +130,7 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
     from slipstream.generators.build import assemble, make_fetcher
     from slipstream.generators.tokenization import load_tokenizer
 
-    keys = derive_keys(token)
+    keys = derive_keys(token, guests=run.cluster.guests.names)
     generator = assemble(
         run,
         member=session.member,

@@ -15,7 +15,9 @@ from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.configs.base import ConfigError
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.run import RunConfig
+from slipstream.generators.agents.agent import Agent
 from slipstream.generators.agents.runner import AgentRunner
+from slipstream.generators.audit import Auditor
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
@@ -49,9 +51,10 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
 def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
     """Build the fetcher of weights; where machines share a network it lends on what it has fetched.
 
-    A machine that is not in the network, such as one behind a tunnel, lends nothing, nor does the learner's own.
+    A machine that is not in the network, such as one behind a tunnel, lends nothing, nor do guests and the learner's
+    own.
     """
-    if run.cluster.network is None or broker_address.startswith("ipc://"):
+    if run.cluster.network is None or keys.guest or broker_address.startswith("ipc://"):
         return Fetcher(keys)
     try:
         return Fetcher(keys, lend_at=f"ipc://@slipstream-{uuid.uuid4().hex}", cluster=run.cluster)
@@ -75,17 +78,19 @@ def assemble(
     engine = build_engine(run, receiver=receiver)
     pool = RewardPool(run.generators.reward)
     trace = Trace(member.peer_id, RunFolder(run).profile)
-    agent = AgentRunner(
+    vision = VisionModel(run.model.path)
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens, vision=vision)
+    agent: Agent = AgentRunner(
         run=run,
         engine=engine,
         rewards=pool,
-        encoder=PromptEncoder(
-            tokenizer, max_prompt_tokens=run.data.max_prompt_tokens, vision=VisionModel(run.model.path)
-        ),
+        encoder=encoder,
         generator_id=member.peer_id,
         token=token,
         trace=trace,
     )
+    if run.cluster.guests.names:
+        agent = Auditor(agent, engine=engine, rewards=pool, encoder=encoder, client=client)
     return Generator(
         run=run,
         member=member,

@@ -17,6 +17,7 @@ import structlog
 from slipstream.broker.errors import ClientDiedError
 from slipstream.broker.messages import (
     MAX_REASON_LENGTH,
+    Audit,
     Drain,
     LeaseRequest,
     Member,
@@ -37,6 +38,7 @@ from slipstream.buffer.codec import pack
 from slipstream.buffer.trajectory import make_trajectory_id
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.agent import Agent
+from slipstream.generators.audit import Auditor
 from slipstream.generators.concurrency import ConcurrencyLimit
 from slipstream.generators.engines.engine import Engine, EngineLoad, ProfiledEngine
 from slipstream.generators.errors import EngineError, GeneratorError, PromptError
@@ -218,6 +220,8 @@ class Generator:
                 self._accept(prompts)
             case OpenEpoch() | Update():
                 self._weight_updates.submit(message)
+            case Audit() if isinstance(self._agent, Auditor):
+                self._agent.submit(message)
             case Drain(reason=reason):
                 self.drain(reason)
             case Profile(stage=stage):
@@ -325,11 +329,9 @@ class Generator:
             self._client.send(LeaseRequest(max_trajectories=room))
 
     def _accept(self, prompts: list[Prompt]) -> None:
-        if prompts:
-            self._deferred_reason = ""
+        self._deferred_reason = "" if prompts else self._deferred_reason
         if prompts and self._state not in _SERVING:
-            self._return_leases([p.lease.id for p in prompts], f"generator is {self._state}")
-            return
+            return self._return_leases([p.lease.id for p in prompts], f"generator is {self._state}")
         for prompt in prompts:
             for index in prompt.lease.indices:
                 task = asyncio.create_task(self._answer(prompt, index))
@@ -344,8 +346,7 @@ class Generator:
         # A response that ends during an update leaves only after the new weights are verified; if they are not, the
         # task is cancelled here and its lease returned.
         await self._weight_updates.is_verified.wait()
-        lease = prompt.lease
-        group_size = self._group_size if lease.purpose == "train" else 1
+        lease, group_size = prompt.lease, self._group_size if prompt.lease.purpose == "train" else 1
         header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
         if len(payload) > self._max_payload_bytes:
             # Sent all the same it would cost the connection, again after every reconnect.
@@ -388,8 +389,7 @@ class Generator:
     async def _release(self, reason: str) -> None:
         """Cancel all requests in flight and return their leases."""
         # Collected first: cancelled tasks remove themselves.
-        held = [prompt.lease.id for prompt in self._tasks.values()]
-        tasks = list(self._tasks)
+        tasks, held = list(self._tasks), [prompt.lease.id for prompt in self._tasks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

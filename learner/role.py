@@ -108,7 +108,7 @@ def return_freed_memory() -> None:
 def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | None) -> None:
     board = StatusBoard()
     deadline = Deadline(run.broker.join_timeout_s, what="a run to train")
-    keys = derive_keys(wait_for_token(run, deadline=deadline))
+    keys = derive_keys(wait_for_token(run, deadline=deadline), guests=run.cluster.guests.names)
     session = join(
         "learner",
         address=RunFolder(run).broker_address,

@@ -179,14 +179,14 @@ def kill_tree(process: "subprocess.Popen[Any]") -> None:
 class Run:
     """A run under the launcher, observed from outside."""
 
-    def __init__(self, folder: Path, name: str, *overrides: str) -> None:
+    def __init__(self, folder: Path, name: str, *overrides: str, base: Sequence[str] = SMALL) -> None:
         self._folder = folder
         self.name = name
         self.path = folder / "runs" / name
         self._printed = folder / f"{name}.out"
         with self._printed.open("a") as output:
             self.launcher = subprocess.Popen(
-                command(*SMALL, f"name={name}", *overrides), cwd=folder, stdout=output, stderr=output
+                command(*base, f"name={name}", *overrides), cwd=folder, stdout=output, stderr=output
             )
 
     @property

@@ -32,6 +32,9 @@ class ClientChannel(Protocol):
 class ServerChannel(Protocol):
     """The broker's end. Belongs to one thread."""
 
+    guest: str
+    """Guest that sent what `receive` returned last; empty: somebody with the run's token."""
+
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         """Return (identity, frames) from some peer; None after `timeout_s`."""
         ...

@@ -33,9 +33,9 @@ class MemoryBroker:
         """Open the broker's end. Raises ChannelClosedError while another is open."""
         return MemoryServerChannel(self)
 
-    def client(self) -> "MemoryClientChannel":
-        """Open a peer's end; no server need be open."""
-        return MemoryClientChannel(self)
+    def client(self, *, guest: str = "") -> "MemoryClientChannel":
+        """Open a peer's end, of a guest if one is named; no server need be open."""
+        return MemoryClientChannel(self, guest=guest)
 
     def wait_for(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
         """Wait for a condition if the hub is threaded. The caller holds `changed`."""
@@ -54,6 +54,7 @@ class MemoryServerChannel:
             hub.changed.notify_all()
         self._hub = hub
         self._is_closed = False
+        self.guest = ""
         self.inbox: deque[tuple[bytes, Frames]] = deque()
         """(identity, frames) sent by clients and not received yet."""
 
@@ -62,7 +63,12 @@ class MemoryServerChannel:
         with self._hub.changed:
             self._check_open()
             self._hub.wait_for(lambda: bool(self.inbox), timeout_s=timeout_s)
-            return self.inbox.popleft() if self.inbox else None
+            if not self.inbox:
+                return None
+            identity, frames = self.inbox.popleft()
+            client = self._hub.clients.get(identity)
+            self.guest = client.guest if client else ""
+            return identity, frames
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         """Send to one peer; False if it is gone."""
@@ -95,8 +101,9 @@ class MemoryServerChannel:
 class MemoryClientChannel:
     """A peer's end. Fulfils ClientChannel."""
 
-    def __init__(self, hub: MemoryBroker) -> None:
+    def __init__(self, hub: MemoryBroker, *, guest: str = "") -> None:
         self._hub = hub
+        self.guest = guest
         self._queue: deque[Frames] = deque()
         self._is_woken = False
         self._is_closed = False

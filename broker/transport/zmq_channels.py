@@ -15,10 +15,7 @@ import uuid
 from collections import deque
 from contextlib import suppress
 from ipaddress import IPv4Network
-from itertools import accumulate, chain, pairwise
-from typing import Annotated
 
-import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
@@ -34,6 +31,7 @@ from slipstream.broker.transport.endpoints import (
     remove_path,
     speaks_curve,
 )
+from slipstream.broker.transport.pieces import PIECE_BYTES, assembled, in_pieces
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
 HIGH_WATER_MARK = 4096
@@ -72,9 +70,6 @@ _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
 
 BROKER_ADDRESS = "broker.address"
 _ZAP_DOMAIN = "slipstream"
-PIECE_BYTES = 64 * 1024
-"""Largest frame towards a server, and so the memory that a connection can fill before it has authenticated itself."""
-
 _CURVE_BYTES = 64
 """More than what encryption adds to a frame."""
 
@@ -99,13 +94,13 @@ def _server_options(keys: Keys) -> Options:
 
 
 class _OwnClients:
-    """Admits clients that hold the run's client key. A credentials provider of ThreadAuthenticator."""
+    """Admits clients that hold the run's client key, or a guest's. A credentials provider of ThreadAuthenticator."""
 
     def __init__(self, keys: Keys) -> None:
-        self._expected = keys.client_public
+        self._expected = {keys.client_public, *keys.guests}
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._expected
+        return key in self._expected
 
 
 def check_free(address: str, *, setting: str = BROKER_ADDRESS, network: IPv4Network | None = None) -> None:
@@ -149,6 +144,9 @@ class ZmqServerChannel:
         check_reach(address, setting=setting, network=network)
         check_unused(address, setting=setting)
         self._address = self._path = ""
+        self._guests = {key.decode(): name for key, name in keys.guests.items()}
+        self.guest = ""
+        """Guest that sent what `receive` returned last; empty: somebody with the run's token."""
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -185,8 +183,19 @@ class ZmqServerChannel:
         _check_open(self._socket)
         if timeout_s > 0:
             self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN)
-        received = _receive_now(self._socket)
-        return None if received is None else (received[0], _assembled(received[1:]))
+        received = self._receive_now()
+        return None if received is None else (received[0], assembled(received[1:]))
+
+    def _receive_now(self) -> Frames | None:
+        if not self._guests:
+            return _receive_now(self._socket)
+        try:
+            identity = self._socket.recv(flags=zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        # The authenticator's word for the connection's key, not anything that the client says of itself.
+        self.guest = self._guests.get(str(identity.get("User-Id")), "")
+        return [identity.bytes, *self._socket.recv_multipart(flags=zmq.NOBLOCK)]
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         """Send to one peer. Never blocks; False if the peer is gone or its queue is full."""
@@ -342,35 +351,6 @@ class ZmqClientChannel:
             return False
         self._is_woken.clear()
         return True
-
-
-def in_pieces(frames: Frames) -> Frames:
-    """Split a message with a frame above PIECE_BYTES: an empty frame, the number of pieces of each frame, the pieces.
-
-    No message starts with an empty frame otherwise, because a header is never empty.
-    """
-    if all(len(frame) <= PIECE_BYTES for frame in frames):
-        return frames
-    split = [_pieces_of(frame) for frame in frames]
-    return [b"", msgspec.msgpack.encode([len(pieces) for pieces in split]), *chain.from_iterable(split)]
-
-
-def _pieces_of(frame: bytes) -> Frames:
-    return [frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame]
-
-
-def _assembled(frames: Frames) -> Frames:
-    """Undo `in_pieces`; if the pieces do not add up, return the message as it is: its empty header is refused."""
-    if len(frames) < 2 or frames[0]:
-        return frames
-    try:
-        counts = msgspec.msgpack.decode(frames[1], type=list[Annotated[int, msgspec.Meta(ge=1)]])
-    except msgspec.MsgspecError:
-        return frames
-    ends = list(accumulate(counts, initial=2))
-    if ends[-1] != len(frames):
-        return frames
-    return [b"".join(frames[start:end]) for start, end in pairwise(ends)]
 
 
 def _open(context: zmq.Context, kind: int, options: Options) -> zmq.Socket:

@@ -140,10 +140,10 @@ class RedisPrompts(RedisConnection):
         ]
 
     # --- trajectories ------------------------------------------------------------------------------------------------
-    def insert(self, trajectories: list[Packed]) -> list[Insertion]:
+    def insert(self, trajectories: list[Packed], *, guest: str = "") -> list[Insertion]:
         # Training trajectories share calls; answers to evaluations are few, and go one by one.
         train = [packed for packed in trajectories if packed[0].purpose == "train"]
-        words = (word for chunk in chunks(train) for word in self._insert_chunk(chunk))
+        words = (word for chunk in chunks(train) for word in self._insert_chunk(chunk, guest))
         return [
             _insertion(next(words) if header.purpose == "train" else self._insert_evaluation(header, payload))
             for header, payload in trajectories
@@ -153,17 +153,25 @@ class RedisPrompts(RedisConnection):
         entry = msgspec.msgpack.encode((reason, frame[:FRAME_BYTES_KEPT]))
         self._run("quarantine_frame", reason, entry, FRAMES_KEPT)
 
+    def quarantine_guest(self, guest: str, *, reason: str) -> int:
+        return self._run("quarantine_guest", guest, reason)
+
+    def quarantined_guests(self) -> dict[str, str]:
+        with self._mapped_errors():
+            stored = self._client.hgetall(self._key("guests"))
+        return {text(guest): text(reason) for guest, reason in stored.items()}
+
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
         """Return reason and first bytes of the newest rejected frames, newest first."""
         with self._mapped_errors():
             entries = self._client.lrange(self._key("quarantine"), 0, -1)
         return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
 
-    def _insert_chunk(self, chunk: list[Packed]) -> list[str]:
+    def _insert_chunk(self, chunk: list[Packed], guest: str) -> list[str]:
         """Insert in one call. The server serves nobody else meanwhile, and checks only once whether memory is full."""
         arguments = (argument for header, payload in chunk for argument in (_header_argument(header), payload))
         try:
-            return text(self._run("insert", *arguments)).split()
+            return text(self._run("insert", guest, *arguments)).split()
         except StoreUnavailableError as error:
             if not is_out_of_memory(error):
                 raise

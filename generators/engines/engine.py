@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,6 +32,13 @@ class Completion(Record):
     experts: np.ndarray | None = None
     """uint8 or int16[T - 1, M, K]: the experts of each token of prompt and response but the last, in each router, as
     the pass chose them that sampled the next token of the response; None unless `model.router_replay`."""
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of the tokens of a text but the first, at temperature 1, and of the likeliest token there."""
+
+    own: list[float]
+    likeliest: list[float]
 
 
 class EngineLoad(Record):
@@ -90,6 +97,10 @@ class Engine(Protocol):
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Log-probability of token t + 1 given tokens <= t, at temperature 1: len(token_ids) - 1 values."""
+        ...
+
+    async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
+        """Return the same with the log-probability of the likeliest token at each place. Raises EngineError."""
         ...
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:

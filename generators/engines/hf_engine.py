@@ -20,7 +20,7 @@ from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, end_token_ids, require_routers
+from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, end_token_ids, require_routers
 from slipstream.generators.engines.weight_layout import WeightLayout, receive_update
 from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.runtime.images import PromptImage, VisionModel
@@ -302,11 +302,15 @@ class HfEngine:
         return await request.completion
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        return (await self.prompt_scores(token_ids)).own
+
+    async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
         self._check_started()
         ids = torch.tensor([token_ids], device=self._model.device)
         with torch.inference_mode():
             logprobs = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
-        return logprobs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+        own = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+        return PromptScores(own.tolist(), logprobs.amax(-1).tolist())
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         loop = asyncio.get_running_loop()

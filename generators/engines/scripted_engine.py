@@ -11,7 +11,7 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad
+from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores
 from slipstream.generators.engines.weight_layout import receive_update
 from slipstream.runtime.images import PromptImage
 
@@ -74,6 +74,11 @@ class ScriptedEngine:
         """Return the last update's canary values, or uniform ones."""
         uniform = [-math.log(len(VOCABULARY))] * (len(token_ids) - 1)
         return self._canaries.get(tuple(token_ids), uniform)
+
+    async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
+        """Every token is as likely as any other."""
+        own = await self.prompt_logprobs(token_ids)
+        return PromptScores(own, own)
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         if self._receiver is not None:

@@ -3,6 +3,7 @@
 runs/<name>/            for its owner alone
     run.lock            held by the launcher, or by a broker that was started by hand
     token               secret that keeps strangers off the run's sockets, unless the user gave one
+    guests/<name>       token of a guest, see docs/cluster.md
     address             where generators on other machines reach the broker
     doors/<generator>   address at which agents of the user's find a generator
     sockets/            unix sockets of the broker and of the learner
@@ -88,6 +89,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
         self.token = self.path / "token"
+        self.guests = self.path / "guests"
         self.doors = self.path / "doors"
         self._address = self.path / "address"
         self._lock: IO[str] | None = None

@@ -16,18 +16,17 @@ import psutil
 import pytest
 import zmq
 
-from slipstream.broker.credentials import Keys, derive_keys
+from slipstream.broker.credentials import Keys, derive_keys, guest_token
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.messages import Frames
 from slipstream.broker.transport.channels import ClientChannel, ServerChannel
 from slipstream.broker.transport.endpoints import CURVE_GREETING
 from slipstream.broker.transport.memory_channels import MemoryBroker
+from slipstream.broker.transport.pieces import PIECE_BYTES, in_pieces
 from slipstream.broker.transport.zmq_channels import (
     HIGH_WATER_MARK,
-    PIECE_BYTES,
     ZmqClientChannel,
     ZmqServerChannel,
-    in_pieces,
     is_refused,
 )
 from tests.fakes import KEYS, TOKEN
@@ -370,6 +369,33 @@ def test_a_client_says_nothing_to_a_server_without_its_keys(name: str, tmp_path:
         assert client.receive(timeout_s=0.3) is None
         assert not impostor.poll(0)
         client.close()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_server_tells_by_the_key_which_guest_sent_a_message(kind: str, tmp_path: Path) -> None:
+    keys = derive_keys(TOKEN, guests=["alice", "bob"])
+    address = f"ipc://{tmp_path}/broker.sock" if kind == "ipc" else "tcp://127.0.0.1:0"
+    server = ZmqServerChannel(address, keys=keys)
+    tokens = {name: guest_token(keys, name) for name in ("alice", "bob")}
+    stranger = guest_token(keys, "carol")
+    clients = {
+        name: ZmqClientChannel(server.address, keys=derive_keys(token), max_message_bytes=MAX_MESSAGE_BYTES)
+        for name, token in {"alice": tokens["alice"], "": TOKEN, "bob": tokens["bob"], "carol": stranger}.items()
+    }
+    for name in ("alice", "", "bob"):
+        # In pieces, too: the name is that of the connection, not of a frame.
+        for frames in ([b"hello"], [b"hello", bytes(3 * PIECE_BYTES)]):
+            clients[name].send(frames)
+            identity, received = next_at_server(server, clients[name])
+            assert (received, server.guest) == (frames, name)
+            assert server.send(identity, [b"welcome"])
+            assert next_at_client(clients[name]) == [b"welcome"]
+    clients["carol"].send([b"hello"])
+    assert clients["carol"].receive(timeout_s=0.2) is None
+    assert server.receive(timeout_s=0.1) is None
+    assert eventually(lambda: server.take_refused() > 0)
+    for channel in (*clients.values(), server):
+        channel.close()
 
 
 def test_a_peer_with_another_token_learns_that_it_is_refused(sockets: ZmqWire) -> None:

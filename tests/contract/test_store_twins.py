@@ -43,6 +43,7 @@ from tests.fakes import FakeClock
 
 pick = st.sampled_from
 OWNERS, LEASE_S = pick(["a", "b"]), pick([1.0, 5.0, 60.0])
+GUESTS = pick(["alice", "bob"])
 RULES = st.builds(
     SamplingRules,
     sampler=pick([FifoConfig(), FreshestConfig(), UniformConfig(), PrioritizedConfig()]),
@@ -114,12 +115,17 @@ class Twins(RuleBasedStateMachine):
         self.leases += leases
         return leases
 
-    def send(self, packed: list[tuple]) -> None:
+    def send(self, packed: list[tuple], *, guest: str = "") -> None:
         self.sent += packed
-        self.both(lambda store: store.insert(packed))
+        self.both(lambda store: store.insert(packed, guest=guest))
 
-    @rule(data=st.data(), version=pick([0, 0, 0, 0, 1]), knows=pick([True, True, True, False]))
-    def insert(self, data: st.DataObject, version: int, knows: bool) -> None:
+    @rule(guest=GUESTS)
+    def quarantine_guest(self, guest: str) -> None:
+        self.both(lambda store: store.quarantine_guest(guest, reason="lies"))
+        self.both(lambda store: store.quarantined_guests())
+
+    @rule(data=st.data(), version=pick([0, 0, 0, 0, 1]), knows=pick([True, True, True, False]), guest=GUESTS)
+    def insert(self, data: st.DataObject, version: int, knows: bool, guest: str) -> None:
         """A generator that does not know of the baseline is refused where one is expected."""
         if not self.leases:
             return
@@ -127,13 +133,13 @@ class Twins(RuleBasedStateMachine):
         fields = {"version_spans": [VersionSpan(6, version)], "has_baseline": self.has_baseline is knows}
         rewards = st.shared(REWARDS, key="same") | REWARDS
         indices = data.draw(st.permutations(lease.indices))
-        self.send([answer(lease, index, reward=data.draw(rewards), **fields) for index in indices])
+        self.send([answer(lease, index, reward=data.draw(rewards), **fields) for index in indices], guest=guest)
 
-    @rule(owner=OWNERS, count=st.integers(1, 3), leave_out=pick([0, 0, 1]))
-    def lease_then_answer(self, owner: str, count: int, leave_out: int) -> None:
+    @rule(owner=OWNERS, count=st.integers(1, 3), leave_out=pick([0, 0, 1]), guest=pick(["", "", "alice", "bob"]))
+    def lease_then_answer(self, owner: str, count: int, leave_out: int, guest: str) -> None:
         leases = self.lease_to(owner, count, lease_s=5.0)
         packed = [self.answer(lease, index) for lease in leases for index in lease.indices]
-        self.send(packed[: len(packed) - leave_out])
+        self.send(packed[: len(packed) - leave_out], guest=guest)
 
     @rule(data=st.data())
     def send_again(self, data: st.DataObject) -> None:

@@ -141,7 +141,7 @@ class MemoryBatches(MemoryState):
         run.consumed += not group.steps
         group.steps.append(step)
         self._count_trained(group, uses=1)
-        if len(group.steps) < run.max_uses:
+        if len(group.steps) < run.max_uses and not group.guests & self._quarantined.keys():
             self._reusable[group.sequence] = group.id
 
     def _count_trained(self, group: Group, *, uses: int) -> None:

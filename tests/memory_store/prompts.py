@@ -225,13 +225,36 @@ class MemoryPrompts(MemoryState):
         return messages
 
     # --- trajectories ------------------------------------------------------------------------------------------------
-    def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]]) -> list[Insertion]:
+    def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
         with self._changed:
             self._opened()
             return [
-                self._insert(header, payload) if header.purpose == "train" else self._insert_evaluation(header, payload)
+                self._insert(header, payload, guest)
+                if header.purpose == "train"
+                else self._insert_evaluation(header, payload)
                 for header, payload in trajectories
             ]
+
+    def quarantine_guest(self, guest: str, *, reason: str) -> int:
+        with self._changed:
+            self._opened()
+            self._quarantined.setdefault(guest, reason)
+            for sequence, group_id in list(self._reusable.items()):
+                if guest in self._groups[group_id].guests:
+                    del self._reusable[sequence]
+            first_at = {group.id: group.first_at for group in self._groups.values() if self._is_open(group)}
+            waiting = [*(self._ready[at] for at in sorted(self._ready)), *_lapsed(first_at, now=self._now())]
+            ended = [group_id for group_id in waiting if guest in self._groups[group_id].guests]
+            for group_id in ended:
+                self._ready.pop(self._groups[group_id].sequence, None)
+                self._leases.pop(group_id, None)
+                self._returned.discard(int(group_id))
+                self._end(group_id, "quarantined", f"guest: {guest}")
+            return len(ended)
+
+    def quarantined_guests(self) -> dict[str, str]:
+        with self._changed:
+            return dict(self._quarantined)
 
     def quarantine(self, reason: str, frame: bytes) -> None:
         with self._changed:
@@ -244,8 +267,11 @@ class MemoryPrompts(MemoryState):
         with self._changed:
             return list(self._frames)
 
-    def _insert(self, header: TrajectoryHeader, payload: bytes) -> Insertion:
-        if objection := self._objection_to(header):
+    def _insert(self, header: TrajectoryHeader, payload: bytes, guest: str) -> Insertion:
+        objection = self._objection_to(header)
+        if objection is None and guest in self._quarantined:
+            objection = _refusal("guest_quarantined")
+        if objection:
             self._counters[objection.outcome] += 1
             if objection.outcome == "superseded":
                 self._counters["superseded_tokens"] += header.written_tokens
@@ -254,6 +280,7 @@ class MemoryPrompts(MemoryState):
         if not group.members:
             group.first_at = self._now()
         group.members[header.index] = self._make_member(header, payload)
+        group.guests |= {guest} - {""}
         self._counters["accepted"] += 1
         self._counters["accepted_tokens"] += header.written_tokens
         is_ready = len(group.members) == group.size and self._complete(group)

@@ -68,6 +68,8 @@ class Group:
     reason: str = ""
     members: dict[int, Member] = field(default_factory=dict)
     """By index, in the order of arrival."""
+    guests: set[str] = field(default_factory=set)
+    """Guests who wrote members."""
 
     @property
     def oldest_version(self) -> int | None:
@@ -202,6 +204,7 @@ class MemoryState:
         self._evaluations: dict[str, OpenEvaluation] = {}
         self._counters: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
+        self._quarantined: dict[str, str] = {}
         self._frames: deque[tuple[str, bytes]] = deque(maxlen=FRAMES_KEPT)
         self._roles: dict[str, tuple[bytes, int]] = {}
         self._progress: dict[str, tuple[str, int]] = {}
@@ -224,21 +227,29 @@ class MemoryState:
         return self._now() + int(lease_s * 1000)
 
     # --- queue and claims --------------------------------------------------------------------------------------------
-    def _enqueue(self, group_id: str, *, is_released: bool = False) -> None:
-        """Put a group back where it waits to be claimed; a used one that `is_released` is not sampled again."""
+    def _enqueue(self, group_id: str, *, is_released: bool = False) -> bool:
+        """Put a group back where it waits to be claimed; return whether it does.
+
+        A used one that `is_released` is not sampled again; nor is one that a quarantined guest wrote, which goes to
+        quarantine if it was not used.
+        """
         group = self._groups[group_id]
+        authors = sorted(group.guests & self._quarantined.keys())
         if group.steps:
             self._used.setdefault(group.steps[-1], UsedStep(None, [])).group_ids.append(group_id)
-            if not is_released:
+            if not (is_released or authors):
                 self._reusable[group.sequence] = group_id
+        elif authors:
+            self._end(group_id, "quarantined", f"guest: {authors[0]}")
+            return False
         else:
             self._ready[group.sequence] = group_id
+        return True
 
     def _enqueue_all(self, group_ids: list[str]) -> int:
-        for group_id in group_ids:
-            self._enqueue(group_id)
+        num_returned = sum(self._enqueue(group_id) for group_id in group_ids)
         self._changed.notify_all()
-        return len(group_ids)
+        return num_returned
 
     def _dequeue(self, group_id: str) -> None:
         group = self._groups[group_id]

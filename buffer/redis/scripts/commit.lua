@@ -22,7 +22,7 @@ local function use(group)
   redis.call('HINCRBY', counters, 'trained', f[2])
   redis.call('HINCRBY', counters, 'trained_tokens', f[3] or 0)
   local _, num_uses = string.gsub(steps, '%d+', '')
-  if num_uses < max_uses then make_reusable(group, f[4]) end
+  if num_uses < max_uses and not quarantined_author(group) then make_reusable(group, f[4]) end
 end
 
 local newest = tonumber(redis.call('HGET', run, 'step'))

@@ -1,6 +1,6 @@
 -- Stores trajectories; a group that becomes complete is made ready, or rejected by the run's filter.
--- Keys: run, group:*, payloads:*, open, ready, leases, returned, counters, done
--- Arguments: (header, payload)...; a header is MessagePack of [id, group, index, group_size, oldest_version,
+-- Keys: run, guests, group:*, payloads:*, open, ready, leases, returned, counters, done
+-- Arguments: the guest who wrote them, or '', (header, payload)...; a header is MessagePack of [id, group, index, group_size, oldest_version,
 --   newest_version, checksum, attempt, written_tokens, reward, 1 if it was answered, 1 if it is right, 1 if it is
 --   greedy], all as text: one argument, because thirteen cost client and server as much as thirteen small commands
 -- Returns: one word each, separated by spaces: inserted | ready (inserted, and its group became ready) | duplicate |
@@ -16,6 +16,8 @@ local SUMS = {'members', 'oldest', 'tokens', 'bytes', 'answered', 'reward_sum', 
 
 local versions = redis.call('HMGET', key('run'), 'announced_version', 'version')
 local announced_version, applied_version = tonumber(versions[1]), tonumber(versions[2])
+local guest = ARGV[2]
+local is_quarantined = guest ~= '' and redis.call('HEXISTS', key('guests'), guest) == 1
 
 -- Counters are added up over all trajectories of a call and written once.
 local counted = {}
@@ -67,6 +69,7 @@ local function objection_to(new, group, checksum, taken_by)
   if (new.greedy == '1') ~= is_baseline then return 'baseline' end
   if tonumber(new.attempt) > tonumber(group.attempt) then return 'unknown_lease' end
   if tonumber(new.version) > announced_version then return 'future_version' end
+  if is_quarantined then return 'guest_quarantined' end
 end
 
 local function add_to_sums(sums, new, payload)
@@ -133,6 +136,7 @@ local function insert_one(new, payload)
   redis.call('HSET', key('payloads:' .. new.group), new.index, payload)
   add_field(record, at, new.id)
   add_field(record, sum, new.checksum)
+  if guest ~= '' then add_field(record, 'guest:' .. guest, 1) end
   add_to_sums(record.sums, new, payload)
   count('accepted', 1)
   if record.sums.members == tonumber(record.size) then return complete(new.group, record) end
@@ -142,7 +146,7 @@ local function insert_one(new, payload)
 end
 
 local answers = {}
-for i = 2, #ARGV, 2 do
+for i = 3, #ARGV, 2 do
   local h = cmsgpack.unpack(ARGV[i])
   local new = {id = h[1], group = h[2], index = h[3], size = h[4], oldest = h[5], version = h[6], checksum = h[7],
     attempt = h[8], written = h[9], reward = h[10], answered = h[11], correct = h[12], greedy = h[13]}

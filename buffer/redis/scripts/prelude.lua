@@ -13,7 +13,7 @@
 --   refused             hash    reason -> trajectories
 --   group:<id>          hash    attempt, size, baseline ('1': its last member is greedy), purpose, owner, sequence,
 --                               claim_attempts, steps ("3,17"), closed (made ready short of members), outcome, reason, row (with a
---                               curriculum);
+--                               curriculum), guest:<name> (a guest wrote members);
 --                               sums over its members (see insert.lua); at:<index> -> trajectory id,
 --                               sum:<trajectory id> -> checksum
 --   success             hash    row -> its success rate, MessagePack of {answers, weighted answers, weighted right ones}
@@ -39,6 +39,7 @@
 --   roles, role_times   hash    newest gauges, and their time    metrics            list  newest rows
 --   role_marks, role_progress_times  hash  progress of each role, and when it last changed
 --   events              list    newest events
+--   guests              hash    quarantined guest -> reason
 --   launcher_requests, broker_requests, learner_requests  hash  subject -> value, until taken
 
 local prefix = KEYS[1]
@@ -196,25 +197,40 @@ local function last_of(steps) return string.match(steps, '(%d+)$') end
 
 local function make_reusable(group, sequence) redis.call('ZADD', key('reusable'), sequence, group) end
 
+-- A quarantined guest that wrote members of the group; nil without one.
+local function quarantined_author(group)
+  for _, guest in ipairs(redis.call('HKEYS', key('guests'))) do
+    if redis.call('HEXISTS', key('group:' .. group), 'guest:' .. guest) == 1 then return guest end
+  end
+end
+
 -- Puts a group back where it waits to be claimed. Its ready sequence never changes, so it gets its old position in the
--- order. A used group that `is_released` is kept until a checkpoint covers it, and not sampled again.
+-- order. A used group that `is_released` is kept until a checkpoint covers it, and not sampled again; nor is one that a
+-- quarantined guest wrote, which goes to quarantine if it was not used. Returns whether it is in the queue.
 local function enqueue(group, is_released)
   local f = redis.call('HMGET', key('group:' .. group), 'sequence', 'steps')
-  local sequence, steps = f[1], f[2] or ''
+  local sequence, steps, author = f[1], f[2] or '', quarantined_author(group)
   if steps ~= '' then
     redis.call('RPUSH', key('used:' .. last_of(steps)), group)
     redis.call('ZADD', key('used_steps'), last_of(steps), last_of(steps))
-    if not is_released then make_reusable(group, sequence) end
+    if not (is_released or author) then make_reusable(group, sequence) end
+  elseif author then
+    end_group(group, 'quarantined', 'guest: ' .. author)
+    return false
   else
     redis.call('ZADD', key('ready'), sequence, group)
   end
+  return true
 end
 
 local function enqueue_all(list)
   local groups = redis.call('LRANGE', list, 0, -1)
   redis.call('DEL', list)
-  for _, group in ipairs(groups) do enqueue(group) end
-  return #groups
+  local returned = 0
+  for _, group in ipairs(groups) do
+    if enqueue(group) then returned = returned + 1 end
+  end
+  return returned
 end
 
 local function dequeue(group)

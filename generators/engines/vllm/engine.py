@@ -32,7 +32,7 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, require_routers
+from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, require_routers
 from slipstream.generators.engines.vllm.adapter import ADAPTER, check_experts, describe
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.vllm.fatal_error import read_fatal_error
@@ -161,15 +161,16 @@ class VllmEngine:
         )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        return await self._score(token_ids, num_likeliest=0)
+
+    async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
+        scores = await self._score(token_ids, num_likeliest=1)
+        return PromptScores(scores[::2], scores[1::2])
+
+    async def _score(self, token_ids: list[int], *, num_likeliest: int) -> list[float]:
         self._num_probes += 1
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        form = {"flat_logprobs": True, "detokenize": False, "output_kind": RequestOutputKind.FINAL_ONLY}
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=num_likeliest, **form)
         output = await self._final_output(token_ids, params, f"probe-{self._num_probes}")
         return output.prompt_logprobs.logprobs
 

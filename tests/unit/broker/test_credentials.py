@@ -8,10 +8,18 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from slipstream.broker.credentials import TOKEN_VARIABLE, derive_keys, find_token, make_token
+from slipstream.broker.credentials import (
+    TOKEN_VARIABLE,
+    derive_keys,
+    find_token,
+    guest_token,
+    make_token,
+    write_guest_tokens,
+)
 from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_run
 
 SECRET = "kept-to-ourselves"
@@ -120,3 +128,32 @@ def test_the_token_that_a_run_makes_is_long_enough_for_other_machines(tmp_path: 
     run = make_run(runs_dir=str(tmp_path), cluster={"interface": "10.0.0.0/8"})
     assert find_token(run) == ""
     assert len(make_token(run)) >= 32
+
+
+# --- guests ----------------------------------------------------------------------------------------------------------
+def test_a_guests_token_gives_its_own_key_and_the_public_one_of_the_run_alone(tmp_path: Path):
+    run = run_in(tmp_path)
+    keys = derive_keys(make_token(run), guests=["alice", "bob"])
+    write_guest_tokens(RunFolder(run), keys)
+    files = sorted((tmp_path / "runs/test/guests").iterdir())
+    assert [(path.name, stat.S_IMODE(path.stat().st_mode)) for path in files] == [("alice", 0o600), ("bob", 0o600)]
+    guest = derive_keys(files[0].read_text().strip())
+    assert (guest.guest, guest.server_public, guest.server_secret) == ("alice", keys.server_public, b"")
+    assert keys.guests[guest.client_public] == "alice"
+    assert zmq.curve_public(guest.client_secret) == guest.client_public
+    secrets = {keys.client_secret, keys.server_secret}
+    assert not secrets & {guest.client_secret, guest.server_secret}
+    others = derive_keys("another run's token", guests=["alice"])
+    assert not others.guests.keys() & keys.guests.keys()
+
+
+def test_a_damaged_guest_token_is_named(tmp_path: Path):
+    for token in ("guest.alice", "guest.alice.AAAA", "guest..AAAA", "guest.alice.!!!"):
+        with pytest.raises(ConfigError, match=r"a token that begins with guest\. must be a guest's"):
+            derive_keys(token)
+
+
+def test_a_guest_cannot_begin_a_run(tmp_path: Path):
+    token = guest_token(derive_keys("the run's own token"), "alice")
+    with pytest.raises(ConfigError, match="the token must be the run's, got that of a guest"):
+        make_token(run_in(tmp_path, token))

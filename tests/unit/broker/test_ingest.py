@@ -16,7 +16,7 @@ NUM_GROUPS = 100
 class FullStore(MemoryStore):
     """Refuses what it is out of memory for, as Redis does."""
 
-    def insert(self, trajectories):
+    def insert(self, trajectories, *, guest=""):
         return [Insertion(outcome="refused", reason="store_full") for _ in trajectories]
 
 

@@ -91,3 +91,32 @@ def test_the_place_of_a_run_is_no_part_of_its_identity() -> None:
     here, there = load([]), load(elsewhere)
     assert identity(here) == identity(there)
     assert config_hash(here) == config_hash(there) != config_hash(load(["broker.lease_s=60"]))
+
+
+GUESTS = "cluster.guests.names=[alice]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["cluster.guests.names=[a/b]"], "cluster.guests.names must have names of 1 to 64 letters, digits, _ and -, "),
+        (
+            [GUESTS, "generators.sampling.temperature=0.7"],
+            "must be empty with generators.sampling.temperature=0.7, got",
+        ),
+        ([GUESTS, "generators.sampling.top_p=0.9"], "must be empty with generators.sampling.top_p=0.9, got"),
+        ([GUESTS, "generators.baseline=greedy"], "must be empty with generators.baseline=greedy, got"),
+        (
+            [GUESTS, "generators/agent=custom", "generators.agent.function=a:b"],
+            "must be empty with an agent that is not single_turn, got",
+        ),
+        ([GUESTS, "experiment=digits_serial"], "must be empty with mode=serial, got"),
+    ],
+)
+def test_guests_whose_answers_could_not_be_checked_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load(overrides)
+
+
+def test_guests_are_no_part_of_what_a_run_is() -> None:
+    assert config_hash(load([GUESTS])) == config_hash(load([]))
