@@ -7,7 +7,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run check docs test test-all gpu-bundle gpu-check chaos mutants clean
+.PHONY: help setup run check docs site test test-all gpu-bundle gpu-check chaos mutants clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ check: $(INSTALLED) ## format, lint, types, imports, spelling and the fast tests
 
 docs: $(INSTALLED) ## update the generated parts of docs/
 	$(python) -m slipstream.scripts.write_docs
+
+site: $(INSTALLED) ## build the documentation as a site, into build/site/html, with every link checked
+	@$(python) -m slipstream.scripts.site
 
 test: $(INSTALLED) ## all tests that take less than minutes; ARGS="tests/unit -k cli" selects
 	$(PYTEST) -m "not long" $(ARGS)

@@ -42,6 +42,7 @@ TRIED_BY = {
     "make setup": ".ci/run",
     "make test-all": ".ci/run",
     "make docs": "tests/shape/test_documents.py",
+    "make site": "tests/integration/test_site.py",
     "make gpu-bundle": "tests/integration/test_gpu_check.py",
     "make gpu-check": "tests/integration/test_gpu_check.py",
     "make chaos": "tests/integration/test_chaos.py",

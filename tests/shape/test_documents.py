@@ -58,6 +58,12 @@ def test_the_generated_pages_are_up_to_date() -> None:
     assert stale_pages() == [], "write them anew with `make docs`"
 
 
+def test_every_document_is_in_the_menu_of_the_site() -> None:
+    menu = set(re.findall(r'"(docs/[a-z_/]+\.md)"', text("zensical.toml")))
+    pages = {page for page in paths(".md") if page.startswith("docs/") and "/decisions/" not in page}
+    assert menu - {"docs/decisions/index.md"} == pages
+
+
 def test_every_link_of_a_document_leads_somewhere() -> None:
     links = [(page, target) for page in paths(".md") for target in LINK.findall(text(page))]
     relative = [(page, target) for page, target in links if not re.match(r"[a-z]+:", target)]
