@@ -18,6 +18,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.dashboard.command import watch
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
+from slipstream.migration.command import import_config
 from slipstream.runtime.command_line import SETTINGS, fail_cleanly, run_app, with_command
 from slipstream.viewer.command import data, view
 
@@ -194,6 +195,7 @@ def profile(
 
 app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})(data)
 app.command()(view)
+app.command("import-config")(import_config)
 
 
 @app.command()

@@ -111,7 +111,7 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     """Put `run` before arguments that begin with an override. Raises ConfigError for a command that `app` lacks."""
     first = arguments[0] if arguments else "--help"
-    commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
+    commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
     if first in (*commands, "-h", "--help"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):

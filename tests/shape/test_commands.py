@@ -61,6 +61,7 @@ TRIED_BY = {
     "slipstream drain": "tests/integration/test_scaling.py",
     "slipstream profile": "tests/integration/test_scaling.py",
     "slipstream view": "tests/unit/slipstream/viewer/test_viewer.py",
+    "slipstream import-config": "tests/unit/slipstream/migration/test_migration.py",
     "slipstream data ls": "tests/integration/test_data_commands.py",
     "slipstream data refused": "tests/integration/test_data_commands.py",
     "slipstream data export": "tests/unit/buffer/cli/test_transfer.py",

@@ -24,6 +24,7 @@ COMMANDS = [
     "profile",
     "data",
     "view",
+    "import-config",
     "explain",
     "evaluate",
     "generate",
@@ -54,7 +55,7 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, printed, _ = call(capsys, "--help")
     assert code == 0
-    assert re.findall(r"^  ([a-z]+) {2,}[A-Z]", printed, re.MULTILINE) == COMMANDS
+    assert re.findall(r"^  ([a-z-]+) {2,}[A-Z]", printed, re.MULTILINE) == COMMANDS
 
 
 @pytest.mark.parametrize("command", COMMANDS)

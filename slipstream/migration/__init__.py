@@ -1,0 +1,1 @@
+"""`slipstream import-config`: settings of other trainers, translated."""

@@ -1,0 +1,89 @@
+"""Translation: settings of another trainer, taken one by one, and what becomes of each here."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from slipstream.buffer.trajectory import Record
+
+_PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
+_OFF: tuple[Any, ...] = (None, False, "", [], {})
+"""Values by which a setting is not used: a whole configuration has hundreds of them."""
+_WORDS = ("null", "true", "false", "inf", "nan")
+
+
+class Imported(Record):
+    """Result of an import. Example: Imported(overrides=["seed=1"], notes=["..."], without_equal=["trainer.x = 3"])."""
+
+    overrides: list[str]
+    """Settings, as `slipstream run` takes them."""
+    notes: list[str]
+    """One sentence on each setting that means something else here, or that somebody must decide."""
+    without_equal: list[str]
+    """Their settings that nothing here corresponds to, with their values."""
+
+
+class Translation:
+    """Their settings, over their defaults, and ours in the order in which they were set."""
+
+    def __init__(self, given: dict[str, Any], defaults: dict[str, Any]) -> None:
+        self.given = given
+        self._defaults = defaults
+        self._taken: set[str] = set()
+        self._ours: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def take(self, key: str) -> Any:
+        """Return a setting of theirs, given or default, which is then accounted for."""
+        self._taken.add(key)
+        value = self.given.get(key)
+        return self._defaults.get(key) if value is None else value
+
+    def put(self, key: str, value: Any) -> None:
+        """Set one of ours; None leaves it as it is."""
+        if value is not None:
+            self._ours[key] = format_value(value)
+
+    def same(self, theirs: str, ours: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
+        """Set one of ours to one of theirs."""
+        value = self.take(theirs)
+        self.put(ours, None if value is None else convert(value))
+
+    def leave_default_task(self, *, max_length: int, tokens_per_microbatch: int) -> None:
+        """Remove what the default experiment sets for its own task, and make room for the longest trajectory."""
+        self.put("prepare", [])
+        self.put("evaluation.goals", [])
+        self._ours["learner.stop"] = "null"
+        self.put("model.max_length", max_length)
+        self.put("learner.tokens_per_microbatch", max(max_length, tokens_per_microbatch))
+
+    def note(self, key: str, sentence: str) -> None:
+        """Say what a setting of theirs means here, if it was given."""
+        if self.given.get(key) is not None:
+            self._taken.add(key)
+            self.notes.append(f"{key}={format_value(self.given[key])}: {sentence}")
+
+    def result(self, *, decided_here: tuple[str, ...]) -> Imported:
+        """Build the result; keys that begin as one of `decided_here` need no equal."""
+        left = {key: value for key, value in self.given.items() if key not in self._taken and value not in _OFF}
+        unequal = [f"{key} = {format_value(value)}" for key, value in left.items() if not key.startswith(decided_here)]
+        return Imported([f"{key}={value}" for key, value in self._ours.items()], self.notes, unequal)
+
+
+def format_value(value: Any) -> str:
+    """Write a value as the command line of Slipstream reads it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {format_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(format_value, value)) + "]"
+    if isinstance(value, str):
+        is_plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
+        return value if is_plain else "'" + value.replace("'", "\\'") + "'"
+    return msgspec.json.encode(value).decode()
+
+
+def each_file(value: Any) -> Iterator[str]:
+    """Yield the names of one file or of a list."""
+    yield from map(str, value if isinstance(value, list | tuple) else [value])
