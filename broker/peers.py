@@ -148,6 +148,11 @@ class Peers:
     def learner(self) -> Peer | None:
         return self._by_name.get(("learner", LEARNER))
 
+    def weights_at(self) -> str:
+        """Return the port of the learner from which generators fetch weights; empty without one."""
+        learner = self.learner()
+        return learner.lends_at if learner else ""
+
     def is_back(self, peer: Peer) -> bool:
         """Return whether the incarnation of a removed peer is connected again."""
         named = self._by_name.get((peer.hello.role, peer.hello.peer_id))

@@ -122,7 +122,7 @@ class Router:
         self._store_clock = StoreClock(store, run, clock=clock)
         self._vitals = Vitals(run, store, self._ingest, send=self._send)
         self._account = self._vitals.account
-        self._inspection = Inspection(run, config_json=config_json, model=model, send=channel.send)
+        self._inspection = Inspection(run, self._peers.weights_at, model=model, send=channel.send)
         self._departures = Departures(store, self._peers)
         self._ping_round = PingRound(())
         self._members_changed = False

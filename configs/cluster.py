@@ -20,12 +20,14 @@ _PORTS = range(1024, 65536)
 
 
 class CoreConfig(Config):
-    """Resources that Ray reserves on the machine of launcher, broker, store and learner."""
+    """Machines of the learner, on the first of which broker, store and rank 0 are, and what is reserved on each."""
 
+    machines: Annotated[int, Meta(ge=1)] = 1
+    """Machines that divide the ranks of the learner evenly."""
     cpus: Annotated[float, Meta(gt=0)] = 2.0
-    """Cores of all four together."""
+    """Cores on each, for all roles there."""
     gpus: Annotated[int, Meta(ge=0)] = 0
-    """GPUs of the learner, one for each rank; 0: it trains on the CPU."""
+    """GPUs on each, one for each rank there; 0: the learner trains on the CPU."""
 
 
 class SeatConfig(Config):
@@ -105,6 +107,15 @@ class ClusterConfig(Config):
                 f"cluster.interface must be an IPv4 network such as 10.0.0.0/8, got {self.interface!r}: {error}."
             ) from None
 
+    def check_machines(self, *, num_ranks: int) -> None:
+        """Check that the ranks of the learner can be on its machines. Raises ConfigError."""
+        machines = self.core.machines
+        must, why = f"divide learner.num_ranks ({num_ranks})", "each machine has as many ranks"
+        require(num_ranks % machines == 0, "cluster.core.machines", must, got=machines, why=why)
+        must = f"be true with cluster.core.machines={machines}"
+        why = "gradients and trajectories cross the network between ranks without encryption"
+        require(self.trusted_network or machines == 1, "cluster.trusted_network", must, got=False, why=why)
+
     def check_ray(self, *, mode: str, num_ranks: int, device: str, num_workers: int) -> None:
         """Check the rest of the run's settings against `kind=ray`; an engine without workers of its own has 0.
 
@@ -116,9 +127,10 @@ class ClusterConfig(Config):
         require(mode == "async", "cluster.kind", must, got=self.kind, why=why)
         must, why = "be set with cluster.kind=ray", "generators on other machines could not reach this one"
         require(bool(self.interface), "cluster.interface", must, got='""', why=why)
-        gpus = self.core.gpus
-        fit = {"auto": (0, num_ranks), "cuda": (num_ranks,), "cpu": (0,)}[device]
+        gpus, ranks = self.core.gpus, num_ranks // self.core.machines
+        fit = {"auto": (0, ranks), "cuda": (ranks,), "cpu": (0,)}[device]
         must = f"be {' or '.join(map(str, fit))} with learner.num_ranks={num_ranks}, learner.device={device}"
+        must += f", cluster.core.machines={self.core.machines}" if self.core.machines > 1 else ""
         require(gpus in fit, "cluster.core.gpus", must, got=gpus, why="each rank has one of its own")
         gpus, must = self.generator.gpus, f"be 0, or the workers of generators.engine ({num_workers})"
         is_fit = not num_workers or gpus in (0, num_workers)

@@ -22,13 +22,15 @@ import sys
 from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
 from slipstream.configs.load import load
-from slipstream.learner.errors import LearnerError
+from slipstream.learner.errors import LearnerError, RankGroupError
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.model_files import check_model_path
 from slipstream.runtime.process import ended_beside
 
 
-@fail_cleanly(BrokerError, ReplayBufferError, LearnerError, restartable=(StaleFenceError, ClientDiedError))
+@fail_cleanly(
+    BrokerError, ReplayBufferError, LearnerError, restartable=(StaleFenceError, ClientDiedError, RankGroupError)
+)
 def main(overrides: list[str]) -> None:
     """Check the settings, then train."""
     exit_after_help(overrides, __doc__)

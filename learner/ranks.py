@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.broker.transport.endpoints import is_loopback
+from slipstream.cluster.spread_seat import MACHINE_VARIABLES
 from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
@@ -28,8 +29,12 @@ ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable by which NCCL's watchdog decides, when a process group is built, whether an error ends the process."""
 
 
-def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool) -> NoReturn:
+def launch_ranks(
+    module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool, num_machines: int = 1
+) -> NoReturn:
     """Run `python -m module arguments` as `num_ranks` ranks under torchrun; when one rank ends, all do.
+
+    Of several machines, each calls this with MACHINE_VARIABLES in its environment, and starts its share of the ranks.
 
     Beside GPUs they divide the cores, on which an offloaded optimizer computes; on CPUs each gets one, as other roles
     need the rest. `OMP_NUM_THREADS` overrides that.
@@ -41,11 +46,15 @@ def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int, on_cp
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    num_here = num_ranks // num_machines
+    num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_here)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     # Before torchrun, which sets 1 for its ranks: a rank would then end when a generator dies in a broadcast.
     os.environ.setdefault(ERROR_HANDLING, "0")
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
+    meeting = ["--standalone", "--local-addr=127.0.0.1"]
+    if num_machines > 1:
+        meeting = meeting_of_machines(os.environ, num_machines=num_machines)
+    options = [*meeting, f"--nproc-per-node={num_here}"]
     try:
         torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
     except ChildFailedError as failed:
@@ -54,6 +63,20 @@ def launch_ranks(module: str, arguments: Sequence[str], *, num_ranks: int, on_cp
     except SignalException as stopped:
         raise SystemExit(128 + int(stopped.sigval)) from None
     raise SystemExit(0)
+
+
+def meeting_of_machines(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
+    """Return torchrun's options for one of several machines. Raises ConfigError without MACHINE_VARIABLES."""
+    number, address, port = (environment.get(name, "") for name in MACHINE_VARIABLES)
+    numbers = range(num_machines)
+    if not (number.isdecimal() and int(number) in numbers and address and port.isdecimal()):
+        got = ", ".join(f"{name}={environment.get(name, '')!r}" for name in MACHINE_VARIABLES)
+        raise ConfigError(
+            f"each machine of cluster.core.machines={num_machines} must have its number, 0 to {numbers[-1]}, in "
+            f"NODE_RANK, and an address and a free port of number 0 in MASTER_ADDR and MASTER_PORT, got {got}: set "
+            "them, start the ranks with torchrun, or have cluster.kind=ray or `slipstream launch` do it."
+        )
+    return [f"--nnodes={num_machines}", f"--node-rank={number}", f"--master-addr={address}", f"--master-port={port}"]
 
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -59,7 +59,8 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
         check_sft(run)
     if run.learner.num_ranks > 1 and not is_rank:
         on_cpu = choose_device(run.learner.device).type == "cpu"
-        launch_ranks("slipstream.learner", overrides, num_ranks=run.learner.num_ranks, on_cpu=on_cpu)
+        num_ranks, num_machines = run.learner.num_ranks, run.cluster.core.machines
+        launch_ranks("slipstream.learner", overrides, num_ranks=num_ranks, on_cpu=on_cpu, num_machines=num_machines)
     rank = int(os.environ.get("RANK", "0"))
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
     raise_on_stop_signal()
@@ -134,10 +135,11 @@ def _run_first_rank(run: RunConfig, *, device: torch.device, rendezvous: str | N
             max_attempts=max_attempts,
         )
         rank_group = build_rank_group(run, folder=folder, device=device, rendezvous=rendezvous)
+        snapshots = _make_snapshot_server(run, keys, folder)
         learner = _build_learner(
-            run, session, keys=keys, store=store, rank_group=rank_group, folder=folder, device=device
+            run, session, store=store, rank_group=rank_group, folder=folder, device=device, snapshots=snapshots
         )
-        board.set_source(lambda: _status(learner, store))
+        board.set_source(lambda: _status(learner, store, lends_at=snapshots.address))
         exempt_from_collection()
         learner.run()
         rank_group.shutdown()
@@ -174,18 +176,17 @@ def _build_learner(
     run: RunConfig,
     session: Session,
     *,
-    keys: Keys,
     store: RedisStore,
     rank_group: RankGroup,
     folder: RunFolder,
     device: torch.device,
+    snapshots: SnapshotServer,
 ) -> Learner:
     if run.weights.backend == "nccl" and device.type == "cpu":
         raise ConfigError(
             "weights.backend=nccl needs a learner on a GPU, got one on a CPU: use weights.backend=auto, which "
             "chooses by where the roles are."
         )
-    snapshots = SnapshotStore(folder.weights)
     return build_learner(
         run,
         rank_group=rank_group,
@@ -194,12 +195,7 @@ def _build_learner(
         client=session.client,
         inbox=session.inbox,
         sender=_make_sender(run, folder, device),
-        snapshots=SnapshotServer(
-            snapshots,
-            StreamServer(
-                snapshots, keys=keys, address=run.weights.fetch_address or _own_socket(folder), cluster=run.cluster
-            ),
-        ),
+        snapshots=snapshots,
         wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
         num_heldout=session.welcome.num_heldout,
     )
@@ -212,6 +208,11 @@ def _make_sender(run: RunConfig, folder: RunFolder, device: torch.device) -> Col
     return CollectiveSender(find_interface(run.cluster).address, device=device, ports=run.cluster.port_range)
 
 
+def _make_snapshot_server(run: RunConfig, keys: Keys, folder: RunFolder) -> SnapshotServer:
+    versions, address = SnapshotStore(folder.weights), run.weights.fetch_address or _own_socket(folder)
+    return SnapshotServer(versions, StreamServer(versions, keys=keys, address=address, cluster=run.cluster))
+
+
 def _own_socket(folder: RunFolder) -> str:
     """Return an unused address in the run's folder of sockets; what learners that died left there is deleted."""
     for path in folder.sockets.glob("weights-*.sock"):
@@ -221,9 +222,11 @@ def _own_socket(folder: RunFolder) -> str:
     return f"ipc://{folder.sockets}/weights-{uuid.uuid4().hex[:8]}.sock"
 
 
-def _status(learner: Learner, store: RedisStore) -> PeerStatus:
-    """Status of the learner; while its store is unavailable, that is the reason."""
-    status, reason = learner.status(), store.waiting_for
+def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> PeerStatus:
+    """Status of the learner, which lends weights at `lends_at`; while its store is unavailable, that is the reason."""
+    # A unix socket is for this machine alone, and its path may hold what no address of a message does.
+    port = lends_at if lends_at.startswith("tcp://") else ""
+    status, reason = msgspec.structs.replace(learner.status(), lends_at=port), store.waiting_for
     if not reason:
         return status
     return msgspec.structs.replace(status, reason=reason, gauges=status.gauges | {"waits_for": "store"})

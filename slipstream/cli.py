@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import typer
 
 from slipstream.broker.errors import BrokerError
@@ -40,6 +39,7 @@ app = typer.Typer(
 
 # What looks like an unknown option is passed on as an override, where `--learner.max_steps=5` gets advice that fits.
 _WITH_OVERRIDES = {"ignore_unknown_options": True}
+_FORWARDED = {**_WITH_OVERRIDES, "allow_extra_args": True, "help_option_names": []}
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
 ]
@@ -193,7 +193,7 @@ def profile(
     profile_run(run or [], num_steps=steps)
 
 
-app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})(data)
+app.command(context_settings=_FORWARDED)(data)
 app.command()(view)
 app.command("import-config")(import_config)
 
@@ -247,19 +247,9 @@ def evaluate(
     Prints mean reward, accuracy, pass@k, maj@k, best@k and worst@k with 95 % intervals, of the prompts on which a run
     reports its final accuracy.
     """
-    from slipstream.configs.load import load_with_models
-    from slipstream.launch.evaluate import evaluate as measure
-    from slipstream.launch.evaluate import tables
-    from slipstream.runtime.console import make_console
+    from slipstream.launch.evaluate import show_evaluations
 
-    models, settings = load_with_models(words)
-    found = measure(settings, models, out=out, is_whole=whole)
-    if json:
-        print(msgspec.json.encode({"evaluations": found}).decode())
-        return
-    console = make_console()
-    for table in tables(found):
-        console.print(table, "")
+    show_evaluations(words, out=out, is_json=json, is_whole=whole)
 
 
 @app.command(context_settings=_WITH_OVERRIDES, epilog=SETTINGS)
@@ -386,6 +376,14 @@ def diagnose(
     from slipstream.diagnose.cluster import diagnose_cluster
 
     diagnose_cluster(overrides or [], is_json=json)
+
+
+@app.command(context_settings=_FORWARDED)
+def launch(ctx: typer.Context) -> None:
+    """Start a run by Slurm or on Kubernetes, or print what would."""
+    from slipstream.recipes.app import app as recipes_app
+
+    run_app(recipes_app, ctx.args, program=ctx.command_path)
 
 
 @fail_cleanly(BrokerError, ReplayBufferError, GeneratorError, LearnerError, RoleDiedError)

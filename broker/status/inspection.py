@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from slipstream.broker.messages import Frames, Message
@@ -49,6 +50,8 @@ class Inspected(Message):
     schema_version: int = SCHEMA_VERSION
     time: float = 0.0
     """Seconds since 1970 by the broker's clock."""
+    weights_at: str = ""
+    """Port of the learner from which generators fetch weights; empty without a learner, or a port."""
     is_reached: bool | None = None
     """Whether the broker could connect to `listens_at`; None: not tried."""
 
@@ -59,15 +62,17 @@ class Inspection:
     def __init__(
         self,
         run: RunConfig,
+        find_weights: Callable[[], str],
         *,
-        config_json: str,
         model: ModelFingerprint | None,
         send: Callable[[bytes, Frames], object],
     ) -> None:
+        """`find_weights` returns the port of the learner for weights; empty without one."""
         self._run = run
-        self._config_json = config_json
+        self._config_json = msgspec.json.encode(run).decode()
         self._model = model
         self._send = send
+        self._find_weights = find_weights
         self._probing: dict[bytes, Future[bool]] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="inspection")
 
@@ -100,6 +105,7 @@ class Inspection:
             versions(),
             self._model,
             time=time.time(),
+            weights_at=self._find_weights(),
             is_reached=is_reached,
         )
         self._send(identity, [encode(answer), bytes(num_bytes)] if num_bytes else [encode(answer)])

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from ipaddress import IPv4Address
 from typing import NamedTuple
 
@@ -50,6 +51,28 @@ def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None
         f"cluster.interface ({cluster.interface}) must hold exactly one address of {socket.gethostname()}, got {got}: "
         "name the network of the interface that the machines share."
     )
+
+
+def is_free(host: str, port: int) -> bool:
+    """Return whether a role could listen at a port now."""
+    with socket.socket() as tried, suppress(OSError):
+        # As ZeroMQ does: a port whose last connections still fade out is free.
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tried.bind((host, port))
+        return True
+    return False
+
+
+def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
+    """Return this machine's address and the last free port of `cluster.ports`: roles that keep one take the first.
+
+    For a program that can only be told a port, not given an open socket. Raises ConfigError.
+    """
+    host = find_interface(cluster).address
+    for port in reversed(cluster.port_range):
+        if is_free(host, port):
+            return host, port
+    raise ConfigError(f"cluster.ports must have a free port on {host}, got {cluster.ports}: name a wider range.")
 
 
 def tcp_endpoints(cluster: ClusterConfig, *, before: str = "") -> list[str]:

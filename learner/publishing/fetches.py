@@ -42,6 +42,11 @@ class SnapshotServer:
         self._store = store
         self._server = server
 
+    @property
+    def address(self) -> str:
+        """Endpoint from which versions are fetched."""
+        return self._server.address
+
     def add(
         self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> SnapshotSource:
@@ -50,7 +55,7 @@ class SnapshotServer:
         Versions in `pinned` are still being fetched and are kept. Raises WeightTransferError when the disk is full.
         """
         self._store.put(update, buckets, with_delta=with_delta, pinned=pinned)
-        return SnapshotSource(self._server.address, str(self._store.folder.resolve()), has_deltas=with_delta)
+        return SnapshotSource(self.address, str(self._store.folder.resolve()), has_deltas=with_delta)
 
     def close(self) -> None:
         """Stop serving and delete all versions: without a learner they are of no use. Idempotent."""

@@ -2,8 +2,8 @@
 
 Ray places and carries nothing: messages, trajectories, weights and settings travel as they do without it. Each
 generator is a placement group of its own, so that Ray's autoscaler sees every one that is missing, and one that is lost
-or let go takes no other with it. In the group sits an actor with a role's keeper, whose pipe it holds: whatever ends
-the actor, ends the role.
+or let go takes no other with it; the machines of the learner are one group, had as a whole or not at all. On each sits
+an actor with a role's keeper, whose pipe it holds: whatever ends the actor, ends the role.
 """
 
 import logging
@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import slipstream
 from slipstream.cluster.remote_seat import UNWATCHED_S, RemoteSeat, SeatAwayError, SeatLostError, describe
-from slipstream.cluster.seat import LocalSeat
+from slipstream.cluster.seat import LocalSeat, Seat
+from slipstream.cluster.spread_seat import SpreadSeat
 from slipstream.configs.base import ConfigError
-from slipstream.configs.cluster import ClusterConfig
+from slipstream.configs.cluster import ClusterConfig, SeatConfig
 
 _POLL_EVERY_S = 0.1
 _OLDEST = (2, 52)
@@ -80,7 +81,7 @@ class Host:
         if Path(root).name != "site-packages":
             # A checkout, which this process has found by the launcher's search path.
             own["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        self._seat.start(arguments, variables={**own, **variables})
+        self._seat.start(arguments, variables={**variables, **own})
         assert self._seat.pid is not None
         return self._seat.pid, ray.util.get_node_ip_address()
 
@@ -122,15 +123,18 @@ class Host:
 class RayCluster:
     """The cluster to which this process is connected. Fulfils Cluster."""
 
+    _bundle = 0
+    """Bundle of a group in which hosts are started."""
+
     def __init__(self, run: str) -> None:
         self._run = run
 
-    def request(self, name: str, bundles: list[dict[str, float]], *, labels: dict[str, str]) -> Any:
+    def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
         group = placement_group(
             bundles,
             strategy="STRICT_SPREAD",
             name=f"slipstream/{self._run}/{name}",
-            bundle_label_selector=[labels] * len(bundles) if labels else None,
+            bundle_label_selector=labels if any(labels) else None,
         )
         return group, group.ready()
 
@@ -143,7 +147,7 @@ class RayCluster:
             remove_placement_group(group[0])
 
     def host(self, name: str, group: Any, *, gpus: int) -> Any:
-        place = PlacementGroupSchedulingStrategy(group[0], placement_group_bundle_index=0)
+        place = PlacementGroupSchedulingStrategy(group[0], placement_group_bundle_index=self._bundle)
         actor = ray.remote(Host).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=place)
         return actor.remote(name, str(Path.cwd()))
 
@@ -170,6 +174,22 @@ class RayCluster:
         return "; ".join(shown + more) or "no machine"
 
 
+class RayBundle(RayCluster):
+    """One bundle of a group that the run keeps to its end. Fulfils Cluster."""
+
+    def __init__(self, run: str, group: Any, bundle: int) -> None:
+        super().__init__(run)
+        self._group = group
+        self._bundle = bundle
+
+    def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
+        # Ray itself places a bundle again whose machine is lost, and the group is ready once it has.
+        return self._group, self._group.ready()
+
+    def release(self, group: Any) -> None:
+        """Do nothing: the run keeps the group."""
+
+
 def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
     total = node["Resources"]
     amounts = ", ".join(f"{free.get(each, 0):g} of {total.get(each, 0):g} {each}" for each in ("CPU", "GPU"))
@@ -180,23 +200,26 @@ def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
 
 
 class RayPlaces:
-    """Places of a run in a Ray cluster: this machine's for the core, and seats for generators. Fulfils Places."""
+    """Places of a run in a Ray cluster: the core's, the first of them here, and those of generators. Fulfils Places."""
 
     def __init__(self, config: ClusterConfig, *, run: str) -> None:
         """Blocks until Ray has reserved the core. Raises ConfigError when it does not within `place_timeout_s`."""
         self._config = config
+        self._run = run
         self._cluster = RayCluster(run)
         core = config.core
         here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
         bundle = {"CPU": core.cpus} | ({"GPU": float(core.gpus)} if core.gpus else {})
         # Kept for as long as the run: Ray gives the same to nobody else.
-        self._group = self._cluster.request("core", [bundle], labels=here)
+        others = core.machines - 1
+        self._group = self._cluster.request("core", [bundle] * core.machines, labels=[here, *[{}] * others])
         ends_at = time.monotonic() + config.place_timeout_s
         while not self._cluster.is_placed(self._group):
             if time.monotonic() > ends_at:
                 raise ConfigError(
-                    f"cluster.core needs {describe(bundle, {})} free on the machine of the launcher, and got none "
-                    f"within cluster.place_timeout_s ({config.place_timeout_s:g} s); the cluster has "
+                    f"cluster.core needs {describe(bundle, {})} free on the machine of the launcher"
+                    f"{f' and on each of {others} more' if others else ''}, and got none within "
+                    f"cluster.place_timeout_s ({config.place_timeout_s:g} s); the cluster has "
                     f"{self._cluster.offers()}: ask for less, or start the run on another machine."
                 )
             time.sleep(_POLL_EVERY_S)
@@ -216,6 +239,22 @@ class RayPlaces:
     def seat(self, name: str, log: Path) -> RemoteSeat:
         config = self._config
         return RemoteSeat(name, log, cluster=self._cluster, needs=config.generator, timeout_s=config.place_timeout_s)
+
+    def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
+        config, core = self._config, self._config.core
+        # One log: a part tells its reason where the launcher looks for the role's.
+        others = [
+            RemoteSeat(
+                f"learner on machine {number}",
+                log,
+                cluster=RayBundle(self._run, self._group[0], number),
+                needs=SeatConfig(cpus=core.cpus, gpus=core.gpus),
+                timeout_s=config.place_timeout_s,
+                remedy="change cluster.core, or add machines",
+            )
+            for number in range(1, core.machines)
+        ]
+        return SpreadSeat([LocalSeat(log), *others], meet=meet) if others else LocalSeat(log)
 
 
 # --- the connection --------------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ class SeatAwayError(Exception):
 class Cluster(Protocol):
     """The calls that seats need, none of which waits; groups, hosts and calls are handles of the cluster's own."""
 
-    def request(self, name: str, bundles: list[dict[str, float]], *, labels: dict[str, str]) -> Any:
-        """Ask for a group of bundles, each on a machine of its own with these labels."""
+    def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
+        """Ask for a group of bundles, each on a machine of its own with its labels."""
         ...
 
     def is_placed(self, group: Any) -> bool: ...
@@ -43,7 +43,7 @@ class Cluster(Protocol):
         ...
 
     def host(self, name: str, group: Any, *, gpus: int) -> Any:
-        """Start a host in the first bundle of a group."""
+        """Start a host in the first bundle of a group, or in the one that this object stands for."""
         ...
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
@@ -78,14 +78,16 @@ class RemoteSeat:
         cluster: Cluster,
         needs: SeatConfig,
         timeout_s: float,
+        remedy: str = "change cluster.generator, ask for fewer generators, or add machines",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`timeout_s` bounds the wait for a place."""
+        """`timeout_s` bounds the wait for a place; `remedy` says what to do when there is none."""
         self._name = name
         self._log = log
         self._cluster = cluster
         self._needs = needs
         self._timeout_s = timeout_s
+        self._remedy = remedy
         self._clock = clock
         self._group: Any = None
         self._host: Any = None
@@ -113,7 +115,7 @@ class RemoteSeat:
         if self._host is not None:
             self._ask("start", *self._order)
         else:
-            self._group = self._cluster.request(self._name, [self._bundle], labels=self._needs.labels)
+            self._group = self._cluster.request(self._name, [self._bundle], labels=[self._needs.labels])
             self._requested_at = self._heard_at
 
     def poll(self) -> int | None:
@@ -184,7 +186,7 @@ class RemoteSeat:
                 BAD_INPUT,
                 f"error: {self._name} needs a machine with {describe(self._bundle, self._needs.labels)} free, and got "
                 f"none within cluster.place_timeout_s ({self._timeout_s:g} s); the cluster has "
-                f"{self._cluster.offers()}: change cluster.generator, ask for fewer generators, or add machines.",
+                f"{self._cluster.offers()}: {self._remedy}.",
             )
         elif waited_s > _EXPLAIN_AFTER_S and ";" not in self._waits:
             self._waits += f"; the cluster has {self._cluster.offers()}"

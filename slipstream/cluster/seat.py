@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
@@ -69,6 +69,10 @@ class Places(Protocol):
 
     def seat(self, name: str, log: Path) -> Seat:
         """Return a seat for the generator `name`, on a machine that is chosen when it starts."""
+        ...
+
+    def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
+        """Return the seat of the learner, whose ranks on several machines meet where `meet` says."""
         ...
 
 

@@ -2,14 +2,12 @@
 
 import resource
 import shutil
-import socket
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from slipstream.broker.credentials import TOKEN_REMEDY, find_token
-from slipstream.broker.transport.interface import find_interface, own_addresses
+from slipstream.broker.transport.interface import find_interface, is_free, own_addresses
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import ClusterConfig
@@ -117,7 +115,7 @@ def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Find
         host = find_interface(cluster).address if cluster.network else "127.0.0.1"
     except ConfigError:
         return Finding("ports", "warn", "not tried without an interface", fix="correct cluster.interface")
-    num_free = sum(_is_free(host, port) for port in ports)
+    num_free = sum(is_free(host, port) for port in ports)
     found = f"{num_free} of {len(ports)} are free on {host}"
     if num_free < _PORTS_OF_A_MACHINE:
         fix = f"name a range of cluster.ports with {_PORTS_OF_A_MACHINE} free ports"
@@ -127,15 +125,6 @@ def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Find
         fix = f"name a range of cluster.ports below {first}, or raise net.ipv4.ip_local_port_range"
         return Finding("ports", "warn", f"{found}; {cluster.ports} overlaps the ephemeral {first}-{last}", fix=fix)
     return Finding("ports", "ok", f"{found}, apart from the ephemeral {first}-{last}")
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as tried, suppress(OSError):
-        # As ZeroMQ does: a port whose last connections still fade out is free.
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        tried.bind((host, port))
-        return True
-    return False
 
 
 def _ephemeral_ports(path: Path) -> tuple[int, int]:

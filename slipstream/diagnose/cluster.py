@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.broker.credentials import TOKEN_REMEDY, derive_keys, find_token
+from slipstream.broker.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.status.inspection import MAX_BYTES, Inspect, Inspected
 from slipstream.broker.transport.endpoints import is_listening
@@ -92,13 +92,15 @@ def _against_broker(given: RunConfig, overrides: list[str], *, address: str) -> 
     else:
         link = BrokerLink(ZmqClientChannel(address, keys=keys, max_message_bytes=given.broker.max_message_bytes))
         try:
-            return _with_link(link, given, overrides, address=address)
+            return _with_link(link, given, overrides, address=address, keys=keys)
         finally:
             link.close()
     return [unreached, *_of_the_machine(given, cluster=given.cluster)]
 
 
-def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, address: str) -> list[Finding]:
+def _with_link(
+    link: "BrokerLink", given: RunConfig, overrides: list[str], *, address: str, keys: Keys
+) -> list[Finding]:
     asked_at = time.time()
     answer = link.ask(Inspect())
     took_s = time.time() - asked_at
@@ -113,6 +115,7 @@ def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, ad
         check_model(given.model.path if is_named else run.model.path, answer.model),
         check_clock(answer.time - (asked_at + took_s / 2), took_s=took_s),
         _check_reached(link, run.cluster),
+        _check_weights(answer.weights_at, keys),
         _check_bandwidth(link, run, answer),
         *_of_the_machine(run, cluster=run.cluster, answer=answer),
     ]
@@ -180,6 +183,19 @@ def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
         return Finding("way back", "ok", f"the broker reaches {host}:{port}")
     fix = f"open {cluster.ports} of this machine for the broker's; weights.transport=delta needs no way back"
     return Finding("way back", "fail" if cluster.trusted_network else "warn", f"{host}:{port} is not reached", fix=fix)
+
+
+def _check_weights(address: str, keys: Keys) -> Finding:
+    """Connect to the learner's port for weights, from which every generator fetches its first version."""
+    if not address:
+        fix = "ask again once it has; it has a port with cluster.interface, or weights.fetch_address for a tunnel"
+        return Finding("weights", "warn", "not tried: no learner with a port has joined the broker", fix=fix)
+    if not is_listening(address):
+        fix = "open its port for this machine in the firewalls between them, or as a tunnel"
+        return Finding("weights", "fail", f"{address} is not reached", fix=fix)
+    if is_refused(address, keys):
+        return Finding("weights", "fail", f"{address} has another token: it is that of another run", fix=TOKEN_REMEDY)
+    return Finding("weights", "ok", f"{address} is reached")
 
 
 def _listen(cluster: ClusterConfig) -> socket.socket:

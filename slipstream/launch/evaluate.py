@@ -12,11 +12,12 @@ from slipstream.buffer.records import EvaluationAnswer, make_answer
 from slipstream.buffer.trajectory import Record, Trajectory
 from slipstream.buffer.transitions import asked_answers, evaluation_group_id, make_lease
 from slipstream.configs.data import HeldoutSet
+from slipstream.configs.load import load_with_models
 from slipstream.configs.run import RunConfig
 from slipstream.generators.tokenization import load_tokenizer
 from slipstream.launch.generate import AnswerFolder, Job, answer
 from slipstream.learner.metrics.scores import Estimate, Score, by_source, differences, metric_sums, score
-from slipstream.runtime.console import add_row, make_table
+from slipstream.runtime.console import add_row, make_console, make_table
 
 Answers = dict[str, list[EvaluationAnswer]]
 """Answers of a model by set."""
@@ -39,6 +40,21 @@ class Evaluation(Record):
     difference: dict[str, Estimate] = {}
     """Excess over the first model on the same prompts, with the interval of the paired difference; empty for the
     first."""
+
+
+def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool) -> None:
+    """Evaluate the models that the words of a command line name, with their settings, and print the scores.
+
+    Raises as `evaluate`.
+    """
+    models, settings = load_with_models(list(words))
+    found = evaluate(settings, models, out=out, is_whole=is_whole)
+    if is_json:
+        print(msgspec.json.encode({"evaluations": found}).decode())
+        return
+    console = make_console()
+    for table in tables(found):
+        console.print(table, "")
 
 
 def evaluate(

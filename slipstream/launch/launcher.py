@@ -1,4 +1,4 @@
-"""Launcher: starts, watches, restarts, scales and stops the roles of a run as processes of this machine."""
+"""Launcher: starts, watches, restarts, scales and stops the roles of a run."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import floor
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -18,6 +19,7 @@ from slipstream.broker.status.monitor import Monitor, RunSnapshot
 from slipstream.broker.status.role_status import LAUNCHER
 from slipstream.broker.status.status_view import join_command
 from slipstream.broker.store_outage import StoreOutage
+from slipstream.broker.transport.interface import find_last_port
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
 from slipstream.buffer.redis.embedded import EmbeddedRedis
@@ -25,7 +27,7 @@ from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
-from slipstream.cluster.seat import Places
+from slipstream.cluster.seat import LocalSeat, Places, Seat
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.engines import VllmEngineConfig
@@ -54,7 +56,7 @@ _STOP_TIMEOUT_S = 6.0
 
 
 class Launcher:
-    """Runs the roles as processes of this machine; with `places`, generators on others.
+    """Runs the roles as processes of this machine; with `places`, generators and learner ranks on others.
 
     Invariant: when `launch` returns or raises, none of the processes it started is left.
     """
@@ -87,8 +89,16 @@ class Launcher:
     def _set_roles(self, overrides: list[str]) -> None:
         self._overrides = overrides
         self._broker = self._role("broker", ["slipstream.broker", *overrides], restart="always")
+        seat = partial(self._places.learner_seat, meet=self._meet_ranks) if self._places else LocalSeat
         # It resumes from its newest checkpoint. Its own verdicts (exit code 2) would repeat and end the run.
-        self._learner = self._role("learner", ["slipstream.learner", *overrides], restart_arguments=["resume=true"])
+        self._learner = self._role(
+            "learner", ["slipstream.learner", *overrides], restart_arguments=["resume=true"], seat=seat
+        )
+
+    def _meet_ranks(self) -> dict[str, str]:
+        """Variables that tell the learner's ranks on all machines where they meet on this one. Raises ConfigError."""
+        address, port = find_last_port(self._run.cluster)
+        return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
     @property
     def _most_generators(self) -> int:
@@ -150,13 +160,20 @@ class Launcher:
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
     def _role(
-        self, name: str, arguments: list[str], *, restart: Restart = "on_death", restart_arguments: Sequence[str] = ()
+        self,
+        name: str,
+        arguments: list[str],
+        *,
+        restart: Restart = "on_death",
+        restart_arguments: Sequence[str] = (),
+        seat: Callable[[Path], Seat] = LocalSeat,
     ) -> RoleProcess:
         gpus = {DEVICES_VARIABLE: ",".join(self._gpus[name])} if name in self._gpus else {}
         return RoleProcess(
             name,
             arguments,
             logs=self._folder.logs,
+            seat=seat,
             restart=restart,
             restart_arguments=restart_arguments,
             variables=gpus,

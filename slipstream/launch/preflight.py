@@ -41,6 +41,11 @@ def check_surroundings(run: RunConfig) -> None:
         RewardFunctions(reward)
     if run.mode == "async":
         if run.cluster.kind == "local":
+            if (machines := run.cluster.core.machines) > 1:
+                raise ConfigError(
+                    f"cluster.core.machines must be 1 with cluster.kind=local, got {machines}: this launcher starts "
+                    "processes of its own machine; use cluster.kind=ray, `slipstream launch`, or start roles by hand."
+                )
             check_placement(run)
         find_token(run)
         # If the broker found its address in use, our generators would wait for another run's. The run's own socket is

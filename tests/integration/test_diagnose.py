@@ -3,17 +3,23 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from slipstream.broker.credentials import TOKEN_VARIABLE, derive_keys
+from slipstream.broker.handshake import LEARNER
 from slipstream.broker.prompts.dataset import Dataset
 from slipstream.broker.router import Router
 from slipstream.broker.status.inspection import Inspect
+from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.interface import listen
-from slipstream.broker.transport.zmq_channels import ZmqClientChannel
+from slipstream.broker.transport.session import StatusBoard, join
+from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel
+from slipstream.broker.weights.snapshot_store import SnapshotStore
+from slipstream.broker.weights.stream import StreamServer
 from slipstream.cli import main
 from slipstream.configs.run import RunConfig
 from slipstream.diagnose.checks import Finding
@@ -22,11 +28,12 @@ from slipstream.runtime.model_files import fingerprint
 from tests.builders import make_run
 from tests.fakes import write_rows
 from tests.memory_store.store import MemoryStore
+from tests.runs import until
 
 TOKEN = "a token of thirty-two characters"
 HERE = ["cluster.interface=127.0.0.0/8", "cluster.ports=23100-23119"]
-CHECKS = ["token", "broker", "model", "clock", "way back", "bandwidth", "versions", "interface", "ports"]
-CHECKS += ["shared memory", "open files", "locked memory"]
+CHECKS = ["token", "broker", "model", "clock", "way back", "weights", "bandwidth", "versions", "interface"]
+CHECKS += ["ports", "shared memory", "open files", "locked memory"]
 
 
 class ServedRun:
@@ -94,6 +101,34 @@ def test_a_machine_that_fits_passes_every_check_and_does_not_join(served: Served
     assert served.store.quarantined_frames() == []
 
 
+def test_the_learners_port_for_weights_is_tried(served: ServedRun, tmp_path: Path) -> None:
+    address = f"broker.address={served.channel.address}"
+    missing = found(address)["weights"]
+    assert (missing.verdict, missing.found) == ("warn", "not tried: no learner with a port has joined the broker")
+    keys, board = derive_keys(TOKEN), StatusBoard()
+    server = StreamServer(SnapshotStore(tmp_path / "weights"), keys=keys)
+    board.set_source(lambda: PeerStatus("ready", lends_at=server.address))
+    session = join(
+        "learner",
+        address=served.channel.address,
+        keys=keys,
+        max_message_bytes=2**20,
+        peer_id=LEARNER,
+        status=board,
+        timeout_s=20,
+    )
+    with session.leave_at_exit():
+        until(lambda: found(address)["weights"].verdict == "ok", timeout_s=20, what="the learner's status")
+        assert found(address)["weights"].found == f"{server.address} is reached"
+        with closing(ZmqServerChannel("tcp://127.0.0.1:*", keys=derive_keys(f"{TOKEN} of another run"))) as other:
+            board.set_source(lambda: PeerStatus("ready", lends_at=other.address))
+            until(lambda: "another token" in found(address)["weights"].found, timeout_s=20, what="the other's refusal")
+        server.close()
+        board.set_source(lambda: PeerStatus("ready", lends_at=server.address))
+        until(lambda: "is not reached" in found(address)["weights"].found, timeout_s=20, what="the end of the server")
+    assert found(address)["weights"].verdict in ("fail", "warn")
+
+
 def test_another_model_is_named(served: ServedRun, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/config.json").write_text('{"hidden_size": 128}')
@@ -149,7 +184,7 @@ def test_a_machine_alone_is_checked_without_a_broker(tmp_path: Path, monkeypatch
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     findings = found(*HERE)
-    assert list(findings) == ["token", *CHECKS[6:]]
+    assert list(findings) == ["token", *CHECKS[7:]]
     assert found("cluster.interface=203.0.113.0/24")["interface"].verdict == "fail"
     with pytest.raises(SystemExit) as caught:
         main(["diagnose", "cluster", "cluster.ports=9-1"])

@@ -25,6 +25,15 @@ PATIENCE_S = 120.0
 TOKEN = "a-token-that-appears-nowhere-at-all"
 ADDRESS = "127.0.0.2"
 """Address of all nodes. Ray has drivers replace 127.0.0.1 by an address that others reach."""
+DEMAND = """
+import json, sys
+from ray._raylet import GcsClient
+from ray.autoscaler.v2.sdk import get_cluster_resource_state
+state = get_cluster_resource_state(GcsClient(address=sys.argv[1]))
+assert not state.pending_resource_requests, state.pending_resource_requests
+groups = [group.bundle_selectors[0].resource_requests for group in state.pending_gang_resource_requests]
+print(json.dumps([[dict(bundle.resources_bundle) for bundle in group] for group in groups]))
+"""
 ACCESS = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
@@ -46,6 +55,18 @@ class Cluster:
         self.address, self.folder = facts["address"], Path(facts["folder"])
         self.raylets: list[int] = facts["raylets"]
         self.gcs: int = facts["gcs"]
+
+    def demand(self) -> list[list[dict[str, float]]]:
+        """Bundles of each placement group that waits for machines, as Ray's autoscaler gets them."""
+        asked = subprocess.run(
+            [sys.executable, "-c", DEMAND, self.address],
+            env=os.environ | ACCESS,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return json.loads(asked.stdout)
 
     def end(self) -> None:
         assert self._process.stdin
@@ -114,6 +135,11 @@ class Run:
             if role["role"] == "generator" and role["state"] == "ready" and role["liveness"] == "alive"
         }
 
+    def rows(self) -> list[int]:
+        """Steps of its metrics."""
+        is_there = (self.path / "metrics.jsonl").exists()
+        return [row["step"] for row in runs.metrics(self.folder, "placed")] if is_there else []
+
     def until(self, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not reached():
@@ -147,8 +173,14 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
         run.until(lambda: run.at_work().get("generator-1", before["generator-1"]) != before["generator-1"])
         assert "generator-1 died (signal SIGKILL); last line of its log: the place of generator-1 is" in run.printed
         assert run.at_work()["generator-2"] == before["generator-2"]
-        # Three generators and the core fill the cluster.
+        # Three generators and the core fill the cluster: what is missing beyond is what the autoscaler is asked for.
+        assert cluster.demand() == []
+        assert run.call("scale", "generators=5", "name=placed")
+        run.until(lambda: cluster.demand() == [[{"CPU": 1.0}], [{"CPU": 1.0}]])
+        assert run.call("scale", "generators=3", "name=placed")
+        run.until(lambda: cluster.demand() == [])
         assert run.call("scale", "generators=4", "name=placed")
+        run.until(lambda: cluster.demand() == [[{"CPU": 1.0}]])
         run.until(lambda: "generator-3 is abandoned, the target is 3 now" in run.printed)
         assert "generator-3 needs a machine with 1 CPU free, and got none within cluster.place_timeout_s" in run.printed
         assert "the cluster has 127.0.0.2 with 0 of 2 CPU, 0 of 0 GPU free" in run.printed
@@ -187,6 +219,63 @@ def test_a_generator_ends_with_rays_process_on_its_machine_and_is_placed_on_anot
         runs.assert_none_left(folder)
     log = (run.path / "logs" / "generator-0.log").read_text()
     assert "the place of generator-0 is lost: " in log
+
+
+def learners_of(folder: Path) -> dict[str, psutil.Process]:
+    """The learner's process of each machine, which has started the ranks there, by the machine's number."""
+    found = {}
+    for process in runs.processes_of(folder):
+        with suppress(psutil.Error):
+            if process.cmdline()[1:3] == ["-m", "slipstream.learner"] and "RANK" not in process.environ():
+                found[process.environ()["NODE_RANK"]] = process
+    return found
+
+
+@pytest.mark.long
+def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder: Path) -> None:
+    ranks = ("learner.num_ranks=2", "cluster.core.machines=2", "learner/engine=deepspeed_zero2")
+    trust = ("cluster.trusted_network=true", "learner.checkpoint.every_steps=2")
+    with cluster_of(1, 2, 2) as cluster:
+        run = Run(folder, cluster, *ranks, *trust)
+
+        def trains(beyond: int) -> bool:
+            return len(run.rows()) > beyond
+
+        run.until(lambda: trains(3))
+        before = learners_of(folder)
+        assert set(before) == {"0", "1"}
+        raylet = host_of(before["1"].pid).ppid()
+        assert raylet in cluster.raylets[1:], "another machine than the core's"
+        (worker,) = before["1"].children()
+        worker.kill()
+        run.until(lambda: not before["0"].is_running() and not before["1"].is_running())
+        steps = len(run.rows())
+        run.until(lambda: trains(steps + 3))
+        assert "learner died (exit code " in run.printed
+        # The machine of the second rank is lost, and another one takes its place.
+        os.kill(host_of(learners_of(folder)["1"].pid).ppid(), signal.SIGKILL)
+        steps = len(run.rows())
+        run.until(lambda: "learner died" in run.printed.partition("learner restarted")[2])
+        run.until(lambda: trains(steps + 3))
+        now = learners_of(folder)
+        assert host_of(now["1"].pid).ppid() in {*cluster.raylets[1:]} - {raylet}
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-3000:]
+        runs.assert_none_left(folder)
+    assert run.rows() == list(range(1, len(run.rows()) + 1))
+
+
+@pytest.mark.long
+def test_a_core_that_is_not_to_be_had_as_a_whole_is_named(folder: Path) -> None:
+    ranks = ("learner.num_ranks=2", "cluster.core.machines=2", "cluster.trusted_network=true")
+    with cluster_of(1) as cluster:
+        run = Run(folder, cluster, *ranks, "learner/engine=deepspeed_zero2", "cluster.place_timeout_s=3")
+        assert run.launcher.wait(timeout=PATIENCE_S) == 2
+        needs = (
+            "error: cluster.core needs 1 CPU free on the machine of the launcher and on each of 1 more, and got none"
+        )
+        assert needs in run.printed
+        assert not run.path.exists()
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ from slipstream.cli import app
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.launch.run import with_sft_preset
+from slipstream.recipes.app import app as recipes_app
 from tests import runs
 from tests.shape.test_documents import HAND_WRITTEN, is_program
 from tests.shape.tree import ROOT, assert_none, text
@@ -29,6 +30,8 @@ from tests.shape.tree import ROOT, assert_none, text
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`((?:make|slipstream|python)\s[^`]+)`")
 INDENTED = re.compile(r"^ {4,}(?:\$ )?(?:make|slipstream|python|pip|ssh) .*$", re.MULTILINE)
+GROUPS = {"data": data_app, "launch": recipes_app}
+"""Commands that have commands of their own."""
 LANGUAGES = ("sh", "console", "text", "python", "yaml", "json")
 """Commands, commands with what they print, anything that is no command, code, settings and rows."""
 EXAMPLES = {"N": "1", "K": "1", "KIND": "advantage", "SECONDS": "1"}
@@ -56,6 +59,8 @@ TRIED_BY = {
     "slipstream generate": "tests/unit/slipstream/launch/test_generate.py",
     "slipstream compare": "tests/unit/slipstream/launch/test_compare.py",
     "slipstream convert": "tests/unit/slipstream/launch/test_convert.py",
+    "slipstream launch slurm": "tests/integration/test_slurm.py",
+    "slipstream launch kubernetes": "tests/unit/slipstream/recipes/test_kubernetes.py",
     "slipstream diagnose": "tests/integration/test_diagnose.py",
     "slipstream watch": "tests/integration/test_dashboard.py",
     "slipstream drain": "tests/integration/test_scaling.py",
@@ -100,7 +105,7 @@ class Command(NamedTuple):
         first, *others = self.words
         if first == "python":
             return " ".join(self.words[:3])
-        return " ".join([first, *others[: 2 if others[:1] == ["data"] else 1]])
+        return " ".join([first, *others[: 2 if others and others[0] in GROUPS else 1]])
 
     @property
     def arguments(self) -> list[str]:
@@ -189,8 +194,8 @@ def check_target(command: Command) -> None:
 def check_cli(command: Command) -> None:
     """Parse the command as `slipstream` does, and compose its settings."""
     group, (name, *arguments) = typer.main.get_command(app), command.words[1:]
-    if name == "data":
-        group, (name, *arguments) = typer.main.get_command(data_app), arguments
+    if name in GROUPS:
+        group, (name, *arguments) = typer.main.get_command(GROUPS[name]), arguments
     with group.make_context("slipstream", [name, *arguments], resilient_parsing=True) as parent:
         chosen = group.get_command(parent, name)
         assert chosen, f"no command {name}"

@@ -49,6 +49,18 @@ RAY = ("cluster.kind=ray", "cluster.interface=10.0.0.0/8")
             "cluster.core.gpus must be 1 with learner.num_ranks=1, learner.device=cuda, go",
         ),
         (
+            [*RAY, "learner.num_ranks=3", "cluster.core.machines=2", "cluster.trusted_network=true"],
+            "cluster.core.machines must divide learner.num_ranks (3), got 2: each machine has as many ranks",
+        ),
+        (
+            [*RAY, "learner.num_ranks=2", "cluster.core.machines=2"],
+            "cluster.trusted_network must be true with cluster.core.machines=2, got False: gradients and",
+        ),
+        (
+            [*RAY, "learner.num_ranks=4", "cluster.core={machines: 2, gpus: 4}", "cluster.trusted_network=true"],
+            "cluster.core.gpus must be 0 or 2 with learner.num_ranks=4, learner.device=auto, cluster.core.machines=2",
+        ),
+        (
             [*RAY, "cluster.generator.gpus=2"],
             "cluster.generator.gpus must be 0, or the workers of generators.engine (1)",
         ),

@@ -3,7 +3,7 @@ import torch
 
 from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
-from slipstream.learner.ranks import check_environment, join_ranks
+from slipstream.learner.ranks import check_environment, join_ranks, meeting_of_machines
 from tests.unit.learner.builders import CPU, make_alone
 
 
@@ -46,3 +46,14 @@ def test_collectives_between_machines_need_a_network_that_is_trusted():
         check_environment(GIVEN, num_ranks=2, is_trusted=False)
     for alone in ({"LOCAL_WORLD_SIZE": "2"}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}):
         check_environment(GIVEN | alone, num_ranks=2, is_trusted=False)
+
+
+def test_each_machine_of_a_learner_needs_its_number_and_where_all_meet():
+    given = {"NODE_RANK": "1", "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "20999"}
+    meeting = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5", "--master-port=20999"]
+    assert meeting_of_machines(given, num_machines=2) == meeting
+    for missing in ({"NODE_RANK": "2"}, {"NODE_RANK": ""}, {"MASTER_ADDR": ""}, {"MASTER_PORT": "any"}):
+        with pytest.raises(
+            ConfigError, match=r"^each machine of cluster\.core\.machines=2 must have its number, 0 to 1"
+        ):
+            meeting_of_machines(given | missing, num_machines=2)

@@ -33,6 +33,7 @@ COMMANDS = [
     "compare",
     "convert",
     "diagnose",
+    "launch",
 ]
 
 

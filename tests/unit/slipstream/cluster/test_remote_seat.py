@@ -23,7 +23,7 @@ class FakeCluster:
         self.answers: deque[Any] = deque()
         """Answers to the calls that wait for one; an exception is raised, None: not there yet."""
 
-    def request(self, name: str, bundles: list[dict[str, float]], *, labels: dict[str, str]) -> str:
+    def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> str:
         self.asked.append(("request", name, bundles, labels))
         return f"group of {name}"
 
@@ -108,7 +108,7 @@ def test_a_role_is_placed_started_and_watched_to_its_end(scene: Scene):
     assert scene.log.read_text() == "one\ntwo\n"
     assert scene.seat.poll() == 0
     order = ("start", ["slipstream.generators"], {"TOKEN": "secret"})
-    request = ("request", "generator-1", [{"CPU": 4.0, "GPU": 1.0}], {"accelerator": "H100"})
+    request = ("request", "generator-1", [{"CPU": 4.0, "GPU": 1.0}], [{"accelerator": "H100"}])
     host = ("host", "group of generator-1", 1)
     assert scene.cluster.asked == [request, host, order, ("look", 0), ("look", 4), ("look", 4)]
     scene.seat.stop(ends_at=0.0)

@@ -7,7 +7,7 @@ import pytest
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.launch.preflight import make_inputs, missing_steps, prepare
+from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
 from slipstream.scripts.make_digits_data import make_row, write_pair
 
 TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
@@ -80,3 +80,9 @@ def test_a_data_source_that_no_reward_function_takes_is_refused_before_the_run(t
     paths = [f"data.{split}={tmp_path}/{split}.parquet" for split in ("train", "heldout")]
     with pytest.raises(ConfigError, match=r"got none for data_source 'qa' of .*train\.parquet \(they take digits/\*\)"):
         make_inputs(load([*paths, functions, "prepare=[]"]))
+
+
+def test_a_launcher_of_one_machine_refuses_ranks_on_others() -> None:
+    network = ["cluster.interface=127.0.0.0/8", "cluster.trusted_network=true"]
+    with pytest.raises(ConfigError, match=r"^cluster\.core\.machines must be 1 with cluster\.kind=local, got 2: this"):
+        check_surroundings(load(["learner.num_ranks=2", "cluster.core.machines=2", *network]))

@@ -1,0 +1,28 @@
+# Image of Slipstream for GPUs or for the CPU. It holds no secret, and runs as a user without rights.
+#
+#   docker build --tag slipstream:gpu .
+#   docker build --tag slipstream:cpu --build-arg BUILD=cpu .
+#   docker run --rm --gpus all --shm-size 8g --volume "$PWD:/workspace" slipstream:gpu slipstream run
+ARG PYTHON=3.11
+
+FROM python:${PYTHON}-slim-bookworm AS build
+ARG BUILD=gpu
+WORKDIR /source
+RUN pip install --no-cache-dir uv && python -m venv /opt/slipstream
+COPY . .
+# PyPI has torch for CUDA alone.
+RUN if [ "$BUILD" = cpu ]; then backend=--torch-backend=cpu; fi \
+    && VIRTUAL_ENV=/opt/slipstream uv pip install --no-cache ${backend:-} ".[$BUILD,ray,search,tasks]"
+
+FROM python:${PYTHON}-slim-bookworm
+# Kernels of DeepSpeed, Triton and torch.compile are compiled at the first start; KubeRay's probes call wget.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ wget \
+    && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 1000 --user-group --create-home slipstream \
+    && install --directory --owner=slipstream --group=slipstream /workspace
+COPY --from=build /opt/slipstream /opt/slipstream
+ENV PATH=/opt/slipstream/bin:$PATH PYTHONUNBUFFERED=1
+USER 1000:1000
+WORKDIR /workspace
+CMD ["slipstream", "--help"]

@@ -1,0 +1,1 @@
+"""`slipstream launch`: what Slurm and Kubernetes start a run with, from its settings."""

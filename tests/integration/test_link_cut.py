@@ -1,0 +1,147 @@
+"""A run over three machines, each a network namespace: a link that is cut for 20 s costs time, and no trajectory."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+import pytest
+
+from slipstream.broker.credentials import TOKEN_VARIABLE
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
+from tests import runs
+from tests.machines import Machine, network
+from tests.runs import SMALL, kill_tree, until
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+
+SUBNET = "10.79.0"
+CUT_S = 20.0
+TOKEN = "a-token-of-more-than-thirty-two-characters"
+SETTINGS = (
+    *SMALL,
+    "name=mine",
+    "generators.count=0",
+    f"cluster.interface={SUBNET}.0/24",
+    "cluster.ports=21400-21409",
+    "weights.transport=delta",
+    "learner.max_steps=100000",
+)
+
+
+class Scene(NamedTuple):
+    """A launcher on the first of three machines, and a generator on each of the others."""
+
+    machines: list[Machine]
+    launcher: "subprocess.Popen[str]"
+    generators: list["subprocess.Popen[str]"]
+
+    @property
+    def run_folder(self) -> Path:
+        return self.machines[0].folder / "runs/mine"
+
+    def steps(self) -> int:
+        path = self.run_folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        return {role["name"]: role for role in runs.status(self.machines[0].folder, "mine")["roles"]}
+
+    def set_link(self, machine: Machine, state: str) -> float:
+        subprocess.run(["ip", "link", "set", f"{machine.name}-o", state], check=True)
+        return time.monotonic()
+
+    def is_at_work(self, name: str) -> bool:
+        role = self.roles().get(name, {})
+        return (role.get("state"), role.get("liveness")) == ("ready", "alive")
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    names = [f"slip-lc-{letter}" for letter in "abc"]
+    with network(tmp_path, names, subnet=SUBNET) as machines, ExitStack() as started:
+        (tmp_path / "task").mkdir()
+        runs.make_task(tmp_path / "task", warm=False)
+        for machine in machines:
+            for each in ("data", "models"):
+                (machine.folder / each).symlink_to(tmp_path / "task" / each)
+
+        def start(machine: Machine, log: str, *command: str) -> "subprocess.Popen[str]":
+            others = [each.folder for each in machines if each != machine]
+            process = machine.start(log, *command, hidden=others, environment={TOKEN_VARIABLE: TOKEN})
+            started.callback(kill_tree, process)
+            return process
+
+        first = machines[0]
+        launcher = start(first, "launcher", *runs.command(*SETTINGS))
+        address = first.folder / "runs/mine/address"
+        until(lambda: address.exists() or launcher.poll() is not None, timeout_s=60, what="the broker")
+        generators = [
+            start(
+                machine,
+                "generator",
+                *(sys.executable, "-m", "slipstream.generators", "--id", f"far-{number}"),
+                f"broker.address={address.read_text().strip()}",
+            )
+            for number, machine in enumerate(machines[1:])
+        ]
+        yield Scene(machines, launcher, generators)
+
+
+def test_a_link_cut_for_20_s_loses_nothing_and_repeats_nothing(scene: Scene) -> None:
+    first, second = scene.machines[1:]
+    until(lambda: scene.is_at_work("far-0") and scene.is_at_work("far-1"), timeout_s=90, what="both generators")
+    until(lambda: scene.steps() > 5, timeout_s=60, what="steps")
+    at = scene.set_link(first, "down")
+    until(lambda: scene.roles()["far-0"]["liveness"] != "alive", timeout_s=CUT_S, what="the broker's notice")
+    steps = scene.steps()
+    until(lambda: time.monotonic() >= at + CUT_S, timeout_s=2 * CUT_S, what="the end of the cut")
+    assert scene.steps() > steps, "the other generator's work goes on"
+    scene.set_link(first, "up")
+    cut_ended_at = time.time()
+    until(lambda: scene.is_at_work("far-0"), timeout_s=60, what="the return of the generator")
+    # Then the only other one is away: whatever trains now comes from the one that was.
+    scene.set_link(second, "down")
+    steps = scene.steps()
+    until(lambda: scene.steps() > steps + 5, timeout_s=90, what="steps with what was cut off")
+    scene.set_link(second, "up")
+    until(lambda: scene.is_at_work("far-1"), timeout_s=60, what="the return of the other")
+    assert [each.poll() for each in scene.generators] == [None, None], "neither was started again"
+    scene.launcher.send_signal(signal.SIGINT)
+    assert scene.launcher.wait(timeout=60) == 130, scene.machines[0].printed("launcher")[-3000:]
+    assert_whole(scene, since=cut_ended_at)
+
+
+def assert_whole(scene: Scene, *, since: float) -> None:
+    """Every prompt is in one place, every group in one step, every trajectory there once: lost=0 dup=0."""
+    server = EmbeddedRedis(scene.run_folder / "store")
+    server.start()
+    try:
+        with open_run_store(server.url, "mine", timeout_s=10) as store:
+            counts, audit, ledger = store.counts(), store.audit(), store.ledger()
+    finally:
+        server.stop()
+    assert audit.is_sound, audit
+    placed = counts.leased + counts.returned + counts.ready + counts.claimed + counts.used
+    assert counts.admitted == placed + sum(counts.outcomes.values()), counts
+    assert set(counts.outcomes) <= {"retired"}, counts
+    rows = [json.loads(line)["step"] for line in (scene.run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == list(range(1, len(rows) + 1))
+    trained = Counter(group for entry in ledger for group in entry.group_ids)
+    assert trained
+    assert set(trained.values()) == {1}
+    columns = ["id", "group_id", "generator_id", "finished_at"]
+    shards = [pq.read_table(path, columns=columns) for path in (scene.run_folder / "archive").glob("*.parquet")]
+    found = [row for shard in shards for row in shard.to_pylist()]
+    assert set(Counter(row["id"] for row in found).values()) == {1}
+    sizes = set(Counter(row["group_id"] for row in found).values())
+    assert len(sizes) == 1, sizes
+    assert any(row["generator_id"] == "far-0" and row["finished_at"] > since for row in found)
