@@ -1,1 +1,27 @@
-"""Asynchronous, decoupled actor-learner reinforcement learning for language models."""
+"""Asynchronous, decoupled actor-learner reinforcement learning for language models.
+
+The names below are for scripts and notebooks; docs/notebook.md shows them at work. Each is imported when it is first
+used: `import slipstream` loads nothing else.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_DOOR = {
+    "Run": "slipstream.notebook.finished_run",
+    "Trainer": "slipstream.notebook.trainer",
+    "load_run": "slipstream.notebook.finished_run",
+    "open_catalog": "slipstream.buffer.catalog.catalog",
+    "run": "slipstream.notebook.trainer",
+}
+__all__ = ["Run", "Trainer", "load_run", "open_catalog", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DOOR:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_DOOR[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

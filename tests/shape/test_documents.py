@@ -22,7 +22,9 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.])((?:[a-z_0-9]+/)+[\w-]+\.(?:py|md|lua|yaml|sh))\b")
 SETTING = re.compile(r"(?<![\w./-])([a-z_]+\.[a-z_.]+)(?==)|`([a-z_]+\.[a-z_.]+)`")
 OPTION = re.compile(r"(?<![\w./-])([a-z_]+(?:/[a-z_]+)*)=(\w+)(?![\w/]|\.yaml)")
-COMMAND = re.compile(r"(?:(?<![\w./-])slipstream|run_async\.py) ([a-z_-]+)(?![\w=./-])(?: ([a-z_]+)(?![\w=./-]))?")
+COMMAND = re.compile(
+    r"(?:(?<![\w./-])(?<!from )slipstream|run_async\.py) ([a-z_-]+)(?![\w=./-])(?: ([a-z_]+)(?![\w=./-]))?"
+)
 MODULE = re.compile(r"-m ([a-z_]+(?:\.[a-z_]+)*)")
 TARGET = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
 METRIC = re.compile(r"`((?:learner|buffer|lag|weights|generators|eval)/[a-z0-9_]+)`")

@@ -26,6 +26,7 @@ WITHOUT_TORCH = [
     "slipstream.launch.plot",
     "slipstream.launch.run",
     "slipstream.cli",
+    "slipstream.notebook.trainer",
     "slipstream.scripts.write_docs",
     "run_async",
 ]
