@@ -1,9 +1,11 @@
 """Catalog: the trajectories of a run, an archive or a file as one table to search, filter, sort and page."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -26,6 +28,8 @@ from slipstream.configs.base import ConfigError
 SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
 """Columns by which a query may sort."""
 _QUERIES_KEPT = 8
+_SEARCH_THREADS = min(4, os.cpu_count() or 1)
+"""Blocks that are searched at once: each has some million tokens in memory."""
 
 
 class CatalogQuery(Record):
@@ -187,8 +191,11 @@ class Catalog:
         """Return for each row whether its decoded tokens hold `text`, bool[N]."""
         kept = self._texts.get(text)
         if kept is None or kept[0] is not snapshot:
-            with _refusing():
-                masks = [find_text(each.dataset, text, decoder, is_cancelled=is_cancelled) for each in snapshot.blocks]
+            # Made before the threads need it. Arrow works outside of the lock of Python: blocks are searched at once.
+            assert decoder.piece_array is not None
+            search = partial(find_text, text=text, decoder=decoder, is_cancelled=is_cancelled)
+            with _refusing(), ThreadPoolExecutor(_SEARCH_THREADS) as pool:
+                masks = list(pool.map(search, [block.dataset for block in snapshot.blocks]))
             # One is kept: that of the pages and orders that are asked for next.
             kept = snapshot, np.concatenate([np.empty(0, dtype=bool), *masks])
             self._texts = {text: kept}

@@ -71,7 +71,7 @@ class CatalogRow(Record):
     versions: list[int]
     """Versions of its tokens, in order."""
     advantage: float | None
-    """Reward minus the mean reward of its group's sampled members; None: it is not among them, or its reward failed."""
+    """Reward minus the mean reward of its group's sampled members; None: it is greedy, failed, or an evaluation's."""
     uses: int
     """Number of steps that trained on it."""
     last_step: int | None
@@ -134,7 +134,8 @@ def _versions(spans: pa.ListArray) -> pa.ListArray:
 def _advantages(table: pa.Table) -> pa.Array:
     rewards = table["reward_total"].to_numpy()
     is_sampled = pc.greater(pc.struct_field(table["sampling"], "temperature"), 0).to_numpy()
-    is_rated = pc.equal(table["reward_status"], "ok").to_numpy() & is_sampled
+    is_trained_on = pc.not_equal(table["outcome"], "evaluated").to_numpy()
+    is_rated = pc.equal(table["reward_status"], "ok").to_numpy() & is_sampled & is_trained_on
     groups = pc.dictionary_encode(table["group_id"].combine_chunks()).indices.to_numpy()
     counts = np.bincount(groups, weights=is_rated)
     sums = np.bincount(groups, weights=np.where(is_rated, rewards, 0.0))

@@ -43,7 +43,7 @@ def _search(tokens: pa.ListArray, text: str, decoder: TokenDecoder) -> np.ndarra
     tried = (row.values.to_numpy(zero_copy_only=False) for row in tokens.slice(0, _ROWS_TRIED))
     if not all(map(decoder.joins_pieces, tried)):
         return np.array([text in decoder(row.values.to_numpy(zero_copy_only=False)) for row in tokens], dtype=bool)
-    pieces = pa.array(decoder.pieces, pa.binary())
+    pieces = decoder.piece_array
     numbers = np.minimum(tokens.flatten().to_numpy(), len(pieces) - 1)
     offsets = pc.subtract(tokens.offsets, tokens.offsets[0])
     joined = pc.binary_join(pa.ListArray.from_arrays(offsets, pieces.take(pa.array(numbers))), b"")

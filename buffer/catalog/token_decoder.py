@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from slipstream.configs.base import ConfigError
@@ -46,6 +47,11 @@ class TokenDecoder:
             else:
                 pieces[number] = self._tokenizer.decode([number], skip_special_tokens=False).encode()
         return pieces
+
+    @cached_property
+    def piece_array(self) -> pa.BinaryArray:
+        """The pieces, to be taken by token ids."""
+        return pa.array(self.pieces, pa.binary())
 
     def texts(self, tokens: np.ndarray) -> list[str]:
         """Return the text of each token; a character of several tokens stands at the one that completes it."""

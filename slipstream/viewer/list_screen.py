@@ -26,10 +26,11 @@ _FIRST_ROWS = 256
 class ListScreen(Screen[None]):
     """The list of a catalog. Queries run in a thread: keys are answered while a search reads gigabytes."""
 
-    CSS = """
-    #status { height: 1; }
-    #line { display: none; }
-    #line.open { display: block; }
+    # Not CSS, which Textual does not load for the screen that an application begins with.
+    DEFAULT_CSS = """
+    ListScreen #status { height: 1; }
+    ListScreen #line { display: none; }
+    ListScreen #line.open { display: block; }
     """
     BINDINGS = [
         Binding("slash", "edit('text')", "search", key_display="/"),

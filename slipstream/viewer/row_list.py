@@ -29,7 +29,7 @@ def _number(value: float | None, form: str = "g") -> str:
 
 
 COLUMNS: dict[str, tuple[str, int, Callable[[CatalogRow], str]]] = {
-    "id": ("id", 16, lambda row: row.id),
+    "id": ("id", 22, lambda row: row.id),
     "reward_total": (
         "reward",
         8,

@@ -34,7 +34,7 @@ def next_number(detail: TrajectoryDetail, name: str) -> str:
 class DetailScreen(Screen[None]):
     """One trajectory: where it comes from, its tokens in colours or its messages."""
 
-    CSS = "DetailScreen #facts { height: auto; padding: 0 1; } DetailScreen #tokens { padding: 0 1; }"
+    CSS = "DetailScreen #facts { height: auto; padding: 0 1 1 1; } DetailScreen #tokens { padding: 0 1; }"
     BINDINGS = [
         Binding("escape,q", "app.pop_screen", "back"),
         Binding("c", "colour", "colour"),
@@ -236,28 +236,33 @@ class HelpScreen(ModalScreen[None]):
 
 
 HELP = f"""The list
-  up down, k j          one row              page up, page down, space     one screen
-  home, end             first and last row   enter                         open the trajectory
-  /                     search in the text   f                             conditions
-  s                     choose the column that sorts                       r    reverse the order
-  g                     the group side by side
-  x                     remove search and conditions
-  u                     read what is new at once, and not within two seconds
-  ?                     this help            q                             leave
+  up, down, k, j                 one row
+  page up, page down, space      one screen
+  home, end                      first and last row
+  enter                          open the trajectory
+  g                              its group side by side
+  /                              search in the text
+  f                              conditions
+  s, r                           choose the column that sorts; reverse
+  x                              remove search and conditions
+  u                              read what is new now, not in two seconds
+  ?                              this help
+  q                              leave
 
 A trajectory, a group
-  c                     next colour: advantage, lag, logprob, and what is stored of each token
-  t                     tokens or messages, with roles and tool calls
-  n, p                  next and previous trajectory of the list
-  ], [                  later and earlier tokens of a long one
-  up down, page up, page down     scroll      escape, q                    back
+  c                              colour by the next number of the tokens
+  t                              tokens, or messages with tool calls
+  n, p                           next and previous trajectory of the list
+  ], [                           later and earlier tokens of a long one
+  escape, q                      back
 
 Conditions, all of which must hold
-  reward>=0.5 step<=40 outcome=retired        text='the answer'
-  with >=, <= and =: reward, tokens, version, step
-  with =: {", ".join(name for name in NAMES if name not in ("reward", "tokens", "version", "step"))}
+  reward>=0.5 step<=40 outcome=retired text='the answer'
+  with >=, <= and =:  reward, tokens, version, step
+  with =:  {", ".join(name for name in NAMES if name not in ("reward", "tokens", "version", "step"))}
 
 Colours
-  Green is above, red below 0 (advantage) or 1 (ratio); other numbers go from their least, without colour, to
-  their greatest, green. Dim tokens were not written by the model.
+  Green is above and red below 0 (advantage) or 1 (ratio). Other numbers
+  go from their least, without colour, to their greatest, green. Dim
+  tokens were not written by the model.
 """

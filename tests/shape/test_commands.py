@@ -79,6 +79,7 @@ TRIED_BY = {
     "python -m benchmarks.ingest": "tests/integration/test_benchmarks.py",
     "python -m benchmarks.overhead": "tests/integration/test_benchmarks.py",
     "python -m benchmarks.learner.packing": "tests/integration/test_benchmarks.py",
+    "python -m benchmarks.viewer": "tests/integration/test_benchmarks.py",
     "python -m benchmarks.peers": "tests/unit/benchmarks/test_peers.py",
     "python -m benchmarks.peers_at_scale": "tests/integration/test_benchmarks.py",
     "python -m benchmarks.staleness": "tests/unit/benchmarks/test_staleness.py",

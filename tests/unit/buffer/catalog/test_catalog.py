@@ -15,6 +15,7 @@ from slipstream.buffer.catalog.catalog import SORTABLE, Catalog, CatalogQuery, o
 from slipstream.buffer.catalog.rows import ROWS, CatalogRow
 from slipstream.buffer.catalog.token_decoder import TokenDecoder
 from slipstream.buffer.codec import encode
+from slipstream.buffer.errors import SearchCancelledError
 from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.trajectory import Reward, Sampling, VersionSpan
 from slipstream.configs.base import ConfigError
@@ -137,6 +138,18 @@ def test_greedy_and_failed_members_are_no_part_of_the_mean(tmp_path: Path) -> No
     folder = write_archive(tmp_path / "a", [FinishedGroup("0", "retired", "", [1], list(map(encode, members)))])
     with open_catalog(str(folder)) as catalog:
         assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [0.25, None, None, -0.25]
+
+
+def test_answers_to_evaluations_have_no_advantage(tmp_path: Path) -> None:
+    folder = write_archive(tmp_path / "a", [group("e:0", [0.0, 1.0], steps=[], outcome="evaluated")])
+    with open_catalog(str(folder)) as catalog:
+        assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [None, None]
+
+
+def test_a_search_can_be_given_up(tmp_path: Path, folder: Path) -> None:
+    byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
+    with open_catalog(str(folder)) as catalog, pytest.raises(SearchCancelledError, match="'abc' was given up"):
+        catalog.page(CatalogQuery(TrajectoryFilter(text="abc")), is_cancelled=lambda: True)
 
 
 def test_a_group_stands_side_by_side_token_by_token(folder: Path, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def screen(pilot: Pilot[None]) -> list[str]:
 def test_the_list_scrolls_to_any_row(archive: Path) -> None:
     async def steps(pilot: Pilot[None]) -> None:
         assert "600 of 600" in shown(pilot, "#status")
+        assert not pilot.app.screen.query_one(Input).display, "the line takes no room until it is opened"
         assert screen(pilot)[0].split()[:3] == ["id", "reward", "advantage"]
         assert screen(pilot)[1].split()[:2] == ["1-0-0", "0.003"]
         await keys(pilot, "down", "j")
