@@ -18,9 +18,9 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, Trajec
 from slipstream.buffer.catalog.detail import TrajectoryDetail, describe
 from slipstream.buffer.catalog.parts import ArchivePart, Block, FilePart, Part, RunPart, StorePart
 from slipstream.buffer.catalog.rows import ROWS, CatalogRow, has_value_within, read_stored, to_records
-from slipstream.buffer.catalog.sources import ArchiveSource, FileSource, Source, open_source
+from slipstream.buffer.catalog.sources import ArchiveSource, FileSource, Source, decoder_of, open_source
 from slipstream.buffer.catalog.text_search import find_text
-from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_decoder
+from slipstream.buffer.catalog.token_decoder import TokenDecoder
 from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.buffer.trajectory import Record
 from slipstream.configs.base import ConfigError
@@ -266,7 +266,7 @@ def open_catalog(
     """
     with ExitStack() as stack:
         part, source, note = _open(where, run_name, runs_dir, stack, starts_server=starts_server)
-        decoder = find_decoder(tokenizer, candidates=source.model_paths())
+        decoder = decoder_of(source, tokenizer)
         yield Catalog(part, source=source, decoder=decoder, note=note)
 
 
@@ -283,7 +283,7 @@ def _open(
             raise
         return ArchivePart(archive), ArchiveSource(archive), f"only the archive is shown: {error}"
     if isinstance(source, FileSource):
-        return FilePart(source.path), source, ""
+        return FilePart(source), source, ""
     if isinstance(source, ArchiveSource):
         return ArchivePart(source.archive.folder), source, ""
     store = StorePart(source.store)

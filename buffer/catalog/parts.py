@@ -12,9 +12,10 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
 from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.shard_reader import open_shard
-from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
-from slipstream.buffer.catalog.rollout_files import open_parquet, read_rollouts
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
+from slipstream.buffer.catalog.rollout_files import open_parquet
 from slipstream.buffer.catalog.rows import ROWS, read_rows
+from slipstream.buffer.catalog.sources import FileSource
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ReplayBufferError, ShardError
 from slipstream.buffer.redis.store import GroupPlace, RedisStore
@@ -73,12 +74,12 @@ class FilePart:
 
     note = ""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, source: FileSource) -> None:
         """Raises ConfigError for a file that holds no trajectories."""
-        if path.suffix == ".parquet":
-            dataset = open_parquet(path)
+        if source.path.suffix == ".parquet":
+            dataset = open_parquet(source.path)
         else:
-            dataset = ds.dataset(tabulate([sourced.stored for sourced in read_rollouts(path)]))
+            dataset = ds.dataset(tabulate(list(source.read(TrajectoryFilter(), decode=None))))
         self._block = Block(read_rows(dataset, step_versions={}), dataset)
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:

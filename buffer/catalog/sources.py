@@ -14,6 +14,8 @@ from slipstream.buffer.archive.ledger import LEDGER
 from slipstream.buffer.archive.manifest import MANIFEST
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.catalog.rollout_files import FORMATS, read_rollouts
+from slipstream.buffer.catalog.token_decoder import TokenDecoder, find_decoder
+from slipstream.buffer.catalog.verl_rollouts import ByteDecoder, is_verl_dump, read_verl_dump
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.errors import ShardError
 from slipstream.buffer.records import StepEntry
@@ -133,16 +135,18 @@ class StoreSource:
 
 
 class FileSource:
-    """A file of rollouts, as `export` writes it."""
+    """A file of rollouts, as `export` or verl writes it."""
 
     elsewhere = ""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.is_verl = path.suffix == ".jsonl" and is_verl_dump(path)
+        """Whether it holds texts of verl, without tokens and log-probabilities."""
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
         """Yield the selected trajectories, in order. `decode` is needed for a condition on text."""
-        found = (sourced.stored for sourced in read_rollouts(self.path))
+        found = read_verl_dump(self.path) if self.is_verl else (each.stored for each in read_rollouts(self.path))
         return (stored for stored in found if selected.matches(stored, decode=decode))
 
     def step_versions(self) -> dict[int, int]:
@@ -155,6 +159,13 @@ class FileSource:
 
 
 Source = ArchiveSource | StoreSource | FileSource
+
+
+def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
+    """Return the given tokenizer, else that of the source; None if there is none. Raises ConfigError."""
+    if isinstance(source, FileSource) and source.is_verl:
+        return ByteDecoder()
+    return find_decoder(tokenizer, candidates=source.model_paths())
 
 
 @contextmanager

@@ -10,8 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, Decode, TrajectoryFilter
-from slipstream.buffer.catalog.sources import ArchiveSource, FileSource, Source, StoreSource, open_source
-from slipstream.buffer.catalog.token_decoder import find_decoder
+from slipstream.buffer.catalog.sources import (
+    ArchiveSource,
+    FileSource,
+    Source,
+    StoreSource,
+    decoder_of,
+    open_source,
+)
 from slipstream.buffer.cli.show import (
     as_json,
     list_frames,
@@ -141,7 +147,7 @@ def show(
             raise ConfigError(
                 f"ID must be a trajectory in {where}, got {trajectory_id!r}: `ls -t` lists the ids{source.elsewhere}."
             )
-        decode = find_decoder(tokenizer, candidates=source.model_paths())
+        decode = decoder_of(source, tokenizer)
         console = make_console()
         console.print(show_facts(stored, step_versions=source.step_versions()))
         console.print()
@@ -183,7 +189,9 @@ def export_file(
 ) -> None:
     """Write trajectories to one Parquet or JSON-lines file."""
     with _open(where, run, runs_dir) as source:
-        decode = find_decoder(tokenizer, candidates=source.model_paths())
+        if isinstance(source, FileSource) and source.is_verl:
+            raise ConfigError(f"SOURCE must hold tokens to be exported, got {where}: verl's rollouts are texts alone.")
+        decode = decoder_of(source, tokenizer)
         _check_text(selected, decode)
         count = export(islice(source.read(selected, decode=decode), limit), out, decode=decode)
         print(f"{count} trajectories in {out}")
@@ -255,7 +263,7 @@ def _decoder(source: Source, tokenizer: Path | None, selected: TrajectoryFilter)
     """Return a decoder if the filter needs one, that is for a condition on text."""
     if selected.text is None:
         return None
-    decode = find_decoder(tokenizer, candidates=source.model_paths())
+    decode = decoder_of(source, tokenizer)
     _check_text(selected, decode)
     return decode
 

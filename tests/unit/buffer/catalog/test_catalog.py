@@ -244,6 +244,34 @@ def test_every_byte_has_its_character(tmp_path: Path) -> None:
         assert piece.decode(errors="replace") == tokenizer.decode([number])
 
 
+# --- rollouts of verl ------------------------------------------------------------------------------------------------
+def test_rollouts_that_verl_dumped_are_looked_at_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"input": "user\n3 + 4?", "output": "é 7", "gts": "7", "score": 1.0, "step": 12, "acc": True},
+        {"input": "user\n1 + 1?", "output": "2", "gts": "2", "score": 1.0, "step": 12},
+        {"input": "user\n3 + 4?", "output": "", "gts": "7", "score": 0, "step": 12, "request_id": "x"},
+    ]
+    path = tmp_path / "12.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with open_catalog(str(path)) as catalog:
+        assert found(catalog) == ["0-0-0", "1-0-0", "0-0-1"]
+        assert found(catalog, text="é 7", step=12) == ["0-0-0"]
+        best, worst = catalog.group("0")
+        assert (best.row.advantage, worst.row.advantage, best.extras) == (0.5, -0.5, {"ground_truth": "7"})
+        assert [message.text for message in best.messages] == ["user\n3 + 4?", "é 7"]
+        assert "".join(best.texts) == "user\n3 + 4?é 7"
+    assert run("ls", path, "-t", "--text", "1 + 1") == 0
+    assert "1-0-0" in capsys.readouterr().out
+    for refused in (("export", path, tmp_path / "out.jsonl"), ("import", path, "--into", tmp_path / "b")):
+        assert run(*refused) == 2
+    assert "verl's rollouts are texts alone" in capsys.readouterr().err
+    path.write_text(path.read_text() + "{}\n")
+    with pytest.raises(ConfigError, match="line 4 must be a rollout of verl"), open_catalog(str(path)):
+        pass
+
+
 # --- what is added, and what cannot be read --------------------------------------------------------------------------
 def test_new_shards_are_read_and_old_ones_are_not_read_again(folder: Path) -> None:
     with open_catalog(str(folder)) as catalog:
