@@ -51,18 +51,24 @@ export class RunFeed extends EventTarget {
   async want(keys) {
     const isMissing = keys.some((key) => !this.wanted.has(key));
     for (const key of keys) this.wanted.add(key);
-    if (isMissing || !this.stream) await this.load();
+    if (isMissing || !this.position) await this.load();
+    else await this.loading;
+    if (!this.stream) this.connect();
   }
 
-  async load() {
-    // One question at a time; what was asked for meanwhile is asked for afterwards.
-    if (this.loading) { this.isStale = true; return this.loading; }
-    this.loading = this.fetchColumns();
-    try { await this.loading; } finally { this.loading = null; }
-    if (this.isStale) { this.isStale = false; return this.load(); }
-    if (!this.stream) this.connect();
+  /** Read the columns anew. One question at a time; what is wanted meanwhile is asked for before this ends. */
+  load() {
+    this.isStale = true;
+    this.loading ||= this.loadAll().finally(() => { this.loading = null; });
+    return this.loading;
+  }
+
+  async loadAll() {
+    while (this.isStale) {
+      this.isStale = false;
+      await this.fetchColumns();
+    }
     this.dispatchEvent(new Event("rows"));
-    return undefined;
   }
 
   async fetchColumns() {

@@ -185,10 +185,12 @@ class Curves {
 
   /** Make the charts anew: when a metric appears for the first time, or when the reader wants others. */
   async rebuild() {
-    this.specs = this.specify();
-    this.shown = JSON.stringify(this.specs);
-    await this.feed.want(this.specs.flatMap((spec) => spec.keys.map(({ key }) => key)));
-    if (!this.grid.isConnected) return;
+    const specs = this.specify(), shown = JSON.stringify(specs);
+    this.shown = shown;
+    await this.feed.want(specs.flatMap((spec) => spec.keys.map(({ key }) => key)));
+    // Left, or wanted otherwise, while the columns were read.
+    if (!this.grid.isConnected || this.shown !== shown) return;
+    this.specs = specs;
     for (const chart of this.charts) chart.destroy();
     this.charts = this.specs.map((spec) => this.make(spec));
     this.grid.replaceChildren(...this.charts.map((chart) => chart.element));
