@@ -186,7 +186,8 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
         yield FileSource(Path(where))
     else:
         folder = _run_folder(where, runs_dir)
-        with open_run_store(folder, timeout_s=_START_TIMEOUT_S, starts_server=starts_server) as store:
+        timeout_s = _START_TIMEOUT_S if starts_server else _STORE_TIMEOUT_S
+        with open_run_store(folder, timeout_s=timeout_s, starts_server=starts_server) as store:
             yield StoreSource(store, run_folder=folder)
 
 

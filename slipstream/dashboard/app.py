@@ -3,13 +3,16 @@
 GET  /  /compare  /metrics  /runs/ID  /runs/ID/PAGE       pages, all one shell
 GET  /static/...                                          scripts, styles
 GET  /api/session  /api/meanings  /api/runs
+GET  /api/runs/ID/trajectories?where=CONDITIONS&sort=COLUMN&descending=1&start=50   .../groups/GROUP
 GET  /api/runs/ID/series?keys=A,B  .../stream?after=POSITION  .../settings  .../summary
 POST /api/runs/ID/scale {"generators": 2}   .../drain {"generator": "generator-1"}
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +35,17 @@ from slipstream.dashboard.meanings import read_meanings
 from slipstream.dashboard.run_reader import RunReader
 from slipstream.dashboard.runs import Runs
 from slipstream.dashboard.settings_table import read_setting_meanings, read_settings
+from slipstream.dashboard.trajectories import Trajectories
 from slipstream.launch.commands import NoAnswerError, request_drain, request_generators
 
 STATIC = Path(__file__).with_name("static")
-PAGES = ("pipeline", "events", "settings")
+PAGES = ("pipeline", "trajectories", "events", "settings")
 """Pages of a run beside the first."""
 _MAX_KEYS = 200
 _MAX_BODY_BYTES = 4096
 _PING_S = 15
+_WATCH_EVERY_S = 0.5
+"""Between two looks whether somebody still waits for a search."""
 
 
 class Scale(msgspec.Struct, forbid_unknown_fields=True):
@@ -72,6 +78,7 @@ class Dashboard:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._feeds: dict[str, Feed] = {}
+        self._trajectories = Trajectories()
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -82,6 +89,7 @@ class Dashboard:
         await preparing
         for feed in self._feeds.values():
             await feed.close()
+        self._trajectories.close()
         self._runs.close()
 
     def routes(self) -> list[Route | Mount]:
@@ -94,6 +102,8 @@ class Dashboard:
             Route("/api/runs", self._list),
             Route("/api/runs/{run}/series", self._series),
             Route("/api/runs/{run}/stream", self._stream),
+            Route("/api/runs/{run}/trajectories", self._list_trajectories),
+            Route("/api/runs/{run}/groups/{group}", self._group),
             Route("/api/runs/{run}/settings", self._settings),
             Route("/api/runs/{run}/summary", self._summary),
             Route("/api/runs/{run}/scale", self._scale, methods=["POST"]),
@@ -145,6 +155,39 @@ class Dashboard:
 
     async def _settings(self, request: Request) -> Response:
         return _json(await run_sync(read_settings, self._reader(request).folder))
+
+    # --- trajectories --------------------------------------------------------------------------------------------
+    async def _list_trajectories(self, request: Request) -> Response:
+        reader, asked = self._reader(request), request.query_params
+        start = asked.get("start", "0")
+        if not start.isdecimal():
+            raise HTTPException(400, f"start must be a whole number >= 0, got {start!r}.")
+        is_left = threading.Event()
+        list_page = partial(
+            self._trajectories.page,
+            reader,
+            conditions=asked.get("where", ""),
+            sort_by=asked.get("sort", ""),
+            is_descending=asked.get("descending") == "1",
+            start=int(start),
+            is_cancelled=is_left.is_set,
+        )
+        listing = asyncio.ensure_future(run_sync(list_page))
+        try:
+            # A search in many gigabytes ends when nobody waits for it any more.
+            while not (await asyncio.wait({listing}, timeout=_WATCH_EVERY_S))[0] and not is_left.is_set():
+                if await request.is_disconnected():
+                    is_left.set()
+            return _json(await listing)
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from None
+
+    async def _group(self, request: Request) -> Response:
+        reader, group_id = self._reader(request), request.path_params["group"]
+        found = await run_sync(self._trajectories.group, reader, group_id)
+        if not found:
+            raise HTTPException(404, f"run {reader.id!r} has no group {group_id!r} here.")
+        return _json(found)
 
     async def _summary(self, request: Request) -> Response:
         return _json(self._reader(request).summary)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from slipstream.dashboard.guard import TOKEN_VARIABLE
-from tests.builders import make_run
+from tests.builders import make_finished, make_run, write_archive
 from tests.integration.live_run import LiveRun
 from tests.recorded_run import append_rows, make_row, record_run
 from tests.runs import ROOT
@@ -30,7 +30,7 @@ FLAGS += ("--disable-component-update", "--disable-sync", "--disable-dev-shm-usa
 MARKUP = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
 LONG = 20_000
 DEADLINE_S = 20.0
-PAGES = ("", "/pipeline", "/events", "/settings")
+PAGES = ("", "/pipeline", "/trajectories", "/events", "/settings")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ def run(runs_dir: Path) -> Iterator[LiveRun]:
 @pytest.fixture(scope="module")
 def address(runs_dir: Path, run: LiveRun) -> Iterator[str]:
     """Address that `slipstream watch` prints."""
-    record_run(runs_dir, "done", steps=40, seed=3)
+    done = record_run(runs_dir, "done", steps=40, seed=3)
+    write_archive(done / "archive", [make_finished(str(number), members=4) for number in range(30)])
     record_run(runs_dir, "long", steps=0)
     append_rows(
         runs_dir / "long", *({**make_row(step), "learner/by_lag/0/mismatch_k3": MARKUP} for step in range(1, LONG + 1))
@@ -198,7 +199,28 @@ def test_the_pipeline_opens_at_a_click_and_scales_and_drains(watched: Watched, r
     watched.until(lambda: any("generator-1" in each for each in run.requests), "the broker must be asked")
 
 
-@pytest.mark.parametrize("path", ["/", "/compare?runs=mine,done", "/metrics", *(f"/runs/mine{page}" for page in PAGES)])
+def test_a_trajectory_opens_with_its_group_token_by_token(watched: Watched):
+    watched.open("/runs/done/trajectories")
+    watched.shows("1 to 50 of 120")
+    watched.page.keyboard.press("n")
+    watched.shows("51 to 100 of 120")
+    watched.page.fill("input[aria-label='conditions']", "group=7 reward>=0")
+    watched.page.keyboard.press("Enter")
+    watched.shows("1 to 4 of 4, 120 stored")
+    watched.page.click("tbody tr:nth-child(2)")
+    watched.shows("group 7", "4 members", "step 1", "assistant")
+    assert watched.page.evaluate("document.querySelectorAll('.member').length") == 4
+    watched.page.click("button[data-name='logprob']")
+    coloured = "document.querySelectorAll('.tokens span[style*=background]').length"
+    watched.until(lambda: watched.page.evaluate(coloured) > 3, "tokens must be coloured")
+    watched.page.keyboard.press("Escape")
+    watched.shows("120 stored")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/compare?runs=mine,done", "/metrics", *(f"/runs/done{page}" for page in PAGES), "/runs/mine/pipeline"],
+)
 def test_no_page_scrolls_sideways_on_a_phone(watched: Watched, path: str):
     watched.page.set_viewport_size({"width": 360, "height": 740})
     watched.open(path)

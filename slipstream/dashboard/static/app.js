@@ -9,11 +9,12 @@ import * as pipeline from "./pages/pipeline.js";
 import * as run from "./pages/run.js";
 import * as runs from "./pages/runs.js";
 import * as settings from "./pages/settings.js";
+import * as trajectories from "./pages/trajectories.js";
 
-const OF_RUN = { "": ["Run", run], pipeline: ["Pipeline", pipeline], events: ["Events", events], settings: ["Settings", settings] };
+const OF_RUN = { "": ["Run", run], pipeline: ["Pipeline", pipeline], trajectories: ["Trajectories", trajectories], events: ["Events", events], settings: ["Settings", settings] };
 const OTHERS = { "/": runs, "/compare": compare, "/metrics": metrics };
-const HELP = [["1 … 5", "pages of the run, then Compare"], ["r", "all runs"], ["[  ]", "previous, next run"], ["/", "search or filter"],
-  ["x", "charts by step or by time"], ["s", "smoothing of the charts"], ["t", "dark or light"], ["?", "this help"]];
+const HELP = [["1 … 6", "pages of the run, then Compare"], ["r", "all runs"], ["[  ]", "previous, next run"], ["/", "search or filter"],
+  ["x", "charts by step or by time"], ["s", "smoothing of the charts"], ["n  p", "next, previous page of trajectories"], ["t", "dark or light"], ["?", "this help"]];
 
 const bar = document.getElementById("bar"), page = document.getElementById("page");
 const shell = { feed: null, runIds: [], leave: null };
