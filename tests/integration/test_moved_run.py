@@ -18,7 +18,7 @@ from tests.contract.stores import as_limited_user
 from tests.integration.test_managed_store import PASSWORD, TlsDoor, make_certificate
 from tests.runs import Run, has_stepped, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 STEPS = 24
 
