@@ -12,7 +12,7 @@ RUN pip install --no-cache-dir uv && python -m venv /opt/slipstream
 COPY . .
 # PyPI has torch for CUDA alone.
 RUN if [ "$BUILD" = cpu ]; then backend=--torch-backend=cpu; fi \
-    && VIRTUAL_ENV=/opt/slipstream uv pip install --no-cache ${backend:-} ".[$BUILD,ray,search,tasks]"
+    && VIRTUAL_ENV=/opt/slipstream uv pip install --no-cache ${backend:-} ".[$BUILD,loggers,ray,search,tasks]"
 
 FROM python:${PYTHON}-slim-bookworm
 # Kernels of DeepSpeed, Triton and torch.compile are compiled at the first start; KubeRay's probes call wget.

@@ -37,6 +37,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.sampling import RowCount
+from slipstream.cluster.observers import Observers, check_observers, observed
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -66,6 +67,7 @@ def main(overrides: list[str]) -> None:
     folder = RunFolder(run)
     folder.make()
     if not has_launcher():
+        check_observers(run)
         folder.lock()
     keys = derive_keys(make_token(run), guests=run.cluster.guests.names)
     channel = listen(folder.broker_address, keys=keys, cluster=run.cluster, before=folder.read_address())
@@ -126,10 +128,11 @@ def _serve(
     is_stopping = on_stop_signal(lambda: None)
     exempt_from_collection()
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
-    with closing(store), _archiving(run, folder, url):
+    with closing(store), _observing(run, folder) as observers, _archiving(run, folder, url):
         while not is_stopping():
             router.step(timeout_s=0.2)
-            for sentence in supervisor.poll() if supervisor else ():
+            beside = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
+            for sentence in beside:
                 log.warning(sentence)
         # A launcher restarts the broker, or ends the generators itself.
         if not has_launcher():
@@ -157,6 +160,16 @@ def _open_run(run: RunConfig, url: str, *, config_json: str, num_rows: RowCount)
             "choose another with name=..., or continue it with resume=true and a larger learner.max_steps."
         )
     return state
+
+
+@contextmanager
+def _observing(run: RunConfig, folder: RunFolder) -> Iterator[Observers | None]:
+    """Run loggers and exporter during the block, unless a launcher does."""
+    if has_launcher():
+        yield None
+        return
+    with observed(run, logs=folder.logs) as observers:
+        yield observers
 
 
 @contextmanager

@@ -1,10 +1,12 @@
-"""The broker role and the weight plane: addresses, limits, timeouts, verification."""
+"""The broker role, the weight plane, loggers and exporter: addresses, limits, timeouts, verification."""
 
-from typing import Annotated, Literal
+import re
+from ipaddress import ip_address
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config
+from slipstream.configs.base import Config, require
 
 BROKER_SILENCE_S = 8.0
 """Silence of the broker after which a peer connects anew, seconds."""
@@ -80,3 +82,72 @@ class WeightsConfig(Config):
     """Largest mean absolute difference between engine and learner in the log-probabilities of the canary sequences,
     nats; above it the generator gets no work. With a `model.dtype` below float32 three times the difference at the
     first version, if that is more."""
+
+
+class LoggingConfig(Config):
+    """Settings of the loggers of a run."""
+
+    options: dict[str, dict[str, Any]] = {}
+    """Arguments of a logger by its name in `loggers`, such as `{wandb: {project: digits}}`."""
+    curve_every_s: Annotated[float, Meta(ge=0)] = 60.0
+    """Least time between two images of the curve, seconds; 0: none."""
+    samples_every_steps: Annotated[int, Meta(ge=0)] = 10
+    """Steps between two tables of answers that were trained on; 0: none. Only with mode=async."""
+    num_samples: Annotated[int, Meta(ge=1)] = 8
+    """Answers in such a table."""
+    max_queue: Annotated[int, Meta(ge=1)] = 1000
+    """Entries that wait for a logger that is slow or hangs; beyond them the oldest is dropped and counted."""
+    close_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
+    """Time for a logger to take what waits for it once the roles have ended, seconds; it is killed then."""
+
+    def check(self, loggers: list[str]) -> None:
+        """Raise ConfigError unless each logger is named once, and all options are of those."""
+        why = "two would write the same"
+        require(len(set(loggers)) == len(loggers), "loggers", "name each once", got=loggers, why=why)
+        unknown = sorted(set(self.options) - set(loggers))
+        require(not unknown, "logging.options", "name loggers of the run", got=unknown, why="no other is started")
+
+
+class ExporterConfig(Config):
+    """Metrics of a run for Prometheus, and spans for OpenTelemetry."""
+
+    port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    """Port at which Prometheus reads the metrics; null: none."""
+    host: str = "127.0.0.1"
+    """IP address at which it listens; one that is no loopback address asks for the run's token."""
+    otlp_endpoint: str | None = None
+    """OTLP/HTTP address that recorded steps are sent to as spans, such as `http://127.0.0.1:4318/v1/traces`; its
+    credentials are those of `OTEL_EXPORTER_OTLP_HEADERS` in the environment."""
+
+    def __post_init__(self) -> None:
+        why = "a name may mean several addresses"
+        require(_is_address(self.host), "exporter.host", "be an IP address", got=repr(self.host), why=why)
+        is_url = self.otlp_endpoint is None or re.fullmatch(r"https?://[^@?#\s]+", self.otlp_endpoint) is not None
+        # Not shown, because it may hold a password.
+        shown = "another" if "@" in (self.otlp_endpoint or "") else repr(self.otlp_endpoint)
+        must = "be an http:// or https:// address without credentials or options"
+        require(is_url, "exporter.otlp_endpoint", must, got=shown, why="settings are logged and written down")
+
+    def check(self, *, mode: str) -> None:
+        """Raise ConfigError where no times could be told."""
+        is_fit, key = mode == "async" or not self.is_wanted, "exporter.port and exporter.otlp_endpoint"
+        require(
+            is_fit, key, "be null without mode=async", got=f"mode={mode}", why="the roles of one process count turns"
+        )
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.port is not None or self.otlp_endpoint is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines may reach it."""
+        return not ip_address(self.host).is_loopback
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -11,9 +11,10 @@ from slipstream.configs.generators import GeneratorsConfig, SingleTurnConfig
 
 PLACE = (
     "resume", "runs_dir", "storage_uri", "storage_timeout_s", "cluster", "broker.address", "broker.token_file",
-    "weights.fetch_address", "buffer.store",
+    "weights.fetch_address", "buffer.store", "loggers", "logging", "exporter",
 )  # fmt: skip
-"""Settings that say where a run lives and how it is started. They are no part of its identity: a run may move."""
+"""Settings that say where a run lives, how it is started and who is told. They are no part of its identity: a run may
+move."""
 _GUEST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"
 _PORTS = range(1024, 65536)
 """Ports that a user may bind."""

@@ -11,7 +11,7 @@ from msgspec import Meta
 from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import Config, ConfigError, require, require_storage
-from slipstream.configs.broker import BrokerConfig, WeightsConfig
+from slipstream.configs.broker import BrokerConfig, ExporterConfig, LoggingConfig, WeightsConfig
 from slipstream.configs.buffer import AccuracyConfig, BufferConfig, RedisConfig, ZeroSignalConfig
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
@@ -59,6 +59,10 @@ class RunConfig(Config):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     profile: ProfileConfig = ProfileConfig()
+    loggers: list[str] = []
+    """Destinations of the metrics: `trackio`, `wandb`, `tensorboard`, or a class of your own as `module:Class`."""
+    logging: LoggingConfig = LoggingConfig()
+    exporter: ExporterConfig = ExporterConfig()
 
     def __post_init__(self) -> None:
         require_storage("storage_uri", self.storage_uri, is_fit=not self.is_one_process)
@@ -259,12 +263,14 @@ def _check_backend(run: RunConfig) -> None:
     require(run.weights.backend != "nccl" or is_possible, "weights.backend", must, got="nccl", why=why)
 
 
-def _check_cluster(run: RunConfig) -> None:
+def _check_places(run: RunConfig) -> None:
     workers = getattr(run.generators.engine, "num_workers", 0)
     ranks, device = run.learner.num_ranks, run.learner.device
     run.cluster.check_machines(num_ranks=ranks)
     run.cluster.check_ray(mode=run.mode, num_ranks=ranks, device=device, num_workers=workers)
     run.cluster.check_guests(mode=run.mode, generators=run.generators, router_replay=run.model.router_replay)
+    run.logging.check(run.loggers)
+    run.exporter.check(mode=run.mode)
 
 
 def _check_equal_shares(run: RunConfig) -> None:
@@ -311,13 +317,9 @@ def _check_mix(run: RunConfig) -> None:
 def _check_autoscale(run: RunConfig) -> None:
     count, scale = run.generators.count, run.generators.autoscale
     if scale:
-        require(
-            scale.min <= count <= scale.max,
-            "generators.count",
-            f"lie between generators.autoscale.min and max ({scale.min} to {scale.max})",
-            got=count,
-            why="the run starts with this number",
-        )
+        must = f"lie between generators.autoscale.min and max ({scale.min} to {scale.max})"
+        why = "the run starts with this number"
+        require(scale.min <= count <= scale.max, "generators.count", must, got=count, why=why)
 
 
 def _check_samples_per_insert(run: RunConfig) -> None:
@@ -379,17 +381,12 @@ def _check_capacity(run: RunConfig) -> None:
 
 
 def _check_lease(run: RunConfig) -> None:
-    least = 3 * run.broker.heartbeat_s
-    require(
-        run.broker.lease_s >= least,
-        "broker.lease_s",
-        f"be >= three pings ({least:g})",
-        got=run.broker.lease_s,
-        why="pings renew leases, and those of a healthy generator would lapse in between",
-    )
+    least, lease_s = 3 * run.broker.heartbeat_s, run.broker.lease_s
+    why = "pings renew leases, and those of a healthy generator would lapse in between"
+    require(lease_s >= least, "broker.lease_s", f"be >= three pings ({least:g})", got=lease_s, why=why)
 
 
-_LEARNER_CHECKS = (_check_mode, _check_cluster, _check_profile, _check_learner, _check_router_replay, _check_sft_best)
+_LEARNER_CHECKS = (_check_mode, _check_places, _check_profile, _check_learner, _check_router_replay, _check_sft_best)
 """Checks that apply in every mode."""
 _ROLE_CHECKS = (
     _check_bounds, _check_heldout, _check_equal_shares, _check_advantage_has_a_baseline, _check_one_process,

@@ -4,6 +4,7 @@ import ctypes
 import os
 import time
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from slipstream.broker.weights.snapshot_store import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
+from slipstream.cluster.observers import check_observers, observed
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.load import identity
@@ -56,6 +58,7 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     if is_rank:
         check_environment(os.environ, num_ranks=run.learner.num_ranks, is_trusted=run.cluster.trusted_network)
     if run.mode == "sft" and not is_rank:
+        check_observers(run)
         check_sft(run)
     if run.learner.num_ranks > 1 and not is_rank:
         on_cpu = choose_device(run.learner.device).type == "cpu"
@@ -69,7 +72,9 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     os.environ.update(collective_environment(run.cluster))
     rendezvous = "env://" if run.learner.num_ranks > 1 else None
     if run.mode == "sft":
-        build_sft(run, device=device, rank=rank, rendezvous=rendezvous).run()
+        sft = build_sft(run, device=device, rank=rank, rendezvous=rendezvous)
+        with observed(run, logs=RunFolder(run).logs) if rank == 0 else nullcontext():
+            sft.run()
     elif rank == 0:
         _run_first_rank(run, device=device, rendezvous=rendezvous)
     else:

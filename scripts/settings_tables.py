@@ -116,7 +116,7 @@ def _describe(expected: Type) -> str:
         case NoneType():
             return "`null`"
         case DictType(value_type=value):
-            return f"mapping of names to {_describe(value)}s"
+            return f"mapping of names to {_describe(value).rstrip('s')}s"
         case StructType():
             return "record"
     return "any value"

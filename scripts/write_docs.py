@@ -1,4 +1,4 @@
-"""Writes the generated blocks of the documentation: `python -m slipstream.scripts.write_docs [--check]`."""
+"""Writes the generated blocks and files of the documentation: `python -m slipstream.scripts.write_docs [--check]`."""
 
 import argparse
 import ast
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.scripts.algorithm_tables import list_advantages, list_masks, list_policy_losses
+from slipstream.scripts.monitoring_files import alerts, dashboard
 from slipstream.scripts.settings_tables import list_settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +63,8 @@ BLOCKS = [
     Block("docs/algorithms.md", "policy losses", list_policy_losses),
     Block("docs/algorithms.md", "masks", list_masks),
 ]
+FILES: dict[str, Callable[[], str]] = {"docs/monitoring/grafana.json": dashboard, "docs/monitoring/alerts.yaml": alerts}
+"""Files that are generated as a whole."""
 
 
 def filled(text: str, block: Block) -> str:
@@ -73,7 +76,7 @@ def filled(text: str, block: Block) -> str:
 
 
 def stale_pages(*, write: bool = False) -> list[str]:
-    """Pages with a block that is not up to date; `write` brings them up to date."""
+    """Pages and files that are not up to date; `write` brings them up to date."""
     pages = sorted({block.page for block in BLOCKS})
     stale = []
     for page in pages:
@@ -85,6 +88,18 @@ def stale_pages(*, write: bool = False) -> list[str]:
             stale.append(page)
             if write:
                 path.write_text(new, encoding="utf-8")
+    return stale + _stale_files(write=write)
+
+
+def _stale_files(*, write: bool) -> list[str]:
+    stale = []
+    for name, render in FILES.items():
+        path, content = ROOT / name, render()
+        if not path.is_file() or path.read_text(encoding="utf-8") != content:
+            stale.append(name)
+            if write:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(content, encoding="utf-8")
     return stale
 
 

@@ -32,7 +32,7 @@ class RoleStatus(Record):
     name: str
     """Name, unique in the run."""
     role: str
-    """generator | learner | broker | archiver | launcher."""
+    """generator | learner | broker | archiver | launcher | logger."""
     liveness: Liveness
     state: str
     report_age_s: float

@@ -7,7 +7,8 @@ from typing import Any
 
 import structlog
 
-from slipstream.learner.metrics.ranges import RANGES, Range
+from slipstream.configs.run import RunConfig
+from slipstream.learner.metrics.ranges import RANGES, Range, figures_of
 
 _STEPS_TO_RECOVER = 3
 _MEDIAN_STEPS, _MIN_MEDIAN_STEPS = 50, 10
@@ -19,25 +20,33 @@ class MetricAlerts:
     """Life: check, once per step. The log has a line for each metric that leaves its range or returns; `on_alert` gets
     one text for all metrics that leave their range in a step."""
 
-    def __init__(self, on_alert: Callable[[str], None], *, ranges: Mapping[str, Range] = RANGES) -> None:
+    def __init__(
+        self,
+        on_alert: Callable[[str], None],
+        *,
+        run: RunConfig | None = None,
+        ranges: Mapping[str, Range] = RANGES,
+    ) -> None:
+        """`run`: the one whose figures the texts quote."""
         self._on_alert = on_alert
+        self._run = run
         self._watched = {key: Watched(healthy) for key, healthy in ranges.items()}
 
     def check(self, row: Mapping[str, Any]) -> None:
         """Take in the metrics of a step; a metric that the row lacks keeps its state."""
-        alerts = [_report(key, watched, float(row[key])) for key, watched in changed(self._watched, row)]
-        if text := "; ".join(filter(None, alerts)):
-            self._on_alert(text)
-
-
-def _report(key: str, watched: "Watched", value: float) -> str:
-    """Log a change; return the text of the alert, empty for a metric that has returned."""
-    healthy = watched.healthy
-    if watched.is_unhealthy:
-        log.warning("unhealthy", metric=key, value=value, healthy=str(healthy), advice=healthy.advice)
-        return f"{key} is {value:.3g}, healthy is {healthy}: {healthy.advice}"
-    log.info("healthy_again", metric=key, value=value, healthy=str(healthy))
-    return ""
+        figures = figures_of(row, self._run) if self._run else None
+        found: dict[str, list[str]] = {}
+        for key, watched in changed(self._watched, row):
+            healthy, value = watched.healthy, float(row[key])
+            if watched.is_unhealthy:
+                text = healthy.explain(figures)
+                log.warning("unhealthy", metric=key, value=value, healthy=str(healthy), advice=text)
+                found.setdefault(text, []).append(f"{key} is {value:.3g}, healthy is {healthy}")
+            else:
+                log.info("healthy_again", metric=key, value=value, healthy=str(healthy))
+        # Metrics that mean the same are named together: an event has room for few sentences.
+        if found:
+            self._on_alert("; ".join(f"{', '.join(values)}: {text}" for text, values in found.items()))
 
 
 class Watched:

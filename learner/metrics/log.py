@@ -69,7 +69,7 @@ class MetricsLog:
         self._run = run
         self._store = store
         self._clock = clock
-        self._alerts = MetricAlerts(on_alert=lambda text: store.record_event("learner", text))
+        self._alerts = MetricAlerts(lambda text: store.record_event("learner", text), run=run)
         self._tokens = Rate(window_s=10.0, clock=clock)
         self._generated = Growth({})
         self.account = account or TimeAccount("rest")

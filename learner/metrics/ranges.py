@@ -1,18 +1,31 @@
-"""Healthy ranges of the metrics that are watched. Loads without torch."""
+"""Healthy ranges of metrics: a value outside, its meaning for learning, and the remedy. Loads without torch."""
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from slipstream.configs.run import RunConfig
+
+_FIGURE = re.compile(r" \([^()]*\{\w+\}[^()]*\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Healthy values of a metric, ends included. Example: Range(low=0.3, advice="lower max_lag")"""
+    """Healthy values of a metric, ends included. Example: Range(low=0.3, meaning="...", advice="lower max_lag")
+
+    Texts may hold figures of the run in brackets, ` (now {max_lag})`, by the names of `figures_of`.
+    """
 
     low: float | None = None
     """Lower end; None = unbounded."""
     high: float | None = None
     """Upper end; None = unbounded."""
+    meaning: str = ""
+    """Consequence of a value outside for learning."""
     advice: str = ""
-    """Meaning of a value outside, and the remedy."""
+    """Remedy."""
     patience: int = 1
     """Consecutive steps outside after which an alert is raised."""
     only_stale: bool = False
@@ -24,6 +37,11 @@ class Range:
         """Whether the value lies in the range; NaN does not."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
+    def explain(self, figures: Mapping[str, str] | None = None) -> str:
+        """Return meaning and remedy, with the figures of a run or without any."""
+        text = ": ".join(filter(None, (self.meaning, self.advice)))
+        return _FIGURE.sub("", text) if figures is None else text.format_map(figures)
+
     def __str__(self) -> str:
         unit = " x its median" if self.of_median else ""
         if self.low is None:
@@ -31,44 +49,106 @@ class Range:
         return f">= {self.low:g}{unit}" if self.high is None else f"{self.low:g}..{self.high:g}{unit}"
 
 
-_TOO_OLD = "the data is too old for the learner: lower buffer.staleness.max_lag or the learning rate"
-_UNLIKE = "tokens of the newest weights differ: the engine computes other probabilities than the learner"
-_CORRECTED = "correction weights dominate the update: lower buffer.staleness.max_lag or algorithm.correction.high"
+def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
+    """Return the figures that explanations quote: settings of the run, and what the row measured."""
+    algorithm, staleness, reward = run.algorithm, run.buffer.staleness, run.generators.reward
+    settings = {
+        "max_lag": staleness.max_lag,
+        "pacing_lag": staleness.max_lag if staleness.pacing_lag is None else staleness.pacing_lag,
+        "updates_per_step": algorithm.updates_per_step,
+        "entropy_coefficient": algorithm.entropy_coefficient,
+        "correction_high": algorithm.correction.high,
+        "max_grad_norm": run.learner.optimizer.max_grad_norm,
+        "group_size": run.generators.group_size,
+        "timeout_s": reward.timeout_s,
+        "reward": reward.summary,
+    }
+    measured = {
+        "learning_rate": row.get("learner/learning_rate", run.learner.optimizer.learning_rate),
+        "mean_lag": row.get("lag/mean"),
+        "own_mismatch": row.get("learner/by_lag/0/mismatch_k3"),
+        "length_ratio": row.get("learner/stale_length_ratio"),
+        "reward_mean": row.get("learner/reward_mean"),
+        "waste": row.get("buffer/filtered_fraction"),
+    }
+    return {name: _shown(value) for name, value in (settings | measured).items()}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    return f"{value:.3g}" if is_number else str(value)
+
+
+_OLD = "the answers come from older weights than the learner's, and their gradient would improve those"
+_YOUNGER = (
+    "lower buffer.staleness.max_lag (now {max_lag}, mean lag {mean_lag}) or learner.optimizer.learning_rate (now "
+    "{learning_rate}); where tokens of lag 0 differ as much (k3 {own_mismatch}), the engines disagree and age is not "
+    "the cause"
+)
+_UNLIKE = "engine and learner compute other probabilities from the same weights, so that every gradient is biased"
+_SAME_NUMERICS = (
+    "compare dtype, attention and quantization of generators.engine and model; weights/probe_diff_mean and learner/"
+    "by_lag/0/mismatch_k3 (now {own_mismatch}) must fall"
+)
+_WEIGHTED = "correction weights dominate the update: few tokens decide about it"
+_LESS_WEIGHT = "lower buffer.staleness.max_lag (now {max_lag}) or algorithm.correction.high (now {correction_high})"
+_UNUSED = "the correction throws most of the data away, and the step learns from the rest"
+_WIDER = "lower buffer.staleness.max_lag (now {max_lag}), or widen the bounds of algorithm.correction"
+_SLOWER = (
+    "lower learner.optimizer.learning_rate (now {learning_rate}) or algorithm.updates_per_step (now {updates_per_step})"
+)
 
 RANGES = {
-    "learner/mismatch_k1": Range(-0.1, 0.1, _TOO_OLD),
-    "learner/mismatch_k3": Range(high=0.1, advice=_TOO_OLD),
-    "learner/by_lag/0/mismatch_k3": Range(high=0.01, advice=_UNLIKE),
-    "learner/by_lag/0/mismatch_max": Range(high=0.5, advice=_UNLIKE, patience=5),
-    "learner/mismatch_tail_fraction": Range(high=0.1, advice=_TOO_OLD),
-    "learner/perplexity_ratio": Range(0.8, 1.25, _TOO_OLD),
-    "learner/ess": Range(low=0.3, advice=_TOO_OLD),
-    "learner/chi2": Range(high=1.0, advice=_TOO_OLD),
-    "learner/weight_mean": Range(0.5, 2.0, _CORRECTED),
-    "learner/weight_std": Range(high=1.0, advice=_CORRECTED),
-    "learner/ratio_mean": Range(
-        0.5, 2.0, "the policy moves too far within a step: lower the learning rate or the updates"
+    "learner/mismatch_k1": Range(-0.1, 0.1, _OLD, _YOUNGER),
+    "learner/mismatch_k3": Range(None, 0.1, _OLD, _YOUNGER),
+    "learner/by_lag/0/mismatch_k3": Range(None, 0.01, _UNLIKE, _SAME_NUMERICS),
+    "learner/by_lag/0/mismatch_max": Range(None, 0.5, _UNLIKE, _SAME_NUMERICS, patience=5),
+    "learner/mismatch_tail_fraction": Range(None, 0.1, _OLD, _YOUNGER),
+    "learner/perplexity_ratio": Range(0.8, 1.25, _OLD, _YOUNGER),
+    "learner/ess": Range(0.3, None, _OLD, _YOUNGER),
+    "learner/chi2": Range(None, 1.0, _OLD, _YOUNGER),
+    "learner/weight_mean": Range(0.5, 2.0, _WEIGHTED, _LESS_WEIGHT),
+    "learner/weight_std": Range(None, 1.0, _WEIGHTED, _LESS_WEIGHT),
+    "learner/ratio_mean": Range(0.5, 2.0, "the policy moves too far within one step", _SLOWER),
+    "learner/kept_fraction": Range(0.5, None, _UNUSED, _WIDER),
+    "learner/kept_trajectories_fraction": Range(0.5, None, _UNUSED, _WIDER),
+    "learner/idle_fraction": Range(None, 0.5, "the policy loss clips most of the data: it has no gradient", _SLOWER),
+    "learner/nonfinite_fraction": Range(
+        None, 0.0, "a model returns log-probabilities that are not finite: these tokens teach nothing",
+        "look for overflow: model.dtype, learner.optimizer.max_grad_norm (now {max_grad_norm})",
     ),
-    "learner/kept_fraction": Range(low=0.5, advice="the correction rejects most of the data: widen its bounds"),
-    "learner/kept_trajectories_fraction": Range(low=0.5, advice="the correction rejects most trajectories: widen it"),
-    "learner/idle_fraction": Range(high=0.5, advice="the policy loss clips most of the data: lower the learning rate"),
-    "learner/nonfinite_fraction": Range(high=0.0, advice="a model returns log-probabilities that are not finite"),
-    "learner/entropy": Range(low=0.01, advice="the policy has stopped exploring: see algorithm.entropy_coefficient"),
+    "learner/entropy": Range(
+        0.01, None, "the policy has stopped exploring: all answers to a prompt are alike, and it learns no more",
+        "raise algorithm.entropy_coefficient (now {entropy_coefficient}), lower learner.optimizer.learning_rate (now "
+        "{learning_rate}), or stop here if the reward (now {reward_mean}) is good",
+    ),
     "learner/grad_norm": Range(
-        high=10.0, advice="a spike precedes a collapse: see learner.optimizer.max_grad_norm", of_median=True
+        None, 10.0, "a spike of the gradient precedes a collapse",
+        "lower learner.optimizer.max_grad_norm (now {max_grad_norm}) or learner.optimizer.learning_rate (now "
+        "{learning_rate})",
+        of_median=True,
     ),
     "learner/grad_cosine": Range(
-        high=0.5, advice="stale gradients repeat themselves: " + _TOO_OLD, patience=5, only_stale=True
+        None, 0.5, "stale gradients repeat each other, which precedes a collapse", _YOUNGER, patience=5, only_stale=True
     ),
-    "learner/failed_fraction": Range(high=0.1, advice="a reward function raises or hangs"),
+    "learner/failed_fraction": Range(
+        None, 0.1, "these answers have no reward and are not trained on",
+        "see why generators.reward raises or exceeds generators.reward.timeout_s (now {reward}, {timeout_s} s): "
+        "`slipstream data ls` shows them, the generators' logs the errors",
+    ),
     "learner/stale_fraction": Range(
-        high=0.05,
-        advice="early tokens of long answers are too old to train on, see learner/stale_length_ratio: lower "
-        "buffer.staleness.pacing_lag, or raise max_lag",
+        None, 0.05, "early tokens of long answers are too old to train on, so that long answers lose their beginnings",
+        "lower buffer.staleness.pacing_lag (now {pacing_lag}), or raise buffer.staleness.max_lag (now {max_lag}); the "
+        "masked answers are longer than the mean (by a factor of {length_ratio})",
         patience=5,
     ),
     "learner/advantage_zero_fraction": Range(
-        high=0.95, advice="few groups have a gradient: prompts are too easy or too hard, see buffer.filter", patience=5
+        None, 0.95, "all answers of nearly every group have the same reward, so that hardly anything has a gradient",
+        "choose prompts of another difficulty (mean reward now {reward_mean}), a larger generators.group_size (now "
+        "{group_size}), or buffer/filter=zero_signal, which leaves such groups out",
+        patience=5,
     ),
-}
+}  # fmt: skip
 """Key -> healthy range, as in docs/metrics.md; `learner.metrics.alerts` reports a metric that leaves it."""

@@ -10,7 +10,7 @@ from slipstream.learner.metrics.ranges import RANGES
 class HealthWarning(Record):
     """A metric outside of its range.
 
-    Example: HealthWarning("learner/ess", value=0.21, since_step=40, healthy=">= 0.3", advice="the data is too old ...")
+    Example: HealthWarning("learner/ess", value=0.21, since_step=40, healthy=">= 0.3", advice="the answers come ...")
     """
 
     metric: str
@@ -46,6 +46,6 @@ class Health:
         """Metrics outside of their range now, the newest first."""
         newest_first = sorted(self._since.items(), key=lambda item: -item[1])
         return [
-            HealthWarning(key, self._newest[key], step, str(RANGES[key]), RANGES[key].advice)
+            HealthWarning(key, self._newest[key], step, str(RANGES[key]), RANGES[key].explain())
             for key, step in newest_first
         ]

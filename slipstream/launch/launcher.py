@@ -26,6 +26,7 @@ from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
+from slipstream.cluster.observers import observed
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
 from slipstream.cluster.seat import LocalSeat, Places, Seat
 from slipstream.configs.base import ConfigError
@@ -190,7 +191,14 @@ class Launcher:
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
             # In this order, so that the store outlives the roles and the view shows their end.
-            with self._store() as store, self._processes(prepare), self._view.shown():
+            # The observers end after the roles, with their last rows.
+            logs = self._folder.logs
+            with (
+                self._store() as store,
+                observed(self._run, logs=logs) as self._observers,
+                self._processes(prepare),
+                self._view.shown(),
+            ):
                 self._watch_and_report(store)
         finally:
             if self._broker.pid is None:
@@ -290,6 +298,7 @@ class Launcher:
     def _poll_roles(self) -> list[Event]:
         events = [Event("store", message) for message in (self._supervisor.poll() if self._supervisor else [])]
         events += [Event(role.name, message) for role in (self._broker, self._learner) for message in role.poll()]
+        events += [Event("observers", message) for message in self._observers.poll()]
         return events + self._pool.poll()
 
     def _restarts(self) -> dict[str, int]:

@@ -41,6 +41,12 @@ RATES = {
 }
 
 
+def is_drawn(key: str) -> bool:
+    """Return whether `draw` reads this key of a row."""
+    read = ("step", "time_s", "learner/reward_mean", "lag/mean", "lag/max", *RATES)
+    return key in read or key.startswith(ACCURACY) or MISMATCH.fullmatch(key) is not None
+
+
 def plot_run(run_dir: Path) -> Path:
     """Draw the curves of a run and return the path of the picture. Raises ConfigError when the run made no step."""
     rows = read_metrics(run_dir / "metrics.jsonl")

@@ -13,6 +13,7 @@ from slipstream.broker.transport.interface import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.object_folder import check_storage
 from slipstream.buffer.redis.run_store import open_run_store, store_url
+from slipstream.cluster.observers import check_observers
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
@@ -30,11 +31,12 @@ _STORE_TIMEOUT_S = 10.0
 
 
 def check_surroundings(run: RunConfig) -> None:
-    """Check reward functions and the object store; with role processes also the GPUs, the broker's address, its token
-    and the store.
+    """Check reward functions, loggers, the exporter's port and the object store; with role processes also the GPUs, the
+    broker's address, its token and the store.
 
     Takes a moment, or ten seconds when a store does not answer. Raises ConfigError, BrokerError, ReplayBufferError.
     """
+    check_observers(run)
     check_storage(run, has_folder=RunFolder(run).has_run)
     # Imported here once, because an error inside a generator's worker process would come a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.broker.status.step_times import describe_times
+from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, provenance
@@ -51,11 +52,13 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         if run.mode == "serial":
             from slipstream.launch.serial import run_serial
 
-            run_serial(run, folder)
+            with observed(run, logs=folder.logs):
+                run_serial(run, folder)
         elif run.mode == "replay":
             from slipstream.launch.replay import run_replay
 
-            run_replay(run, folder, overrides=overrides)
+            with observed(run, logs=folder.logs):
+                run_replay(run, folder, overrides=overrides)
         else:
             launcher = Launcher(run, folder, overrides=overrides, console=console, places=places)
             try:

@@ -15,6 +15,7 @@ runs/<name>/            for its owner alone
     metrics.jsonl       one row per step
     summary.json        results
     curve.png           plot of the metrics
+    loggers/            position of each logger in the metrics
     profile/            recorded steps, see docs/profiling.md
     checkpoints/        for resuming
     weights/            versions that generators fetch; deleted at the end

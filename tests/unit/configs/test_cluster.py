@@ -98,8 +98,12 @@ def test_the_place_of_a_run_is_no_part_of_its_identity() -> None:
         "weights.fetch_address=tcp://10.0.0.5:20001",
         "buffer/store=redis",
         "buffer.store.url=rediss://store:6380/0",
+        "loggers=[tensorboard]",
+        "logging.num_samples=4",
+        "exporter.port=9400",
     ]
-    assert {override.partition("=")[0].replace("/", ".") for override in elsewhere} >= set(PLACE) - {"cluster"}
+    keys = {override.partition("=")[0].replace("/", ".") for override in elsewhere}
+    assert keys | {"cluster", "logging", "exporter"} >= set(PLACE)
     here, there = load([]), load(elsewhere)
     assert identity(here) == identity(there)
     assert config_hash(here) == config_hash(there) != config_hash(load(["broker.lease_s=60"]))

@@ -52,7 +52,7 @@ def test_the_log_has_both_changes():
 def test_metrics_that_leave_their_range_in_one_step_are_one_event():
     texts: list[str] = []
     MetricAlerts(texts.append, ranges={"a": Range(high=1.0), "b": Range(low=0.0)}).check({"a": 2.0, "b": -1.0})
-    assert texts == ["a is 2, healthy is <= 1: ; b is -1, healthy is >= 0: "]
+    assert texts == ["a is 2, healthy is <= 1, b is -1, healthy is >= 0: "]
 
 
 def test_patience_is_in_steps_in_a_row():
@@ -106,4 +106,5 @@ def test_the_events_of_a_run_are_where_the_status_looks(tmp_path):
         log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=None, times={})
     (event,) = store.events(limit=5)
     assert event.role == "learner"
-    assert event.text.startswith("learner/ess is 0.1, healthy is >= 0.3: the data is too old")
+    assert event.text.startswith("learner/ess is 0.1, healthy is >= 0.3: the answers come from older weights")
+    assert "buffer.staleness.max_lag (now 4, mean lag 0)" in event.text

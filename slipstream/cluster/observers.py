@@ -1,0 +1,128 @@
+"""Observers: processes beside the roles that pass on how a run goes, to loggers and to Prometheus.
+
+Each reads the run's store, or its `metrics.jsonl`, by itself. No role sends them anything or waits for them, and their
+failures are messages to the user: they end no run.
+"""
+
+import inspect
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from slipstream.cluster.role_process import RoleDiedError, RoleProcess
+from slipstream.configs.base import ConfigError
+from slipstream.configs.run import RunConfig
+from slipstream.runtime.import_path import find_function
+
+LOGGERS = ("trackio", "wandb", "tensorboard")
+"""Loggers in the box, each by the name of its package."""
+EXPORTER = "exporter"
+_EXPORTER_TIMEOUT_S = 3.0
+
+
+def check_observers(run: RunConfig) -> None:
+    """Look for what the observers of a run need, before anything starts. Raises ConfigError."""
+    check_loggers(run)
+    exporter = run.exporter
+    if exporter.port is not None:
+        with socket.socket(socket.AF_INET6 if ":" in exporter.host else socket.AF_INET) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind((exporter.host, exporter.port))
+            except OSError as error:
+                raise ConfigError(
+                    f"exporter.port must be free at exporter.host={exporter.host}, got {exporter.port}: "
+                    f"{error.strerror}; choose another."
+                ) from None
+
+
+def check_loggers(run: RunConfig) -> None:
+    """Look for the packages of the run's loggers, and import those of the user. Raises ConfigError."""
+    for name in run.loggers:
+        if ":" in name:
+            _check_own(name, run)
+        elif name not in LOGGERS:
+            raise ConfigError(f"loggers must name {', '.join(LOGGERS)} or a class as module:Class, got {name!r}.")
+        elif find_spec(name) is None:
+            raise ConfigError(
+                f"loggers must be installed, got {name!r}, whose package is not: `pip install {name}`, or `pip install "
+                "'slipstream[loggers]'` for all of them."
+            )
+
+
+def _check_own(name: str, run: RunConfig) -> None:
+    try:
+        found = find_function(name, setting="loggers")
+    except ConfigError as error:
+        # It names the key of a record with a function.
+        raise ConfigError(str(error).replace("loggers.function", "loggers")) from None
+    if not callable(getattr(found, "log", None)):
+        raise ConfigError(f"loggers must name classes with a method log(step, metrics), got {name!r}, which has none.")
+    options = run.logging.options.get(name, {})
+    try:
+        inspect.signature(found).bind(None, **options)
+    except TypeError as error:
+        raise ConfigError(f"logging.options must fit {name!r}, got {options}: {error}.") from None
+
+
+def role_of(logger: str) -> str:
+    """Return the name of the role, and of the log file, of a logger: `logger-wandb`."""
+    return f"logger-{re.sub('[^A-Za-z0-9_.-]+', '-', logger)[-64:]}"
+
+
+class Observers:
+    """Life: start -> poll* -> stop. `poll` and `stop` return sentences for the user."""
+
+    def __init__(self, run: RunConfig, *, logs: Path) -> None:
+        where = (f"name={run.name}", f"runs_dir={run.runs_dir}")
+        self._processes = {
+            RoleProcess(role_of(name), ["slipstream.loggers", name, *where], logs=logs): run.logging.close_timeout_s
+            for name in run.loggers
+        }
+        if run.exporter.is_wanted:
+            exporter = RoleProcess(EXPORTER, ["slipstream.exporter", *where], logs=logs)
+            self._processes[exporter] = _EXPORTER_TIMEOUT_S
+
+    def start(self) -> None:
+        """Start the processes. Raises OSError."""
+        for process in self._processes:
+            process.start()
+
+    def poll(self) -> list[str]:
+        """Restart what died, and give up what keeps dying."""
+        sentences = []
+        for process in list(self._processes):
+            try:
+                sentences += process.poll()
+            except (RoleDiedError, OSError) as error:
+                del self._processes[process]
+                sentences.append(f"{error}; the run goes on without {process.name}")
+        return sentences
+
+    def stop(self) -> list[str]:
+        """Have them take in the last rows, and end; kill those that do not within their time."""
+        began_at = time.monotonic()
+        for process in self._processes:
+            process.terminate()
+        unfinished = []
+        for process, timeout_s in self._processes.items():
+            process.stop(ends_at=began_at + timeout_s)
+            if not process.has_finished:
+                unfinished.append(f"{process.name} was ended before it had passed on everything: see its log")
+        return unfinished
+
+
+@contextmanager
+def observed(run: RunConfig, *, logs: Path) -> Iterator[Observers]:
+    """Run the observers of a run beside the block."""
+    observers = Observers(run, logs=logs)
+    try:
+        observers.start()
+        yield observers
+    finally:
+        for sentence in observers.stop():
+            print(sentence, flush=True)

@@ -1,0 +1,102 @@
+import importlib.util
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from slipstream.cluster import observers
+from slipstream.cluster.observers import Observers, check_observers, role_of
+from slipstream.configs.base import ConfigError
+from tests.builders import make_run
+
+OWN = """
+class Mine:
+    def __init__(self, run, *, colour="red"):
+        self.run = run
+
+    def log(self, step, metrics):
+        pass
+
+
+class Mute:
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path / "own.py"
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb", "tensorboard"])
+def test_a_missing_package_is_one_sentence_with_the_command(name, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(observers, "find_spec", lambda each: None if each == name else find(each))
+    with pytest.raises(ConfigError) as refusal:
+        check_observers(make_run(loggers=[name]))
+    assert f"`pip install {name}`" in str(refusal.value)
+    assert str(refusal.value).count(". ") == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"loggers": ["mlflow"]}, "loggers must name trackio, wandb, tensorboard or a class as module:Class"),
+        ({"loggers": ["nowhere:Mine"]}, "loggers must name a module that can be imported"),
+        ({"loggers": ["{own}:Nine"]}, "Did you mean 'Mine'"),
+        ({"loggers": ["{own}:Mute"]}, "with a method log"),
+        ({"loggers": ["{own}:Mine"], "logging": {"options": {"{own}:Mine": {"size": 1}}}}, "logging.options must fit"),
+    ],
+)
+def test_a_logger_that_cannot_work_is_refused_before_anything_starts(settings, sentence, own):
+    filled = make_run(**_filled(settings, str(own)))
+    with pytest.raises(ConfigError, match="log") as refusal:
+        check_observers(filled)
+    assert sentence in str(refusal.value)
+
+
+def _filled(value, own):
+    if isinstance(value, dict):
+        return {key.replace("{own}", own): _filled(each, own) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, own) for each in value]
+    return value.replace("{own}", own) if isinstance(value, str) else value
+
+
+def test_a_logger_of_ones_own_is_accepted(own):
+    options = {f"{own}:Mine": {"colour": "blue"}}
+    check_observers(make_run(loggers=[f"{own}:Mine"], logging={"options": options}))
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(msgspec.ValidationError, match="name each once"):
+        make_run(loggers=["wandb", "wandb"])
+    with pytest.raises(msgspec.ValidationError, match="name loggers of the run"):
+        make_run(loggers=["wandb"], logging={"options": {"trackio": {}}})
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"exporter.port must be free .* got {port}"):
+            check_observers(make_run(exporter={"port": port}))
+
+
+def test_names_of_roles_are_names_of_files():
+    assert role_of("my/own.py:Mine") == "logger-my-own.py-Mine"
+
+
+def test_an_observer_that_keeps_dying_is_given_up_and_ends_nothing(tmp_path):
+    run = make_run(name="nowhere", runs_dir=str(tmp_path), loggers=["tensorboard"])
+    found = Observers(run, logs=tmp_path)
+    found.start()
+    (process,) = found._processes
+    # It finds no run folder, which is its own verdict.
+    while process.is_running:
+        pass
+    (sentence,) = found.poll()
+    assert "the run goes on without logger-tensorboard" in sentence
+    assert found.poll() == []
+    assert found.stop() == []

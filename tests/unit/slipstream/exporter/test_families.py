@@ -1,0 +1,96 @@
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from slipstream.buffer.accounting import StoreMemory
+from slipstream.configs.run import RunConfig
+from slipstream.exporter.families import FAMILIES, Context, family_of, metrics_of, unreachable
+from tests.builders import make_run
+from tests.fakes import make_reports, status_of
+
+ROW = {
+    "step": 3, "time_s": 4.0, "learner/reward_mean": 0.5, "learner/wait_s": 1.0, "learner/train_s": 1.0,
+    "learner/publish_s": 0.0, "lag/mean": 1.5, "lag/histogram": {"0": 5, "2": 7},
+    "learner/by_lag/4-7/mismatch_k3": 0.25, "learner/by_source/gsm8k/reward_mean": 0.75, "eval/accuracy_greedy": 0.5,
+    "eval/pass@2_aime": 0.25, "eval/by_source/math/accuracy_greedy": 0.125,
+    "times": {"steps": 3, "step_s": 0.5, "roles": [{"role": "learner", "count": 1, "shares": {"waiting": 0.25}}]},
+}  # fmt: skip
+
+
+class Given:
+    """A collector of given metrics."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> list[Metric]:
+        return self._metrics
+
+
+def scraped(metrics: list[Metric]) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Samples by name, as Prometheus reads them."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Given(metrics))  # type: ignore[arg-type]
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        assert family.documentation
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
+    return found
+
+
+@pytest.fixture
+def run() -> RunConfig:
+    return make_run(buffer={"staleness": {"max_lag": 6}})
+
+
+def test_a_run_is_scraped_with_its_name_on_every_sample(run):
+    logger = {"role": "logger", "state": "ready", "sent": 7, "dropped": 2, "failed": 0, "lost": 0, "queued": 1}
+    reports = make_reports() | {"logger-wandb": (0.5, logger)}
+    roles = {name: gauges for name, (_, gauges) in reports.items()}
+    status = msgspec.structs.replace(status_of(reports, rows=(ROW,)), memory=StoreMemory(10, 100))
+    found = scraped(metrics_of(status, Context(run, roles, 3.5)))
+    assert {labels["run"] for samples in found.values() for labels, _ in samples} == {"test"}
+
+    def value(metric: str, **labels: str) -> float:
+        (one,) = [number for given, number in found[f"slipstream_{metric}"] if labels.items() <= given.items()]
+        return one
+
+    assert value("up") == 1
+    assert value("max_lag") == 6
+    assert value("arrival_age_seconds") == 3.5
+    assert value("store_memory_limit_bytes") == 100
+    assert value("phase", phase="training") == 1
+    assert value("role_up", name="generator-1") == 0
+    assert value("role_restarts_total", name="generator-0") == 2
+    assert value("role_waiting", name="generator-0", waits_for="prompts") == 1
+    assert value("logger_entries_total", name="logger-wandb", outcome="dropped") == 2
+    assert value("learner_reward_mean") == 0.5
+    assert value("lag_tokens", lag="2") == 7
+    assert value("learner_by_lag_mismatch_k3", lag="4-7") == 0.25
+    assert value("learner_by_source_reward_mean", source="gsm8k") == 0.75
+    assert value("eval_accuracy", set="greedy") == 0.5
+    assert value("eval_pass_at_2", set="aime") == 0.25
+    assert value("eval_by_source_accuracy", source="math", set="greedy") == 0.125
+    assert value("time_share", role="learner", phase="waiting") == 0.25
+    assert value("refused_frames_total", reason="") == 0
+
+
+def test_a_label_of_a_stranger_stays_a_label(run):
+    name = 'gen"} evil 1\n# HELP x'
+    roles = {name: {"role": "generator", "state": "ready"}}
+    found = scraped(metrics_of(status_of({name: (0.1, roles[name])}), Context(run, roles, 0.0)))
+    assert [labels["name"] for labels, _ in found["slipstream_role_up"]] == [name]
+    assert "slipstream_store_memory_limit_bytes" not in found
+
+
+def test_a_store_that_does_not_answer_is_a_metric():
+    assert scraped(unreachable("mine")) == {"slipstream_up": [({"run": "mine"}, 0.0)]}
+
+
+def test_names_follow_from_keys():
+    assert family_of("learner/ess")[0].full_name == "slipstream_learner_ess"
+    assert family_of("eval/version") == (family_of("eval/version")[0], {})
+    assert FAMILIES["refused_frames"].full_name == "slipstream_refused_frames_total"

@@ -1,0 +1,56 @@
+import http.client
+from collections.abc import Iterator
+
+import pytest
+
+from slipstream.configs.base import ConfigError
+from slipstream.exporter.families import unreachable
+from slipstream.exporter.server import MetricsServer, guarded
+
+TOKEN = "a token of thirty-two characters"
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    found = MetricsServer("127.0.0.1", 0, token=TOKEN)
+    found.set(unreachable("mine"))
+    yield found
+    found.close()
+
+
+def ask(port: int, path: str = "/metrics", *, method: str = "GET", **headers: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_only_the_token_opens_it_and_only_for_metrics(server):
+    given = {"Authorization": f"Bearer {TOKEN}"}
+    status, body = ask(server.port, **given)
+    assert status == 200
+    assert 'slipstream_up{run="mine"} 0.0' in body
+    assert ask(server.port)[0] == 401
+    assert ask(server.port, Authorization=f"Bearer {TOKEN[:-1]}")[0] == 401
+    assert ask(server.port, "/", **given)[0] == 404
+    assert ask(server.port, "/metrics/../../etc/passwd", **given)[0] == 404
+    assert ask(server.port, method="POST", **given)[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("127.0.0.1:9400", "200"), ("localhost", "200"), ("[::1]:1", "200"), ("evil.org", "400")]
+)
+def test_on_a_loopback_address_a_foreign_name_is_a_page_in_a_browser(host, status):
+    answers: list[str] = []
+    application = guarded(lambda _environ, start: start("200 OK", []) or [b""], token="", is_local=True)
+    environ = {"HTTP_HOST": host, "REQUEST_METHOD": "GET", "PATH_INFO": "/metrics"}
+    application(environ, lambda line, _headers: answers.append(line))
+    assert answers[0].startswith(status)
+
+
+def test_a_port_in_use_is_one_sentence(server):
+    with pytest.raises(ConfigError, match=f"exporter.port must be free at 127.0.0.1, got {server.port}"):
+        MetricsServer("127.0.0.1", server.port, token="")

@@ -1,0 +1,133 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs.broker import LoggingConfig
+from slipstream.loggers.feed import Bookmark, Feed
+from slipstream.loggers.logger import Entry, numbers_of
+from slipstream.loggers.sources import SAMPLE_COLUMNS, FileRows, StoreRows
+from tests.contract.stores import claim, commit, make_ready, open_run
+from tests.fakes import FakeClock
+from tests.memory_store.store import MemoryStore
+
+
+class Kept:
+    """In place of a Delivery: keeps the entries."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def put(self, entry: Entry) -> None:
+        self.entries.append(entry)
+
+    def of(self, kind: str) -> list[Entry]:
+        return [entry for entry in self.entries if entry.kind == kind]
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "time_s": float(step), "learner/reward_mean": 0.5, "lag/mean": 1.0, "lag/max": 2.0} | more
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    found = MemoryStore(clock=FakeClock(1000.0))
+    open_run(found)
+    return found
+
+
+def make_feed(store: MemoryStore, clock: FakeClock, *, cursor: int = 0, **config: Any) -> tuple[Feed, Kept]:
+    kept = Kept()
+    source = StoreRows(store, model="nowhere")
+    settings = LoggingConfig(**config)
+    return Feed(source, kept, config=settings, name="mine", cursor=cursor, clock=clock), kept  # type: ignore[arg-type]
+
+
+def test_each_row_comes_once_and_the_last_one_carries_the_position(store):
+    feed, kept = make_feed(store, FakeClock(0.0))
+    for step in (1, 2):
+        store.append_metrics(row(step))
+    feed.turn()
+    store.append_metrics(row(3))
+    feed.turn()
+    feed.turn()
+    assert [(entry.step, entry.cursor) for entry in kept.of("log")] == [(1, 0), (2, 2), (3, 3)]
+
+
+def test_a_restarted_logger_gets_only_what_it_lacks_and_a_curve_of_all(store):
+    for step in (1, 2, 3):
+        store.append_metrics(row(step))
+    clock = FakeClock(0.0)
+    feed, kept = make_feed(store, clock, cursor=2, curve_every_s=60.0)
+    clock.now = 61.0
+    feed.turn()
+    assert [entry.step for entry in kept.of("log")] == [3]
+    (curve,) = kept.of("image")
+    assert curve.arguments[0] == "curve"
+    assert curve.arguments[1].startswith(b"\x89PNG")
+    assert len(feed._curve._rows) == 3
+
+
+def test_the_curve_is_drawn_at_most_so_often_and_at_the_end(store):
+    clock = FakeClock(0.0)
+    feed, kept = make_feed(store, clock, curve_every_s=60.0)
+    store.append_metrics(row(1))
+    feed.turn()
+    assert kept.of("image") == []
+    feed.turn(is_last=True)
+    assert len(kept.of("image")) == 1
+    feed.turn(is_last=True)
+    assert len(kept.of("image")) == 1, "nothing is new"
+
+
+def test_a_table_holds_the_answers_of_a_step_as_they_are(store):
+    make_ready(store, 2)
+    commit(store, claim(store, 1, 2))
+    store.append_metrics(row(1))
+    feed, kept = make_feed(store, FakeClock(0.0), samples_every_steps=1, num_samples=1)
+    feed.turn()
+    (table,) = kept.of("table")
+    name, columns, rows = table.arguments
+    assert (table.step, name, columns, len(rows)) == (1, "samples", SAMPLE_COLUMNS, 1)
+    assert len(rows[0]) == len(SAMPLE_COLUMNS)
+
+
+def test_rows_that_the_store_dropped_are_counted(store, monkeypatch):
+    feed, _ = make_feed(store, FakeClock(0.0), curve_every_s=0.0)
+    for step in range(1, 1011):
+        store.append_metrics({"step": step})
+    feed.turn()
+    assert feed.num_lost == 10
+
+
+def test_numbers_of_a_row_are_flat():
+    times = {"steps": 3, "step_s": 0.5, "roles": [{"role": "learner", "count": 1, "shares": {"waiting": 0.25}}]}
+    found = numbers_of(row(4, **{"lag/histogram": {"0": 12}, "times": times}))
+    assert "step" not in found
+    assert "lag/histogram" not in found
+    assert found["times/learner/waiting"] == 0.25
+
+
+def test_a_file_is_read_on_from_its_position_and_after_a_resume_that_cut_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    source = FileRows(path)
+    assert source.read(0).rows == []
+    lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 3)]
+    path.write_text("".join(lines) + '{"step": 4')
+    news = source.read(0)
+    assert [each["step"] for each in news.rows] == [1, 2, 3]
+    path.write_text("".join(lines[:2]))
+    assert source.read(news.cursor).rows == []
+    cut = source.read(news.cursor).cursor
+    path.write_text("".join([*lines[:2], '{"step": 3, "again": 1}\n']))
+    assert source.read(cut).rows == [{"step": 3, "again": 1}]
+
+
+def test_a_bookmark_outlives_the_process_and_a_file_that_was_cut_short(tmp_path: Path):
+    path = tmp_path / "loggers" / "logger-wandb.json"
+    first = Bookmark(path)
+    first.save(17)
+    assert (Bookmark(path).cursor, Bookmark(path).id) == (17, first.id)
+    path.write_text('{"id": "a')
+    assert Bookmark(path).cursor == 0
