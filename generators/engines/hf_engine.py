@@ -3,9 +3,9 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import torch
@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
+from slipstream.broker.weights.memory import MemoryReceiver
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.trajectory import Sampling, VersionSpan
@@ -26,6 +27,8 @@ from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.lora import attach_adapter, language_model_class
 from slipstream.runtime.routers import Routers
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -313,22 +316,24 @@ class HfEngine:
         return PromptScores(own.tolist(), logprobs.amax(-1).tolist())
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._receiver_thread, lambda: self._receiver.open_epoch(opening, rank=rank))
+        await self._receive(lambda: self._receiver.open_epoch(opening, rank=rank))
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
         """Receive while decoding continues, then load between two tokens. Returns the pause, seconds."""
         self._check_started()
-        loop = asyncio.get_running_loop()
-        tensors = await loop.run_in_executor(
-            self._receiver_thread, lambda: receive_update(self._receiver, update, fetched)
-        )
+        tensors = await self._receive(lambda: receive_update(self._receiver, update, fetched))
         paused_at = time.perf_counter()
         # All of it before any of it is loaded.
         WeightLayout(self._names, dtype=self._config.dtype).check(update.slots)
         self._names.load_into(self._model, dict(tensors))
         self._version = update.version
         return time.perf_counter() - paused_at
+
+    async def _receive(self, call: Callable[[], T]) -> T:
+        # Within one process nothing blocks, and a thread would leave it to chance which tokens are of which version.
+        if isinstance(self._receiver, MemoryReceiver):
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._receiver_thread, call)
 
     def current_load(self) -> EngineLoad:
         """Always empty: without a bounded cache nothing ever waits for room in it."""

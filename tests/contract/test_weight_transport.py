@@ -1,4 +1,4 @@
-"""Contract of every weight transport, in memory and over Gloo; then properties of process groups only."""
+"""Weight transport over Gloo: groups by TCP and by a file, then what only process groups do."""
 
 import socket
 import time
@@ -17,7 +17,6 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Member, OpenEpoch
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
-from slipstream.broker.weights.memory import MemoryReceiver, MemorySender, MemoryWeights
 from slipstream.broker.weights.transport import WeightReceiver, WeightSender
 
 TIMEOUT_S = 10.0
@@ -74,24 +73,21 @@ class Group:
 NUM_RECEIVERS = 3
 
 
-def make_group(kind: str, folder: Path | None = None) -> Group:
-    if kind.startswith("gloo"):
-        sender = CollectiveSender(HOST, device="cpu", folder=folder)
-        return Group(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
-    weights = MemoryWeights()
-    return Group(MemorySender(weights), [MemoryReceiver(weights) for _ in range(NUM_RECEIVERS)])
+def make_group(folder: Path | None = None) -> Group:
+    sender = CollectiveSender(HOST, device="cpu", folder=folder)
+    return Group(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
 
 
-@pytest.fixture(params=["memory", "gloo", "gloo by file"])
+@pytest.fixture(params=["gloo", "gloo by file"])
 def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Group]:
-    opened = make_group(request.param, tmp_path if request.param == "gloo by file" else None)
+    opened = make_group(tmp_path if request.param == "gloo by file" else None)
     yield opened
     opened.close()
 
 
 @pytest.fixture
 def gloo() -> Iterator[Group]:
-    opened = make_group("gloo")
+    opened = make_group()
     yield opened
     opened.close()
 
@@ -301,7 +297,7 @@ def test_members_meet_at_a_file_that_nobody_else_reaches_and_that_is_gone_afterw
     left_behind = tmp_path / "rendezvous-of-a-killed-learner"
     left_behind.touch()
     listening = listening_ports()
-    group = make_group("gloo", tmp_path)
+    group = make_group(tmp_path)
     assert group.sender.address[0].startswith(f"file://{tmp_path}/rendezvous-")
     assert listening_ports() <= listening
     (store,) = tmp_path.iterdir()

@@ -65,6 +65,12 @@ def test_an_adapter_is_published_and_saved(folder: Path):
     assert load_file(folder / FINAL / "adapter/adapter_model.safetensors")
 
 
+def test_a_version_is_applied_at_once_so_that_no_token_depends_on_threads(folder: Path):
+    # Of the first max_lag + 1 steps all tokens are of version 0, and those of the next ones of version 5.
+    rows = train(folder, "later", "learner.max_steps=8")
+    assert [row["lag/mean"] for row in rows] == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
 @pytest.mark.long
 def test_another_seed_gives_another_run(folder: Path, first: list[dict[str, float]]):
     assert train(folder, "third", "seed=1") != first
