@@ -53,7 +53,10 @@ def test_the_build_follows_the_machine_unless_it_is_chosen(tmp_path: Path) -> No
     assert "SLIPSTREAM_EXTRA must be cpu or gpu, got cuda" in wrong.stderr
 
 
-OPTIONAL = {"mcp", "openai", "ray", "reasoning-gym", "slipstream-harness", "tantivy", "verifiers", "vllm"}
+OPTIONAL = {
+    "mcp", "openai", "ray", "reasoning-gym", "slipstream-harness", "tantivy", "tensorboard", "trackio", "verifiers",
+    "vllm", "wandb",
+}  # fmt: skip
 """Imported where they are used only, with an error that says what to install."""
 
 
